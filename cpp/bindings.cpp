@@ -1,0 +1,281 @@
+// The Python face of the engine: conversions, the GIL, and errors; no logic.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <string_view>
+
+#include "error.h"
+#include "memory.h"
+#include "session.h"
+#include "thread_pool.h"
+#include "tokenizer.h"
+
+namespace py = pybind11;
+using namespace pystaged;
+
+namespace {
+
+// Integers only: a float array would be truncated silently by a plain cast.
+std::vector<int32_t> to_ints(const py::object& values, const char* name) {
+    const auto array = py::array::ensure(values);
+    if (!array || array.ndim() != 1 || (array.size() > 0 && array.dtype().kind() != 'i' && array.dtype().kind() != 'u')) {
+        throw py::type_error(std::string(name) + " must be a one-dimensional array or list of integers");
+    }
+    const auto wide = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(array);
+    std::vector<int32_t> result(wide.size());
+    for (py::ssize_t i = 0; i < wide.size(); ++i) {
+        const int64_t value = wide.data()[i];
+        if (value < INT32_MIN || value > INT32_MAX) {
+            throw py::value_error(std::string(name) + " holds " + std::to_string(value) + ", which is out of range");
+        }
+        result[i] = static_cast<int32_t>(value);
+    }
+    return result;
+}
+
+py::array_t<int32_t> to_array(const std::vector<int32_t>& values) {
+    return py::array_t<int32_t>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+void check_signals() {
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) {
+        throw py::error_already_set();
+    }
+}
+
+py::array_t<float> multiply(const std::string& type, const py::bytes& weights, int rows,
+                            const py::array_t<float, py::array::c_style | py::array::forcecast>& x,
+                            const std::string& kernel_name, int num_threads) {
+    if (x.ndim() != 2 || rows < 1 || x.shape(1) < 1) {
+        throw py::value_error("x must have shape [n, cols] and there must be at least one output");
+    }
+    const Kernel& kernel = find_kernel(kernel_name);
+    ggml_type ggml = GGML_TYPE_COUNT;
+    for (int t = 0; t < GGML_TYPE_COUNT; ++t) {
+        if (ggml_type_name(static_cast<ggml_type>(t)) && type == ggml_type_name(static_cast<ggml_type>(t))) {
+            ggml = static_cast<ggml_type>(t);
+        }
+    }
+    if (ggml == GGML_TYPE_COUNT) {
+        throw py::value_error("'" + type + "' is no ggml type");
+    }
+    const int n = static_cast<int>(x.shape(0)), cols = static_cast<int>(x.shape(1));
+    const std::string_view bytes = weights;
+    if (cols % ggml_blck_size(ggml) != 0 || bytes.size() != ggml_row_size(ggml, cols) * rows) {
+        throw py::value_error("the weights' size does not match their shape and type");
+    }
+    Memory storage(PackedMatrix::packed_bytes(ggml, rows, cols));
+    const PackedMatrix matrix(ggml, rows, cols, reinterpret_cast<const uint8_t*>(bytes.data()), storage.data(),
+                              num_threads);
+    const int width = matrix.padded_cols();
+    std::vector<float> values(size_t(n) * width), scales(values.size() / kBlock);
+    std::vector<int8_t> quants(values.size());
+    std::vector<int32_t> offsets(scales.size());
+    const QuantizedRows quantized{n, matrix.zero_point(), quants.data(), scales.data(), offsets.data()};
+    for (int i = 0; i < n; ++i) {
+        std::copy_n(x.data() + size_t(i) * cols, cols, values.data() + size_t(i) * width);
+        kernel.quantize(values.data() + size_t(i) * width, width, i, quantized);
+    }
+    std::vector<float> out(size_t(n) * matrix.padded_rows());
+    Epilogue epilogue;
+    epilogue.out = out.data();
+    epilogue.stride = matrix.padded_rows();
+    matrix.multiply(kernel, {n, width, values.data(), quantized}, epilogue, nullptr, num_threads);
+    py::array_t<float> result({n, rows});
+    for (int i = 0; i < n; ++i) {
+        std::copy_n(out.data() + size_t(i) * matrix.padded_rows(), rows, result.mutable_data() + size_t(i) * rows);
+    }
+    return result;
+}
+
+double read_bandwidth(size_t bytes, int num_threads) {
+    const py::gil_scoped_release release;
+    const Memory memory(bytes, /*huge=*/true);
+    constexpr size_t kChunk = 1 << 18;
+    const int chunks = static_cast<int>(bytes / kChunk);
+    std::vector<uint64_t> sums(chunks);
+    const Kernel& kernel = find_kernel("");
+    std::vector<double> rates;
+    for (int repeat = 0; repeat < 8; ++repeat) {
+        // The first round writes, because untouched memory is one page of zeros.
+        const auto start = std::chrono::steady_clock::now();
+        ThreadPool::shared().run(chunks, num_threads, [&](int i, int) {
+            uint8_t* chunk = memory.data() + i * kChunk;
+            if (repeat == 0) {
+                std::fill_n(chunk, kChunk, static_cast<uint8_t>(i));
+            } else {
+                sums[i] += kernel.read(chunk, kChunk);
+            }
+        });
+        const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+        if (repeat > 0) {
+            rates.push_back(static_cast<double>(chunks) * kChunk / seconds.count());
+        }
+    }
+    std::sort(rates.begin(), rates.end());
+    return rates[rates.size() / 2];
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+    m.doc() = "The compiled engine behind pystaged; see _core.pyi.";
+    py::register_exception<ModelError>(m, "ModelError", PyExc_OSError);
+    py::register_exception<ContextFullError>(m, "ContextFullError", PyExc_ValueError);
+
+    m.def("kernels", [] {
+        std::vector<std::string> names;
+        for (const Kernel* kernel : available_kernels()) {
+            names.push_back(kernel->name);
+        }
+        return names;
+    });
+    m.def("physical_cores", &physical_cores);
+    m.def("gumbel", &gumbel, py::arg("seed"), py::arg("position"), py::arg("token"));
+    m.def("multiply", &multiply, py::arg("type"), py::arg("weights"), py::arg("rows"), py::arg("x"),
+          py::arg("kernel") = "", py::arg("num_threads") = 1);
+    m.def("read_bandwidth", &read_bandwidth, py::arg("num_bytes"), py::arg("num_threads"));
+
+    py::class_<Sampling>(m, "Sampling")
+        .def(py::init([](float temperature, int top_k, float top_p, float min_p, uint64_t seed) {
+                 const Sampling sampling{temperature, top_k, top_p, min_p, seed};
+                 check(sampling);
+                 return sampling;
+             }),
+             py::arg("temperature") = 0.0f, py::arg("top_k") = 0, py::arg("top_p") = 1.0f, py::arg("min_p") = 0.0f,
+             py::arg("seed") = 0);
+
+    py::class_<Tokenizer>(m, "Tokenizer")
+        .def(py::init([](const std::string& path) {
+                 const py::gil_scoped_release release;
+                 return std::make_unique<Tokenizer>(path);
+             }),
+             py::arg("path"))
+        .def_property_readonly("num_tokens", &Tokenizer::num_tokens)
+        .def(
+            "encode", [](const Tokenizer& self, const std::string& text) { return to_array(self.encode(text)); },
+            py::arg("text"))
+        .def(
+            "token_bytes", [](const Tokenizer& self, int32_t token) { return py::bytes(self.token_bytes(token)); },
+            py::arg("token"))
+        .def("is_end", &Tokenizer::is_end, py::arg("token"));
+
+    py::class_<Gpt2, std::shared_ptr<Gpt2>>(m, "Model")
+        .def(py::init([](const std::string& path, const std::string& kernel, int num_threads) {
+                 const py::gil_scoped_release release;
+                 return std::make_shared<Gpt2>(path, kernel, num_threads);
+             }),
+             py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0)
+        .def_property_readonly("name", &Gpt2::name)
+        .def_property_readonly("kernel", [](const Gpt2& self) { return self.kernel().name; })
+        .def_property_readonly("num_threads", &Gpt2::num_threads)
+        .def_property_readonly("file_bytes", &Gpt2::file_bytes)
+        .def_property_readonly("weight_bytes", &Gpt2::weight_bytes)
+        .def_property_readonly("weight_type", &Gpt2::weight_type)
+        .def_property_readonly("vocab_size", [](const Gpt2& self) { return self.shape().vocab_size; })
+        .def_property_readonly("max_context", [](const Gpt2& self) { return self.shape().max_context; })
+        .def_property_readonly("width", [](const Gpt2& self) { return self.shape().width; })
+        .def_property_readonly("num_layers", [](const Gpt2& self) { return self.shape().num_layers; })
+        .def_property_readonly("num_heads", [](const Gpt2& self) { return self.shape().num_heads; });
+
+    py::class_<Session>(m, "Session")
+        .def(py::init([](std::shared_ptr<Gpt2> model, int n_ctx) {
+                 const py::gil_scoped_release release;
+                 return std::make_unique<Session>(std::move(model), n_ctx);
+             }),
+             py::arg("model"), py::arg("n_ctx") = 0)
+        .def(
+            "prefill",
+            [](Session& self, const py::object& tokens) {
+                const std::vector<int32_t> ids = to_ints(tokens, "tokens");
+                const py::gil_scoped_release release;
+                self.prefill(ids, check_signals);
+            },
+            py::arg("tokens"))
+        .def(
+            "evaluate",
+            [](Session& self, const py::object& tokens, const py::object& parents, std::optional<int> num_logits) {
+                const std::vector<int32_t> ids = to_ints(tokens, "tokens"), before = to_ints(parents, "parents");
+                if (num_logits && *num_logits < 0) {
+                    throw py::value_error("num_logits must be between 0 and the number of tokens");
+                }
+                const py::gil_scoped_release release;
+                self.evaluate(ids, before, num_logits.value_or(-1));
+            },
+            py::arg("tokens"), py::arg("parents"), py::arg("num_logits") = py::none())
+        .def(
+            "candidates",
+            [](Session& self, const py::object& rows, int k, const Sampling& sampling) {
+                const std::vector<int32_t> indices = to_ints(rows, "rows");
+                if (k < 1 || k > self.model().shape().vocab_size) {
+                    throw py::value_error("k must be between 1 and the size of the vocabulary");
+                }
+                py::array_t<int32_t> tokens({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
+                py::array_t<float> scores({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
+                int32_t* token_data = tokens.mutable_data();
+                float* score_data = scores.mutable_data();
+                {
+                    const py::gil_scoped_release release;
+                    self.candidates(sampling, indices, k, token_data, score_data);
+                }
+                return py::make_tuple(tokens, scores);
+            },
+            py::arg("rows"), py::arg("k"), py::arg("sampling"))
+        .def(
+            "follow",
+            [](Session& self, const Sampling& sampling, int root) {
+                Followed followed;
+                {
+                    const py::gil_scoped_release release;
+                    followed = self.follow(sampling, root);
+                }
+                return py::make_tuple(to_array(followed.path), to_array(followed.tokens));
+            },
+            py::arg("sampling"), py::arg("root") = 0)
+        .def(
+            "commit",
+            [](Session& self, const py::object& path) {
+                const std::vector<int32_t> rows = to_ints(path, "path");
+                const py::gil_scoped_release release;
+                self.commit(rows);
+            },
+            py::arg("path"))
+        .def("discard", &Session::discard, py::call_guard<py::gil_scoped_release>())
+        .def("truncate", &Session::truncate, py::arg("length"), py::call_guard<py::gil_scoped_release>())
+        .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
+        .def(
+            "logits",
+            [](Session& self, int row) {
+                py::array_t<float> out(self.model().shape().vocab_size);
+                float* data = out.mutable_data();
+                const py::gil_scoped_release release;
+                self.logits(row, data);
+                return out;
+            },
+            py::arg("row"))
+        .def_property_readonly("tokens",
+                               [](Session& self) {
+                                   std::vector<int32_t> tokens;
+                                   {
+                                       const py::gil_scoped_release release;
+                                       tokens = self.tokens();
+                                   }
+                                   return to_array(tokens);
+                               })
+        .def_property_readonly("num_pending",
+                               [](Session& self) {
+                                   const py::gil_scoped_release release;
+                                   return self.num_pending();
+                               })
+        .def_property_readonly("closed",
+                               [](Session& self) {
+                                   const py::gil_scoped_release release;
+                                   return self.closed();
+                               })
+        .def_property_readonly("n_ctx", &Session::context);
+}

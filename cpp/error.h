@@ -1,0 +1,20 @@
+// The two failures that are pystaged's own; everything else is a standard exception.
+// bindings.cpp maps them to Python; std::invalid_argument becomes ValueError there.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace pystaged {
+
+// A model file that is missing, damaged, or of a kind this engine does not run.
+struct ModelError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// No position is left in the context for the rows asked for.
+struct ContextFullError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+}  // namespace pystaged

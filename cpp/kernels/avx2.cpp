@@ -1,0 +1,156 @@
+// AVX2, FMA and F16C: any x86-64 laptop since 2013.
+#include <immintrin.h>
+
+#include "kernel.h"
+
+namespace pystaged {
+namespace {
+
+struct F {
+    static constexpr int lanes = 8;
+    __m256 x;
+
+    static F load(const float* p) { return {_mm256_loadu_ps(p)}; }
+    static F load_f16(const uint16_t* p) {
+        return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+    }
+    static F load_bf16(const uint16_t* p) {
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+    }
+    static F set(float x) { return {_mm256_set1_ps(x)}; }
+    void store(float* p) const { _mm256_storeu_ps(p, x); }
+    int store_i8(int8_t* p) const {
+        const __m256i i = _mm256_cvtps_epi32(x);
+        const __m128i lo = _mm256_castsi256_si128(i), hi = _mm256_extracti128_si256(i, 1);
+        const __m128i words = _mm_packs_epi32(lo, hi);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+        __m128i sum = _mm_add_epi32(lo, hi);
+        sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+        return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+    }
+    void store_f16(uint16_t* p) const {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+    friend F operator+(F a, F b) { return {_mm256_add_ps(a.x, b.x)}; }
+    friend F operator-(F a, F b) { return {_mm256_sub_ps(a.x, b.x)}; }
+    friend F operator*(F a, F b) { return {_mm256_mul_ps(a.x, b.x)}; }
+    friend F operator/(F a, F b) { return {_mm256_div_ps(a.x, b.x)}; }
+    friend F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.x, b.x, c.x)}; }
+    friend F max(F a, F b) { return {_mm256_max_ps(a.x, b.x)}; }
+    friend F min(F a, F b) { return {_mm256_min_ps(a.x, b.x)}; }
+    friend F abs(F a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.x)}; }
+    friend F round(F a) { return {_mm256_round_ps(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+    friend float fold_sum(F a) {
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.x), _mm256_extractf128_ps(a.x, 1));
+        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+    }
+    friend float fold_max(F a) {
+        __m128 m = _mm_max_ps(_mm256_castps256_ps128(a.x), _mm256_extractf128_ps(a.x, 1));
+        m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+        return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+    }
+    friend F exp2_int(F a) {
+        const __m256i n = _mm256_add_epi32(_mm256_cvtps_epi32(a.x), _mm256_set1_epi32(127));
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(n, 23))};
+    }
+};
+
+constexpr int kIntegerRows = 8;
+constexpr int kFloatRows = 6;
+constexpr int kFloatSums = 12;
+constexpr int kAttendRows = 4;
+constexpr int kScoreSums = 4;
+constexpr int kMixSums = 4;
+
+inline __m256i load_bytes(const uint8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+
+inline __m256i broadcast4(const int8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, sizeof(four));
+    return _mm256_set1_epi32(four);
+}
+
+// Signed weights: an unsigned byte times a signed one would overflow the 16-bit sums of vpmaddubsw, so the weight's sign
+// goes to the activation first. The zero point cancels out and `offset` is not needed.
+struct Q8 {
+    static constexpr int bytes = 2 * kLanes + kBlock * kLanes;
+    __m256i w[8];
+    F d;
+    Q8(const uint8_t* group, int part) : d(F::load_f16(reinterpret_cast<const uint16_t*>(group) + 8 * part)) {
+        for (int i = 0; i < 8; ++i) {
+            w[i] = _mm256_xor_si256(load_bytes(group + 32 + 64 * i + 32 * part), _mm256_set1_epi8(-128));
+        }
+    }
+    F scale() const { return d; }
+    F dot(const int8_t* x, int32_t) const {
+        __m256i sum = _mm256_setzero_si256();
+        for (int i = 0; i < 8; ++i) {
+            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), _mm256_sign_epi8(broadcast4(x + 4 * i), w[i]));
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+        return {_mm256_cvtepi32_ps(sum)};
+    }
+    static void prefetch(const uint8_t* group) {
+        for (int i = 0; i < 9; ++i) {
+            _mm_prefetch(reinterpret_cast<const char*>(group) + 8 * bytes + 64 * i, _MM_HINT_T0);
+        }
+    }
+};
+
+// Nibbles are small enough for the 16-bit sums of a whole block: 8 * 2 * 15 * 127 < 2^15.
+struct Q4 {
+    static constexpr int bytes = 2 * kLanes + kBlock * kLanes / 2;
+    __m256i w[8];
+    F d;
+    Q4(const uint8_t* group, int part) : d(F::load_f16(reinterpret_cast<const uint16_t*>(group) + 8 * part)) {
+        const __m256i mask = _mm256_set1_epi8(15);
+        for (int i = 0; i < 4; ++i) {
+            const __m256i both = load_bytes(group + 32 + 64 * i + 32 * part);
+            w[i] = _mm256_and_si256(both, mask);
+            w[i + 4] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+        }
+    }
+    F scale() const { return d; }
+    F dot(const int8_t* x, int32_t offset) const {
+        __m256i pairs = _mm256_setzero_si256();
+        for (int i = 0; i < 8; ++i) {
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[i], broadcast4(x + 4 * i)));
+        }
+        const __m256i sum = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        return {_mm256_cvtepi32_ps(_mm256_add_epi32(sum, _mm256_set1_epi32(offset)))};
+    }
+    static void prefetch(const uint8_t* group) {
+        for (int i = 0; i < 5; ++i) {
+            _mm_prefetch(reinterpret_cast<const char*>(group) + 8 * bytes + 64 * i, _MM_HINT_T0);
+        }
+    }
+};
+
+#include "generic.h"
+
+bool supported() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+}  // namespace
+
+extern const Kernel kAvx2Kernel;
+const Kernel kAvx2Kernel = {
+    "avx2",
+    supported,
+    {float_matmul<WeightF32>, float_matmul<WeightF16>, float_matmul<WeightBf16>, integer_matmul<Q8>,
+     integer_matmul<Q4>},
+    layer_norm,
+    quantize,
+    to_f16,
+    attend,
+    run_max,
+    sum_exp,
+    read_bytes,
+};
+
+}  // namespace pystaged

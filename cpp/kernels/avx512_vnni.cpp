@@ -1,0 +1,146 @@
+// AVX-512 with VNNI: Intel since Ice Lake, AMD since Zen 4.
+#include <immintrin.h>
+
+#include "kernel.h"
+
+namespace pystaged {
+namespace {
+
+struct F {
+    static constexpr int lanes = 16;
+    __m512 x;
+
+    static F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+    static F load_f16(const uint16_t* p) {
+        return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+    }
+    static F load_bf16(const uint16_t* p) {
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+    }
+    static F set(float x) { return {_mm512_set1_ps(x)}; }
+    void store(float* p) const { _mm512_storeu_ps(p, x); }
+    int store_i8(int8_t* p) const {
+        const __m512i i = _mm512_cvtps_epi32(x);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(i));
+        return _mm512_reduce_add_epi32(i);
+    }
+    void store_f16(uint16_t* p) const {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+    friend F operator+(F a, F b) { return {_mm512_add_ps(a.x, b.x)}; }
+    friend F operator-(F a, F b) { return {_mm512_sub_ps(a.x, b.x)}; }
+    friend F operator*(F a, F b) { return {_mm512_mul_ps(a.x, b.x)}; }
+    friend F operator/(F a, F b) { return {_mm512_div_ps(a.x, b.x)}; }
+    friend F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
+    friend F max(F a, F b) { return {_mm512_max_ps(a.x, b.x)}; }
+    friend F min(F a, F b) { return {_mm512_min_ps(a.x, b.x)}; }
+    friend F abs(F a) { return {_mm512_abs_ps(a.x)}; }
+    friend F round(F a) { return {_mm512_roundscale_ps(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+    friend float fold_sum(F a) {
+        const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.x), _mm512_extractf32x8_ps(a.x, 1));
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+    }
+    friend float fold_max(F a) { return _mm512_reduce_max_ps(a.x); }
+    friend F exp2_int(F a) {
+        const __m512i n = _mm512_add_epi32(_mm512_cvtps_epi32(a.x), _mm512_set1_epi32(127));
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(n, 23))};
+    }
+};
+
+constexpr int kIntegerRows = 16;
+constexpr int kFloatRows = 16;
+constexpr int kFloatSums = 24;
+constexpr int kAttendRows = 8;
+constexpr int kScoreSums = 16;
+constexpr int kMixSums = 16;
+
+// sum += weights (16 lanes of 4 unsigned bytes) times four signed bytes, the same for every lane. As an instruction of its
+// own, because GCC otherwise spends a second one on the broadcast.
+inline __m512i dot4(__m512i sum, __m512i weights, const int8_t* four) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0"
+        : "+v"(sum)
+        : "v"(weights), "m"(*reinterpret_cast<const int32_t*>(four)));
+    return sum;
+}
+
+// vpdpbusd multiplies unsigned weights (value + zero point) by signed activations; `offset` takes the zero point back.
+struct IntegerBlock {
+    __m512i w[8];
+    F d;
+    F scale() const { return d; }
+    F dot(const int8_t* x, int32_t offset) const {
+        __m512i sum = _mm512_set1_epi32(offset);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            sum = dot4(sum, w[i], x + 4 * i);
+        }
+        return {_mm512_cvtepi32_ps(sum)};
+    }
+};
+
+struct Q8 : IntegerBlock {
+    static constexpr int bytes = 2 * kLanes + kBlock * kLanes;
+    Q8(const uint8_t* group, int) {
+        d = F::load_f16(reinterpret_cast<const uint16_t*>(group));
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            w[i] = _mm512_loadu_si512(group + 32 + 64 * i);
+        }
+    }
+    static void prefetch(const uint8_t* group) {
+#pragma GCC unroll 9
+        for (int i = 0; i < 9; ++i) {
+            _mm_prefetch(reinterpret_cast<const char*>(group) + 16 * bytes + 64 * i, _MM_HINT_T1);
+        }
+    }
+};
+
+struct Q4 : IntegerBlock {
+    static constexpr int bytes = 2 * kLanes + kBlock * kLanes / 2;
+    Q4(const uint8_t* group, int) {
+        d = F::load_f16(reinterpret_cast<const uint16_t*>(group));
+        const __m512i mask = _mm512_set1_epi8(15);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const __m512i both = _mm512_loadu_si512(group + 32 + 64 * i);
+            w[i] = _mm512_and_si512(both, mask);
+            w[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+        }
+    }
+    static void prefetch(const uint8_t* group) {
+#pragma GCC unroll 5
+        for (int i = 0; i < 5; ++i) {
+            _mm_prefetch(reinterpret_cast<const char*>(group) + 16 * bytes + 64 * i, _MM_HINT_T1);
+        }
+    }
+};
+
+#include "generic.h"
+
+bool supported() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+
+}  // namespace
+
+extern const Kernel kAvx512VnniKernel;
+const Kernel kAvx512VnniKernel = {
+    "avx512-vnni",
+    supported,
+    {float_matmul<WeightF32>, float_matmul<WeightF16>, float_matmul<WeightBf16>, integer_matmul<Q8>,
+     integer_matmul<Q4>},
+    layer_norm,
+    quantize,
+    to_f16,
+    attend,
+    run_max,
+    sum_exp,
+    read_bytes,
+};
+
+}  // namespace pystaged

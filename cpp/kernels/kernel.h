@@ -1,0 +1,117 @@
+// The row arithmetic of a pass, one implementation per instruction set, chosen once from the CPU.
+//
+// Every operation computes a row in an order that depends on that row alone: not on how many rows are in the pass, not on
+// the tree they form, not on the number of threads. Reductions run over 16 lanes by position (or output) and are then
+// folded in a fixed order; multiply-adds are fused everywhere. So a row has the same bits whatever it is batched with,
+// and the same bits on every instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace pystaged {
+
+// Outputs that lie side by side in a packed matrix, and the lanes of a reduction.
+constexpr int kLanes = 16;
+// Inputs that share one scale.
+constexpr int kBlock = 32;
+
+constexpr int padded(int n, int multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+// How a packed matrix stores its weights; see packed_matrix.h for the layouts.
+enum class Packing { f32, f16, bf16, q8_0, q4_0 };
+constexpr int kNumPackings = 5;
+
+// n rows of int8 blocks: value = scale * quant. The rows of a block lie side by side, so that a tile of rows reaches them
+// all from one address.
+struct QuantizedRows {
+    int n = 0;
+    int zero_point = 0;          // of the packing they are to be multiplied with
+    int8_t* quants = nullptr;    // [cols / kBlock][n][kBlock]
+    float* scales = nullptr;     // [cols / kBlock][n]
+    int32_t* offsets = nullptr;  // [cols / kBlock][n], minus the zero point times the sum of the quants
+
+    QuantizedRows from_block(int block) const {
+        const size_t at = size_t(block) * n;
+        return {n, zero_point, quants + at * kBlock, scales + at, offsets + at};
+    }
+};
+
+// n rows of activations, as float packings or as integer packings read them.
+struct Activations {
+    int n = 0;
+    int cols = 0;                   // inputs, a multiple of kBlock; padding is zero
+    const float* values = nullptr;  // [n][cols]
+    QuantizedRows quantized;
+};
+
+// What happens to a sum before it is stored: + bias, GELU, + residual.
+struct Epilogue {
+    const float* bias = nullptr;      // [outputs], or none
+    bool gelu = false;
+    const float* residual = nullptr;  // [n][stride], or none
+    float* out = nullptr;             // [n][stride]
+    size_t stride = 0;
+};
+
+// Where the context of one row lies: positions [0, direct) in the cells of the same number, the rest in `tail`.
+struct RowContext {
+    int length = 0;  // positions the row sees, itself included
+    int direct = 0;
+    const int32_t* tail = nullptr;  // [length - direct] cells
+};
+
+// One attention head over the rows of one pass.
+struct HeadPass {
+    int n = 0;
+    int head_dim = 0;
+    int num_cells = 0;             // cells in use, committed and pending
+    const RowContext* rows = nullptr;  // [n]
+    const float* q = nullptr;      // [n][q_stride]
+    size_t q_stride = 0;
+    const uint16_t* k = nullptr;   // [cells / kLanes][head_dim][kLanes], F16
+    const uint16_t* v = nullptr;   // [cells][padded head_dim], F16
+    float* scratch = nullptr;      // [attention_scratch(...)]
+    float* out = nullptr;          // [n][out_stride]
+    size_t out_stride = 0;
+};
+
+struct Kernel {
+    const char* name;
+    bool (*supported)();
+
+    // out[row][g * kLanes + lane] for the output groups g in [first, last) of a packed matrix.
+    void (*matmul[kNumPackings])(const uint8_t* weights, int first, int last, const Activations&, const Epilogue&);
+    // y = (x - mean) / sqrt(var + eps) * weight + bias over `cols` values; y is zero up to `padded_cols`.
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int cols, int padded_cols,
+                       float* y);
+    // x[cols], cols a multiple of kBlock, into row `row` of `out`.
+    void (*quantize)(const float* x, int cols, int row, const QuantizedRows& out);
+    // x[n] to F16, rounding half to even.
+    void (*to_f16)(const float* x, int n, uint16_t* out);
+    void (*attend)(const HeadPass&);
+    // The maximum of each run of 64 values of x[n], NaN aside; n is a multiple of 64.
+    void (*run_max)(const float* x, int n, float* maxima);
+    // The sum of exp((x[i] - top) * factor) over x[n]; n is a multiple of 16.
+    float (*sum_exp)(const float* x, int n, float top, float factor);
+    // Reads every byte once; for measuring bandwidth.
+    uint64_t (*read)(const uint8_t* data, size_t bytes);
+};
+
+// Floats of scratch that `attend` needs: scores of the rows it takes at a time, and one row's tail.
+constexpr int kMostAttendRows = 8;
+constexpr size_t attention_scratch(size_t num_cells) {
+    return (kMostAttendRows + 1) * (num_cells + kLanes);
+}
+
+// The kernels of this build that the CPU can run, best first.
+std::vector<const Kernel*> available_kernels();
+
+// The kernel called `name`, or the best one for "". Throws std::invalid_argument for a name that is unknown here.
+const Kernel& find_kernel(const std::string& name);
+
+}  // namespace pystaged

@@ -1,0 +1,72 @@
+#include "memory.h"
+
+#include <new>
+#include <utility>
+
+#ifdef _WIN32
+#include <windows.h>
+#else
+#include <sys/mman.h>
+#endif
+
+namespace pystaged {
+
+namespace {
+constexpr size_t kHugePage = size_t(2) << 20;
+}
+
+Memory::Memory(size_t bytes, bool huge) : size_(bytes) {
+    if (bytes == 0) {
+        return;
+    }
+    reserved_ = bytes + (huge ? kHugePage : 0);
+    if (reserved_ < bytes) {
+        throw std::bad_alloc();
+    }
+#ifdef _WIN32
+    base_ = static_cast<uint8_t*>(VirtualAlloc(nullptr, reserved_, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE));
+    if (!base_) {
+        throw std::bad_alloc();
+    }
+#else
+    void* p = mmap(nullptr, reserved_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) {
+        throw std::bad_alloc();
+    }
+    base_ = static_cast<uint8_t*>(p);
+#endif
+    data_ = base_;
+    if (huge) {
+        data_ += (kHugePage - reinterpret_cast<uintptr_t>(base_) % kHugePage) % kHugePage;
+#ifdef MADV_HUGEPAGE
+        madvise(data_, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
+#endif
+    }
+}
+
+Memory::~Memory() {
+    if (!base_) {
+        return;
+    }
+#ifdef _WIN32
+    VirtualFree(base_, 0, MEM_RELEASE);
+#else
+    munmap(base_, reserved_);
+#endif
+}
+
+Memory::Memory(Memory&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      base_(std::exchange(other.base_, nullptr)),
+      reserved_(std::exchange(other.reserved_, 0)) {}
+
+Memory& Memory::operator=(Memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    std::swap(base_, other.base_);
+    std::swap(reserved_, other.reserved_);
+    return *this;
+}
+
+}  // namespace pystaged

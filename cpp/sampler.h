@@ -1,0 +1,66 @@
+// The target's token at a position, and a draft's guesses at it: a pure function of logits, seed and position.
+//
+// A token is drawn by the Gumbel-max rule, argmax of log p + g, where the noise g(seed, position, token) is shared by
+// every model and every node of the tree at that position (arXiv 2408.07978, 2506.05632). At temperature 0 there is no
+// noise. Ties go to the lowest id.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/kernel.h"
+
+namespace pystaged {
+
+// Applied in this order: temperature, top-k, top-p, min-p, as in Hugging Face transformers.
+struct Sampling {
+    float temperature = 0;  // 0 is greedy
+    int top_k = 0;          // 0 keeps all
+    float top_p = 1;        // keeps the fewest tokens that have at least this probability together
+    float min_p = 0;        // keeps tokens at least this likely relative to the likeliest
+    uint64_t seed = 0;
+};
+
+// Throws std::invalid_argument, naming the field.
+void check(const Sampling& sampling);
+
+// Gumbel noise by Philox4x32-10 (Salmon et al. 2011); within [-3.14, 22.88].
+float gumbel(uint64_t seed, int64_t position, int32_t token);
+
+// One row of logits with the maximum of each run of 64.
+struct LogitsRow {
+    const float* logits = nullptr;  // [stride], -inf past `size`
+    const float* maxima = nullptr;  // [stride / 64]
+    int size = 0;
+    int stride = 0;
+};
+
+struct Candidate {
+    int32_t token;
+    float score;
+};
+
+class Sampler {
+public:
+    explicit Sampler(const Kernel& kernel) : kernel_(kernel) {}
+
+    // The token at `position`, given the logits of the row before it.
+    int32_t choose(const Sampling& sampling, const LogitsRow& row, int64_t position);
+    // The k likeliest outcomes of choose() as this row sees it, best first: score is log p + g, or log p when greedy.
+    // Fewer than k where filters leave fewer.
+    const std::vector<Candidate>& candidates(const Sampling& sampling, const LogitsRow& row, int64_t position, int k);
+
+private:
+    void top_logits(const LogitsRow& row, int k);
+    void filter(const Sampling& sampling, const LogitsRow& row, float top);
+    void perturb(const Sampling& sampling, int64_t position, int k);
+    void perturb_all(const Sampling& sampling, const LogitsRow& row, int64_t position, int k, float top);
+    float log_total() const;
+
+    const Kernel& kernel_;
+    std::vector<Candidate> kept_;     // score is the logit, then (logit - top) / temperature, then with noise
+    std::vector<float> run_maxima_;
+    std::vector<int> runs_;
+};
+
+}  // namespace pystaged

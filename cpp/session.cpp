@@ -1,0 +1,305 @@
+#include "session.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+#include "error.h"
+#include "thread_pool.h"
+
+namespace pystaged {
+
+namespace {
+
+// Cells beyond the context, so that a tree at its very end still has room for branches.
+constexpr int kSpareCells = 512;
+constexpr int kRun = 64;
+
+int checked_context(const Gpt2& model, int context) {
+    const int most = model.shape().max_context;
+    if (context < 0 || context > most) {
+        throw std::invalid_argument("n_ctx must be between 1 and the model's " + std::to_string(most) + ", not " +
+                                    std::to_string(context));
+    }
+    return context == 0 ? most : context;
+}
+
+}  // namespace
+
+Session::Session(std::shared_ptr<const Gpt2> model, int context)
+    : model_(std::move(model)),
+      context_(checked_context(*model_, context)),
+      cache_(std::make_unique<KvCache>(model_->shape().num_layers, model_->shape().num_heads,
+                                       model_->shape().head_dim(), context_ + kSpareCells)),
+      graph_(std::make_unique<Graph>(*model_, *cache_)),
+      sampler_(model_->kernel()) {}
+
+void Session::check_open() const {
+    if (!graph_) {
+        throw std::invalid_argument("the session is closed");
+    }
+}
+
+void Session::check_tokens(const std::vector<int32_t>& tokens) const {
+    const int size = model_->shape().vocab_size;
+    for (const int32_t token : tokens) {
+        if (token < 0 || token >= size) {
+            throw std::invalid_argument("token " + std::to_string(token) + " is outside the vocabulary of " +
+                                        std::to_string(size));
+        }
+    }
+}
+
+const Session::Row& Session::checked_row(int row) const {
+    if (row < 0 || static_cast<size_t>(row) >= pending_.size()) {
+        throw std::invalid_argument("row " + std::to_string(row) + " is not among the " +
+                                    std::to_string(pending_.size()) + " pending rows");
+    }
+    return pending_[row];
+}
+
+void Session::prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check_open();
+    check_tokens(tokens);
+    if (!pending_.empty()) {
+        throw std::invalid_argument("prefill needs a session without pending rows; commit or discard them first");
+    }
+    std::vector<int32_t> parents(tokens.size());
+    std::iota(parents.begin(), parents.end(), -1);
+    try {
+        append(tokens, parents);
+        for (size_t first = 0; first < tokens.size(); first += Graph::kMaxRows) {
+            if (first > 0) {
+                interrupted();
+            }
+            compute(first, std::min(tokens.size(), first + Graph::kMaxRows), 0);
+        }
+        committed_.insert(committed_.end(), tokens.begin(), tokens.end());
+    } catch (...) {
+        drop_from(0);
+        throw;
+    }
+    drop_from(0);
+}
+
+void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check_open();
+    check_tokens(tokens);
+    if (tokens.empty() || tokens.size() != parents.size()) {
+        throw std::invalid_argument("evaluate needs at least one token and as many parents as tokens, not " +
+                                    std::to_string(tokens.size()) + " and " + std::to_string(parents.size()));
+    }
+    const int n = static_cast<int>(tokens.size());
+    if (num_logits < -1 || num_logits > n) {
+        throw std::invalid_argument("num_logits must be between 0 and the number of tokens");
+    }
+    const size_t start = pending_.size(), end = start + n;
+    const size_t judged = end - (num_logits < 0 ? n : num_logits);
+    const int slots = num_logits_;
+    try {
+        append(tokens, parents);
+        for (size_t first = start; first < end; first += Graph::kMaxRows) {
+            const size_t last = std::min(end, first + Graph::kMaxRows);
+            compute(first, last, static_cast<int>(last - std::clamp(judged, first, last)));
+        }
+    } catch (...) {
+        num_logits_ = slots;
+        drop_from(start);
+        throw;
+    }
+}
+
+void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
+    const int committed = static_cast<int>(committed_.size());
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const int index = static_cast<int>(pending_.size()), parent = parents[i];
+        if (parent < -1 || parent >= index) {
+            throw std::invalid_argument("row " + std::to_string(index) + " has parent " + std::to_string(parent) +
+                                        "; a parent is -1 or an earlier row");
+        }
+        Row row{tokens[i], parent, committed, committed, {}};
+        if (parent >= 0) {
+            const Row& before = pending_[parent];
+            row.position = before.position + 1;
+            row.direct = before.direct;
+            row.tail = before.tail;
+        }
+        const int cell = committed + index;
+        if (row.position >= context_ || cell >= cache_->num_cells()) {
+            throw ContextFullError("the context of " + std::to_string(context_) + " tokens is full");
+        }
+        if (row.tail.empty() && cell == row.position) {
+            row.direct = row.position + 1;
+        } else {
+            row.tail.push_back(cell);
+        }
+        pending_.push_back(std::move(row));
+    }
+}
+
+void Session::compute(size_t first, size_t last, int num_logits) {
+    const int n = static_cast<int>(last - first);
+    std::vector<int32_t> tokens(n), positions(n);
+    std::vector<RowContext> contexts(n);
+    for (int i = 0; i < n; ++i) {
+        const Row& row = pending_[first + i];
+        tokens[i] = row.token;
+        positions[i] = row.position;
+        contexts[i] = {row.position + 1, row.direct, row.tail.data()};
+    }
+    float* logits = reserve_logits(num_logits);
+    graph_->compute({n, tokens.data(), positions.data(), contexts.data(),
+                     static_cast<int>(committed_.size() + first), num_logits, logits});
+    const int stride = static_cast<int>(graph_->logits_stride()), runs = stride / kRun;
+    ThreadPool::shared().run(num_logits, model_->num_threads(), [&](int i, int) {
+        model_->kernel().run_max(logits + size_t(i) * stride, stride, &maxima_[size_t(num_logits_ + i) * runs]);
+    });
+    for (int i = 0; i < num_logits; ++i) {
+        pending_[last - num_logits + i].logits = num_logits_++;
+    }
+}
+
+// Room for `num_rows` more rows of logits behind those in use.
+float* Session::reserve_logits(int num_rows) {
+    const size_t stride = graph_->logits_stride();
+    const int needed = num_logits_ + num_rows;
+    if (needed > num_slots_) {
+        const int slots = std::max(needed, 2 * num_slots_);
+        std::unique_ptr<float[]> larger(new float[slots * stride]);
+        maxima_.resize(slots * stride / kRun);
+        std::copy_n(logits_.get(), num_logits_ * stride, larger.get());
+        logits_ = std::move(larger);
+        num_slots_ = slots;
+    }
+    return logits_.get() + num_logits_ * stride;
+}
+
+void Session::drop_from(size_t first) {
+    pending_.resize(std::min(first, pending_.size()));
+    if (pending_.empty()) {
+        num_logits_ = 0;
+    }
+}
+
+LogitsRow Session::logits_row(int row) const {
+    const int slot = checked_row(row).logits;
+    if (slot < 0) {
+        throw std::invalid_argument("row " + std::to_string(row) + " was evaluated without logits");
+    }
+    const size_t stride = graph_->logits_stride();
+    return {logits_.get() + slot * stride, maxima_.data() + slot * stride / kRun, model_->shape().vocab_size,
+            static_cast<int>(stride)};
+}
+
+void Session::candidates(const Sampling& sampling, const std::vector<int32_t>& rows, int k, int32_t* tokens,
+                         float* scores) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check_open();
+    for (size_t i = 0; i < rows.size(); ++i) {
+        const LogitsRow logits = logits_row(rows[i]);
+        const auto& found = sampler_.candidates(sampling, logits, pending_[rows[i]].position + 1, k);
+        for (int j = 0; j < k; ++j) {
+            const bool have = static_cast<size_t>(j) < found.size();
+            tokens[i * k + j] = have ? found[j].token : -1;
+            scores[i * k + j] = have ? found[j].score : -INFINITY;
+        }
+    }
+}
+
+Followed Session::follow(const Sampling& sampling, int root) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check_open();
+    Followed result;
+    for (int row = root; row >= 0;) {
+        const int32_t token = sampler_.choose(sampling, logits_row(row), pending_[row].position + 1);
+        result.path.push_back(row);
+        result.tokens.push_back(token);
+        const int parent = row;
+        row = -1;
+        for (size_t child = parent + 1; child < pending_.size(); ++child) {
+            if (pending_[child].parent == parent && pending_[child].token == token) {
+                row = static_cast<int>(child);
+                break;
+            }
+        }
+    }
+    return result;
+}
+
+void Session::commit(const std::vector<int32_t>& path) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check_open();
+    for (size_t i = 0; i < path.size(); ++i) {
+        if (checked_row(path[i]).parent != (i == 0 ? -1 : path[i - 1])) {
+            throw std::invalid_argument("row " + std::to_string(path[i]) + " does not continue the path to commit");
+        }
+    }
+    const int committed = static_cast<int>(committed_.size());
+    committed_.reserve(committed_.size() + path.size());
+    for (const int32_t row : path) {
+        committed_.push_back(pending_[row].token);
+    }
+    // Rows only move towards the front, so going along the path never overwrites one that is still to move.
+    ThreadPool::shared().run(model_->shape().num_layers, model_->num_threads(), [&](int layer, int) {
+        for (size_t i = 0; i < path.size(); ++i) {
+            if (path[i] != static_cast<int32_t>(i)) {
+                cache_->move(layer, committed + path[i], committed + static_cast<int>(i));
+            }
+        }
+    });
+    drop_from(0);
+}
+
+void Session::discard() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check_open();
+    drop_from(0);
+}
+
+void Session::truncate(int length) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check_open();
+    if (length < 0 || static_cast<size_t>(length) > committed_.size()) {
+        throw std::invalid_argument("cannot truncate " + std::to_string(committed_.size()) + " tokens to " +
+                                    std::to_string(length));
+    }
+    drop_from(0);
+    committed_.resize(length);
+}
+
+void Session::close() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    graph_.reset();
+    cache_.reset();
+    logits_.reset();
+    pending_.clear();
+    committed_.clear();
+}
+
+void Session::logits(int row, float* out) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check_open();
+    const LogitsRow logits = logits_row(row);
+    std::copy_n(logits.logits, logits.size, out);
+}
+
+std::vector<int32_t> Session::tokens() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return committed_;
+}
+
+int Session::num_pending() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return static_cast<int>(pending_.size());
+}
+
+bool Session::closed() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return !graph_;
+}
+
+}  // namespace pystaged

@@ -1,0 +1,88 @@
+// A model with its context: evaluates trees of tokens, judges which path of them stands, and keeps that path.
+//
+// The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0 in the order
+// they were evaluated. A failed call leaves both as they were.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "graph.h"
+#include "sampler.h"
+
+namespace pystaged {
+
+// Where a tree was followed to.
+struct Followed {
+    std::vector<int32_t> path;    // pending rows, the root first
+    std::vector<int32_t> tokens;  // the model's own token after each row of the path; the last is the bonus token
+};
+
+class Session {
+public:
+    // `context` positions, 0 for as many as the model was trained for; more are refused with std::invalid_argument.
+    Session(std::shared_ptr<const Gpt2> model, int context);
+
+    // Evaluates and commits tokens, computing no logits. `interrupted` is called between passes and may throw; then, as
+    // after any error, nothing is committed.
+    void prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted);
+
+    // Appends one pending row per token. parents[i] is the pending row before it, or -1 for the last committed token.
+    // Only the last `num_logits` rows can be judged afterwards; -1 means all.
+    void evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits);
+
+    // The k likeliest next tokens after each of these rows, best first: [rows][k], short rows filled up with token -1.
+    void candidates(const Sampling& sampling, const std::vector<int32_t>& rows, int k, int32_t* tokens, float* scores);
+    // Walks from row `root` for as long as the model's own token is among a row's children.
+    Followed follow(const Sampling& sampling, int root);
+
+    // Keeps these pending rows, a path from the committed end on, and drops the rest.
+    void commit(const std::vector<int32_t>& path);
+    // Drops the pending rows.
+    void discard();
+    // Keeps the first `length` committed tokens and drops all else.
+    void truncate(int length);
+    // Frees the context; every later call throws std::invalid_argument.
+    void close();
+
+    // Copies one row's logits, out[vocab_size].
+    void logits(int row, float* out);
+    std::vector<int32_t> tokens();
+    int num_pending();
+    bool closed();
+    int context() const { return context_; }
+    const Gpt2& model() const { return *model_; }
+
+private:
+    struct Row {
+        int32_t token, parent, position;
+        int direct;                 // see RowContext
+        std::vector<int32_t> tail;
+        int logits = -1;            // slot in logits_, or none
+    };
+
+    void check_open() const;
+    void check_tokens(const std::vector<int32_t>& tokens) const;
+    const Row& checked_row(int row) const;
+    void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
+    void compute(size_t first, size_t last, int num_logits);
+    float* reserve_logits(int num_rows);
+    void drop_from(size_t first);
+    LogitsRow logits_row(int row) const;
+
+    std::mutex mutex_;
+    std::shared_ptr<const Gpt2> model_;
+    int context_;
+    std::unique_ptr<KvCache> cache_;
+    std::unique_ptr<Graph> graph_;
+    Sampler sampler_;
+    std::vector<int32_t> committed_;
+    std::vector<Row> pending_;
+    std::unique_ptr<float[]> logits_;  // [slots][logits stride]
+    std::vector<float> maxima_;        // [slots][logits stride / 64]
+    int num_slots_ = 0, num_logits_ = 0;
+};
+
+}  // namespace pystaged

@@ -1,0 +1,35 @@
+// Text to tokens and back, by libllama's own vocabulary code reading the model's GGUF file.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct llama_model;
+struct llama_vocab;
+
+namespace pystaged {
+
+class Tokenizer {
+public:
+    // Loads the vocabulary alone. Throws ModelError when the file has none that is usable.
+    explicit Tokenizer(const std::string& path);
+
+    int num_tokens() const;
+    // Token ids of UTF-8 text; special tokens written out in the text are recognized.
+    std::vector<int32_t> encode(const std::string& text) const;
+    // The bytes a token stands for, possibly part of a character; empty for control tokens.
+    std::string token_bytes(int32_t token) const;
+    // Whether the token ends a text.
+    bool is_end(int32_t token) const;
+
+private:
+    struct Free {
+        void operator()(llama_model* model) const;
+    };
+    std::unique_ptr<llama_model, Free> model_;
+    const llama_vocab* vocab_ = nullptr;
+};
+
+}  // namespace pystaged

@@ -1,0 +1,23 @@
+"""Staged speculative decoding for quantized GGUF models: faster, and exactly the text the model alone would write."""
+
+from pystaged import _llama  # noqa: F401  first, so that the extension finds llama_cpp's libraries already loaded
+from pystaged._core import ContextFullError, ModelError
+from pystaged.config import SamplingConfig
+from pystaged.engine import Engine, generate, load, stream
+from pystaged.result import GenerationResult, Piece
+from pystaged.stats import GenerationStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ContextFullError",
+    "Engine",
+    "GenerationResult",
+    "GenerationStats",
+    "ModelError",
+    "Piece",
+    "SamplingConfig",
+    "generate",
+    "load",
+    "stream",
+]

@@ -1,0 +1,158 @@
+"""The compiled engine. Every method that computes releases the GIL; sessions may be used from several threads."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Ints = Sequence[int] | NDArray[np.integer]
+
+class ModelError(OSError):
+    """A model file that is missing, damaged, or of a kind this engine does not run."""
+
+class ContextFullError(ValueError):
+    """No position is left in the context for the tokens asked for."""
+
+def kernels() -> list[str]:
+    """Kernels this CPU can run, best first."""
+
+def physical_cores() -> int:
+    """Physical cores this process may run on."""
+
+def gumbel(seed: int, position: int, token: int) -> float:
+    """The noise shared by every model for a token at a position (Philox4x32-10, Salmon et al. 2011)."""
+
+def multiply(
+    type: str, weights: bytes, rows: int, x: NDArray[np.float32], kernel: str = "", num_threads: int = 1
+) -> NDArray[np.float32]:
+    """W x by one kernel, for tests: weights in ggml's `type` ("q8_0"), x float32[n, cols]; float32[n, rows].
+
+    Raises:
+        ValueError: unknown type or kernel, or sizes that do not match.
+    """
+
+def read_bandwidth(num_bytes: int, num_threads: int) -> float:
+    """Bytes per second at which this many threads read memory, the median of several rounds."""
+
+class Sampling:
+    """How the target's token is chosen. Raises ValueError naming a field that is out of range."""
+
+    def __init__(
+        self, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
+    ) -> None: ...
+
+class Tokenizer:
+    """The vocabulary of a GGUF file, by libllama's own code. Raises ModelError when there is none that is usable."""
+
+    def __init__(self, path: str) -> None: ...
+    @property
+    def num_tokens(self) -> int: ...
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Token ids of a text; special tokens written out in it are recognized."""
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for, possibly part of a character; empty for control tokens."""
+    def is_end(self, token: int) -> bool:
+        """Whether the token ends a text."""
+
+class Model:
+    """Weights of a GPT-2 GGUF file, repacked for the kernel; shared by any number of sessions.
+
+    Args:
+        path: GGUF file.
+        kernel: a name from kernels(), "" for the best.
+        num_threads: 0 for one per physical core.
+
+    Raises:
+        ModelError: the file is damaged, incomplete, or not a GPT-2 model of supported types.
+        ValueError: unknown kernel or number of threads.
+    """
+
+    def __init__(self, path: str, kernel: str = "", num_threads: int = 0) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def file_bytes(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one pass reads."""
+    @property
+    def weight_type(self) -> str:
+        """ggml's name of the type most weights have."""
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+
+class Session:
+    """A model with its context: evaluates trees of tokens, judges which path stands, keeps that path.
+
+    The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0. A call
+    that fails or is interrupted leaves both as they were. One lock per session.
+
+    Args:
+        model: shared.
+        n_ctx: positions, 0 for as many as the model was trained for.
+
+    Raises:
+        ValueError: n_ctx out of range; a closed session (every method); rows, parents or tokens out of range.
+        TypeError: tokens, parents or rows that are not integers.
+    """
+
+    def __init__(self, model: Model, n_ctx: int = 0) -> None: ...
+    def prefill(self, tokens: _Ints) -> None:
+        """Evaluate and commit tokens: int[n]. Computes no logits.
+
+        Raises:
+            ContextFullError: more tokens than positions.
+            KeyboardInterrupt: Ctrl-C between passes; nothing is committed.
+        """
+    def evaluate(self, tokens: _Ints, parents: _Ints, num_logits: int | None = None) -> None:
+        """Append pending rows: int[n] tokens and int[n] parents, each an earlier row or -1 for the committed end.
+
+        Only the last num_logits rows (default: all) can be judged afterwards.
+
+        Raises:
+            ContextFullError: a row lies beyond the context, or the tree is too large for its spare cells.
+        """
+    def candidates(self, rows: _Ints, k: int, sampling: Sampling) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The k likeliest next tokens after rows, best first: int32[rows, k] and scores float32[rows, k].
+
+        A score is log p plus the shared noise, log p alone when greedy (natural log). Where filters leave fewer than
+        k tokens the rest are -1 with score -inf.
+        """
+    def follow(self, sampling: Sampling, root: int = 0) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Walk from row `root` while the model's own token is among a row's children.
+
+        Returns:
+            path: int32[m], the rows walked, root first; tokens: int32[m], the model's token after each, the last of
+            which is the bonus token.
+        """
+    def commit(self, path: _Ints) -> None:
+        """Keep these pending rows, a path from the committed end on, and drop the rest."""
+    def discard(self) -> None:
+        """Drop the pending rows."""
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` committed tokens and drop all else."""
+    def close(self) -> None:
+        """Free the context."""
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """A copy of one row's logits, float32[vocab_size]; for tests and inspection."""
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The committed tokens, int32[n]."""
+    @property
+    def num_pending(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def n_ctx(self) -> int: ...

@@ -1,0 +1,262 @@
+"""A model kept open, and generation with it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged import hub
+from pystaged._core import Model, Session, Tokenizer
+from pystaged.config import GenerationConfig, SamplingConfig, stop_strings
+from pystaged.decode import Decoder, common_prefix
+from pystaged.result import FinishReason, GenerationResult, Piece
+from pystaged.stats import GenerationStats
+from pystaged.text import TextBuffer
+
+
+class Engine:
+    """A model kept open. Generations may run in several threads; each has a context of its own and shares the weights.
+
+    Args:
+        model: path of a GGUF file, or "house".
+        n_ctx: positions of a context, 0 for as many as the model was trained for.
+        num_threads: 0 for one per physical core.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ModelError: the file is damaged or of an unsupported kind.
+        ValueError: n_ctx or num_threads out of range.
+    """
+
+    def __init__(self, model: str | Path = "house", *, n_ctx: int = 0, num_threads: int = 0) -> None:
+        path = str(hub.resolve(model))
+        self.tokenizer = Tokenizer(path)
+        self.model = Model(path, os.environ.get("PYSTAGED_KERNEL", ""), num_threads)
+        if self.tokenizer.num_tokens != self.model.vocab_size:
+            raise ValueError(
+                f"{path} has weights for {self.model.vocab_size} tokens, but a vocabulary of "
+                f"{self.tokenizer.num_tokens}"
+            )
+        self._n_ctx = n_ctx
+        self._closed = False
+        self._lock = threading.Lock()
+        # Contexts at rest, with what they last held: the next prompt may begin like it.
+        self._idle = [Decoder(Session(self.model, n_ctx))]
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+    ) -> GenerationResult:
+        """Continue a prompt; arguments and errors as in `stream`."""
+        return self.stream(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+        ).finish()
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+    ) -> Stream:
+        """Continue a prompt piece by piece.
+
+        Args:
+            prompt: not empty.
+            max_tokens: new tokens at most.
+            temperature, top_k, top_p, min_p, seed: as in SamplingConfig.
+            stop: strings that end the text before they appear in it.
+
+        Returns:
+            An iterator of Piece whose `result` is there once it is exhausted.
+
+        Raises:
+            ValueError: an empty prompt, or an option out of range.
+            ContextFullError: the prompt is longer than the context.
+        """
+        sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
+        return Stream(self, prompt, sampling, GenerationConfig(max_tokens, stop_strings(stop)))
+
+    def close(self) -> None:
+        """Free the contexts; generating again raises ValueError."""
+        with self._lock:
+            self._closed = True
+            for decoder in self._idle:
+                decoder.target.close()
+            self._idle.clear()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take(self, prompt: NDArray[np.int32]) -> Decoder:
+        """A context at rest, the one most like the prompt; a new one when all are busy."""
+        with self._lock:
+            if self._closed:
+                raise ValueError("the engine is closed")
+            if not self._idle:
+                return Decoder(Session(self.model, self._n_ctx))
+            best = max(self._idle, key=lambda decoder: common_prefix(decoder.target.tokens, prompt))
+            self._idle.remove(best)
+            return best
+
+    def _put_back(self, decoder: Decoder) -> None:
+        with self._lock:
+            if self._closed:
+                decoder.target.close()
+            else:
+                self._idle.append(decoder)
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of one generation as they come. Close it, or use it as a context manager, to stop early."""
+
+    def __init__(self, engine: Engine, prompt: str, sampling: SamplingConfig, config: GenerationConfig) -> None:
+        if not isinstance(prompt, str):
+            raise TypeError(f"the prompt must be a string, not {type(prompt).__name__}")
+        tokens = engine.tokenizer.encode(prompt)
+        if len(tokens) == 0:
+            raise ValueError("the prompt is empty; give at least one character to continue from")
+        self._result: GenerationResult | None = None
+        self._pieces = self._run(engine, tokens, sampling, config)
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole, once the stream is exhausted. Raises RuntimeError before."""
+        if self._result is None:
+            raise RuntimeError("the stream has not been read to its end")
+        return self._result
+
+    def finish(self) -> GenerationResult:
+        """Read the rest and return the whole."""
+        with self:
+            for _ in self:
+                pass
+            return self.result
+
+    def close(self) -> None:
+        """Stop here."""
+        self._pieces.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self, engine: Engine, prompt: NDArray[np.int32], sampling: SamplingConfig, config: GenerationConfig
+    ) -> Generator[Piece, None, None]:
+        stats = GenerationStats(prompt_tokens=len(prompt))
+        native, buffer, text, tokens = sampling.native(), TextBuffer(config.stop), [], list[int]()
+        finish: FinishReason | None = None
+        decoder = engine._take(prompt)
+        try:
+            begin = time.perf_counter()
+            stats.reused_tokens = decoder.start(prompt)
+            stats.prefill_seconds = time.perf_counter() - begin
+            while finish is None:
+                begin = time.perf_counter()
+                stats.steps += 1
+                emitted = []
+                piece = ""
+                for token in decoder.step(native):
+                    if engine.tokenizer.is_end(token):
+                        finish = "stop"
+                        break
+                    emitted.append(token)
+                    piece += buffer.push(engine.tokenizer.token_bytes(token))
+                    if buffer.stopped:
+                        finish = "stop"
+                        break
+                    if len(tokens) + len(emitted) == config.max_tokens:
+                        finish = "length"
+                        break
+                if finish is None and decoder.is_full:
+                    finish = "length"
+                if finish is not None:
+                    piece += buffer.finish()
+                tokens += emitted
+                text.append(piece)
+                stats.new_tokens = len(tokens)
+                stats.decode_seconds += time.perf_counter() - begin
+                if emitted or piece:
+                    yield Piece(piece, tuple(emitted))
+        finally:
+            engine._put_back(decoder)
+        self._result = GenerationResult("".join(text), tokens, finish, stats)
+
+
+def load(model: str | Path = "house", *, n_ctx: int = 0, num_threads: int = 0) -> Engine:
+    """Open a model and keep it open; arguments and errors as in Engine."""
+    return Engine(model, n_ctx=n_ctx, num_threads=num_threads)
+
+
+def generate(
+    prompt: str,
+    *,
+    model: str | Path = "house",
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+) -> GenerationResult:
+    """Load a model, continue a prompt, close the model; `load` keeps it open for more. Errors as in Engine.stream."""
+    sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
+    config = GenerationConfig(max_tokens, stop_strings(stop))
+    with load(model) as engine:
+        return Stream(engine, prompt, sampling, config).finish()
+
+
+def stream(
+    prompt: str,
+    *,
+    model: str | Path = "house",
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+) -> Stream:
+    """Load a model and continue a prompt piece by piece. Errors as in Engine.stream."""
+    sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
+    return Stream(load(model), prompt, sampling, GenerationConfig(max_tokens, stop_strings(stop)))

@@ -1,0 +1,44 @@
+"""What a generation gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pystaged.stats import GenerationStats
+
+FinishReason = Literal["stop", "length"]
+
+
+class Piece(str):
+    """Text as it comes from a stream: a string that knows the new tokens it came with.
+
+    A character is never split over two pieces, so a piece may be empty while its tokens are not.
+    """
+
+    __slots__ = ("tokens",)
+    tokens: tuple[int, ...]
+
+    def __new__(cls, text: str, tokens: tuple[int, ...]) -> Piece:
+        piece = super().__new__(cls, text)
+        piece.tokens = tokens
+        return piece
+
+    @property
+    def text(self) -> str:
+        """The text as a plain string."""
+        return str(self)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A finished generation.
+
+    text: without the prompt and without the stop string. tokens: the new ones only, end of text left out.
+    finish_reason: "stop" for end of text or a stop string, "length" for max_tokens or a full context.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    stats: GenerationStats = field(repr=False)

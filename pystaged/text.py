@@ -1,0 +1,51 @@
+"""Bytes of tokens to text that can be shown as it comes."""
+
+from __future__ import annotations
+
+import codecs
+
+
+class TextBuffer:
+    """Text so far, held back where a character or a stop string may still be incomplete.
+
+    Args:
+        stop: strings that end the text; they do not become part of it.
+    """
+
+    def __init__(self, stop: tuple[str, ...] = ()) -> None:
+        self._stop = stop
+        # A model may write invalid UTF-8; then, as in a terminal, a replacement character stands for it.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        self.stopped = False
+
+    def push(self, data: bytes) -> str:
+        """Take the bytes of a token; returns the text that is now certain."""
+        self._held += self._decoder.decode(data)
+        return self._release(final=False)
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come."""
+        if not self.stopped:
+            self._held += self._decoder.decode(b"", final=True)
+        return self._release(final=True)
+
+    def _release(self, *, final: bool) -> str:
+        if self.stopped:
+            return ""
+        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            return self._held[: min(found)]
+        keep = 0 if final else max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        end = len(self._held) - keep
+        text, self._held = self._held[:end], self._held[end:]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
