@@ -166,18 +166,18 @@ def test_a_failed_run_leaves_the_old_file(source: Path, tmp_path: Path, monkeypa
 
 
 def test_command_lines(tmp_path: Path) -> None:
-    here, source, grown = Path(__file__).parent, tmp_path / "source.gguf", tmp_path / "grown.gguf"
+    source, grown = tmp_path / "source.gguf", tmp_path / "grown.gguf"
 
     def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(here / script), *map(str, arguments)]
+        command = [sys.executable, "-m", f"pystaged.bench.{script}", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     shape = ["--width", 64, "--layers", 2, "--heads", 2, "--vocab-size", 300, "--context", 32]
-    assert run("random_model.py", source, *shape, "--type", "F16", "--untied").returncode == 0
-    assert run("grow.py", source, grown, "--width", 128, "--layers", 3, "--type", "F16").returncode == 0
+    assert run("random_model", source, *shape, "--type", "F16", "--untied").returncode == 0
+    assert run("grow", source, grown, "--width", 128, "--layers", 3, "--type", "F16").returncode == 0
     expected = Gpt2Reference(source).logits(TOKENS)
     np.testing.assert_allclose(Gpt2Reference(grown).logits(TOKENS), expected, rtol=0, atol=1e-3)
-    refused = run("grow.py", source, grown, "--width", 100)
+    refused = run("grow", source, grown, "--width", 100)
     assert refused.returncode == 2
     assert "width 100 is not a multiple" in refused.stderr
 
