@@ -1,0 +1,58 @@
+"""Models shared by the tests: small random ones made once a session, and the house models of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pystaged import _core, hub
+from pystaged.bench.random_model import write_random_gpt2
+
+DATA = Path(__file__).parent / "data"
+KERNELS = _core.kernels()
+
+
+@pytest.fixture(scope="session")
+def random_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that gives a small random GPT-2 GGUF of a shape, made once: width, layers, heads, quantization, ..."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def make(
+        quantization: str = "F32",
+        *,
+        width: int = 64,
+        layers: int = 2,
+        heads: int = 2,
+        vocab_size: int = 300,
+        context: int = 96,
+        seed: int = 0,
+        tie: bool = True,
+    ) -> Path:
+        path = folder / f"{quantization}-{width}-{layers}-{heads}-{vocab_size}-{context}-{seed}-{tie}.gguf"
+        if not path.exists():
+            write_random_gpt2(
+                path,
+                width=width,
+                layers=layers,
+                heads=heads,
+                vocab_size=vocab_size,
+                context=context,
+                quantization=quantization,
+                seed=seed,
+                tie=tie,
+            )
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def house_target() -> Path:
+    return hub.resolve("house")
+
+
+@pytest.fixture(scope="session")
+def house_draft() -> Path:
+    return hub.house("draft.Q8_0.gguf")
