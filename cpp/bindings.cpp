@@ -7,6 +7,7 @@
 #include <chrono>
 #include <optional>
 #include <string_view>
+#include <variant>
 
 #include "error.h"
 #include "memory.h"
@@ -136,7 +137,7 @@ PYBIND11_MODULE(_core, m) {
         return names;
     });
     m.def("physical_cores", &physical_cores);
-    m.def("gumbel", &gumbel, py::arg("seed"), py::arg("position"), py::arg("token"));
+    m.def("gumbel", py::vectorize(&gumbel), py::arg("seed"), py::arg("position"), py::arg("token"));
     m.def("multiply", &multiply, py::arg("type"), py::arg("weights"), py::arg("rows"), py::arg("x"),
           py::arg("kernel") = "", py::arg("num_threads") = 1);
     m.def("read_bandwidth", &read_bandwidth, py::arg("num_bytes"), py::arg("num_threads"));
@@ -163,7 +164,9 @@ PYBIND11_MODULE(_core, m) {
         .def(
             "token_bytes", [](const Tokenizer& self, int32_t token) { return py::bytes(self.token_bytes(token)); },
             py::arg("token"))
-        .def("is_end", &Tokenizer::is_end, py::arg("token"));
+        .def("is_end", &Tokenizer::is_end, py::arg("token"))
+        .def("first_difference", &Tokenizer::first_difference, py::arg("other"))
+        .def_property_readonly("fingerprint", &Tokenizer::fingerprint);
 
     py::class_<Gpt2, std::shared_ptr<Gpt2>>(m, "Model")
         .def(py::init([](const std::string& path, const std::string& kernel, int num_threads) {
@@ -210,7 +213,10 @@ PYBIND11_MODULE(_core, m) {
             py::arg("tokens"), py::arg("parents"), py::arg("num_logits") = py::none())
         .def(
             "candidates",
-            [](Session& self, const py::object& rows, int k, const Sampling& sampling) {
+            [](Session& self, const py::object& rows, int k,
+               const std::variant<Sampling, std::vector<Sampling>>& sampling) {
+                const auto* one = std::get_if<Sampling>(&sampling);
+                const std::vector<Sampling> samplings = one ? std::vector<Sampling>{*one} : std::get<1>(sampling);
                 const std::vector<int32_t> indices = to_ints(rows, "rows");
                 if (k < 1 || k > self.model().shape().vocab_size) {
                     throw py::value_error("k must be between 1 and the size of the vocabulary");
@@ -221,7 +227,7 @@ PYBIND11_MODULE(_core, m) {
                 float* score_data = scores.mutable_data();
                 {
                     const py::gil_scoped_release release;
-                    self.candidates(sampling, indices, k, token_data, score_data);
+                    self.candidates(samplings, indices, k, token_data, score_data);
                 }
                 return py::make_tuple(tokens, scores);
             },
@@ -277,5 +283,7 @@ PYBIND11_MODULE(_core, m) {
                                    const py::gil_scoped_release release;
                                    return self.closed();
                                })
-        .def_property_readonly("n_ctx", &Session::context);
+        .def_property_readonly("n_ctx", &Session::context)
+        .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().weight_bytes(); })
+        .def_property_readonly("vocab_size", [](const Session& self) { return self.model().shape().vocab_size; });
 }

@@ -34,7 +34,7 @@ Session::Session(std::shared_ptr<const Gpt2> model, int context)
       cache_(std::make_unique<KvCache>(model_->shape().num_layers, model_->shape().num_heads,
                                        model_->shape().head_dim(), context_ + kSpareCells)),
       graph_(std::make_unique<Graph>(*model_, *cache_)),
-      sampler_(model_->kernel()) {}
+      samplers_(model_->num_threads(), Sampler(model_->kernel())) {}
 
 void Session::check_open() const {
     if (!graph_) {
@@ -195,19 +195,28 @@ LogitsRow Session::logits_row(int row) const {
             static_cast<int>(stride)};
 }
 
-void Session::candidates(const Sampling& sampling, const std::vector<int32_t>& rows, int k, int32_t* tokens,
-                         float* scores) {
+void Session::candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k,
+                         int32_t* tokens, float* scores) {
     std::lock_guard<std::mutex> lock(mutex_);
     check_open();
-    for (size_t i = 0; i < rows.size(); ++i) {
-        const LogitsRow logits = logits_row(rows[i]);
-        const auto& found = sampler_.candidates(sampling, logits, pending_[rows[i]].position + 1, k);
+    if (sampling.size() != 1 && sampling.size() != rows.size()) {
+        throw std::invalid_argument("candidates needs one sampling, or one for each row");
+    }
+    std::vector<LogitsRow> logits;
+    for (const int32_t row : rows) {
+        logits.push_back(logits_row(row));
+    }
+    // Greedy candidates are found faster than a second thread is woken.
+    const int threads = sampling[0].temperature == 0 ? 1 : model_->num_threads();
+    ThreadPool::shared().run(static_cast<int>(rows.size()), threads, [&](int i, int worker) {
+        const Sampling& own = sampling[sampling.size() == 1 ? 0 : i];
+        const auto& found = samplers_[worker].candidates(own, logits[i], pending_[rows[i]].position + 1, k);
         for (int j = 0; j < k; ++j) {
             const bool have = static_cast<size_t>(j) < found.size();
             tokens[i * k + j] = have ? found[j].token : -1;
             scores[i * k + j] = have ? found[j].score : -INFINITY;
         }
-    }
+    });
 }
 
 Followed Session::follow(const Sampling& sampling, int root) {
@@ -215,7 +224,7 @@ Followed Session::follow(const Sampling& sampling, int root) {
     check_open();
     Followed result;
     for (int row = root; row >= 0;) {
-        const int32_t token = sampler_.choose(sampling, logits_row(row), pending_[row].position + 1);
+        const int32_t token = samplers_[0].choose(sampling, logits_row(row), pending_[row].position + 1);
         result.path.push_back(row);
         result.tokens.push_back(token);
         const int parent = row;

@@ -34,7 +34,9 @@ public:
     void evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits);
 
     // The k likeliest next tokens after each of these rows, best first: [rows][k], short rows filled up with token -1.
-    void candidates(const Sampling& sampling, const std::vector<int32_t>& rows, int k, int32_t* tokens, float* scores);
+    // One sampling for all rows, or one for each.
+    void candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k, int32_t* tokens,
+                    float* scores);
     // Walks from row `root` for as long as the model's own token is among a row's children.
     Followed follow(const Sampling& sampling, int root);
 
@@ -77,7 +79,7 @@ private:
     int context_;
     std::unique_ptr<KvCache> cache_;
     std::unique_ptr<Graph> graph_;
-    Sampler sampler_;
+    std::vector<Sampler> samplers_;  // one per thread
     std::vector<int32_t> committed_;
     std::vector<Row> pending_;
     std::unique_ptr<float[]> logits_;  // [slots][logits stride]

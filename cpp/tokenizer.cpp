@@ -1,5 +1,7 @@
 #include "tokenizer.h"
 
+#include <algorithm>
+#include <cstdio>
 #include <limits>
 #include <stdexcept>
 #include <unordered_set>
@@ -105,6 +107,31 @@ std::string Tokenizer::token_bytes(int32_t token) const {
 
 bool Tokenizer::is_end(int32_t token) const {
     return token >= 0 && token < num_tokens() && llama_vocab_is_eog(vocab_, token);
+}
+
+int32_t Tokenizer::first_difference(const Tokenizer& other) const {
+    const int32_t shared = std::min(num_tokens(), other.num_tokens());
+    for (int32_t token = 0; token < shared; ++token) {
+        if (token_bytes(token) != other.token_bytes(token) || is_end(token) != other.is_end(token)) {
+            return token;
+        }
+    }
+    return -1;
+}
+
+std::string Tokenizer::fingerprint() const {
+    uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a
+    const auto add = [&](uint8_t byte) { hash = (hash ^ byte) * 0x100000001b3u; };
+    for (int32_t token = 0; token < num_tokens(); ++token) {
+        const std::string bytes = token_bytes(token);
+        add(static_cast<uint8_t>(bytes.size()));
+        for (const char c : bytes) {
+            add(static_cast<uint8_t>(c));
+        }
+    }
+    char text[17];
+    std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));
+    return std::to_string(num_tokens()) + "-" + text;
 }
 
 }  // namespace pystaged

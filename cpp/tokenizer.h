@@ -23,6 +23,10 @@ public:
     std::string token_bytes(int32_t token) const;
     // Whether the token ends a text.
     bool is_end(int32_t token) const;
+    // The first token that both vocabularies have and that stands for different bytes, or -1.
+    int32_t first_difference(const Tokenizer& other) const;
+    // Names the vocabulary: equal for equal token bytes.
+    std::string fingerprint() const;
 
 private:
     struct Free {

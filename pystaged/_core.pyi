@@ -1,6 +1,7 @@
 """The compiled engine. Every method that computes releases the GIL; sessions may be used from several threads."""
 
 from collections.abc import Sequence
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +20,11 @@ def kernels() -> list[str]:
 def physical_cores() -> int:
     """Physical cores this process may run on."""
 
-def gumbel(seed: int, position: int, token: int) -> float:
-    """The noise shared by every model for a token at a position (Philox4x32-10, Salmon et al. 2011)."""
+@overload
+def gumbel(seed: int, position: int, token: int) -> float: ...
+@overload
+def gumbel(seed: int, position: int, token: NDArray[np.int32]) -> NDArray[np.float32]:
+    """The noise shared by every model for tokens at a position (Philox4x32-10, Salmon et al. 2011)."""
 
 def multiply(
     type: str, weights: bytes, rows: int, x: NDArray[np.float32], kernel: str = "", num_threads: int = 1
@@ -53,6 +57,11 @@ class Tokenizer:
         """The bytes a token stands for, possibly part of a character; empty for control tokens."""
     def is_end(self, token: int) -> bool:
         """Whether the token ends a text."""
+    def first_difference(self, other: Tokenizer) -> int:
+        """The first token that both have and that stands for different bytes, or -1."""
+    @property
+    def fingerprint(self) -> str:
+        """Names the vocabulary: equal for equal token bytes."""
 
 class Model:
     """Weights of a GPT-2 GGUF file, repacked for the kernel; shared by any number of sessions.
@@ -124,8 +133,12 @@ class Session:
         Raises:
             ContextFullError: a row lies beyond the context, or the tree is too large for its spare cells.
         """
-    def candidates(self, rows: _Ints, k: int, sampling: Sampling) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def candidates(
+        self, rows: _Ints, k: int, sampling: Sampling | Sequence[Sampling]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """The k likeliest next tokens after rows, best first: int32[rows, k] and scores float32[rows, k].
+
+        One sampling for all rows, or one for each.
 
         A score is log p plus the shared noise, log p alone when greedy (natural log). Where filters leave fewer than
         k tokens the rest are -1 with score -inf.
@@ -156,3 +169,8 @@ class Session:
     def closed(self) -> bool: ...
     @property
     def n_ctx(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one pass reads."""
+    @property
+    def vocab_size(self) -> int: ...

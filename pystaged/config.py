@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pystaged._core import Sampling
 
@@ -28,6 +28,7 @@ class SamplingConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    native: Sampling = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _require_integers(top_k=self.top_k, seed=self.seed)
@@ -36,19 +37,23 @@ class SamplingConfig:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, not {self.seed}")
         if self.top_k >= 2**31:
             raise ValueError("top_k must be 0 (off) or a positive number of tokens")
-        self.native()
+        # The engine's form of the same, which checks the ranges.
+        native = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        object.__setattr__(self, "native", native)
 
-    def native(self) -> Sampling:
-        """The same for the engine, which checks the ranges."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """When to stop.
+    """How to decode and when to stop.
 
     max_tokens: new tokens at most, at least 1.
     stop: strings that end the text before they appear in it.
+    speculate: whether to draft.
 
     Raises:
         ValueError: max_tokens below 1, or an empty stop string.
@@ -57,6 +62,7 @@ class GenerationConfig:
 
     max_tokens: int = 128
     stop: tuple[str, ...] = ()
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         _require_integers(max_tokens=self.max_tokens)

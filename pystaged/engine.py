@@ -2,53 +2,78 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged import hub
-from pystaged._core import Model, Session, Tokenizer
+from pystaged._core import Model, Tokenizer
 from pystaged.config import GenerationConfig, SamplingConfig, stop_strings
-from pystaged.decode import Decoder, common_prefix
+from pystaged.decode import Decoder
+from pystaged.drafter import common_prefix
+from pystaged.pair import Pair
+from pystaged.policy import TreePolicy
 from pystaged.result import FinishReason, GenerationResult, Piece
 from pystaged.stats import GenerationStats
 from pystaged.text import TextBuffer
+from pystaged.tree import Stage
 
 
 class Engine:
-    """A model kept open. Generations may run in several threads; each has a context of its own and shares the weights.
+    """A model kept open, with what drafts for it. Generations may run in several threads; each has a context of its own
+    and shares the weights.
 
     Args:
         model: path of a GGUF file, or "house".
+        draft: path of a smaller GGUF file with the same vocabulary, "house", None for n-grams alone, or "auto": the house
+            draft for the house model, else None.
         n_ctx: positions of a context, 0 for as many as the model was trained for.
         num_threads: 0 for one per physical core.
+        policy: decides how trees grow; by default what measured costs make worth while.
+        report: called with a line of text when something takes a while, such as measuring a model's costs.
 
     Raises:
         FileNotFoundError: no such file.
-        ModelError: the file is damaged or of an unsupported kind.
-        ValueError: n_ctx or num_threads out of range.
+        ModelError: a file is damaged or of an unsupported kind.
+        ValueError: two vocabularies that differ, or an option out of range.
     """
 
-    def __init__(self, model: str | Path = "house", *, n_ctx: int = 0, num_threads: int = 0) -> None:
-        path = str(hub.resolve(model))
-        self.tokenizer = Tokenizer(path)
-        self.model = Model(path, os.environ.get("PYSTAGED_KERNEL", ""), num_threads)
-        if self.tokenizer.num_tokens != self.model.vocab_size:
-            raise ValueError(
-                f"{path} has weights for {self.model.vocab_size} tokens, but a vocabulary of "
-                f"{self.tokenizer.num_tokens}"
-            )
+    def __init__(
+        self,
+        model: str | Path = "house",
+        *,
+        draft: str | Path | None = "auto",
+        n_ctx: int = 0,
+        num_threads: int = 0,
+        policy: TreePolicy | None = None,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        self._pair = Pair(model, draft, num_threads, report or (lambda _: None))
         self._n_ctx = n_ctx
+        self._policy = policy
         self._closed = False
         self._lock = threading.Lock()
         # Contexts at rest, with what they last held: the next prompt may begin like it.
-        self._idle = [Decoder(Session(self.model, n_ctx))]
+        self._idle = [self._pair.decoder(n_ctx, policy)]
+
+    @property
+    def model(self) -> Model:
+        """The target."""
+        return self._pair.target
+
+    @property
+    def draft(self) -> Model | None:
+        """The draft, None where n-grams draft alone."""
+        return self._pair.draft
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's vocabulary."""
+        return self._pair.tokenizer
 
     def generate(
         self,
@@ -61,6 +86,7 @@ class Engine:
         min_p: float = 0.0,
         seed: int = 0,
         stop: str | Sequence[str] = (),
+        speculate: bool = True,
     ) -> GenerationResult:
         """Continue a prompt; arguments and errors as in `stream`."""
         return self.stream(
@@ -72,6 +98,7 @@ class Engine:
             min_p=min_p,
             seed=seed,
             stop=stop,
+            speculate=speculate,
         ).finish()
 
     def stream(
@@ -85,6 +112,7 @@ class Engine:
         min_p: float = 0.0,
         seed: int = 0,
         stop: str | Sequence[str] = (),
+        speculate: bool = True,
     ) -> Stream:
         """Continue a prompt piece by piece.
 
@@ -93,6 +121,7 @@ class Engine:
             max_tokens: new tokens at most.
             temperature, top_k, top_p, min_p, seed: as in SamplingConfig.
             stop: strings that end the text before they appear in it.
+            speculate: False decodes plainly; the text is the same.
 
         Returns:
             An iterator of Piece whose `result` is there once it is exhausted.
@@ -102,14 +131,14 @@ class Engine:
             ContextFullError: the prompt is longer than the context.
         """
         sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
-        return Stream(self, prompt, sampling, GenerationConfig(max_tokens, stop_strings(stop)))
+        return Stream(self, prompt, sampling, GenerationConfig(max_tokens, stop_strings(stop), speculate))
 
     def close(self) -> None:
         """Free the contexts; generating again raises ValueError."""
         with self._lock:
             self._closed = True
             for decoder in self._idle:
-                decoder.target.close()
+                decoder.close()
             self._idle.clear()
 
     def __enter__(self) -> Engine:
@@ -124,7 +153,7 @@ class Engine:
             if self._closed:
                 raise ValueError("the engine is closed")
             if not self._idle:
-                return Decoder(Session(self.model, self._n_ctx))
+                return self._pair.decoder(self._n_ctx, self._policy)
             best = max(self._idle, key=lambda decoder: common_prefix(decoder.target.tokens, prompt))
             self._idle.remove(best)
             return best
@@ -132,7 +161,7 @@ class Engine:
     def _put_back(self, decoder: Decoder) -> None:
         with self._lock:
             if self._closed:
-                decoder.target.close()
+                decoder.close()
             else:
                 self._idle.append(decoder)
 
@@ -182,54 +211,63 @@ class Stream(Iterator[Piece]):
         self, engine: Engine, prompt: NDArray[np.int32], sampling: SamplingConfig, config: GenerationConfig
     ) -> Generator[Piece, None, None]:
         stats = GenerationStats(prompt_tokens=len(prompt))
-        native, buffer, text, tokens = sampling.native(), TextBuffer(config.stop), [], list[int]()
+        buffer, text, tokens, stages = TextBuffer(config.stop), list[str](), list[int](), list[Stage]()
         finish: FinishReason | None = None
         decoder = engine._take(prompt)
         try:
             begin = time.perf_counter()
-            stats.reused_tokens = decoder.start(prompt)
+            stats.reused_tokens = decoder.start(prompt, speculate=config.speculate)
             stats.prefill_seconds = time.perf_counter() - begin
+            before = decoder.drafting()
             while finish is None:
                 begin = time.perf_counter()
-                stats.steps += 1
-                emitted = []
-                piece = ""
-                for token in decoder.step(native):
+                step = decoder.step(sampling, config.max_tokens - len(tokens), stats)
+                piece, new = "", 0
+                for token in step.tokens:
                     if engine.tokenizer.is_end(token):
                         finish = "stop"
                         break
-                    emitted.append(token)
                     piece += buffer.push(engine.tokenizer.token_bytes(token))
-                    if buffer.stopped:
-                        finish = "stop"
-                        break
-                    if len(tokens) + len(emitted) == config.max_tokens:
-                        finish = "length"
+                    new += 1
+                    if buffer.stopped or len(tokens) + new == config.max_tokens:
+                        finish = "stop" if buffer.stopped else "length"
                         break
                 if finish is None and decoder.is_full:
                     finish = "length"
                 if finish is not None:
                     piece += buffer.finish()
-                tokens += emitted
+                tokens += step.tokens[:new]
+                stages += step.stages[:new]
                 text.append(piece)
                 stats.new_tokens = len(tokens)
                 stats.decode_seconds += time.perf_counter() - begin
-                if emitted or piece:
-                    yield Piece(piece, tuple(emitted))
+                if new or piece:
+                    yield Piece(piece, tuple(step.tokens[:new]), tuple(step.stages[:new]))
+            stats.finish(stages, before, decoder.drafting(), engine.model.weight_bytes)
         finally:
             engine._put_back(decoder)
-        self._result = GenerationResult("".join(text), tokens, finish, stats)
+        self._result = GenerationResult("".join(text), tokens, finish, stats, stages)
 
 
-def load(model: str | Path = "house", *, n_ctx: int = 0, num_threads: int = 0) -> Engine:
+def load(
+    model: str | Path = "house",
+    *,
+    draft: str | Path | None = "auto",
+    n_ctx: int = 0,
+    num_threads: int = 0,
+    policy: TreePolicy | None = None,
+    report: Callable[[str], None] | None = None,
+) -> Engine:
     """Open a model and keep it open; arguments and errors as in Engine."""
-    return Engine(model, n_ctx=n_ctx, num_threads=num_threads)
+    return Engine(model, draft=draft, n_ctx=n_ctx, num_threads=num_threads, policy=policy, report=report)
 
 
 def generate(
     prompt: str,
     *,
     model: str | Path = "house",
+    draft: str | Path | None = "auto",
+    speculate: bool = True,
     max_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -240,8 +278,8 @@ def generate(
 ) -> GenerationResult:
     """Load a model, continue a prompt, close the model; `load` keeps it open for more. Errors as in Engine.stream."""
     sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
-    config = GenerationConfig(max_tokens, stop_strings(stop))
-    with load(model) as engine:
+    config = GenerationConfig(max_tokens, stop_strings(stop), speculate)
+    with load(model, draft=draft) as engine:
         return Stream(engine, prompt, sampling, config).finish()
 
 
@@ -249,6 +287,8 @@ def stream(
     prompt: str,
     *,
     model: str | Path = "house",
+    draft: str | Path | None = "auto",
+    speculate: bool = True,
     max_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -259,4 +299,5 @@ def stream(
 ) -> Stream:
     """Load a model and continue a prompt piece by piece. Errors as in Engine.stream."""
     sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
-    return Stream(load(model), prompt, sampling, GenerationConfig(max_tokens, stop_strings(stop)))
+    config = GenerationConfig(max_tokens, stop_strings(stop), speculate)
+    return Stream(load(model, draft=draft), prompt, sampling, config)

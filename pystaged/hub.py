@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 _HOUSE_TARGET = "target.Q8_0.gguf"
+_HOUSE_DRAFT = "draft.Q8_0.gguf"
+HOUSE_TABLE = "draft.ngram.npz"
 
 
 def resolve(model: str | Path) -> Path:
@@ -19,6 +21,17 @@ def resolve(model: str | Path) -> Path:
     if not path.is_file():
         raise FileNotFoundError(f"there is no model file {path}; give the path of a GGUF file, or 'house'")
     return path
+
+
+def resolve_draft(model: str | Path, draft: str | Path | None) -> Path | None:
+    """The GGUF file of a draft: "house" for the one in the package, "auto" for that one if the model is "house" too.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
+    if draft == "house" or (draft == "auto" and model == "house"):
+        return house(_HOUSE_DRAFT)
+    return None if draft is None or draft == "auto" else resolve(draft)
 
 
 def house(name: str) -> Path:

@@ -6,22 +6,25 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pystaged.stats import GenerationStats
+from pystaged.tree import Stage
 
 FinishReason = Literal["stop", "length"]
 
 
 class Piece(str):
-    """Text as it comes from a stream: a string that knows the new tokens it came with.
+    """Text as it comes from a stream: a string that knows the new tokens it came with, and who proposed each.
 
     A character is never split over two pieces, so a piece may be empty while its tokens are not.
     """
 
-    __slots__ = ("tokens",)
+    __slots__ = ("stages", "tokens")
     tokens: tuple[int, ...]
+    stages: tuple[Stage, ...]
 
-    def __new__(cls, text: str, tokens: tuple[int, ...]) -> Piece:
+    def __new__(cls, text: str, tokens: tuple[int, ...], stages: tuple[Stage, ...]) -> Piece:
         piece = super().__new__(cls, text)
         piece.tokens = tokens
+        piece.stages = stages
         return piece
 
     @property
@@ -34,7 +37,8 @@ class Piece(str):
 class GenerationResult:
     """A finished generation.
 
-    text: without the prompt and without the stop string. tokens: the new ones only, end of text left out.
+    text: without the prompt and without the stop string. tokens: the new ones only, end of text left out; stages: who
+    proposed each of them.
     finish_reason: "stop" for end of text or a stop string, "length" for max_tokens or a full context.
     """
 
@@ -42,3 +46,4 @@ class GenerationResult:
     tokens: list[int]
     finish_reason: FinishReason
     stats: GenerationStats = field(repr=False)
+    stages: list[Stage] = field(repr=False)

@@ -1,31 +1,179 @@
-"""What happened in one generation, in words and figures."""
+"""What happened in one generation, in words and figures.
+
+The words, used the same everywhere: the *target* is the model that decides; the *draft* is the smaller model that guesses;
+a *drafter* is anything that proposes; a *stage* is who proposed a token (target, draft, ngram). A *step* is one pass of the
+target over a *tree* of *nodes*; the *root* (depth 0) is the last emitted token, not yet in the cache; the *budget* is
+the most nodes, root excluded. The accepted nodes are the *path*; after it comes the *bonus token*, the target's own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pystaged.tree import Stage, TokenTree
+
+
+@dataclass(slots=True)
+class DrafterStats:
+    """One drafter's work.
+
+    passes: passes of a model, or lookups; weight_bytes: read in them. seconds: drafting; native_seconds: of these in the
+    engine. guessed: tokens the drafter below proposed to this one; confirmed: those of them that saved it a pass.
+    """
+
+    passes: int = 0
+    weight_bytes: int = 0
+    seconds: float = 0.0
+    native_seconds: float = 0.0
+    guessed: int = 0
+    confirmed: int = 0
+
+    def since(self, earlier: DrafterStats) -> DrafterStats:
+        """The work done after another moment's count."""
+        return DrafterStats(
+            *(getattr(self, field.name) - getattr(earlier, field.name) for field in fields(DrafterStats))
+        )
+
+
+@dataclass(slots=True)
+class StageStats:
+    """One stage's part in one generation: nodes the target verified, those it accepted, tokens emitted."""
+
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
 
 
 @dataclass(slots=True)
 class GenerationStats:
-    """Counts and times of one generation.
+    """Counts and times of one generation. Nodes are counted as verified, tokens as emitted: max_tokens may cut the last
+    step.
 
     prompt_tokens: tokens of the prompt; reused_tokens: those of them that were still in the context.
-    new_tokens: tokens emitted. steps: passes of the target that emitted them.
-    prefill_seconds: until the prompt was in the context; decode_seconds: from there to the end.
+    new_tokens: tokens emitted. steps: passes of the target that emitted them; rows: their tokens, roots included.
+    prefill_seconds: until the prompt was in the context; decode_seconds: from there to the end;
+    target_seconds: of these in passes of the target; native_seconds: in the engine altogether.
+    lengths: how many steps accepted how many nodes. offered, taken: by depth, steps whose path reached the depth above
+    and whose tree went on there, and those of them that accepted a node there.
+    stages: by name. drafters: by name, the work of each. relative_weight_bytes: weights read per token, by target and
+    drafts together, relative to plain decoding (the measure of Spector & Ré's Table 1).
     """
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
     new_tokens: int = 0
     steps: int = 0
+    rows: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    target_seconds: float = 0.0
+    native_seconds: float = 0.0
+    relative_weight_bytes: float = 1.0
+    lengths: Counter[int] = field(default_factory=Counter)
+    offered: Counter[int] = field(default_factory=Counter)
+    taken: Counter[int] = field(default_factory=Counter)
+    stages: dict[str, StageStats] = field(default_factory=lambda: {stage.name.lower(): StageStats() for stage in Stage})
+    drafters: dict[str, DrafterStats] = field(default_factory=dict)
+
+    def record(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """Count one step: its tree and the accepted nodes, root first."""
+        stages = tree.stages.tolist()
+        for stage in stages[1:]:
+            self.stages[Stage(stage).name.lower()].drafted += 1
+        for node in path[1:]:
+            self.stages[Stage(stages[node]).name.lower()].accepted += 1
+        accepted = len(path) - 1
+        self.steps += 1
+        self.rows += len(tree)
+        self.lengths[accepted] += 1
+        for depth in range(1, len(path)):
+            self.offered[depth] += 1
+            self.taken[depth] += 1
+        if path[-1] in tree.parents:
+            self.offered[accepted + 1] += 1
+
+    def finish(
+        self,
+        emitted: Sequence[Stage],
+        before: dict[str, DrafterStats],
+        after: dict[str, DrafterStats],
+        target_weight_bytes: int,
+    ) -> None:
+        """Complete the figures when the text is done: who proposed each token, and the drafters' work meanwhile."""
+        for stage in emitted:
+            self.stages[stage.name.lower()].emitted += 1
+        self.drafters = {name: work.since(before[name]) for name, work in after.items()}
+        self.native_seconds += sum(work.native_seconds for work in self.drafters.values())
+        read = self.steps * target_weight_bytes + sum(work.weight_bytes for work in self.drafters.values())
+        self.relative_weight_bytes = read / (max(1, self.new_tokens) * target_weight_bytes)
+
+    @property
+    def drafted(self) -> int:
+        """Nodes verified, roots excluded."""
+        return sum(stage.drafted for stage in self.stages.values())
+
+    @property
+    def accepted(self) -> int:
+        """Nodes accepted, bonus tokens excluded."""
+        return sum(stage.accepted for stage in self.stages.values())
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean nodes accepted per step, the bonus token excluded."""
+        return self.accepted / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean accepted length plus the bonus token."""
+        return self.accepted_length + 1 if self.steps else 0.0
+
+    @property
+    def acceptance_at_depth(self) -> list[float]:
+        """P(depth d accepted | depth d - 1 accepted and the tree goes on there), for d = 1, 2, ..."""
+        return [self.taken[depth] / self.offered[depth] for depth in range(1, max(self.offered, default=0) + 1)]
 
     @property
     def tokens_per_second(self) -> float:
         """New tokens per second of decoding."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
-    def to_dict(self) -> dict[str, float]:
+    @property
+    def python_share(self) -> float:
+        """Part of the decoding time spent outside the engine."""
+        return 1 - self.native_seconds / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
-        return {**asdict(self), "tokens_per_second": self.tokens_per_second}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "new_tokens": self.new_tokens,
+            "steps": self.steps,
+            "tokens_per_step": self.tokens_per_step,
+            "accepted_length": self.accepted_length,
+            "acceptance_at_depth": self.acceptance_at_depth,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "relative_weight_bytes": self.relative_weight_bytes,
+            "python_share": self.python_share,
+            "tokens_per_second": self.tokens_per_second,
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "target_seconds": self.target_seconds,
+            "stages": {
+                name: {"drafted": stage.drafted, "accepted": stage.accepted, "emitted": stage.emitted}
+                for name, stage in self.stages.items()
+            },
+            "drafters": {
+                name: {
+                    "passes": drafter.passes,
+                    "seconds": drafter.seconds,
+                    "guessed": drafter.guessed,
+                    "confirmed": drafter.confirmed,
+                }
+                for name, drafter in self.drafters.items()
+            },
+        }

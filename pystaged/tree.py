@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class Stage(IntEnum):
+    """Who proposed a token. A third neural stage counts as DRAFT: what matters is whether a model or a table guessed."""
+
+    TARGET = 0
+    DRAFT = 1
+    NGRAM = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,16 +24,87 @@ class TokenTree:
 
     Node 0 is the root: the last emitted token, not yet in the cache. A tree of one node is plain decoding.
 
-    tokens: int32[n]; parents: int32[n], -1 for the root.
+    tokens: int32[n]; parents: int32[n], -1 for the root; scores: float32[n], the believed probability that the node is
+    on the target's path; stages: uint8[n], a Stage.
     """
 
     tokens: NDArray[np.int32]
     parents: NDArray[np.int32]
+    scores: NDArray[np.float32]
+    stages: NDArray[np.uint8]
 
     @classmethod
     def root(cls, token: int) -> TokenTree:
         """The tree of that one token."""
-        return cls(np.array([token], np.int32), np.array([-1], np.int32))
+        return TreeBuilder(token).build([])
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def depths(self) -> NDArray[np.int32]:
+        """int32[n], 0 for the root."""
+        depths = np.zeros(len(self), np.int32)
+        for node, parent in enumerate(self.parents.tolist()):
+            if parent >= 0:
+                depths[node] = depths[parent] + 1
+        return depths
+
+
+@dataclass(slots=True)
+class Node:
+    """A guess while the tree grows.
+
+    score: believed probability of being on the target's path. cell: where its calibration is kept, see Calibration.
+    row: pending row of the drafter's session, -1 until evaluated.
+    """
+
+    token: int
+    parent: int
+    depth: int
+    score: float
+    stage: Stage
+    cell: tuple[int, int, int]
+    row: int = -1
+
+
+class TreeBuilder:
+    """A tree that grows; siblings are distinct."""
+
+    def __init__(self, root: int) -> None:
+        self.nodes = [Node(root, -1, 0, 1.0, Stage.TARGET, (0, 0, 0))]
+        self.children: list[dict[int, int]] = [{}]  # by token
+
+    def add(self, parent: int, token: int, score: float, stage: Stage, cell: tuple[int, int, int]) -> int:
+        """The child of `parent` with that token, new or not; its score is the higher one."""
+        known = self.children[parent].get(token)
+        if known is not None:
+            self.nodes[known].score = max(self.nodes[known].score, score)
+            return known
+        node = len(self.nodes)
+        self.nodes.append(Node(token, parent, self.nodes[parent].depth + 1, score, stage, cell))
+        self.children.append({})
+        self.children[parent][token] = node
+        return node
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from below the root to the node."""
+        tokens = []
+        while node > 0:
+            tokens.append(self.nodes[node].token)
+            node = self.nodes[node].parent
+        return tokens[::-1]
+
+    def best(self) -> list[int]:
+        """All nodes but the root by falling score, parents before their children."""
+        return sorted(range(1, len(self.nodes)), key=lambda node: -self.nodes[node].score)
+
+    def build(self, kept: Sequence[int]) -> TokenTree:
+        """The tree of the root and these nodes, in this order; each one's parent must be the root or come before it."""
+        index = {0: 0} | {node: i for i, node in enumerate(kept, 1)}
+        nodes = [self.nodes[0], *(self.nodes[node] for node in kept)]
+        return TokenTree(
+            np.array([node.token for node in nodes], np.int32),
+            np.array([-1, *(index[node.parent] for node in nodes[1:])], np.int32),
+            np.array([node.score for node in nodes], np.float32),
+            np.array([node.stage for node in nodes], np.uint8),
+        )

@@ -1,0 +1,54 @@
+"""How often guesses come true: the probability that a candidate is the target's token, given that its parent is.
+
+Candidates are told apart by who proposed them, by rank, and by their share: the softmax of the scores of a node's
+candidates. With shared noise the share predicts a hit far better than the rank alone, because a draft whose perturbed
+scores are far apart would have to be far off for the target to choose another token.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
+Cell = tuple[int, int, int]  # stage, rank, bin of share
+
+_EDGES = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23, 0.31, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.975, 0.99)
+_CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
+_TEMPERATURE = 1.25  # of the softmax; tells hits from misses best on the house pair
+_RANKS = 6
+_STAGES = 3
+_MEMORY = 500.0  # observations after which the older ones fade
+_WEIGHT = 12.0  # observations that the prior is worth
+_TRUST = (1.0, 0.9, 0.6)  # in a share before anything is learnt: target, draft, n-gram
+
+
+class Calibration:
+    """Decayed counts of hits by cell. `rates` holds the current belief of each."""
+
+    def __init__(self) -> None:
+        self._tried: dict[Cell, float] = {}
+        self._hits: dict[Cell, float] = {}
+        self.rates: dict[Cell, float] = {}
+        for stage in range(_STAGES):
+            for rank in range(_RANKS):
+                for column, share in enumerate(_CENTRES):
+                    cell, rate = (stage, rank, column), _TRUST[stage] * share
+                    self._tried[cell], self._hits[cell], self.rates[cell] = _WEIGHT, _WEIGHT * rate, rate
+
+    def cells(self, stage: int, scores: Sequence[float]) -> list[Cell]:
+        """The cell of each of a node's candidates, given the scores of all of them, best first."""
+        powers = [math.exp((score - scores[0]) / _TEMPERATURE) for score in scores]
+        total = sum(powers)
+        return [
+            (stage, min(rank, _RANKS - 1), bisect_right(_EDGES, power / total)) for rank, power in enumerate(powers)
+        ]
+
+    def update(self, cell: Cell, hit: bool) -> None:
+        """Learn whether a candidate came true whose parent did."""
+        tried, hits = self._tried[cell], self._hits[cell]
+        fade = min(1.0, _MEMORY / tried)
+        tried, hits = fade * tried + 1, fade * hits + hit
+        self._tried[cell], self._hits[cell] = tried, hits
+        # Never certain: a tree must always be able to hold a sibling or end.
+        self.rates[cell] = min(max(hits / tried, 0.002), 0.998)

@@ -1,0 +1,333 @@
+"""N-gram drafters: a Katz trigram of the draft's own text, and the n-grams of the running context."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged.katz import LARGEST_VOCABULARY, estimate
+
+_FORMAT_VERSION = 1
+_STORED = {  # arrays of a file: kind, most bytes per item, dimensions
+    "vocab_hash": ("U", 2**20, 0),
+    "older": ("u", 4, 1),  # keys // (vocab_size + 1), as differences
+    "newer": ("u", 4, 1),  # keys % (vocab_size + 1)
+    "lengths": ("u", 1, 1),  # differences of offsets
+    "tokens": ("u", 4, 1),
+    "logprobs": ("u", 1, 1),  # steps of -1/16
+    "log_backoffs": ("i", 2, 1),  # steps of 1/16
+}
+_STEPS_PER_NAT = 16  # log-probabilities are kept in steps of 1/16 nat: one byte each
+
+_MAX_ORDER = 4  # longest n-gram of the running context
+_LONGEST_MATCH = 16  # tokens compared to rank exact matches
+_WINDOW = 32  # most recent occurrences looked at, to bound the time of a lookup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NgramTable:
+    """The most probable next tokens after known pairs of tokens, single tokens, and nothing. Immutable.
+
+    A Katz-backoff trigram (Katz 1987) counted on text sampled from the draft, as in Spector & Ré 2023 (arXiv
+    2308.04623). A row holds the head of one context's backed-off distribution down to its last seen successor. After
+    that come the tokens of the shorter context in their order there, their log-probabilities plus `log_backoffs[row]`.
+
+    vocab_hash names the vocabulary of the ids; num_tokens is the size of the text counted.
+    keys: int64[rows], ascending: 0, then v + 1 after v, then (u + 1) * (vocab_size + 1) + v + 1 after u, v.
+    offsets: int64[rows + 1] into tokens: int32 and logprobs: float32, natural log rounded to 1/16, never rising.
+    log_backoffs: float32[rows], natural log.
+    """
+
+    vocab_size: int
+    vocab_hash: str
+    num_tokens: int
+    max_successors: int
+    keys: NDArray[np.int64] = field(repr=False)
+    offsets: NDArray[np.int64] = field(repr=False)
+    tokens: NDArray[np.int32] = field(repr=False)
+    logprobs: NDArray[np.float32] = field(repr=False)
+    log_backoffs: NDArray[np.float32] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for array in (self.keys, self.offsets, self.tokens, self.logprobs, self.log_backoffs):
+            array.setflags(write=False)
+
+    @classmethod
+    def build(
+        cls,
+        documents: Iterable[NDArray[np.integer]],
+        *,
+        vocab_size: int,
+        vocab_hash: str,
+        max_successors: int = 16,
+        min_count: int = 2,
+    ) -> NgramTable:
+        """Count n-grams inside each document and estimate the table.
+
+        Args:
+            documents: token ids, integer[n] each.
+            max_successors: tokens kept per context and the largest k of `candidates`, at most 255.
+            min_count: trigrams seen less often are dropped; their mass goes to the backoff.
+
+        Raises:
+            ValueError: an argument is out of range, or there is no text.
+        """
+        _require(1 <= vocab_size <= LARGEST_VOCABULARY, f"vocab_size must be in 1..{LARGEST_VOCABULARY}")
+        _require(1 <= max_successors <= 255, f"max_successors must be in 1..255, not {max_successors}")
+        _require(min_count >= 1, f"min_count must be at least 1, not {min_count}")
+        katz = estimate(documents, vocab_size=vocab_size, max_successors=max_successors, min_count=min_count)
+        return cls(
+            vocab_size=vocab_size,
+            vocab_hash=vocab_hash,
+            num_tokens=katz.num_tokens,
+            max_successors=max_successors,
+            keys=katz.older * (vocab_size + 1) + katz.newer,
+            offsets=np.append(0, np.cumsum(katz.lengths)),
+            tokens=katz.tokens.astype(np.int32),
+            logprobs=np.maximum(_log_steps(katz.probabilities), np.float32(-255 / _STEPS_PER_NAT)),
+            log_backoffs=_log_steps(katz.backoffs),
+        )
+
+    def candidates(self, context: Sequence[int], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The k most probable tokens after the last two tokens of `context`; fewer only if the vocabulary is smaller.
+
+        Returns:
+            tokens: int32[k], ordered by their exact probabilities, ties to the lowest id; logprobs: float32[k], natural
+            log, rounded, never rising. Read-only views where possible.
+
+        Raises:
+            ValueError: k is not in 1..max_successors, or the context holds an id outside the vocabulary.
+        """
+        if not 1 <= k <= self.max_successors:
+            raise ValueError(f"k must be in 1..{self.max_successors} for this table, not {k}")
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        shift = 0.0
+        for row in self._backoff_rows(context):
+            begin, end = self.offsets[row], self.offsets[row + 1]
+            if end - begin >= k and not tokens:
+                return self.tokens[begin : begin + k], self.logprobs[begin : begin + k]
+            for token, logprob in zip(self.tokens[begin:end].tolist(), self.logprobs[begin:end].tolist(), strict=True):
+                if token not in tokens:
+                    # Rounding may lift a backed-off token above the seen ones; its exact probability never is.
+                    logprobs.append(min(logprob + shift, logprobs[-1] if logprobs else 0.0))
+                    tokens.append(token)
+                    if len(tokens) == k:
+                        return np.array(tokens, np.int32), np.array(logprobs, np.float32)
+            shift += float(self.log_backoffs[row])
+        return np.array(tokens, np.int32), np.array(logprobs, np.float32)
+
+    def _backoff_rows(self, context: Sequence[int]) -> Iterator[int]:
+        """The rows of the last two tokens, the last one and none, as far as the table has them."""
+        base = self.vocab_size + 1
+        recent = [int(token) + 1 for token in context[-2:]]
+        if not all(0 < code < base for code in recent):
+            raise ValueError(f"a token of {list(context[-2:])} is outside the vocabulary of {self.vocab_size}")
+        keys = [recent[0] * base + recent[1], recent[1]] if len(recent) == 2 else recent
+        for key in keys:
+            row = int(self.keys.searchsorted(key))
+            if row < len(self.keys) and self.keys[row] == key:
+                yield row
+        yield 0
+
+    def save(self, path: str | Path) -> None:
+        """Write one compressed file: whole under its name, or not at all."""
+        path = Path(path)
+        older, newer = np.divmod(self.keys, self.vocab_size + 1)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                np.savez_compressed(
+                    file,
+                    sizes=np.array([_FORMAT_VERSION, self.vocab_size, self.num_tokens, self.max_successors], np.int64),
+                    vocab_hash=np.array(self.vocab_hash),
+                    older=_narrow(np.diff(older, prepend=0)),
+                    newer=_narrow(newer),
+                    lengths=_narrow(np.diff(self.offsets)),
+                    tokens=_narrow(self.tokens),
+                    logprobs=(-_STEPS_PER_NAT * self.logprobs).astype(np.uint8),
+                    log_backoffs=(_STEPS_PER_NAT * self.log_backoffs).astype(np.int16),
+                )
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path, *, vocab_hash: str | None = None) -> NgramTable:
+        """Read a saved table and check all of it.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no such table, it is damaged, or its vocabulary is not `vocab_hash`.
+        """
+        content = Path(path).read_bytes()
+        try:
+            table = _decode(content)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; build the n-gram table again or fetch a fresh copy") from error
+        if vocab_hash is not None and vocab_hash != table.vocab_hash:
+            raise ValueError(
+                f"{path}: this n-gram table is for vocabulary {table.vocab_hash}, the model has {vocab_hash}; "
+                "use the model's own table or build one from its text"
+            )
+        return table
+
+
+class ContextNgrams:
+    """The n-grams of orders 1 to 4 of the committed tokens, and what followed them.
+
+    An n-gram maps to the positions of the tokens that followed it, so truncating restores the earlier state exactly.
+    The `tail` of a lookup is the committed tokens and then perhaps a hypothetical path; its last 16 tokens suffice.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+
+    def __len__(self) -> int:
+        """Number of committed tokens."""
+        return len(self._tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Commit tokens, each in constant time."""
+        for token in tokens:
+            for gram in _suffixes(self._tokens):
+                self._followers.setdefault(gram, []).append(len(self._tokens))
+            self._tokens.append(int(token))
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from position `length` on.
+
+        Raises:
+            ValueError: length is negative or above the number of committed tokens.
+        """
+        _require(0 <= length <= len(self), f"cannot truncate {len(self)} tokens to {length}")
+        while len(self._tokens) > length:
+            self._tokens.pop()
+            for gram in _suffixes(self._tokens):
+                self._followers[gram].pop()
+                if not self._followers[gram]:
+                    del self._followers[gram]
+
+    def candidates(self, tail: Sequence[int], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32], int]:
+        """What followed the longest suffix of `tail`, at most 4 tokens, that has been followed by anything.
+
+        Returns:
+            tokens: int32[m], m <= k, the most frequent first, then the most recent; scores: float32[m], natural log of
+            count / (occurrences + 1) among the 32 most recent occurrences; order: tokens matched, 0 for no match.
+
+        Raises:
+            ValueError: k is below 1.
+        """
+        _require(k >= 1, "k must be at least 1")
+        positions, order = self._match(tail)
+        counts = Counter([self._tokens[position] for position in reversed(positions)])
+        best = sorted(counts.items(), key=lambda item: -item[1])[:k]
+        scores = [math.log(count / (len(positions) + 1)) for _, count in best]
+        return np.array([token for token, _ in best], np.int32), np.array(scores, np.float32), order
+
+    def continuation(self, tail: Sequence[int], length: int) -> tuple[list[int], int]:
+        """What followed the longest match of `tail`, the most recent one among equals.
+
+        The match is sought among the 32 most recent occurrences of the suffix that `candidates` uses.
+
+        Returns:
+            tokens: at most `length`, fewer where the committed tokens end; match: tokens matched, 0 to 16.
+
+        Raises:
+            ValueError: length is negative.
+        """
+        _require(length >= 0, "length must not be negative")
+        positions, order = self._match(tail)
+        recent = list(tail[-_LONGEST_MATCH:])
+        start, match = len(self), max(order - 1, 0)
+        for position in reversed(positions):
+            limit = min(len(recent), position)
+            if match < limit and self._tokens[position - match - 1 : position] == recent[-match - 1 :]:
+                start, match = position, match + 1
+                while match < limit and self._tokens[position - match - 1] == recent[-match - 1]:
+                    match += 1
+        return self._tokens[start : start + length], match
+
+    def _match(self, tail: Sequence[int]) -> tuple[list[int], int]:
+        """Positions that followed the longest known suffix of `tail`, oldest first, and its order."""
+        for gram in _suffixes(tail):
+            if gram in self._followers:
+                return self._followers[gram][-_WINDOW:], len(gram)
+        return [], 0
+
+
+def _suffixes(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """The last 4, 3, 2 and 1 tokens, as far as there are so many."""
+    last = tuple(tokens[-_MAX_ORDER:])
+    return [last[skip:] for skip in range(len(last))]
+
+
+def _log_steps(probabilities: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Natural logs rounded to whole steps. The floor stands for a backoff of zero, which no lookup reaches."""
+    logs: NDArray[np.float64] = np.log(np.maximum(probabilities, 1e-300))
+    return (np.rint(logs * _STEPS_PER_NAT) / _STEPS_PER_NAT).astype(np.float32)
+
+
+def _narrow(values: NDArray[np.integer]) -> NDArray[np.unsignedinteger]:
+    """The same values in the smallest unsigned type."""
+    narrow: NDArray[np.unsignedinteger] = values.astype(np.min_scalar_type(int(values.max())))
+    return narrow
+
+
+def _decode(content: bytes) -> NgramTable:
+    """Rebuild a table from the bytes of its file, trusting none of them."""
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            stored = {name: np.asarray(file[name]) for name in file.files}
+    # The zip, deflate and npy readers raise a dozen unrelated types on foreign bytes.
+    except Exception as error:
+        raise ValueError("not an n-gram table, or a damaged one") from error
+    sizes = stored.get("sizes", np.zeros(0))
+    _require(sizes.shape == (4,) and sizes.dtype == np.int64, "not an n-gram table")
+    version, vocab_size, num_tokens, max_successors = sizes.tolist()
+    _require(version == _FORMAT_VERSION, f"format version {version}, but this pystaged reads {_FORMAT_VERSION}")
+    _require(1 <= vocab_size <= LARGEST_VOCABULARY and num_tokens > 0 and 1 <= max_successors <= 255, "bad sizes")
+    for name, (kind, itemsize, ndim) in _STORED.items():
+        array = stored.get(name)
+        fits = array is not None and array.dtype.kind == kind and array.itemsize <= itemsize and array.ndim == ndim
+        _require(fits, f"{name} is missing or of the wrong type")
+
+    older, newer, lengths = (stored[name].astype(np.int64) for name in ("older", "newer", "lengths"))
+    tokens, steps, log_backoffs = stored["tokens"], stored["logprobs"], stored["log_backoffs"]
+    _require(0 < len(older) == len(newer) == len(lengths) == len(log_backoffs), "rows of different numbers")
+    _require(len(tokens) == len(steps) == lengths.sum(), "successors of different numbers")
+    older = np.cumsum(older)
+    keys = older * (vocab_size + 1) + newer
+    rows = np.repeat(np.arange(len(keys)), lengths)
+    _require(bool(older[-1] <= vocab_size and newer.max() <= vocab_size), "a context is outside the vocabulary")
+    _require(bool(keys[0] == 0 and np.all(np.diff(keys) > 0) and np.all(newer[1:] > 0)), "contexts are not in order")
+    _require(bool(lengths.min() > 0 and lengths.max() <= max_successors), "a context has too few or many successors")
+    _require(bool(lengths[0] == min(max_successors, vocab_size)), "the empty context has too few successors")
+    _require(bool(tokens.max() < vocab_size), "a successor is outside the vocabulary")
+    _require(bool(np.all(np.diff(np.sort(rows * vocab_size + tokens)) > 0)), "a context has a successor twice")
+    _require(bool(np.all(np.diff(rows * 256 + steps) >= 0)), "log-probabilities are not in order")
+    return NgramTable(
+        vocab_size=vocab_size,
+        vocab_hash=str(stored["vocab_hash"]),
+        num_tokens=num_tokens,
+        max_successors=max_successors,
+        keys=keys,
+        offsets=np.append(0, np.cumsum(lengths)),
+        tokens=tokens.astype(np.int32),
+        logprobs=(steps / -_STEPS_PER_NAT).astype(np.float32),
+        log_backoffs=(log_backoffs / _STEPS_PER_NAT).astype(np.float32),
+    )
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)

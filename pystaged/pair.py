@@ -1,0 +1,154 @@
+"""A target and what drafts for it, put together: models, vocabularies, n-gram table, measured costs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from pystaged import hub
+from pystaged._core import Model, Session, Tokenizer
+from pystaged.config import SamplingConfig
+from pystaged.cost import MEASURED_ROWS, CostStore, PassCost, measure
+from pystaged.decode import Decoder
+from pystaged.drafter import Drafter, ModelDrafter, NgramDrafter
+from pystaged.ngram import NgramTable
+from pystaged.policy import FixedPolicy, GainPolicy, TreePolicy
+from pystaged.switch import Switch
+
+_LOOKUP_SECONDS = 60e-6  # of one n-gram lookup with all that Python does around it
+_PYTHON_SECONDS = 120e-6  # around one pass of a draft, until measured
+_GUESSED_RATE = 0.75  # acceptance at which a pair is judged before it has run
+
+
+class Pair:
+    """Everything about a target and its drafters that contexts share.
+
+    Args and errors as in Engine.
+    """
+
+    def __init__(
+        self, model: str | Path, draft: str | Path | None, num_threads: int, report: Callable[[str], None]
+    ) -> None:
+        self._num_threads = num_threads
+        self._report = report
+        self._store = CostStore()
+        self._path = hub.resolve(model)
+        self._draft_path = hub.resolve_draft(model, draft)
+        self.target, self.tokenizer = self._load(self._path)
+        self.draft: Model | None = None
+        if self._draft_path:
+            self.draft, draft_tokenizer = self._load(self._draft_path)
+            check_vocabularies(self.tokenizer, draft_tokenizer)
+        self._table = house_table(self.tokenizer)
+        self._costs: dict[Path, PassCost] = {}
+
+    def decoder(self, n_ctx: int, policy: TreePolicy | None) -> Decoder:
+        """A new context with its drafters."""
+        target = Session(self.target, n_ctx)
+        if policy is not None:
+            return Decoder(target, self._drafter(policy))
+        target_cost = self.target_cost()
+        draft_cost = self.draft_cost()
+        gain = GainPolicy(target_cost, draft_cost or (lambda width: width * _LOOKUP_SECONDS))
+        hopeless = not _may_pay(target_cost, draft_cost)
+        return Decoder(target, self._drafter(gain, draft_cost), target_cost, Switch(paused=hopeless))
+
+    def target_cost(self, *, again: bool = False) -> PassCost:
+        """Seconds of a pass of the target, measured now or before."""
+        return self._cost(self._path, self.target, again)
+
+    def draft_cost(self, *, again: bool = False) -> PassCost | None:
+        """The same for the draft, None where there is none."""
+        return self._cost(self._draft_path, self.draft, again) if self.draft and self._draft_path else None
+
+    def _load(self, path: Path) -> tuple[Model, Tokenizer]:
+        tokenizer = Tokenizer(str(path))
+        model = Model(str(path), os.environ.get("PYSTAGED_KERNEL", ""), self._num_threads)
+        if tokenizer.num_tokens != model.vocab_size:
+            raise ValueError(
+                f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"
+            )
+        return model, tokenizer
+
+    def _drafter(self, policy: TreePolicy, cost: PassCost | None = None) -> Drafter:
+        vocab_size = self.target.vocab_size
+        if self.draft is None:
+            return NgramDrafter(self._table, policy, vocab_size)
+        # The lowest stage only extends paths, so no policy of its own matters.
+        below = NgramDrafter(self._table, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
+        return ModelDrafter(Session(self.draft), policy, below=below, cost=cost, vocab_size=vocab_size)
+
+    def _cost(self, path: Path, model: Model, again: bool) -> PassCost:
+        if path in self._costs and not again:
+            return self._costs[path]
+        info = path.stat()
+        key = "|".join(
+            map(
+                str,
+                (platform.node(), platform.machine(), os.cpu_count(), path, info.st_size, info.st_mtime_ns)
+                + (model.kernel, model.num_threads),
+            )
+        )
+        cost = None if again else self._store.load(key)
+        if cost is None:
+            self._report(f"measuring passes of {path.name} on this machine, once")
+            cost = measure_passes(model)
+            self._store.save(key, cost)
+        self._costs[path] = cost
+        return cost
+
+
+def measure_passes(model: Model) -> PassCost:
+    """Time a model's passes, candidates included."""
+    session = Session(model)
+    greedy = SamplingConfig().native
+
+    def run(num_rows: int) -> None:
+        session.evaluate(np.zeros(num_rows, np.int32), np.arange(-1, num_rows - 1, dtype=np.int32))
+        session.candidates([num_rows - 1], 1, greedy)
+        session.discard()
+
+    try:
+        return measure(run, most_rows=min(MEASURED_ROWS[-1], session.n_ctx))
+    finally:
+        session.close()
+
+
+def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
+    """Refuse a draft whose tokens mean something else; a padded vocabulary is no difference.
+
+    Raises:
+        ValueError: naming the first token that differs.
+    """
+    token = target.first_difference(draft)
+    if token >= 0:
+        raise ValueError(
+            f"the draft's vocabulary is not the target's: token {token} is {target.token_bytes(token)!r} in the target "
+            f"and {draft.token_bytes(token)!r} in the draft; choose a draft trained with the target's tokenizer"
+        )
+
+
+def house_table(tokenizer: Tokenizer) -> NgramTable | None:
+    """The n-gram table in the package, None where it is for another vocabulary."""
+    path = hub.house(hub.HOUSE_TABLE)
+    if not path.exists():
+        return None
+    table = NgramTable.load(path)
+    return table if table.vocab_hash == tokenizer.fingerprint else None
+
+
+def _may_pay(target_cost: PassCost, draft_cost: PassCost | None) -> bool:
+    """Whether some chain would be faster than plain decoding at a usual acceptance."""
+    plain = 1 / target_cost(1)
+    tokens, chance, drafting = 1.0, 1.0, 0.0
+    for depth in range(1, 9):
+        chance *= _GUESSED_RATE
+        tokens += chance
+        drafting += draft_cost(1) + _PYTHON_SECONDS if draft_cost else _LOOKUP_SECONDS
+        if tokens / (target_cost(depth + 1) + drafting) > plain:
+            return True
+    return False

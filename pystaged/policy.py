@@ -1,0 +1,113 @@
+"""Which guesses to grow and how many to hand over: expected gain against measured cost.
+
+A policy is any object with the three members of TreePolicy; it sees scores and seconds, never models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(slots=True)
+class Growth:
+    """A tree being grown, as a policy sees it.
+
+    scores: of all nodes but the root, falling. leaves: of those not expanded yet, falling. passes: drafting passes so
+    far; seconds: the time they took.
+    """
+
+    scores: Sequence[float]
+    leaves: Sequence[float]
+    passes: int
+    seconds: float
+
+
+class TreePolicy(Protocol):
+    """Decides how a tree grows."""
+
+    @property
+    def children(self) -> int:
+        """Candidates per node to consider."""
+        ...
+
+    def expand(self, growth: Growth) -> int:
+        """How many of the best leaves to expand with another pass of the drafter; 0 ends the growing."""
+        ...
+
+    def keep(self, growth: Growth) -> int:
+        """How many of the best nodes the target verifies, root excluded; 0 is plain decoding."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPolicy:
+    """A tree of always the same make: `depth` passes that expand the `width` best leaves, `budget` nodes kept.
+
+    FixedPolicy(width=1, depth=5, budget=5, children=1) is a chain.
+    """
+
+    width: int
+    depth: int
+    budget: int
+    children: int = 4
+
+    def expand(self, growth: Growth) -> int:
+        return min(self.width, len(growth.leaves)) if growth.passes < self.depth else 0
+
+    def keep(self, growth: Growth) -> int:
+        return min(self.budget, len(growth.scores))
+
+
+class GainPolicy:
+    """Grows while the expected extra tokens are worth their time, then keeps the n best nodes that maximize
+    (1 + sum of scores) / (T_target(n + 1) + time spent drafting).
+
+    Args:
+        target_cost: seconds of a target pass over n rows.
+        draft_cost: seconds of a drafting pass over n rows.
+        budget: nodes at most.
+        children: candidates per node.
+    """
+
+    def __init__(
+        self,
+        target_cost: Callable[[int], float],
+        draft_cost: Callable[[int], float],
+        budget: int = 31,
+        children: int = 4,
+    ) -> None:
+        self.children = children
+        self._target_cost = target_cost
+        self._draft_cost = draft_cost
+        self._budget = budget
+
+    def keep(self, growth: Growth) -> int:
+        return self._best_size(growth)[0]
+
+    def expand(self, growth: Growth) -> int:
+        size, rate = self._best_size(growth)
+        if size >= self._budget:
+            return 0
+        # A leaf's best child adds about this much of the leaf's own score, and one more row for the target.
+        child = 0.75
+        row_cost = self._target_cost(size + 2) - self._target_cost(size + 1)
+        best_width, best_gain, gain = 0, 0.0, 0.0
+        for width, score in enumerate(growth.leaves[: self._budget], 1):
+            pass_cost = self._draft_cost(width) - (self._draft_cost(width - 1) if width > 1 else 0.0)
+            gain += child * score - rate * (pass_cost + row_cost)
+            if gain > best_gain:
+                best_width, best_gain = width, gain
+        return best_width
+
+    def _best_size(self, growth: Growth) -> tuple[int, float]:
+        """The best number of nodes and its expected tokens per second."""
+        tokens = 1.0
+        best_size, best_rate = 0, tokens / (self._target_cost(1) + growth.seconds)
+        for size, score in enumerate(growth.scores[: self._budget], 1):
+            tokens += score
+            rate = tokens / (self._target_cost(size + 1) + growth.seconds)
+            if rate > best_rate:
+                best_size, best_rate = size, rate
+        return best_size, best_rate

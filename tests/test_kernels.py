@@ -1,0 +1,226 @@
+"""One product for all: every kernel gives the scalar one's bits, and a row the same whatever it is computed beside."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from conftest import KERNELS
+from gguf import GGMLQuantizationType, quants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pystaged import _core
+
+Floats = npt.NDArray[np.float32]
+Packed = npt.NDArray[np.uint8]
+
+FLOAT_TYPES = ("f32", "f16", "bf16")
+TYPES = (*FLOAT_TYPES, "q8_0", "q4_0")
+BLOCK = 32
+
+shapes = st.tuples(st.sampled_from(TYPES), st.integers(1, 70), st.integers(1, 170)).map(
+    lambda shape: shape if shape[0] in FLOAT_TYPES else (*shape[:2], BLOCK * -(-shape[2] // 34))
+)
+
+
+def draw_weights(kind: str, rows: int, cols: int, seed: int = 0) -> Packed:
+    """Random weights as a file holds them, uint8[rows, bytes]: every integer occurs, and scales of both signs."""
+    generator = np.random.default_rng(seed)
+    values = generator.standard_normal((rows, cols), dtype=np.float32)
+    if kind == "f32":
+        return values.view(np.uint8)
+    if kind == "f16":
+        return values.astype(np.float16).view(np.uint8)
+    if kind == "bf16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    size = 32 if kind == "q8_0" else 16
+    blocks = np.empty((rows, cols // BLOCK), dtype=[("scale", np.float16), ("weights", np.uint8, size)])
+    blocks["scale"] = values[:, ::BLOCK] * 0.05
+    blocks["weights"] = generator.integers(0, 256, blocks["weights"].shape, dtype=np.uint8)
+    return blocks.view(np.uint8).reshape(rows, -1)
+
+
+def draw_rows(n: int, cols: int, seed: int = 0) -> Floats:
+    """Random activations, float32[n, cols]; each row has a size of its own."""
+    generator = np.random.default_rng([1, seed])
+    sizes = np.exp2(generator.integers(-12, 12, (n, 1))).astype(np.float32)
+    return generator.standard_normal((n, cols), dtype=np.float32) * sizes
+
+
+def multiply(kind: str, weights: Packed, x: Floats, kernel: str = "scalar", num_threads: int = 1) -> Floats:
+    """W x: float32[n, rows]."""
+    return _core.multiply(kind, weights.tobytes(), len(weights), x, kernel, num_threads)
+
+
+def rounded(x: Floats) -> npt.NDArray[np.float64]:
+    """Activations as the integer types see them: int8 blocks of 32, scaled by their largest."""
+    blocks = x.reshape(len(x), -1, BLOCK)
+    largest = np.abs(blocks).max(axis=-1, keepdims=True)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    integers, scales = np.rint(blocks * inverse), largest / np.float32(127)
+    result: npt.NDArray[np.float64] = (integers.astype(np.float64) * scales).reshape(x.shape)
+    return result
+
+
+def assert_close(kind: str, weights: Packed, x: Floats, actual: Floats) -> None:
+    """Against float64 sums: a block's integers and scales fit into 53 bits, so its own sum there is exact."""
+    w = quants.dequantize(weights, GGMLQuantizationType[kind.upper()]).astype(np.float64)
+    activations = x.astype(np.float64) if kind in FLOAT_TYPES else rounded(x)
+    error = np.abs(actual - activations @ w.T)
+    assert (error <= 1e-5 * (np.abs(activations) @ np.abs(w).T)).all()
+
+
+@given(shape=shapes, n=st.integers(1, 40), num_threads=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_any_shape(shape: tuple[str, int, int], n: int, num_threads: int, seed: int) -> None:
+    kind, rows, cols = shape
+    weights, x = draw_weights(kind, rows, cols, seed), draw_rows(n, cols, seed)
+    scalar = multiply(kind, weights, x)
+    assert scalar.shape == (n, rows)
+    assert_close(kind, weights, x, scalar)
+    for kernel in KERNELS:
+        np.testing.assert_array_equal(multiply(kind, weights, x, kernel, num_threads), scalar)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 100])
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_row_is_the_same_beside_any_others(kernel: str, kind: str, rows: int) -> None:
+    weights, x = draw_weights(kind, rows, 96), draw_rows(40, 96)
+    alone = np.concatenate([multiply(kind, weights, row[None], kernel) for row in x])
+    generator = np.random.default_rng(0)
+    for n in range(1, len(x) + 1):
+        chosen = generator.choice(len(x), n)  # in any order, some twice
+        for num_threads in (1, 2, 3):
+            np.testing.assert_array_equal(multiply(kind, weights, x[chosen], kernel, num_threads), alone[chosen])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_large_matrix_shared_by_threads(kernel: str, kind: str) -> None:
+    weights, x = draw_weights(kind, 1000, 640), draw_rows(3, 640)
+    scalar = multiply(kind, weights, x)
+    assert_close(kind, weights, x, scalar)
+    for num_threads in (1, 2, 3):
+        np.testing.assert_array_equal(multiply(kind, weights, x, kernel, num_threads), scalar)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_every_half_is_read_exactly(kind: str, kernel: str) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    values = halves.view(np.float16) if kind == "f16" else (halves.astype(np.uint32) << 16).view(np.float32)
+    actual = multiply(kind, halves.view(np.uint8).reshape(-1, 2), np.ones((1, 1), np.float32), kernel)
+    np.testing.assert_array_equal(actual[0], values.astype(np.float32))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_activations_round_half_to_even(kind: str, kernel: str) -> None:
+    x = np.tile(np.arange(-126.5, 127, dtype=np.float32)[:, None], BLOCK)
+    x[:, 0] = 127  # so that the scale is 1
+    weights = draw_weights(kind, 5, BLOCK)
+    assert_close(kind, weights, x, multiply(kind, weights, x, kernel))
+
+
+def extreme_rows(cols: int) -> dict[str, Floats]:
+    """Activations at the edges of float32, each float32[cols]."""
+    ordinary = draw_rows(1, cols)[0]
+    spike = ordinary.copy()
+    spike[::BLOCK] = 3e38
+    return {
+        "zeros": np.zeros(cols, np.float32),
+        "minus-zeros": np.full(cols, -0.0, np.float32),
+        "ordinary": ordinary,
+        "spikes": spike,
+        "huge": np.sign(ordinary) * np.float32(3e38),
+        "tiny": ordinary * np.float32(1e-33),
+        "subnormal": np.sign(ordinary) * np.float32(1e-42),
+        "infinite": np.where(np.arange(cols) % 7 == 3, np.float32(-np.inf), ordinary),
+    }
+
+
+def extreme_weights(kind: str, cols: int) -> Packed:
+    """Ordinary weights, then rows of the least and the greatest ones, and of zeros."""
+    weights = np.repeat(draw_weights(kind, 1, cols), 5, axis=0)
+    if kind in FLOAT_TYPES:
+        numbers = weights.view(np.float32 if kind == "f32" else np.uint16)
+        numbers[1:4] = numbers[1:4, :1]
+    else:
+        blocks = weights.reshape(5, cols // BLOCK, -1)
+        # -128, 127 and 0 of Q8_0; -8, 7 and 0 of Q4_0.
+        blocks[1:4, :, 2:] = np.array([[128, 127, 0]] if kind == "q8_0" else [[0x00, 0xFF, 0x88]]).T[:, None]
+    weights[4] = 0
+    return weights
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kind", TYPES)
+def test_extremes(kind: str, kernel: str) -> None:
+    rows, weights = extreme_rows(96), extreme_weights(kind, 96)
+    x = np.stack(list(rows.values()))
+    scalar = multiply(kind, weights, x)
+    np.testing.assert_array_equal(multiply(kind, weights, x, kernel), scalar)
+    assert not scalar[[0, 1]].any()
+    usual = np.flatnonzero([name in ("zeros", "minus-zeros", "ordinary") for name in rows])
+    assert_close(kind, weights, x[usual], scalar[usual])
+    assert np.isfinite(scalar[[name not in ("spikes", "huge", "infinite") for name in rows]]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bad_row_leaves_the_others_alone(kernel: str, kind: str, bad: float) -> None:
+    weights, x = draw_weights(kind, 33, 96), draw_rows(17, 96)
+    good = np.delete(np.arange(17), [0, 8, 16])
+    expected = multiply(kind, weights, x, kernel)[good]
+    x[[0, 8, 16], [0, 50, 95]] = bad
+    x[8] = bad
+    actual = multiply(kind, weights, x, kernel)
+    np.testing.assert_array_equal(actual[good], expected)
+    assert not np.isfinite(actual[8]).any()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_rows(kernel: str, kind: str) -> None:
+    assert multiply(kind, draw_weights(kind, 7, 64), np.empty((0, 64), np.float32), kernel).shape == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"type": "nonsense"}, "'nonsense'"),
+        ({"type": "q2_K", "weights": bytes(84), "x": np.zeros((1, 256), np.float32)}, "q2_K are not supported"),
+        ({"weights": bytes(33)}, "weights' size"),
+        ({"weights": bytes(35)}, "weights' size"),
+        ({"rows": 2}, "weights' size"),
+        ({"x": np.zeros((1, 31), np.float32)}, "weights' size"),
+        ({"x": np.zeros(32, np.float32)}, "x must have shape"),
+        ({"x": np.zeros((1, 0), np.float32)}, "x must have shape"),
+        ({"rows": 0, "weights": b""}, "at least one output"),
+        ({"kernel": "abacus"}, f"'abacus'.*{KERNELS[-1]}"),
+    ],
+    ids=["type", "unsupported", "short", "long", "rows", "block", "1-d", "no-inputs", "no-outputs", "kernel"],
+)
+def test_refusals(changes: dict[str, Any], message: str) -> None:
+    usual: dict[str, Any] = {"type": "q8_0", "weights": bytes(34), "rows": 1, "x": np.zeros((1, 32), np.float32)}
+    with pytest.raises(ValueError, match=message):
+        _core.multiply(**(usual | changes))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["'q8_0', bytes(34), 1, np.zeros((1, 32), 'f4'), '', 0", "'DEPRECATED', b'', 1, np.zeros((1, 32), 'f4')"],
+    ids=["no-threads", "removed-type"],
+)
+def test_refusals_that_once_divided_by_zero(arguments: str) -> None:
+    script = f"import numpy as np; from pystaged import _core; _core.multiply({arguments})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ValueError" in done.stderr

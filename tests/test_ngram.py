@@ -1,0 +1,449 @@
+"""The n-gram drafters against slow, obviously correct twins."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pystaged.katz import estimate
+from pystaged.ngram import ContextNgrams, NgramTable
+
+VOCAB_SIZE = 6
+ROUNDING = 3 / 32 + 1e-6  # one log-probability and two backoffs, each rounded to 1/16
+
+
+def shares(counts: Counter[tuple[int, ...]]) -> dict[int, float]:
+    """The share of a count that stays with its n-gram: Katz 1987, k = 5."""
+    n = Counter(counts.values())
+    result = {}
+    for r in range(1, 6):
+        result[r] = 1 - 0.5 / r
+        if n[1] and n[r] and 6 * n[6] != n[1]:
+            common = 6 * n[6] / n[1]
+            turing = ((r + 1) * n[r + 1] / (r * n[r]) - common) / (1 - common)
+            if 0 < turing < 1:
+                result[r] = turing
+    return result
+
+
+class SlowKatz:
+    """A Katz trigram from dictionaries, one context at a time."""
+
+    def __init__(self, documents: list[list[int]], min_count: int) -> None:
+        self.min_count = min_count
+        self.counts = {
+            order: Counter(
+                tuple(document[i : i + order]) for document in documents for i in range(len(document) - order + 1)
+            )
+            for order in (1, 2, 3)
+        }
+
+    def distribution(self, context: tuple[int, ...]) -> list[float]:
+        """P(. | context) over the whole vocabulary."""
+        lower = self.distribution(context[1:]) if context else [1 / VOCAB_SIZE] * VOCAB_SIZE
+        counts = self.counts[len(context) + 1]
+        followers = {gram[-1]: count for gram, count in counts.items() if gram[:-1] == context}
+        total = sum(followers.values())
+        least = self.min_count if len(context) == 2 else 1
+        share = shares(counts)
+        kept = {word: count * share.get(count, 1.0) for word, count in followers.items() if count >= least}
+        if not kept:
+            return lower
+        if len(kept) == VOCAB_SIZE:
+            return [kept[word] / sum(kept.values()) for word in range(VOCAB_SIZE)]
+        if sum(kept.values()) >= total:
+            total += 1
+        freed = 1 - sum(kept.values()) / total
+        unseen = sum(p for word, p in enumerate(lower) if word not in kept)
+        return [kept[word] / total if word in kept else freed * p / unseen for word, p in enumerate(lower)]
+
+
+def every_context() -> Iterator[tuple[int, ...]]:
+    for length in range(3):
+        yield from product(range(VOCAB_SIZE), repeat=length)
+
+
+def as_arrays(documents: list[list[int]]) -> list[NDArray[np.integer]]:
+    return [np.array(document, np.uint16) for document in documents]
+
+
+def build(documents: list[list[int]], max_successors: int = 16, min_count: int = 2) -> NgramTable:
+    return NgramTable.build(
+        as_arrays(documents),
+        vocab_size=VOCAB_SIZE,
+        vocab_hash="six",
+        max_successors=max_successors,
+        min_count=min_count,
+    )
+
+
+# Skewed, so that some pairs are frequent and some tokens never occur.
+token_ids = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3, 4, 5])
+texts = st.lists(st.lists(token_ids, max_size=60), min_size=1, max_size=4).filter(any)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(texts, st.integers(1, 3))
+def test_twin_is_a_distribution(documents: list[list[int]], min_count: int) -> None:
+    slow = SlowKatz(documents, min_count)
+    for context in every_context():
+        assert sum(slow.distribution(context)) == pytest.approx(1, abs=1e-12)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(texts, st.integers(1, 3), st.integers(1, 8))
+def test_heads_and_backoffs_are_exact(documents: list[list[int]], min_count: int, max_successors: int) -> None:
+    slow = SlowKatz(documents, min_count)
+    katz = estimate(as_arrays(documents), vocab_size=VOCAB_SIZE, max_successors=max_successors, min_count=min_count)
+    ends = np.cumsum(katz.lengths)
+    for row, end in enumerate(ends):
+        codes = (katz.older[row], katz.newer[row])
+        context = tuple(int(code) - 1 for code in codes if code)
+        expected = slow.distribution(context)
+        head = katz.tokens[end - katz.lengths[row] : end].tolist()
+        assert katz.probabilities[end - katz.lengths[row] : end] == pytest.approx([expected[word] for word in head])
+        if context and len(head) < min(max_successors, VOCAB_SIZE):
+            shorter = slow.distribution(context[1:])
+            rest = [word for word in range(VOCAB_SIZE) if word not in head]
+            backed = [katz.backoffs[row] * shorter[word] for word in rest]
+            assert backed == pytest.approx([expected[word] for word in rest])
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(texts, st.integers(1, 3), st.integers(1, 8), st.data())
+def test_candidates_are_the_most_probable(
+    documents: list[list[int]], min_count: int, max_successors: int, data: st.DataObject
+) -> None:
+    slow = SlowKatz(documents, min_count)
+    table = build(documents, max_successors, min_count)
+    k = data.draw(st.integers(1, max_successors))
+    for context in every_context():
+        expected = slow.distribution(context)
+        tokens, logprobs = table.candidates(context, k)
+        assert tokens.dtype == np.int32
+        assert logprobs.dtype == np.float32
+        assert len(tokens) == len(logprobs) == len(set(tokens.tolist())) == min(k, VOCAB_SIZE)
+        chosen = [expected[token] for token in tokens]
+        assert chosen == pytest.approx(sorted(expected, reverse=True)[:k])
+        assert (np.diff(logprobs) <= 0).all()
+        assert logprobs[0] <= 0
+        assert logprobs == pytest.approx(np.log(chosen), abs=ROUNDING)
+
+
+def test_only_the_last_two_tokens_count() -> None:
+    table = build([[0, 1, 2] * 5, [3, 1, 4] * 4])
+    assert table.candidates([0, 1], 1)[0] == [2]
+    assert table.candidates([3, 1], 1)[0] == [4]
+    assert table.candidates([5, 4, 0, 3, 1], 1)[0] == [4]
+
+
+def test_n_grams_stay_inside_documents() -> None:
+    inside = build([[0, 1], [2, 3]] * 9, min_count=1)
+    assert inside.candidates([1], 6)[0].tolist() == inside.candidates([], 6)[0].tolist()
+    assert inside.candidates([2], 1)[0] == [3]
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    table = build([[0, 4], [0, 2], [0, 1], [0, 5], [0, 3], [0, 3]])
+    assert table.candidates([0], 6)[0].tolist() == [0, 3, 1, 2, 4, 5]
+
+
+def test_seen_successors_are_views_nobody_can_write() -> None:
+    table = build([[0, 1, 2] * 5])
+    tokens, logprobs = table.candidates([0, 1], 1)
+    assert tokens.base is table.tokens
+    assert logprobs.base is table.logprobs
+    with pytest.raises(ValueError, match="read-only"):
+        tokens[0] = 3
+
+
+@pytest.mark.parametrize("k", [0, 17])
+def test_candidates_refuse_an_impossible_k(k: int) -> None:
+    with pytest.raises(ValueError, match=r"k must be in 1\.\.16"):
+        build([[0, 1]]).candidates([0], k)
+
+
+@pytest.mark.parametrize("context", [[VOCAB_SIZE], [-1], [0, VOCAB_SIZE], [-1, 0]])
+def test_candidates_refuse_foreign_tokens(context: list[int]) -> None:
+    with pytest.raises(ValueError, match="outside the vocabulary of 6"):
+        build([[0, 1]]).candidates(context, 1)
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "problem"),
+    [
+        ([], {}, "no text"),
+        ([np.zeros(0, np.int32)], {}, "no text"),
+        ([np.array([0, 6])], {}, "outside the vocabulary of 6"),
+        ([np.array([-1, 0])], {}, "outside the vocabulary of 6"),
+        ([np.array([0.5])], {}, "integer"),
+        ([np.zeros((2, 2), np.int32)], {}, "integer"),
+        ([np.array([0])], {"vocab_size": 0}, "vocab_size"),
+        ([np.array([0])], {"vocab_size": 2**21}, "vocab_size"),
+        ([np.array([0])], {"max_successors": 0}, "max_successors"),
+        ([np.array([0])], {"max_successors": 256}, "max_successors"),
+        ([np.array([0])], {"min_count": 0}, "min_count"),
+    ],
+)
+def test_build_refuses(documents: list[NDArray[np.integer]], options: dict[str, int], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        NgramTable.build(documents, vocab_hash="six", **({"vocab_size": VOCAB_SIZE} | options))
+
+
+def assert_same(first: NgramTable, second: NgramTable) -> None:
+    for name in NgramTable.__slots__:
+        one, other = getattr(first, name), getattr(second, name)
+        assert np.array_equal(one, other)
+        assert np.asarray(one).dtype == np.asarray(other).dtype
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, 300, 100_000, 2**21 - 1])
+@pytest.mark.parametrize("length", [1, 2, 400])
+def test_saved_tables_load_as_they_were(tmp_path: Path, vocab_size: int, length: int) -> None:
+    text = (np.random.default_rng(7).random(length) ** 4 * vocab_size).astype(np.int64)
+    table = NgramTable.build([text], vocab_size=vocab_size, vocab_hash="sha256:é", max_successors=5)
+    table.save(tmp_path / "table")
+    loaded = NgramTable.load(tmp_path / "table", vocab_hash="sha256:é")
+    assert_same(table, loaded)
+    assert [path.name for path in tmp_path.iterdir()] == ["table"]
+    assert loaded.candidates(text[-2:].tolist(), 5)[0].tolist() == table.candidates(text[-2:].tolist(), 5)[0].tolist()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    build([[0, 1, 2, 0, 1, 3, 5] * 4, [4, 1, 0]]).save(tmp_path / "table.ngram")
+    return tmp_path / "table.ngram"
+
+
+def test_a_failed_save_leaves_the_old_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = saved.read_bytes()
+
+    def run_out_of_space(file: io.BufferedWriter, **_: object) -> None:
+        file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez_compressed", run_out_of_space)
+    with pytest.raises(OSError, match="no space left"):
+        build([[0, 1]]).save(saved)
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_load_refuses_another_vocabulary(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"table\.ngram: .* vocabulary six, the model has seven; use"):
+        NgramTable.load(saved, vocab_hash="seven")
+
+
+def test_load_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        NgramTable.load(tmp_path / "absent")
+
+
+def test_truncated_files_are_refused(saved: Path) -> None:
+    content = saved.read_bytes()
+    for length in range(0, len(content), 41):
+        saved.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"table\.ngram: not an n-gram table, or a damaged one; build"):
+            NgramTable.load(saved)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(1, 255))
+def test_damaged_files_never_give_another_table(tmp_path_factory: pytest.TempPathFactory, at: int, flip: int) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    table = build([[0, 1, 2, 0, 1, 3, 5] * 4, [4, 1, 0]])
+    table.save(path)
+    content = bytearray(path.read_bytes())
+    content[at % len(content)] ^= flip
+    path.write_bytes(content)
+    with contextlib.suppress(ValueError):
+        assert_same(table, NgramTable.load(path))
+
+
+def npy(array: NDArray[np.generic]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=True)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"GGUF", b"\x80\x04N.", npy(np.arange(3)), npy(np.array([None]))], ids=range(5)
+)
+def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "foreign").write_bytes(content)
+    with pytest.raises(ValueError, match="foreign: not an n-gram table, or a damaged one; build"):
+        NgramTable.load(tmp_path / "foreign")
+
+
+Arrays = dict[str, NDArray[np.generic]]
+
+
+def replaced(name: str, index: int, value: int) -> Callable[[Arrays], object]:
+    return lambda arrays: arrays[name].__setitem__(index, value)
+
+
+def retyped(name: str, dtype: str) -> Callable[[Arrays], object]:
+    return lambda arrays: arrays.update({name: arrays[name].astype(dtype)})
+
+
+def shortened(name: str) -> Callable[[Arrays], object]:
+    return lambda arrays: arrays.update({name: arrays[name][:-1]})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda arrays: arrays.pop("sizes"), "not an n-gram table"),
+        (retyped("sizes", "float64"), "not an n-gram table"),
+        (replaced("sizes", 0, 2), "format version 2, but this pystaged reads 1"),
+        (replaced("sizes", 1, 0), "bad sizes"),
+        (replaced("sizes", 1, 2**40), "bad sizes"),
+        (replaced("sizes", 2, 0), "bad sizes"),
+        (replaced("sizes", 3, 256), "bad sizes"),
+        (replaced("sizes", 1, 5), "outside the vocabulary"),
+        (replaced("sizes", 3, 1), "too few or many successors"),
+        (replaced("sizes", 3, 5), "too few or many successors"),
+        (lambda arrays: arrays.pop("tokens"), "tokens is missing or of the wrong type"),
+        (lambda arrays: arrays.update(lengths=arrays["lengths"][None]), "lengths is missing or of the wrong type"),
+        (retyped("tokens", "int16"), "tokens is missing"),
+        (retyped("logprobs", "uint16"), "logprobs is missing"),
+        (retyped("logprobs", "float32"), "logprobs is missing"),
+        (retyped("vocab_hash", "S"), "vocab_hash is missing"),
+        (shortened("older"), "rows of different numbers"),
+        (shortened("log_backoffs"), "rows of different numbers"),
+        (shortened("tokens"), "successors of different numbers"),
+        (shortened("logprobs"), "successors of different numbers"),
+        (replaced("lengths", 0, 1), "successors of different numbers"),
+        (replaced("newer", 0, 1), "not in order"),
+        (replaced("newer", 2, 1), "not in order"),
+        (replaced("newer", -1, 0), "not in order"),
+        (replaced("newer", -1, 7), "a context is outside"),
+        (replaced("older", -1, 200), "a context is outside"),
+        (replaced("tokens", 3, 6), "a successor is outside"),
+        (lambda arrays: arrays["tokens"].__setitem__(1, arrays["tokens"][0]), "a successor twice"),
+        (replaced("logprobs", 0, 255), "log-probabilities are not in order"),
+    ],
+)
+def test_spoilt_arrays_are_refused(saved: Path, spoil: Callable[[Arrays], object], problem: str) -> None:
+    with np.load(saved) as file:
+        arrays = dict(file)
+    spoil(arrays)
+    with saved.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+    with pytest.raises(ValueError, match=rf"table\.ngram: .*{problem}.*; build"):
+        NgramTable.load(saved)
+
+
+def test_raw_zip_members_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "foreign", "w") as archive:
+        archive.writestr("sizes", b"1234")
+    with pytest.raises(ValueError, match="foreign: not an n-gram table"):
+        NgramTable.load(tmp_path / "foreign")
+
+
+def scan(tokens: list[int], tail: list[int]) -> tuple[list[int], int]:
+    """Positions that followed the longest suffix of `tail` that was followed by anything: the last 32."""
+    for order in range(min(4, len(tail)), 0, -1):
+        found = [i for i in range(order, len(tokens)) if tokens[i - order : i] == tail[-order:]]
+        if found:
+            return found[-32:], order
+    return [], 0
+
+
+def slow_candidates(tokens: list[int], tail: list[int], k: int) -> tuple[list[int], list[float], int]:
+    positions, order = scan(tokens, tail)
+    counts = Counter(tokens[i] for i in positions)
+    newest = {tokens[i]: i for i in positions}
+    best = sorted(counts, key=lambda token: (-counts[token], -newest[token]))[:k]
+    return best, [math.log(counts[token] / (len(positions) + 1)) for token in best], order
+
+
+def slow_continuation(tokens: list[int], tail: list[int], length: int) -> tuple[list[int], int]:
+    positions, _ = scan(tokens, tail)
+    if not positions:
+        return [], 0
+    matches = [
+        (max(n for n in range(1, 17) if n <= min(i, len(tail)) and tokens[i - n : i] == tail[-n:]), i)
+        for i in positions
+    ]
+    match, start = max(matches)
+    return tokens[start : start + length], match
+
+
+few_tokens = st.lists(st.integers(0, 2), max_size=50)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(few_tokens, st.integers(0, 60)), max_size=4), st.lists(st.integers(0, 3), max_size=6))
+def test_context_agrees_with_a_scan(edits: list[tuple[list[int], int]], path: list[int]) -> None:
+    context = ContextNgrams()
+    tokens: list[int] = []
+    for added, removed in edits:
+        context.extend(added)
+        tokens = (tokens + added)[: max(len(tokens) + len(added) - removed, 0)]
+        context.truncate(len(tokens))
+        assert len(context) == len(tokens)
+        for tail in (tokens, tokens + path, (tokens + path)[-16:], path):
+            for k in (1, 3):
+                found, scores, order = context.candidates(tail, k)
+                expected, expected_scores, expected_order = slow_candidates(tokens, tail, k)
+                assert (found.tolist(), order) == (expected, expected_order)
+                assert scores == pytest.approx(expected_scores)
+                assert context.continuation(tail, k * 4) == slow_continuation(tokens, tail, k * 4)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(few_tokens, few_tokens)
+def test_truncate_restores_the_earlier_state(before: list[int], after: list[int]) -> None:
+    context, untouched = ContextNgrams(), ContextNgrams()
+    context.extend(before + after)
+    context.truncate(len(before))
+    untouched.extend(before)
+    assert vars(context) == vars(untouched)
+
+
+def test_context_example() -> None:
+    context = ContextNgrams()
+    context.extend([1, 2, 3, 4, 1, 2, 5, 1, 2, 3])
+    tokens, scores, order = context.candidates([9, 1, 2], 8)
+    assert tokens.tolist() == [3, 5]
+    assert scores == pytest.approx([math.log(2 / 4), math.log(1 / 4)])
+    assert order == 2
+    assert context.continuation([4, 1, 2], 8) == ([5, 1, 2, 3], 3)
+    assert context.continuation([1, 2], 2) == ([3], 2)
+    assert context.continuation([9], 8) == ([], 0)
+
+
+def test_only_recent_occurrences_count() -> None:
+    context = ContextNgrams()
+    context.extend([1, 2] * 5 + [1, 3] * 33)
+    tokens, scores, _ = context.candidates([9, 1], 8)
+    assert tokens.tolist() == [3]
+    assert scores == pytest.approx([math.log(32 / 33)])
+
+
+@pytest.mark.parametrize("length", [-1, 3])
+def test_truncate_refuses(length: int) -> None:
+    context = ContextNgrams()
+    context.extend([1, 2])
+    with pytest.raises(ValueError, match="cannot truncate 2 tokens"):
+        context.truncate(length)
+
+
+def test_context_refuses_impossible_sizes() -> None:
+    with pytest.raises(ValueError, match="k must be at least 1"):
+        ContextNgrams().candidates([1], 0)
+    with pytest.raises(ValueError, match="length must not be negative"):
+        ContextNgrams().continuation([1], -1)

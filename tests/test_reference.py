@@ -1,0 +1,122 @@
+"""The logits are GPT-2's: against plain numpy on random models, against llama.cpp on the house target."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from conftest import DATA
+from gguf import GGUFReader
+from reference import Gpt2Reference
+
+from pystaged import _core
+from pystaged.bench.grow import grow
+from pystaged.bench.llama_passes import decode
+
+Floats = npt.NDArray[np.float32]
+
+NUM_WINDOWS, WINDOW = 3, 160
+
+
+def engine_logits(path: Path, tokens: list[int]) -> Floats:
+    """Logits after each token, in one evaluation."""
+    session = _core.Session(_core.Model(str(path)))
+    session.evaluate(tokens, range(-1, len(tokens) - 1))
+    return np.stack([session.logits(row) for row in range(len(tokens))])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"tie": False},
+        {"width": 33, "heads": 3, "layers": 1, "vocab_size": 257},
+        {"width": 40, "heads": 5, "tie": False, "vocab_size": 270},
+        {"width": 96, "heads": 1, "layers": 5},
+        {"width": 320, "heads": 5, "layers": 3, "tie": False},
+    ],
+    ids=["tied", "separate", "odd-width", "heads-of-8", "one-head", "heads-of-64"],
+)
+def test_random_models_against_numpy(random_gguf: Callable[..., Path], shape: dict[str, Any]) -> None:
+    path = random_gguf("F32", **shape)
+    tokens = np.random.default_rng(0).integers(0, 257, 96).tolist()
+    expected = Gpt2Reference(path).logits(tokens)
+    assert expected.std() > 0.1
+    assert np.abs(engine_logits(path, tokens) - expected).max() <= 1e-3
+
+
+@contextmanager
+def llama_context(path: Path) -> Iterator[Any]:
+    """A context of llama.cpp, without the repacked weights that crash on some CPUs."""
+    llama_cpp.llama_backend_init()
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.use_extra_bufts = False
+    model_params.n_gpu_layers = 0
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = 256
+    params.n_threads = params.n_threads_batch = _core.physical_cores()
+    context = llama_cpp.llama_init_from_model(model, params)
+    try:
+        yield context
+    finally:
+        llama_cpp.llama_free(context)
+        llama_cpp.llama_model_free(model)
+
+
+def llama_logits(path: Path, windows: list[list[int]]) -> list[Floats]:
+    """Logits after each token of each window, by llama.cpp."""
+    vocab_size, results = _core.Model(str(path)).vocab_size, []
+    with llama_context(path) as context:
+        for tokens in windows:
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+            decode(context, tokens, 0)
+            found = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (len(tokens), vocab_size))
+            results.append(found.copy())
+    return results
+
+
+def trained_tokens(path: Path) -> npt.NDArray[np.intp]:
+    """Tokens with an embedding of their own: the others share one row, so their logits say nothing."""
+    (embedding,) = (tensor.data for tensor in GGUFReader(path).tensors if tensor.name == "token_embd.weight")
+    rows = [row.tobytes() for row in embedding]
+    counts = Counter(rows)
+    return np.flatnonzero([counts[row] < 100 for row in rows])
+
+
+@pytest.fixture(scope="module")
+def windows(house_target: Path) -> list[list[int]]:
+    """Stretches of real code."""
+    lines = (DATA / "humaneval_prompts.jsonl").read_text("utf-8").splitlines()
+    text = "\n".join(json.loads(line)["prompt"] for line in lines)
+    tokens = _core.Tokenizer(str(house_target)).encode(text).tolist()
+    return [tokens[start : start + WINDOW] for start in range(0, NUM_WINDOWS * WINDOW, WINDOW)]
+
+
+@pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_0"])
+def test_house_target_against_llama_cpp(
+    house_target: Path,
+    tmp_path: Path,
+    windows: list[list[int]],
+    quantization: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.ERROR, "llama-cpp-python")
+    path = house_target
+    if quantization != "Q8_0":
+        path, shape = tmp_path / "target.gguf", _core.Model(str(house_target))
+        grow(house_target, path, width=shape.width, layers=shape.num_layers, quantization=quantization)
+    tokens = trained_tokens(house_target)
+    actual = np.concatenate([engine_logits(path, window) for window in windows])[:, tokens]
+    expected = np.concatenate(llama_logits(path, windows))[:, tokens]
+    assert (actual.argmax(axis=1) == expected.argmax(axis=1)).mean() >= 0.99
+    assert np.abs(actual - expected).mean() <= 0.05

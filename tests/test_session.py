@@ -1,0 +1,593 @@
+"""A session's logits are the same bits however they are computed, and no failed call leaves a trace."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from conftest import KERNELS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pystaged import ContextFullError, _core, _llama
+from pystaged.bench.random_model import write_random_gpt2
+
+Floats = npt.NDArray[np.float32]
+
+# Heads of 8, 11, 20, 36, 32, 24, 12 and 64 dimensions: below, at, above and between the sizes the kernels work in.
+SHAPES: dict[str, dict[str, Any]] = {
+    "F32-8": {"quantization": "F32", "width": 40, "heads": 5},
+    "F32-11": {"quantization": "F32", "width": 33, "heads": 3, "layers": 1, "vocab_size": 257, "tie": False},
+    "F16-20": {"quantization": "F16", "width": 60, "heads": 3, "tie": False},
+    "BF16-36": {"quantization": "BF16", "width": 72, "heads": 2},
+    "Q8_0-32": {"quantization": "Q8_0", "width": 96, "heads": 3},
+    "Q8_0-24": {"quantization": "Q8_0", "width": 96, "heads": 4, "tie": False, "vocab_size": 321},
+    "Q4_0-12": {"quantization": "Q4_0", "width": 96, "heads": 8, "tie": False},
+    "Q4_0-64": {"quantization": "Q4_0", "width": 64, "heads": 1},
+}
+PREFIX = tuple(np.random.default_rng(0).integers(0, 257, 1024).tolist())
+examples = settings(max_examples=20, derandomize=True, deadline=None)
+
+load = cache(_core.Model)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Tokens in rows, each with the row before it or -1 for the committed end."""
+
+    tokens: list[int]
+    parents: list[int]
+
+    def rows_to(self, row: int) -> list[int]:
+        """The rows from the committed end to this one."""
+        return [*self.rows_to(self.parents[row]), row] if row >= 0 else []
+
+    def path(self, row: int) -> tuple[int, ...]:
+        """The tokens of those rows."""
+        return tuple(self.tokens[i] for i in self.rows_to(row))
+
+    def levels(self) -> Tree:
+        """The same tree with its rows ordered by depth."""
+        order = sorted(range(len(self.tokens)), key=lambda row: len(self.rows_to(row)))
+        place = {-1: -1} | {row: i for i, row in enumerate(order)}
+        return Tree([self.tokens[row] for row in order], [place[self.parents[row]] for row in order])
+
+
+class Sequential:
+    """The logits after some tokens by decoding them one by one in a fresh session; remembered."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = load(str(path), num_threads=1)
+        self._known: dict[tuple[int, ...], Floats] = {}
+
+    def __call__(self, *tokens: int) -> Floats:
+        if tokens not in self._known:
+            session = _core.Session(self._model)
+            for i, token in enumerate(tokens):
+                session.evaluate([token], [-1])
+                self._known[tokens[: i + 1]] = session.logits(0)
+                session.commit([0])
+        return self._known[tokens]
+
+
+sequential = cache(Sequential)
+
+
+def random_tree(n: int, seed: int, num_tokens: int = 4) -> Tree:
+    """A bushy tree of n rows, with duplicates among siblings."""
+    generator = np.random.default_rng(seed)
+    parents = [int(generator.integers(max(-1, i - 6), i)) for i in range(n)]
+    return Tree(generator.integers(0, num_tokens, n).tolist(), parents)
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 24) -> Tree:
+    parents = [draw(st.just(i - 1) | st.integers(-1, i - 1)) for i in range(draw(st.integers(1, most)))]
+    tokens = st.lists(st.sampled_from([0, 7, 42, 256]), min_size=len(parents), max_size=len(parents))
+    return Tree(draw(tokens), parents)
+
+
+def sessions(path: Path, n_ctx: int = 0) -> Iterator[_core.Session]:
+    """A session by every kernel, each with another number of threads."""
+    for i, kernel in enumerate(KERNELS):
+        yield _core.Session(load(str(path), kernel, 1 + i), n_ctx)
+
+
+def evaluate(session: _core.Session, tree: Tree, cuts: list[int], num_logits: int | None = None) -> None:
+    """Evaluates a tree in parts that end at these rows; num_logits goes for the last part."""
+    ends = [0, *sorted({cut for cut in cuts if 0 < cut < len(tree.tokens)}), len(tree.tokens)]
+    for first, last in pairwise(ends):
+        wanted = num_logits if last == ends[-1] else None
+        session.evaluate(tree.tokens[first:last], tree.parents[first:last], wanted)
+
+
+def assert_logits(session: _core.Session, path: Path, prefix: tuple[int, ...], tree: Tree, first: int = 0) -> None:
+    """The rows from `first` on have the bits of decoding their paths token by token."""
+    # The deepest first: decoding its path gives those above it.
+    for row in reversed(range(first, len(tree.tokens))):
+        np.testing.assert_array_equal(session.logits(row), sequential(path)(*prefix, *tree.path(row)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(tree=trees(), num_committed=st.integers(0, 20), cuts=st.lists(st.integers(1, 23), max_size=6), data=st.data())
+@examples
+def test_tree_is_decoding_every_path(
+    random_gguf: Callable[..., Path], shape: str, tree: Tree, num_committed: int, cuts: list[int], data: st.DataObject
+) -> None:
+    path, prefix = random_gguf(**SHAPES[shape]), PREFIX[:num_committed]
+    num_logits = data.draw(st.integers(0, len(tree.tokens)), label="num_logits")
+    for session in sessions(path):
+        session.prefill(prefix)
+        session.evaluate(tree.tokens, tree.parents)
+        assert_logits(session, path, prefix, tree)
+        session.discard()
+        evaluate(session, tree.levels(), cuts)
+        assert_logits(session, path, prefix, tree.levels())
+        session.discard()
+        session.evaluate(tree.tokens, tree.parents, num_logits)
+        assert_logits(session, path, prefix, tree, len(tree.tokens) - num_logits)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(chunks=st.lists(st.integers(0, 140), min_size=1, max_size=5))
+@examples
+def test_prefill_in_any_chunks(random_gguf: Callable[..., Path], shape: str, chunks: list[int]) -> None:
+    path = random_gguf(**SHAPES[shape], context=256)
+    for session in sessions(path):
+        length = 0
+        for chunk in chunks:
+            session.prefill(PREFIX[length : min(length + chunk, 255)])
+            length = len(session.tokens)
+        assert tuple(session.tokens) == PREFIX[: min(sum(chunks), 255)]
+        session.evaluate([42], [-1])
+        np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:length], 42))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(steps=st.lists(st.tuples(trees(12), st.integers(-1, 11), st.integers(0, 8)), min_size=1, max_size=5))
+@examples
+def test_commit_and_truncate(random_gguf: Callable[..., Path], shape: str, steps: list[tuple[Tree, int, int]]) -> None:
+    path = random_gguf(**SHAPES[shape])
+    for session in sessions(path):
+        committed = PREFIX[:9]
+        session.prefill(committed)
+        for tree, row, num_dropped in steps:
+            session.evaluate(tree.tokens, tree.parents)
+            assert_logits(session, path, committed, tree)
+            kept = min(row, len(tree.tokens) - 1)
+            session.commit(tree.rows_to(kept))
+            committed += tree.path(kept)
+            assert (tuple(session.tokens), session.num_pending) == (committed, 0)
+            if num_dropped:
+                session.evaluate(tree.tokens, tree.parents, 0)
+                committed = committed[:-num_dropped]
+                session.truncate(len(committed))
+                assert (tuple(session.tokens), session.num_pending) == (committed, 0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_house_trees(request: pytest.FixtureRequest, model: str, kernel: str) -> None:
+    path = request.getfixturevalue(f"house_{model}")
+    session = _core.Session(load(str(path), kernel))
+    prefix = (50256, *PREFIX[:13])
+    session.prefill(prefix)
+    for seed in range(2):
+        tree = random_tree(20, seed).levels()
+        session.evaluate(tree.tokens, tree.parents)
+        assert_logits(session, path, prefix, tree)
+        session.discard()
+        depths = [len(tree.rows_to(row)) for row in range(20)]
+        evaluate(session, tree, [depths.index(depth) for depth in set(depths)])
+        assert_logits(session, path, prefix, tree)
+        session.discard()
+
+
+@pytest.mark.parametrize(
+    ("model", "kernel"), [("target", KERNELS[0]), *(("draft", kernel) for kernel in KERNELS)], ids=str
+)
+def test_house_chain_over_several_passes(request: pytest.FixtureRequest, model: str, kernel: str) -> None:
+    path = request.getfixturevalue(f"house_{model}")
+    session = _core.Session(load(str(path), kernel))
+    session.prefill(PREFIX[:10])
+    # A side branch moves the second half of the chain off the cells of its positions.
+    chain = Tree([*PREFIX[10:75], 5, *PREFIX[75:160]], [*range(-1, 64), 20, 64, *range(66, 150)])
+    session.evaluate(chain.tokens, chain.parents)
+    assert_logits(session, path, PREFIX[:10], chain)
+    session.commit(chain.rows_to(150))
+    session.evaluate([42], [-1])
+    np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:160], 42))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_house_draft_up_to_the_end_of_its_context(house_draft: Path, kernel: str) -> None:
+    session = _core.Session(load(str(house_draft), kernel))
+    session.prefill(PREFIX[:1016])
+    tree = Tree([*PREFIX[1016:1024], 3, 3, 4], [-1, 0, 1, 2, 3, 4, 5, 6, 2, 8, 6])
+    session.evaluate(tree.tokens, tree.parents)
+    assert_logits(session, house_draft, PREFIX[:1016], tree)
+    with pytest.raises(ContextFullError):
+        session.evaluate([5], [7])
+    session.commit(tree.rows_to(7))
+    assert tuple(session.tokens) == PREFIX
+    for full in (lambda: session.evaluate([5], [-1]), lambda: session.prefill([5])):
+        with pytest.raises(ContextFullError, match="1024"):
+            full()
+    session.truncate(1023)
+    session.evaluate(PREFIX[1023:], [-1])
+    np.testing.assert_array_equal(session.logits(0), sequential(house_draft)(*PREFIX))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_large_tree_in_a_small_context(random_gguf: Callable[..., Path], shape: str) -> None:
+    path = random_gguf(**SHAPES[shape])
+    generator = np.random.default_rng(0)
+    # 20 first tokens, 20 children of each one, then 100 grandchildren.
+    parents = [-1] * 20 + [i // 20 for i in range(400)] + generator.integers(20, 420, 100).tolist()
+    tree = Tree(generator.integers(0, 257, 520).tolist(), parents)
+    for session in sessions(path, n_ctx=8):
+        session.prefill(PREFIX[:5])
+        session.evaluate(tree.tokens[:500], tree.parents[:500])
+        assert_logits(session, path, PREFIX[:5], Tree(tree.tokens[:500], tree.parents[:500]))
+        with pytest.raises(ContextFullError):
+            session.evaluate([1] * 30, [-1] * 30)
+        session.commit(tree.rows_to(499))
+        assert tuple(session.tokens) == PREFIX[:5] + tree.path(499)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_more_pass_shapes_than_are_kept(random_gguf: Callable[..., Path], kernel: str) -> None:
+    path = random_gguf("Q8_0")
+    session = _core.Session(load(str(path), kernel))
+    session.prefill(PREFIX[:3])
+    generator = np.random.default_rng(0)
+    for n in [*generator.permutation(np.arange(1, 65)), 1, 64]:
+        tree = Tree(PREFIX[:n], [-1] * n)
+        for num_logits in {0, 1, int(n) // 2, int(n)}:
+            session.evaluate(tree.tokens, tree.parents, num_logits)
+            assert_logits(session, path, PREFIX[:3], tree, int(n) - num_logits)
+            session.discard()
+
+
+def naive_walk(session: _core.Session, tree: Tree, row: int) -> tuple[list[int], list[int]]:
+    """Follow by its definition."""
+    token = int(session.logits(row).argmax())
+    children = [i for i, parent in enumerate(tree.parents) if parent == row and tree.tokens[i] == token]
+    path, tokens = naive_walk(session, tree, children[0]) if children else ([], [])
+    return [row, *path], [token, *tokens]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(guesses=st.lists(st.tuples(st.integers(-1, 22), st.booleans()), min_size=1, max_size=23))
+@examples
+def test_follow(random_gguf: Callable[..., Path], shape: str, guesses: list[tuple[int, bool]]) -> None:
+    path = random_gguf(**SHAPES[shape])
+    tree = Tree([42], [-1])
+    for back, right in guesses:
+        # A child of the newest row, or of an earlier one; right guesses under one parent are duplicates.
+        parent = max(-1, len(tree.tokens) - 2 - back)
+        token = int(sequential(path)(*PREFIX[:6], *tree.path(parent)).argmax())
+        tree.tokens.append(token if right else (token + 1) % 257)
+        tree.parents.append(parent)
+    for session in sessions(path):
+        session.prefill(PREFIX[:6])
+        session.evaluate(tree.tokens, tree.parents)
+        for row in range(len(tree.tokens)):
+            followed, tokens = session.follow(_core.Sampling(), row)
+            assert (followed.tolist(), tokens.tolist()) == naive_walk(session, tree, row)
+        followed, tokens = session.follow(_core.Sampling())
+        session.commit(followed)
+        session.evaluate(tokens[-1:], [-1])
+        expected = sequential(path)(*PREFIX[:6], *tree.path(followed[-1]), tokens[-1])
+        np.testing.assert_array_equal(session.logits(0), expected)
+
+
+GREEDY = _core.Sampling()
+BAD_CALLS: dict[str, tuple[Callable[[_core.Session], object], type[Exception], str]] = {
+    "negative-token": (lambda s: s.evaluate([1, -1], [1, 1]), ValueError, "token -1"),
+    "token-too-large": (lambda s: s.evaluate([1, 300], [1, 1]), ValueError, "token 300 .* 300"),
+    "token-beyond-int32": (lambda s: s.evaluate([1 << 32], [1]), ValueError, "tokens holds 4294967296"),
+    "parent-too-small": (lambda s: s.evaluate([1, 1], [1, -2]), ValueError, "row 3 has parent -2"),
+    "parent-itself": (lambda s: s.evaluate([1], [2]), ValueError, "row 2 has parent 2"),
+    "parent-later": (lambda s: s.evaluate([1, 1], [3, 1]), ValueError, "row 2 has parent 3"),
+    "parent-beyond-int64": (lambda s: s.evaluate([1], np.array([2**64 - 1], np.uint64)), ValueError, "parents"),
+    "float-tokens": (lambda s: s.evaluate(np.ones(1), [1]), TypeError, "tokens"),
+    "float-parents": (lambda s: s.evaluate([1], [1.0]), TypeError, "parents"),
+    "text-tokens": (lambda s: s.evaluate(["1"], [1]), TypeError, "tokens"),
+    "2-d-tokens": (lambda s: s.evaluate([[1]], [1]), TypeError, "tokens"),
+    "2-d-parents": (lambda s: s.evaluate([1], np.ones((1, 1), np.int32)), TypeError, "parents"),
+    "ragged-tokens": (lambda s: s.evaluate([[1], [1, 2]], [1, 1]), TypeError, "tokens"),
+    "no-tokens": (lambda s: s.evaluate([], []), ValueError, "at least one token"),
+    "fewer-parents": (lambda s: s.evaluate([1, 1], [1]), ValueError, "2 and 1"),
+    "too-many-logits": (lambda s: s.evaluate([1], [1], 2), ValueError, "num_logits"),
+    "negative-logits": (lambda s: s.evaluate([1], [1], -1), ValueError, "num_logits"),
+    "chain-past-the-context": (lambda s: s.evaluate([1] * 20, range(1, 21)), ContextFullError, "16 tokens"),
+    "more-rows-than-cells": (lambda s: s.evaluate([1] * 600, [-1] * 600), ContextFullError, "full"),
+    "prefill-with-pending-rows": (lambda s: s.prefill([1]), ValueError, "pending rows"),
+    "logits-without": (lambda s: s.logits(0), ValueError, "row 0 .*without logits"),
+    "logits-row": (lambda s: s.logits(2), ValueError, "row 2"),
+    "logits-negative-row": (lambda s: s.logits(-1), ValueError, "row -1"),
+    "candidates-without": (lambda s: s.candidates([1, 0], 3, GREEDY), ValueError, "row 0 .*without logits"),
+    "candidates-row": (lambda s: s.candidates([1, 2], 3, GREEDY), ValueError, "row 2"),
+    "candidates-negative-row": (lambda s: s.candidates([-1], 3, GREEDY), ValueError, "row -1"),
+    "candidates-float-rows": (lambda s: s.candidates([1.0], 3, GREEDY), TypeError, "rows"),
+    "candidates-2-d-rows": (lambda s: s.candidates([[1]], 3, GREEDY), TypeError, "rows"),
+    "candidates-no-k": (lambda s: s.candidates([1], 0, GREEDY), ValueError, "k must be"),
+    "candidates-k-too-large": (lambda s: s.candidates([1], 301, GREEDY), ValueError, "k must be"),
+    "follow-without": (lambda s: s.follow(GREEDY), ValueError, "row 0 .*without logits"),
+    "follow-row": (lambda s: s.follow(GREEDY, 2), ValueError, "row 2"),
+    "follow-negative-row": (lambda s: s.follow(GREEDY, -1), ValueError, "row -1"),
+    "commit-from-the-middle": (lambda s: s.commit([1]), ValueError, "row 1 does not continue"),
+    "commit-twice": (lambda s: s.commit([0, 1, 1]), ValueError, "row 1 does not continue"),
+    "commit-row": (lambda s: s.commit([0, 1, 2]), ValueError, "row 2"),
+    "commit-negative-row": (lambda s: s.commit([-1]), ValueError, "row -1"),
+    "commit-floats": (lambda s: s.commit([0.0]), TypeError, "path"),
+    "truncate-longer": (lambda s: s.truncate(6), ValueError, "5 tokens to 6"),
+    "truncate-negative": (lambda s: s.truncate(-1), ValueError, "5 tokens to -1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_failed_call_changes_nothing(random_gguf: Callable[..., Path], name: str) -> None:
+    call, kind, message = BAD_CALLS[name]
+    path = random_gguf("Q8_0")
+    session = _core.Session(load(str(path)), 16)
+    session.prefill(PREFIX[:5])
+    session.evaluate([7, 8], [-1, 0], 1)
+    with pytest.raises(kind, match=message):
+        call(session)
+    assert (tuple(session.tokens), session.num_pending) == (PREFIX[:5], 2)
+    session.evaluate([9, 9], [1, -1])
+    assert_logits(session, path, PREFIX[:5], Tree([7, 8, 9, 9], [-1, 0, 1, -1]), 1)
+    session.commit([0, 1, 2])
+    session.evaluate([10], [-1])
+    np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:5], 7, 8, 9, 10))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "message"),
+    [
+        ([1] * 12, ContextFullError, "16 tokens"),
+        ([1] * 700, ContextFullError, "16 tokens"),
+        ([1] * 10 + [300], ValueError, "token 300"),
+        ([-1], ValueError, "token -1"),
+        (np.ones(3), TypeError, "tokens"),
+        ([[1, 2]], TypeError, "tokens"),
+    ],
+    ids=["one-too-many", "far-too-many", "too-large", "negative", "floats", "2-d"],
+)
+def test_failed_prefill_commits_nothing(
+    random_gguf: Callable[..., Path], tokens: Any, kind: type[Exception], message: str
+) -> None:
+    path = random_gguf("Q8_0")
+    session = _core.Session(load(str(path)), 16)
+    session.prefill(PREFIX[:5])
+    with pytest.raises(kind, match=message):
+        session.prefill(tokens)
+    assert (tuple(session.tokens), session.num_pending) == (PREFIX[:5], 0)
+    session.prefill(PREFIX[5:15])
+    session.evaluate([42], [-1])
+    np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:15], 42))
+
+
+@pytest.mark.parametrize("n_ctx", [-1, 97])
+def test_context_the_model_does_not_have(random_gguf: Callable[..., Path], n_ctx: int) -> None:
+    with pytest.raises(ValueError, match=f"n_ctx must be between 1 and the model's 96, not {n_ctx}"):
+        _core.Session(load(str(random_gguf("Q8_0"))), n_ctx)
+
+
+def test_context_of_the_model(random_gguf: Callable[..., Path]) -> None:
+    model = load(str(random_gguf("Q8_0")))
+    assert [_core.Session(model, n_ctx).n_ctx for n_ctx in (0, 1, 96)] == [96, 1, 96]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.prefill([1]),
+        lambda s: s.prefill([]),
+        lambda s: s.evaluate([1], [-1]),
+        lambda s: s.candidates([0], 1, GREEDY),
+        lambda s: s.candidates([], 1, GREEDY),
+        lambda s: s.follow(GREEDY),
+        lambda s: s.commit([]),
+        lambda s: s.discard(),
+        lambda s: s.truncate(0),
+        lambda s: s.logits(0),
+    ],
+    ids=[
+        *("prefill", "prefill-nothing", "evaluate", "candidates", "candidates-of-nothing"),
+        *("follow", "commit", "discard", "truncate", "logits"),
+    ],
+)
+def test_closed_session(random_gguf: Callable[..., Path], call: Callable[[_core.Session], object]) -> None:
+    session = _core.Session(load(str(random_gguf("Q8_0"))))
+    session.prefill(PREFIX[:5])
+    session.evaluate([7], [-1])
+    assert not session.closed
+    session.close()
+    session.close()
+    assert session.closed
+    with pytest.raises(ValueError, match="closed"):
+        call(session)
+
+
+def test_two_sessions_at_once(house_draft: Path) -> None:
+    model, start = load(str(house_draft), num_threads=2), threading.Barrier(2)
+
+    def decode(seed: int) -> list[Floats]:
+        session, seen = _core.Session(model), []
+        start.wait()
+        session.prefill(PREFIX[: 20 * seed])
+        for step in range(40):
+            tree = random_tree(1 + step % 9, 100 * seed + step)
+            session.evaluate(tree.tokens, tree.parents)
+            seen += [session.logits(row) for row in range(session.num_pending)]
+            session.commit(tree.rows_to(session.num_pending - 1))
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(decode, [1, 2]))
+    start = threading.Barrier(1)
+    for seed in (1, 2):
+        np.testing.assert_array_equal(together[seed - 1], decode(seed))
+
+
+def test_one_session_in_four_threads(house_draft: Path) -> None:
+    session = _core.Session(load(str(house_draft), num_threads=2))
+    session.prefill(PREFIX[:30])
+
+    def hammer(seed: int) -> None:
+        for step in range(100):
+            # Rows of other threads may lie in between: a parent 0 is then one of theirs.
+            session.evaluate([seed, step], [-1, 0])
+            assert tuple(session.tokens) == PREFIX[:30]
+            assert 0 <= session.num_pending <= 8
+            session.discard()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(hammer, range(4))) == [None] * 4
+    tree = random_tree(9, 0)
+    session.evaluate(tree.tokens, tree.parents)
+    assert_logits(session, house_draft, PREFIX[:30], tree)
+
+
+def test_other_threads_run_during_a_prefill(house_target: Path) -> None:
+    session, ticks, done = _core.Session(load(str(house_target))), [0], threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks[0] += 1
+            time.sleep(1e-3)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = ticks[0]
+    session.prefill(PREFIX)
+    after = ticks[0]
+    done.set()
+    thread.join()
+    assert after - before >= 5
+
+
+def run_python(script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import numpy as np
+from pystaged import _core
+
+model = _core.Model(sys.argv[1])
+session, fresh = _core.Session(model), _core.Session(model)
+start = time.perf_counter()
+fresh.prefill([5] * 1000)
+seconds = time.perf_counter() - start
+session.prefill([1, 2, 3])
+for _ in range(20):
+    threading.Timer(0.4 * seconds, os.kill, [os.getpid(), signal.SIGINT]).start()
+    try:
+        session.prefill([5] * 1000)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        pass
+    if len(session.tokens) == 3:
+        break
+    session.truncate(3)  # too late: it came after the last pass
+assert session.tokens.tolist() == [1, 2, 3]
+assert session.num_pending == 0
+fresh.truncate(0)
+fresh.prefill([1, 2, 3])
+for s in (session, fresh):
+    s.evaluate([4], [-1])
+assert np.array_equal(session.logits(0), fresh.logits(0))
+print("interrupted")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to send")
+def test_ctrl_c_during_a_prefill(house_target: Path) -> None:
+    done = run_python(INTERRUPTED, house_target)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_one_copy_of_each_library() -> None:
+    script = "import pystaged, llama_cpp; print(llama_cpp.__file__); print(open('/proc/self/maps').read())"
+    package, *maps = run_python(script).stdout.splitlines()
+    files = {Path(line.split(maxsplit=5)[5]) for line in maps if "/" in line}
+    libraries = sorted(file for file in files if file.name.startswith(("libllama", "libggml")))
+    names = [file.name.split(".")[0] for file in libraries]
+    assert {file.parent for file in libraries} == {Path(package).parent / "lib"}
+    assert len(names) == len(set(names))
+    assert set(names) >= {"libllama", "libggml", "libggml-base", "libggml-cpu"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "redirected", "message"),
+    [
+        ("0.3.35", None, r"but 0\.3\.35 is installed; run: pip install llama-cpp-python=="),
+        (None, None, r"but it is not installed; run: pip install llama-cpp-python=="),
+        (_llama.VERSION, "/opt/llama", "LLAMA_CPP_LIB_PATH is set to /opt/llama.* unset it"),
+    ],
+    ids=["other-version", "missing", "redirected"],
+)
+def test_llama_cpp_that_does_not_fit(installed: str | None, redirected: str | None, message: str) -> None:
+    with pytest.raises(ImportError, match=message):
+        _llama.check(installed, redirected)
+
+
+def test_llama_cpp_that_fits() -> None:
+    _llama.check(_llama.VERSION, None)
+    done = run_python("import pystaged", LLAMA_CPP_LIB_PATH="/opt/llama")
+    assert done.returncode == 1
+    assert "ImportError: LLAMA_CPP_LIB_PATH is set to /opt/llama" in done.stderr
+
+
+RESIDENT = """
+import pathlib, re, sys
+import psutil
+from pystaged import _core
+
+def peak():
+    # getrusage's would count what the parent had when it started this process.
+    status = pathlib.Path("/proc/self/status")
+    found = re.search(r"VmHWM:\\s*(\\d+) kB", status.read_text()) if status.exists() else None
+    return 1024 * int(found[1]) if found else psutil.Process().memory_info().rss
+
+before = psutil.Process().memory_info().rss
+model = _core.Model(sys.argv[1])
+print(psutil.Process().memory_info().rss - before, peak() - before)
+"""
+
+
+def test_model_takes_the_memory_of_its_file(tmp_path: Path) -> None:
+    path, shape = tmp_path / "model.gguf", {"width": 512, "layers": 8, "heads": 8, "vocab_size": 12000}
+    write_random_gpt2(path, **shape, context=256, quantization="F16")
+    size = path.stat().st_size
+    assert size >= 60e6
+    done = run_python(RESIDENT, path)
+    assert done.stderr == ""
+    after, peak = map(int, done.stdout.split())
+    assert 0.9 * size < after <= peak <= 1.2 * size

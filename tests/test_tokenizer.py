@@ -1,0 +1,145 @@
+"""Text to tokens and back: llama.cpp's own cases, any text, special tokens, limits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import llama_cpp
+import pytest
+from conftest import DATA
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pystaged import _core
+
+VOCABULARY = DATA / "ggml-vocab-gpt-2.gguf"
+END_OF_TEXT = 50256
+TEXTS = (DATA / "ggml-vocab-gpt-2.gguf.inp").read_text("utf-8").split("\n__ggml_vocab_test__\n")
+TOKENS = [[int(word) for word in line.split()] for line in (DATA / "ggml-vocab-gpt-2.gguf.out").read_text().split("\n")]
+AWKWARD = [
+    "",
+    " ",
+    "\0",
+    "a\0b\0",
+    "\t\r\n\x0b\x0c\x1b\x7f\x85\xa0\u2028\ufeff\ufffd",
+    "\u4e2d\u6587\u5b57\u7b26 \u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4",
+    "\U0001f999\U0001f468\u200d\U0001f469\u200d\U0001f467\U0001f3fd \u2764\ufe0f \U0010ffff",
+    "e\u0301 \u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \u0e44\u0e17\u0e22",
+    "I'm we've they'll don't 'S 'RE ''s",
+    "    def f(x):\n\n\treturn x**2  # 3.14e-10\r\n",
+    "   trailing   ",
+    "<|endoftext|",
+    "1234567890 \u0664\u0665 \u00bd\u2168",
+]
+texts = st.text(max_size=40) | st.lists(st.sampled_from([*AWKWARD, "a", " ", "'s", "\n", "12"]), max_size=6).map("".join)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> _core.Tokenizer:
+    return _core.Tokenizer(str(VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[llama_cpp.llama_vocab_p_ctypes]:
+    """The vocabulary as llama-cpp-python opens it."""
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(VOCABULARY).encode(), params)
+    yield llama_cpp.llama_model_get_vocab(model)
+    llama_cpp.llama_model_free(model)
+
+
+def round_trip(tokenizer: _core.Tokenizer, text: str) -> bytes:
+    return b"".join(tokenizer.token_bytes(token) for token in tokenizer.encode(text))
+
+
+def test_there_are_cases() -> None:
+    assert len(TEXTS) == len(TOKENS[:-1]) > 40
+    assert TOKENS[-1] == []
+
+
+@pytest.mark.parametrize(("text", "tokens"), list(zip(TEXTS, TOKENS, strict=False)), ids=ascii)
+def test_llama_cpp_cases(tokenizer: _core.Tokenizer, text: str, tokens: list[int]) -> None:
+    assert tokenizer.encode(text).tolist() == tokens
+    assert round_trip(tokenizer, text) == text.encode()
+
+
+@pytest.mark.parametrize("text", AWKWARD, ids=ascii)
+def test_awkward_texts_come_back(tokenizer: _core.Tokenizer, text: str) -> None:
+    assert round_trip(tokenizer, text) == text.encode()
+
+
+@settings(derandomize=True, deadline=None)
+@given(text=texts)
+def test_any_text_comes_back(tokenizer: _core.Tokenizer, text: str) -> None:
+    assert round_trip(tokenizer, text) == text.encode()
+
+
+@settings(derandomize=True, deadline=None)
+@given(text=texts)
+def test_same_tokens_as_llama_cpp_python(
+    tokenizer: _core.Tokenizer, llama: llama_cpp.llama_vocab_p_ctypes, text: str
+) -> None:
+    data = text.encode()
+    expected = (ctypes.c_int32 * (len(data) + 2))()
+    count = llama_cpp.llama_tokenize(llama, data, len(data), expected, len(expected), True, True)
+    tokens = tokenizer.encode(text)
+    assert tokens.dtype.name == "int32"
+    assert tokens.tolist() == expected[:count]
+    for token in tokens.tolist():
+        piece = ctypes.create_string_buffer(64)
+        size = llama_cpp.llama_token_to_piece(llama, token, piece, len(piece), 0, False)
+        assert tokenizer.token_bytes(token) == piece.raw[:size]
+
+
+def test_a_small_vocabulary(random_gguf: Callable[..., Path]) -> None:
+    tokenizer = _core.Tokenizer(str(random_gguf()))
+    for text in [*AWKWARD, "the tree then"]:
+        assert round_trip(tokenizer, text) == text.encode()
+
+
+def test_special_tokens(tokenizer: _core.Tokenizer) -> None:
+    assert tokenizer.encode("<|endoftext|>").tolist() == [END_OF_TEXT]
+    alone = [tokenizer.encode(part).tolist() for part in ("a ", "b")]
+    assert tokenizer.encode("a <|endoftext|>b").tolist() == [*alone[0], END_OF_TEXT, *alone[1]]
+    assert tokenizer.token_bytes(END_OF_TEXT) == b""
+
+
+def test_is_end(tokenizer: _core.Tokenizer) -> None:
+    assert [token for token in range(-2, tokenizer.num_tokens + 2) if tokenizer.is_end(token)] == [END_OF_TEXT]
+
+
+def test_every_token_has_bytes(tokenizer: _core.Tokenizer) -> None:
+    assert tokenizer.num_tokens == END_OF_TEXT + 1
+    pieces = [tokenizer.token_bytes(token) for token in range(END_OF_TEXT)]
+    assert all(pieces)
+    assert len(set(pieces)) == END_OF_TEXT
+    assert {bytes([byte]) for byte in range(256)} <= set(pieces)
+
+
+@pytest.mark.parametrize("token", [-1, 50257, 2**31 - 1, -(2**31)])
+def test_tokens_out_of_range(tokenizer: _core.Tokenizer, token: int) -> None:
+    with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of 50257"):
+        tokenizer.token_bytes(token)
+    assert not tokenizer.is_end(token)
+
+
+@pytest.mark.parametrize(
+    "unit", ["def f(x):\n    return x\n", "a", " ", "\n", "\U0001f999", "\u4e2d", "<|endoftext|>"], ids=ascii
+)
+def test_very_long_texts(tokenizer: _core.Tokenizer, unit: str) -> None:
+    text = unit * (60_000 // len(unit))
+    tokens = tokenizer.encode(text)
+    if unit == "<|endoftext|>":
+        assert tokens.tolist() == [END_OF_TEXT] * text.count(unit)
+    else:
+        assert b"".join(map(tokenizer.token_bytes, tokens)) == text.encode()
+
+
+def test_text_that_is_not_unicode(tokenizer: _core.Tokenizer) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        tokenizer.encode("\ud800")
+    with pytest.raises(TypeError):
+        tokenizer.encode(5)  # type: ignore[arg-type]
