@@ -4,19 +4,27 @@ from pystaged import _llama  # noqa: F401  first, so that the extension finds ll
 from pystaged._core import ContextFullError, ModelError
 from pystaged.config import SamplingConfig
 from pystaged.engine import Engine, generate, load, stream
+from pystaged.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
 from pystaged.result import GenerationResult, Piece
 from pystaged.stats import GenerationStats
+from pystaged.tree import Stage, TokenTree
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ContextFullError",
     "Engine",
+    "FixedPolicy",
+    "GainPolicy",
     "GenerationResult",
     "GenerationStats",
+    "Growth",
     "ModelError",
     "Piece",
     "SamplingConfig",
+    "Stage",
+    "TokenTree",
+    "TreePolicy",
     "generate",
     "load",
     "stream",

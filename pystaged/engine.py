@@ -29,8 +29,8 @@ class Engine:
 
     Args:
         model: path of a GGUF file, or "house".
-        draft: path of a smaller GGUF file with the same vocabulary, "house", None for n-grams alone, or "auto": the house
-            draft for the house model, else None.
+        draft: path of a smaller GGUF file with the same vocabulary, "house", None for n-grams alone, or "auto": the
+            house draft for the house model, else None.
         n_ctx: positions of a context, 0 for as many as the model was trained for.
         num_threads: 0 for one per physical core.
         policy: decides how trees grow; by default what measured costs make worth while.

@@ -86,13 +86,8 @@ class Pair:
         if path in self._costs and not again:
             return self._costs[path]
         info = path.stat()
-        key = "|".join(
-            map(
-                str,
-                (platform.node(), platform.machine(), os.cpu_count(), path, info.st_size, info.st_mtime_ns)
-                + (model.kernel, model.num_threads),
-            )
-        )
+        machine = (platform.node(), platform.machine(), os.cpu_count(), model.kernel, model.num_threads)
+        key = "|".join(map(str, (*machine, path, info.st_size, info.st_mtime_ns)))
         cost = None if again else self._store.load(key)
         if cost is None:
             self._report(f"measuring passes of {path.name} on this machine, once")

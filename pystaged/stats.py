@@ -1,9 +1,10 @@
 """What happened in one generation, in words and figures.
 
-The words, used the same everywhere: the *target* is the model that decides; the *draft* is the smaller model that guesses;
-a *drafter* is anything that proposes; a *stage* is who proposed a token (target, draft, ngram). A *step* is one pass of the
-target over a *tree* of *nodes*; the *root* (depth 0) is the last emitted token, not yet in the cache; the *budget* is
-the most nodes, root excluded. The accepted nodes are the *path*; after it comes the *bonus token*, the target's own.
+The words, used the same everywhere: the *target* is the model that decides; the *draft* is the smaller model that
+guesses; a *drafter* is anything that proposes; a *stage* is who proposed a token (target, draft, ngram). A *step* is one
+pass of the target over a *tree* of *nodes*; the *root* (depth 0) is the last emitted token, not yet in the cache; the
+*budget* is the most nodes, root excluded. The accepted nodes are the *path*; after it comes the *bonus token*, the
+target's own.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pystaged.tree import Stage, TokenTree
 class DrafterStats:
     """One drafter's work.
 
-    passes: passes of a model, or lookups; weight_bytes: read in them. seconds: drafting; native_seconds: of these in the
-    engine. guessed: tokens the drafter below proposed to this one; confirmed: those of them that saved it a pass.
+    passes: passes of a model, or lookups; weight_bytes: read in them. seconds: drafting; native_seconds: of these in
+    the engine. guessed: tokens the drafter below proposed to this one; confirmed: those of them that saved it a pass.
     """
 
     passes: int = 0

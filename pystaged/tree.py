@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Stage(IntEnum):
-    """Who proposed a token. A third neural stage counts as DRAFT: what matters is whether a model or a table guessed."""
+    """Who proposed a token: a model or a table. A further neural stage counts as DRAFT too."""
 
     TARGET = 0
     DRAFT = 1
