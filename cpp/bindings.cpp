@@ -23,7 +23,8 @@ namespace {
 // Integers only: a float array would be truncated silently by a plain cast.
 std::vector<int32_t> to_ints(const py::object& values, const char* name) {
     const auto array = py::array::ensure(values);
-    if (!array || array.ndim() != 1 || (array.size() > 0 && array.dtype().kind() != 'i' && array.dtype().kind() != 'u')) {
+    if (!array || array.ndim() != 1 ||
+        (array.size() > 0 && array.dtype().kind() != 'i' && array.dtype().kind() != 'u')) {
         throw py::type_error(std::string(name) + " must be a one-dimensional array or list of integers");
     }
     const auto wide = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(array);

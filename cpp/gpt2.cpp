@@ -24,8 +24,7 @@ int checked_threads(int num_threads) {
 
 // `rows` vectors of `size` floats, each padded with zeros.
 std::vector<float> load_floats(const GgufFile& file, const std::string& name, int size, int rows = 1) {
-    const TensorView tensor =
-        rows == 1 ? file.tensor(name, {size}) : file.tensor(name, {size, rows});
+    const TensorView tensor = rows == 1 ? file.tensor(name, {size}) : file.tensor(name, {size, rows});
     const size_t stride = padded(size, kBlock);
     std::vector<float> values(stride * rows);
     for (int i = 0; i < rows; ++i) {
@@ -99,8 +98,10 @@ void Gpt2::load_weights(const GgufFile& file) {
     for (int i = 0; i < shape_.num_layers; ++i) {
         const std::string prefix = "blk." + std::to_string(i) + ".";
         // Each name is looked up as it comes, so an absurd layer count ends at the first missing one.
-        for (const auto& [name, rows, cols] : {Matrix{"attn_qkv", 3 * width, width}, {"attn_output", width, width},
-                                               {"ffn_up", ffn, width}, {"ffn_down", width, ffn}}) {
+        for (const auto& [name, rows, cols] : {Matrix{"attn_qkv", 3 * width, width},
+                                               {"attn_output", width, width},
+                                               {"ffn_up", ffn, width},
+                                               {"ffn_down", width, ffn}}) {
             file.tensor(prefix + name + ".weight", {cols, rows});
             matrices.push_back({prefix + name, rows, cols});
         }
@@ -116,9 +117,9 @@ void Gpt2::load_weights(const GgufFile& file) {
         }
         bytes_by_type[tensor.type] += tensor.bytes;
     }
-    weight_type_ = ggml_type_name(std::max_element(bytes_by_type.begin(), bytes_by_type.end(),
-                                                   [](auto& a, auto& b) { return a.second < b.second; })
-                                      ->first);
+    weight_type_ = ggml_type_name(std::max_element(bytes_by_type.begin(), bytes_by_type.end(), [](auto& a, auto& b) {
+                                      return a.second < b.second;
+                                  })->first);
     arena_ = Memory(total, /*huge=*/true);
 
     const auto load_norm = [&](const std::string& name) {

@@ -18,9 +18,9 @@ struct Graph::Node {
     const LayerNorm* norm = nullptr;
     const Linear* weights = nullptr;
     bool gelu = false;
-    int first_row = 0;                    // of those whose attention anyone reads
-    const PackedMatrix* next = nullptr;   // the integer matrix that alone reads the result, which is quantized for it
-    bool handed = false;                  // whether the input came quantized
+    int first_row = 0;                   // of those whose attention anyone reads
+    const PackedMatrix* next = nullptr;  // the integer matrix that alone reads the result, which is quantized for it
+    bool handed = false;                 // whether the input came quantized
 };
 
 struct Graph::Built {

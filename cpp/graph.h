@@ -21,12 +21,12 @@ namespace pystaged {
 // What one pass evaluates and where its results go.
 struct Pass {
     int num_rows = 0;
-    const int32_t* tokens = nullptr;     // [num_rows]
-    const int32_t* positions = nullptr;  // [num_rows]
+    const int32_t* tokens = nullptr;       // [num_rows]
+    const int32_t* positions = nullptr;    // [num_rows]
     const RowContext* contexts = nullptr;  // [num_rows]
-    int first_cell = 0;                  // row i writes its key and value into cell first_cell + i
-    int num_logits = 0;                  // how many of the last rows need logits
-    float* logits = nullptr;             // [num_logits][logits_stride()]
+    int first_cell = 0;                    // row i writes its key and value into cell first_cell + i
+    int num_logits = 0;                    // how many of the last rows need logits
+    float* logits = nullptr;               // [num_logits][logits_stride()]
 };
 
 class Graph {
@@ -82,8 +82,8 @@ private:
     std::map<std::pair<int, int>, std::unique_ptr<Built>> graphs_;
 
     std::vector<float> normed_;
-    Quantized input_;   // what an operation quantizes for itself
-    Quantized handed_;  // what the operation before it has quantized already
+    Quantized input_;                       // what an operation quantizes for itself
+    Quantized handed_;                      // what the operation before it has quantized already
     std::vector<float> attention_scratch_;  // [threads][attention_scratch()]
 };
 

@@ -29,9 +29,7 @@ private:
     uint16_t* head_data(int layer, int head) const {
         return reinterpret_cast<uint16_t*>(memory_.data()) + (size_t(layer) * num_heads_ + head) * head_size_;
     }
-    size_t key_at(int cell) const {
-        return size_t(cell) / kLanes * head_dim_ * kLanes + cell % kLanes;
-    }
+    size_t key_at(int cell) const { return size_t(cell) / kLanes * head_dim_ * kLanes + cell % kLanes; }
 
     int num_layers_, num_heads_, head_dim_, num_cells_;
     size_t value_stride_, key_size_, head_size_;

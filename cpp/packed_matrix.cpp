@@ -51,8 +51,7 @@ size_t PackedMatrix::packed_bytes(ggml_type type, int rows, int cols) {
     return group_bytes(packing_of(type), padded(cols, kBlock)) * (padded(rows, kBlock) / kLanes);
 }
 
-PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* source, uint8_t* storage,
-                           int num_threads)
+PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* source, uint8_t* storage, int num_threads)
     : packing_(packing_of(type)),
       rows_(rows),
       cols_(cols),

@@ -31,8 +31,8 @@ public:
     int zero_point() const { return packing_ == Packing::q8_0 ? 128 : 8; }
     size_t bytes() const { return group_bytes_ * (padded_rows() / kLanes); }
 
-    // out = W x, then the epilogue, for x.n rows of activations; the outputs are quantized too where `quantized` is given,
-    // by the thread that has them at hand.
+    // out = W x, then the epilogue, for x.n rows of activations; the outputs are quantized too where `quantized` is
+    // given, by the thread that has them at hand.
     void multiply(const Kernel& kernel, const Activations& x, const Epilogue& epilogue, const QuantizedRows* quantized,
                   int num_threads) const;
     // One row of weights as floats, out[cols()].

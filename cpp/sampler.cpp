@@ -245,7 +245,8 @@ int32_t Sampler::choose(const Sampling& s, const LogitsRow& row, int64_t positio
     const float* best = std::max_element(row.maxima, row.maxima + row.stride / kRun);
     if (s.temperature == 0) {
         const float* run = row.logits + (best - row.maxima) * kRun;
-        return static_cast<int32_t>(std::min<std::ptrdiff_t>(std::find(run, run + kRun, *best) - row.logits, row.size - 1));
+        return static_cast<int32_t>(
+            std::min<std::ptrdiff_t>(std::find(run, run + kRun, *best) - row.logits, row.size - 1));
     }
     if (s.top_k == 0 && s.top_p == 1 && s.min_p == 0) {
         perturb_all(s, row, position, 1, *best);

@@ -58,7 +58,7 @@ private:
     float log_total() const;
 
     const Kernel& kernel_;
-    std::vector<Candidate> kept_;     // score is the logit, then (logit - top) / temperature, then with noise
+    std::vector<Candidate> kept_;  // score is the logit, then (logit - top) / temperature, then with noise
     std::vector<float> run_maxima_;
     std::vector<int> runs_;
 };

@@ -152,8 +152,8 @@ void Session::compute(size_t first, size_t last, int num_logits) {
         contexts[i] = {row.position + 1, row.direct, row.tail.data()};
     }
     float* logits = reserve_logits(num_logits);
-    graph_->compute({n, tokens.data(), positions.data(), contexts.data(),
-                     static_cast<int>(committed_.size() + first), num_logits, logits});
+    graph_->compute({n, tokens.data(), positions.data(), contexts.data(), static_cast<int>(committed_.size() + first),
+                     num_logits, logits});
     const int stride = static_cast<int>(graph_->logits_stride()), runs = stride / kRun;
     ThreadPool::shared().run(num_logits, model_->num_threads(), [&](int i, int) {
         model_->kernel().run_max(logits + size_t(i) * stride, stride, &maxima_[size_t(num_logits_ + i) * runs]);

@@ -1,7 +1,7 @@
 // A model with its context: evaluates trees of tokens, judges which path of them stands, and keeps that path.
 //
-// The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0 in the order
-// they were evaluated. A failed call leaves both as they were.
+// The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0 in the
+// order they were evaluated. A failed call leaves both as they were.
 #pragma once
 
 #include <functional>
@@ -60,9 +60,9 @@ public:
 private:
     struct Row {
         int32_t token, parent, position;
-        int direct;                 // see RowContext
+        int direct;  // see RowContext
         std::vector<int32_t> tail;
-        int logits = -1;            // slot in logits_, or none
+        int logits = -1;  // slot in logits_, or none
     };
 
     void check_open() const;

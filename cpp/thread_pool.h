@@ -1,7 +1,7 @@
 // One pool of workers for the process: starts and joins in about a microsecond while work is flowing, sleeps when idle.
 //
-// Work is claimed index by index, so a worker that the scheduler took off its core never holds up more than the index it
-// has in hand, and a caller without any worker (after fork, or on a machine with no free core) does all of it alone.
+// Work is claimed index by index, so a worker that the scheduler took off its core never holds up more than the index
+// it has in hand, and a caller without any worker (after fork, or on a machine with no free core) does all of it alone.
 #pragma once
 
 #include <atomic>

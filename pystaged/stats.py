@@ -1,9 +1,9 @@
 """What happened in one generation, in words and figures.
 
 The words, used the same everywhere: the *target* is the model that decides; the *draft* is the smaller model that
-guesses; a *drafter* is anything that proposes; a *stage* is who proposed a token (target, draft, ngram). A *step* is one
-pass of the target over a *tree* of *nodes*; the *root* (depth 0) is the last emitted token, not yet in the cache; the
-*budget* is the most nodes, root excluded. The accepted nodes are the *path*; after it comes the *bonus token*, the
+guesses; a *drafter* is anything that proposes; a *stage* is who proposed a token (target, draft, ngram). A *step* is
+one pass of the target over a *tree* of *nodes*; the *root* (depth 0) is the last emitted token, not yet in the cache;
+the *budget* is the most nodes, root excluded. The accepted nodes are the *path*; after it comes the *bonus token*, the
 target's own.
 """
 

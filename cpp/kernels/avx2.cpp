@@ -74,8 +74,8 @@ inline __m256i broadcast4(const int8_t* p) {
     return _mm256_set1_epi32(four);
 }
 
-// Signed weights: an unsigned byte times a signed one would overflow the 16-bit sums of vpmaddubsw, so the weight's sign
-// goes to the activation first. The zero point cancels out and `offset` is not needed.
+// Signed weights: an unsigned byte times a signed one would overflow the 16-bit sums of vpmaddubsw, so the weight's
+// sign goes to the activation first. The zero point cancels out and `offset` is not needed.
 struct Q8 {
     static constexpr int bytes = 2 * kLanes + kBlock * kLanes;
     __m256i w[8];
@@ -89,7 +89,8 @@ struct Q8 {
     F dot(const int8_t* x, int32_t) const {
         __m256i sum = _mm256_setzero_si256();
         for (int i = 0; i < 8; ++i) {
-            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), _mm256_sign_epi8(broadcast4(x + 4 * i), w[i]));
+            const __m256i pairs =
+                _mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), _mm256_sign_epi8(broadcast4(x + 4 * i), w[i]));
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
         }
         return {_mm256_cvtepi32_ps(sum)};

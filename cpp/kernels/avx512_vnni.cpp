@@ -57,12 +57,10 @@ constexpr int kAttendRows = 8;
 constexpr int kScoreSums = 16;
 constexpr int kMixSums = 16;
 
-// sum += weights (16 lanes of 4 unsigned bytes) times four signed bytes, the same for every lane. As an instruction of its
-// own, because GCC otherwise spends a second one on the broadcast.
+// sum += weights (16 lanes of 4 unsigned bytes) times four signed bytes, the same for every lane. As an instruction of
+// its own, because GCC otherwise spends a second one on the broadcast.
 inline __m512i dot4(__m512i sum, __m512i weights, const int8_t* four) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0"
-        : "+v"(sum)
-        : "v"(weights), "m"(*reinterpret_cast<const int32_t*>(four)));
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*reinterpret_cast<const int32_t*>(four)));
     return sum;
 }
 

@@ -1,6 +1,7 @@
 // The arithmetic of kernel.h, written once over the vector type `F` that the including file defines for its instruction
 // set, beside its integer blocks and register budget. Included inside that file's own anonymous namespace, and without
-// the standard library's inline functions: code compiled for a newer CPU must never be the copy the linker keeps for all.
+// the standard library's inline functions: code compiled for a newer CPU must never be the copy the linker keeps for
+// all.
 #pragma once
 
 // Two vectors as one; nests until there are kLanes lanes.
@@ -76,7 +77,8 @@ inline V gelu(V x) {
     return x / (V::set(1.0f) + exp(cubic * V::set(-1.59576912f)));
 }
 
-void layer_norm(const float* x, const float* weight, const float* bias, float eps, int cols, int padded_cols, float* y) {
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int cols, int padded_cols,
+                float* y) {
     Row sum = Row::set(0);
     for (int i = 0; i < cols; i += kLanes) {
         sum = sum + Row::load(x + i);
@@ -317,8 +319,8 @@ struct WeightBf16 {
 
 // ---- Attention ----
 
-// Raw scores of `rows` rows against `blocks` blocks of cells. A score is one chain over the head's dimensions, so it does
-// not depend on the lane its cell lies in.
+// Raw scores of `rows` rows against `blocks` blocks of cells. A score is one chain over the head's dimensions, so it
+// does not depend on the lane its cell lies in.
 template <int rows, int blocks>
 void score_tile(const HeadPass& p, int row, int block, float* scores, size_t stride) {
     Row sum[rows][blocks];
@@ -374,8 +376,8 @@ inline float soften(float* scores, int length, float scale) {
     return fold_sum(sum);
 }
 
-// Weighted sums of values for `rows` rows and `vectors` vectors of dimensions from `dim` on: the cells that all rows share
-// are loaded once, then each row goes on alone.
+// Weighted sums of values for `rows` rows and `vectors` vectors of dimensions from `dim` on: the cells that all rows
+// share are loaded once, then each row goes on alone.
 template <int rows, int vectors>
 void mix_tile(const HeadPass& p, int row, int dim, const float* weights, size_t stride, const float* inverse_sums) {
     const size_t v_stride = (p.head_dim + kLanes - 1) / kLanes * kLanes;

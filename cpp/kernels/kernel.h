@@ -1,9 +1,9 @@
 // The row arithmetic of a pass, one implementation per instruction set, chosen once from the CPU.
 //
-// Every operation computes a row in an order that depends on that row alone: not on how many rows are in the pass, not on
-// the tree they form, not on the number of threads. Reductions run over 16 lanes by position (or output) and are then
-// folded in a fixed order; multiply-adds are fused everywhere. So a row has the same bits whatever it is batched with,
-// and the same bits on every instruction set.
+// Every operation computes a row in an order that depends on that row alone: not on how many rows are in the pass, not
+// on the tree they form, not on the number of threads. Reductions run over 16 lanes by position (or output) and are
+// then folded in a fixed order; multiply-adds are fused everywhere. So a row has the same bits whatever it is batched
+// with, and the same bits on every instruction set.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,8 @@ constexpr int padded(int n, int multiple) {
 enum class Packing { f32, f16, bf16, q8_0, q4_0 };
 constexpr int kNumPackings = 5;
 
-// n rows of int8 blocks: value = scale * quant. The rows of a block lie side by side, so that a tile of rows reaches them
-// all from one address.
+// n rows of int8 blocks: value = scale * quant. The rows of a block lie side by side, so that a tile of rows reaches
+// them all from one address.
 struct QuantizedRows {
     int n = 0;
     int zero_point = 0;          // of the packing they are to be multiplied with
@@ -51,7 +51,7 @@ struct Activations {
 
 // What happens to a sum before it is stored: + bias, GELU, + residual.
 struct Epilogue {
-    const float* bias = nullptr;      // [outputs], or none
+    const float* bias = nullptr;  // [outputs], or none
     bool gelu = false;
     const float* residual = nullptr;  // [n][stride], or none
     float* out = nullptr;             // [n][stride]
@@ -69,14 +69,14 @@ struct RowContext {
 struct HeadPass {
     int n = 0;
     int head_dim = 0;
-    int num_cells = 0;             // cells in use, committed and pending
+    int num_cells = 0;                 // cells in use, committed and pending
     const RowContext* rows = nullptr;  // [n]
-    const float* q = nullptr;      // [n][q_stride]
+    const float* q = nullptr;          // [n][q_stride]
     size_t q_stride = 0;
-    const uint16_t* k = nullptr;   // [cells / kLanes][head_dim][kLanes], F16
-    const uint16_t* v = nullptr;   // [cells][padded head_dim], F16
-    float* scratch = nullptr;      // [attention_scratch(...)]
-    float* out = nullptr;          // [n][out_stride]
+    const uint16_t* k = nullptr;  // [cells / kLanes][head_dim][kLanes], F16
+    const uint16_t* v = nullptr;  // [cells][padded head_dim], F16
+    float* scratch = nullptr;     // [attention_scratch(...)]
+    float* out = nullptr;         // [n][out_stride]
     size_t out_stride = 0;
 };
 

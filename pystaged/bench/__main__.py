@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
-from pystaged.bench import models, passes
+import pystaged
+from pystaged import hub
+from pystaged.bench import machine, models, pairs, passes
+from pystaged.policy import FixedPolicy
 
 app = typer.Typer(help="Measure pystaged on this machine.", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -42,6 +48,54 @@ def passes_command(
         typer.echo(json.dumps(result.to_dict()))
     else:
         Console().print(result.table())
+
+
+@app.command()
+def speedup(
+    model: Annotated[str, typer.Option(help="As in passes.")] = "grown",
+    draft: Annotated[str, typer.Option(help="Path of a draft, 'house', or 'none' for n-grams alone.")] = "house",
+    quantization: Annotated[str, typer.Option("--type", help="Type of a model to be made.")] = "Q8_0",
+    prompts: Annotated[Path | None, typer.Option(help="File in HumanEval's format.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 82,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 96,
+    nodes: Annotated[int, typer.Option(help="Trees of this many nodes, 4 leaves a pass; 0 lets cost decide.")] = 0,
+    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Plain against staged decoding over a set of prompts: same tokens, tokens per step, speed.
+
+    Example: python -m pystaged.bench speedup --model grown --limit 10
+    """
+    texts = pairs.load_prompts(prompts or hub.house("humaneval_prompts.jsonl"))[:limit]
+    policy = FixedPolicy(width=4, depth=8, budget=nodes) if nodes else None
+    path = models.find(model, quantization.upper())
+    errors = Console(stderr=True)
+    smaller = None if draft == "none" else draft
+    summaries = {}
+    with Progress(console=errors) as progress:
+        task = progress.add_task(path.name, total=len(texts) * len(pairs.MODES))
+        for mode, sampling in pairs.MODES.items():
+            # A fresh engine, so that nothing learnt in one mode helps the next.
+            with pystaged.load(path, draft=smaller, num_threads=threads, policy=policy, report=errors.print) as engine:
+                found = pairs.compare(engine, texts, sampling, max_tokens, lambda: progress.advance(task))
+            summaries[mode] = found.summary()
+    if as_json:
+        report = {"model": path.name, "draft": draft, "max_tokens": max_tokens, "machine": machine.describe()}
+        typer.echo(json.dumps({**report, "modes": summaries}))
+        return
+    table = Table(title=f"{path.name}, draft {draft}, {len(texts)} prompts, {max_tokens} tokens each", box=None)
+    table.add_column("")
+    for mode in summaries:
+        table.add_column(mode, justify="right")
+    for figure in next(iter(summaries.values())):
+        table.add_row(figure.replace("_", " "), *(_show(summary[figure]) for summary in summaries.values()))
+    Console().print(table)
+
+
+def _show(value: float | int | list[float]) -> str:
+    if isinstance(value, list):
+        return " ".join(f"{item:.2f}" for item in value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

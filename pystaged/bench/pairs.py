@@ -1,0 +1,203 @@
+"""Whole generations over a set of prompts: is staged output plain output, and how much faster does it come?"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged.config import SamplingConfig
+from pystaged.decode import Decoder
+from pystaged.drafter import Drafter
+from pystaged.engine import Engine
+from pystaged.stats import DrafterStats, GenerationStats
+from pystaged.tree import Stage, TokenTree, TreeBuilder
+
+MODES = {
+    "greedy": SamplingConfig(),
+    "T=1 top-k 50": SamplingConfig(temperature=1.0, top_k=50),
+    "T=0.8 top-p 0.95": SamplingConfig(temperature=0.8, top_p=0.95),
+}
+
+
+def load_prompts(path: Path) -> list[str]:
+    """The prompts of a file in HumanEval's format: one JSON object with a `prompt` per line.
+
+    Raises:
+        ValueError: a line is something else.
+    """
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            prompts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: not a JSON object with a 'prompt'") from error
+    return prompts
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Plain and speculative decoding of the same prompts.
+
+    speedups: plain time over speculative time, per prompt. plain_seconds, seconds: decoding, altogether. offered, taken:
+    as in GenerationStats. different: prompts whose tokens were not the same.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    accepted: int = 0
+    plain_seconds: float = 0.0
+    seconds: float = 0.0
+    native_seconds: float = 0.0
+    weight_bytes: float = 0.0
+    passes: int = 0
+    guessed: int = 0
+    confirmed: int = 0
+    speedups: list[float] = field(default_factory=list)
+    offered: Counter[int] = field(default_factory=Counter)
+    taken: Counter[int] = field(default_factory=Counter)
+    different: list[int] = field(default_factory=list)
+
+    def add(self, prompt: int, plain: GenerationStats, stats: GenerationStats, *, same: bool) -> None:
+        """Count one prompt."""
+        self.tokens += stats.new_tokens
+        self.steps += stats.steps
+        self.accepted += stats.accepted
+        self.plain_seconds += plain.decode_seconds
+        self.seconds += stats.decode_seconds
+        self.native_seconds += stats.native_seconds
+        self.weight_bytes += stats.relative_weight_bytes * stats.new_tokens
+        self.passes += sum(work.passes for work in stats.drafters.values())
+        self.guessed += sum(work.guessed for work in stats.drafters.values())
+        self.confirmed += sum(work.confirmed for work in stats.drafters.values())
+        self.speedups.append(plain.decode_seconds / stats.decode_seconds)
+        self.offered += stats.offered
+        self.taken += stats.taken
+        if not same:
+            self.different.append(prompt)
+
+    def summary(self) -> dict[str, float | int | list[float]]:
+        """The figures of a report."""
+        return {
+            "prompts": len(self.speedups),
+            "different": len(self.different),
+            "tokens": self.tokens,
+            "tokens_per_step": 1 + self.accepted / self.steps,
+            "speedup": self.plain_seconds / self.seconds,
+            "speedup_median": statistics.median(self.speedups),
+            "speedup_least": min(self.speedups),
+            "speedup_most": max(self.speedups),
+            "tokens_per_second": self.tokens / self.seconds,
+            "plain_tokens_per_second": self.tokens / self.plain_seconds,
+            "relative_weight_bytes": self.weight_bytes / self.tokens,
+            "python_share": 1 - self.native_seconds / self.seconds,
+            "draft_passes_per_token": self.passes / self.tokens,
+            "guesses_confirmed": self.confirmed / max(1, self.guessed),
+            "acceptance_at_depth": [
+                round(self.taken[depth] / self.offered[depth], 3) for depth in sorted(self.offered)[:8]
+            ],
+        }
+
+
+def compare(
+    engine: Engine, prompts: Sequence[str], sampling: SamplingConfig, max_tokens: int, tick: Callable[[], None]
+) -> Comparison:
+    """Decode each prompt plainly and with speculation, one right after the other, so that drift falls on both alike."""
+    comparison = Comparison()
+    for number, prompt in enumerate(prompts):
+        results = [
+            engine.generate(
+                prompt,
+                max_tokens=max_tokens,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                seed=sampling.seed,
+                speculate=speculate,
+            )
+            for speculate in (False, True)
+        ]
+        plain, staged = results
+        comparison.add(number, plain.stats, staged.stats, same=plain.tokens == staged.tokens)
+        tick()
+    return comparison
+
+
+class LyingDrafter:
+    """Proposes random tokens: what no drafter may do to the output.
+
+    Args:
+        vocab_size: tokens to choose from.
+        seed: of the choice.
+    """
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self._vocab_size = vocab_size
+        self._random = np.random.default_rng(seed)
+        self._root = 0
+
+    def work(self) -> dict[str, DrafterStats]:
+        return {"draft": DrafterStats()}
+
+    def close(self) -> None:
+        pass
+
+    def start(self, context: NDArray[np.int32]) -> None:
+        self._root = int(context[-1])
+
+    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
+        del sampling
+        builder = TreeBuilder(self._root)
+        kept: list[int] = []
+        for _ in range(12):
+            parent = int(self._random.integers(len(builder.nodes)))
+            if builder.nodes[parent].depth < max_depth:
+                token = int(self._random.integers(self._vocab_size))
+                node = builder.add(parent, token, 0.5, Stage.DRAFT, (1, 0, 0))
+                if node not in kept:
+                    kept.append(node)
+        return builder.build(kept)
+
+    def prepare(self, sampling: SamplingConfig, max_depth: int) -> None:
+        del sampling, max_depth
+
+    def extend(self, path: list[int], length: int) -> list[int]:
+        del path, length
+        return []
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._root = tokens[-1]
+
+
+def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
+    """The tokens a decoder writes after a prompt, end of text or not."""
+    decoder.start(prompt)
+    return list(_tokens(decoder, sampling, max_tokens))[:max_tokens]
+
+
+def _tokens(decoder: Decoder, sampling: SamplingConfig, max_tokens: int) -> Iterator[int]:
+    stats = GenerationStats()
+    written = 0
+    while written < max_tokens and not decoder.is_full:
+        step = decoder.step(sampling, max_tokens - written, stats)
+        written += len(step.tokens)
+        yield from step.tokens
+
+
+def check_drafter(
+    plain: Decoder, drafter: Drafter, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
+) -> list[int]:
+    """The prompts for which decoding with a drafter writes other tokens than plain decoding; there should be none."""
+    speculating = Decoder(plain.target, drafter)
+    return [
+        number
+        for number, prompt in enumerate(prompts)
+        if continuation(plain, prompt, sampling, max_tokens) != continuation(speculating, prompt, sampling, max_tokens)
+    ]

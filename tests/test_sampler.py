@@ -1,0 +1,388 @@
+"""The sampler against a slow twin: Philox noise, filters in their order, the Gumbel-max rule, and its distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pystaged import SamplingConfig, _core
+
+Doubles = npt.NDArray[np.float64]
+Words = npt.NDArray[np.uint64]
+
+MASK = np.uint64(0xFFFFFFFF)
+TOLERANCE = 1e-4
+SIGNIFICANCE = 3.719  # one-sided normal quantile of 1e-4
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 100_000},
+    {"top_p": 0.5},
+    {"top_p": 0.95},
+    {"top_p": 0.9999},
+    {"top_p": 1e-6},
+    {"min_p": 0.05},
+    {"min_p": 0.7},
+    {"top_k": 20, "top_p": 0.6},
+    {"top_k": 20, "min_p": 0.3},
+    {"top_p": 0.8, "min_p": 0.2},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.1},
+]
+
+
+# ---- The twin ----
+
+
+def philox(counter: list[Words], key: list[int]) -> list[Words]:
+    """Philox4x32-10 (Salmon et al. 2011, section 3.3) over arrays of counters."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        high0, high1 = p0 >> np.uint64(32), p1 >> np.uint64(32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), p1 & MASK, high0 ^ c3 ^ np.uint64(k1), p0 & MASK
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return [c0, c1, c2, c3]
+
+
+def noise(seed: int, position: int, tokens: npt.ArrayLike) -> Doubles:
+    """The Gumbel noise of tokens: a word of the block of four that the token is in, as a uniform number."""
+    ids = np.asarray(tokens, np.uint64)
+    low, high = (np.full_like(ids, part) for part in (position & 0xFFFFFFFF, position >> 32))
+    words = philox([ids // 4, np.zeros_like(ids), low, high], [seed & 0xFFFFFFFF, seed >> 32])
+    uniform = (np.choose((ids % 4).astype(np.intp), words) + 0.5) / 2.0**32
+    result: Doubles = -np.log(-np.log(uniform))
+    return result
+
+
+def log_probabilities(logits: npt.NDArray[np.float32], sampling: SamplingConfig) -> Doubles:
+    """log p of every token after the filters, -inf for those that are filtered out."""
+    order = np.argsort(-logits, kind="stable")  # ties to the lowest id
+    scaled = (logits[order].astype(np.float64) - logits.max()) / (float(np.float32(sampling.temperature)) or 1)
+    if sampling.temperature > 0:
+        if sampling.top_k > 0:
+            scaled = scaled[: sampling.top_k]
+        if sampling.top_p < 1:
+            sums = np.cumsum(softmax(scaled))
+            scaled = scaled[: np.searchsorted(sums, np.float32(sampling.top_p)) + 1]
+        p = softmax(scaled)
+        scaled = scaled[p >= np.float32(sampling.min_p) * p[0]]
+    result = np.full(len(logits), -np.inf)
+    result[order[: len(scaled)]] = scaled - np.log(np.exp(scaled).sum())
+    return result
+
+
+def softmax(x: Doubles) -> Doubles:
+    """Of numbers whose largest is 0."""
+    powers = np.exp(x)
+    result: Doubles = powers / powers.sum()
+    return result
+
+
+# ---- Rows of logits to sample from ----
+
+
+@dataclass(frozen=True)
+class Row:
+    """A session with one pending row, its logits, and the position of the token after it."""
+
+    session: _core.Session
+    logits: npt.NDArray[np.float32]
+    position: int
+
+    def scores(self, sampling: SamplingConfig) -> Doubles:
+        scores = log_probabilities(self.logits, sampling)
+        if sampling.temperature > 0:
+            scores += noise(sampling.seed, self.position, np.arange(len(scores)))
+        return scores
+
+    def candidates(self, sampling: SamplingConfig, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        tokens, scores = self.session.candidates([0], k, sampling.native())
+        return tokens[0], scores[0]
+
+    def follow(self, sampling: SamplingConfig) -> int:
+        return int(self.session.follow(sampling.native())[1][0])
+
+    def check(self, sampling: SamplingConfig, k: int) -> None:
+        """Candidates and token are the twin's, up to scores closer than rounding can tell apart."""
+        expected = self.scores(sampling)
+        tokens, scores = self.candidates(sampling, k)
+        count = min(k, int(np.isfinite(expected).sum()))
+        assert (tokens[count:] == -1).all()
+        assert (scores[count:] == -np.inf).all()
+        tokens, scores = tokens[:count], scores[:count]
+        assert len(set(tokens.tolist())) == count
+        assert (np.diff(scores) <= 0).all()
+        np.testing.assert_allclose(scores, expected[tokens], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(scores, np.sort(expected)[::-1][:count], rtol=0, atol=TOLERANCE)
+        assert expected[self.follow(sampling)] >= expected.max() - TOLERANCE
+        assert self.follow(sampling) == tokens[0]
+
+
+def row_of(path: Path, tokens: list[int]) -> Row:
+    session = _core.Session(_core.Model(str(path), "", 2))
+    session.prefill(tokens[:-1])
+    session.evaluate(tokens[-1:], [-1])
+    return Row(session, session.logits(0), len(tokens))
+
+
+@pytest.fixture(scope="module")
+def small(random_gguf: Callable[..., Path]) -> Row:
+    return row_of(random_gguf(), [5, 17, 256, 0])
+
+
+@pytest.fixture(scope="module")
+def house(house_target: Path) -> Row:
+    return row_of(house_target, [4299, 277, 571, 261, 44456, 7, 77, 2599, 198])
+
+
+@pytest.fixture(params=["small", "house"])
+def row(request: pytest.FixtureRequest) -> Row:
+    found: Row = request.getfixturevalue(request.param)
+    return found
+
+
+# ---- Noise ----
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
+def test_twin_gives_the_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
+    words = philox([np.array([word], np.uint64) for word in counter], key)
+    assert [int(word[0]) for word in words] == expected
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 2**31) | st.integers(0, 2**62),
+    token=st.integers(0, 2**31 - 1),
+)
+def test_noise_is_the_twins(seed: int, position: int, token: int) -> None:
+    assert _core.gumbel(seed, position, token) == pytest.approx(float(noise(seed, position, token)), rel=2e-7, abs=1e-9)
+
+
+def test_noise_is_gumbel_distributed() -> None:
+    values = noise(123, 45, np.arange(200_000))
+    assert values.mean() == pytest.approx(np.euler_gamma, abs=0.02)
+    assert values.var() == pytest.approx(np.pi**2 / 6, rel=0.02)
+
+
+# ---- Tokens and scores ----
+
+
+def test_greedy(row: Row) -> None:
+    sampling = SamplingConfig(seed=3)
+    row.check(sampling, 40)
+    assert row.follow(sampling) == np.argmax(row.logits)
+    assert row.candidates(sampling, 40)[0].tolist() == np.argsort(-row.logits, kind="stable")[:40].tolist()
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 5.0])
+def test_filters(row: Row, temperature: float, filters: dict[str, Any]) -> None:
+    for seed in range(4):
+        row.check(SamplingConfig(temperature, seed=seed, **filters), 12)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    temperature=st.floats(0.015625, 20, width=32),
+    top_k=st.integers(0, 310),
+    top_p=st.just(1.0) | st.floats(0.015625, 1, width=32),
+    min_p=st.just(0.0) | st.floats(0, 0.875, width=32),
+    seed=st.integers(0, 2**64 - 1),
+    k=st.integers(1, 300),
+)
+def test_any_sampling(
+    small: Row, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, k: int
+) -> None:
+    small.check(SamplingConfig(temperature, top_k, top_p, min_p, seed), k)
+
+
+def test_the_whole_vocabulary_can_be_candidates(row: Row) -> None:
+    row.check(SamplingConfig(), len(row.logits))
+    row.check(SamplingConfig(0.8), len(row.logits))
+
+
+@pytest.mark.parametrize("temperature", [0.2, 0.8, 1.0, 1.5, 10.0, 1000.0])
+def test_pruning_never_loses_a_token(house: Row, temperature: float) -> None:
+    for seed in range(25):
+        for k in (1, 8, 40):
+            house.check(SamplingConfig(temperature, seed=2**40 + seed), k)
+
+
+def test_scores_without_filters_are_normalized(row: Row) -> None:
+    sampling = SamplingConfig(1.3, seed=9)
+    tokens, scores = row.candidates(sampling, len(row.logits))
+    assert np.exp(scores - noise(9, row.position, tokens)).sum() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("filters", FILTERS[1:], ids=str)
+def test_scores_are_normalized_over_what_filters_leave(row: Row, filters: dict[str, Any]) -> None:
+    sampling = SamplingConfig(0.9, seed=4, **filters)
+    tokens, scores = row.candidates(sampling, len(row.logits))
+    kept = tokens >= 0
+    assert np.exp(scores[kept] - noise(4, row.position, tokens[kept])).sum() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 0.99999), (1.0, 0.9999), (1.5, 0.9), (1.5, 0.999), (3.0, 0.5)])
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(row: Row, temperature: float, top_p: float) -> None:
+    tokens, _ = row.candidates(SamplingConfig(temperature, top_p=top_p), len(row.logits))
+    p = np.exp(log_probabilities(row.logits, SamplingConfig(temperature))[tokens[tokens >= 0]])
+    assert p.sum() >= np.float32(top_p) - 1e-5
+    assert p.sum() - p.min() < np.float32(top_p) + 1e-5
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-40, 1e-30, 1e-10, 1e30, 3e38])
+def test_extreme_temperatures(row: Row, temperature: float, filters: dict[str, Any]) -> None:
+    sampling = SamplingConfig(temperature, seed=1, **filters)
+    expected = row.scores(sampling)
+    tokens, scores = row.candidates(sampling, 1)
+    assert tokens[0] == row.follow(sampling) == expected.argmax()
+    assert scores[0] == pytest.approx(expected.max(), abs=TOLERANCE)
+
+
+def test_position_and_seed_matter(small: Row) -> None:
+    chosen = {small.follow(SamplingConfig(1.0, seed=seed)) for seed in (0, 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1)}
+    assert len(chosen) > 2
+
+
+# ---- Ties ----
+
+
+@pytest.fixture(scope="module")
+def tied(random_gguf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Row]:
+    """A model whose tokens 3, 100, 250 and 299 have the same, largest logit."""
+    from gguf import GGUFReader  # noqa: PLC0415
+
+    path = tmp_path_factory.mktemp("tied") / "tied.gguf"
+    path.write_bytes(random_gguf(seed=5, tie=False).read_bytes())
+    (head,) = [tensor for tensor in GGUFReader(path).tensors if tensor.name == "output.weight"]
+    start, logits = head.data_offset, row_of(path, [1, 2]).logits
+    rows = np.frombuffer(path.read_bytes(), np.float32, head.n_elements, start).reshape(300, -1).copy()
+    rows[[3, 100, 250, 299]] = rows[np.argmax(logits)]
+    data = bytearray(path.read_bytes())
+    data[start : start + rows.nbytes] = rows.tobytes()
+    path.write_bytes(data)
+    yield row_of(path, [1, 2])
+
+
+def test_ties_go_to_the_lowest_id(tied: Row) -> None:
+    best = np.flatnonzero(tied.logits == tied.logits.max()).tolist()
+    assert best[0] == 3
+    assert len(best) in (4, 5)
+    assert tied.follow(SamplingConfig()) == 3
+    assert tied.candidates(SamplingConfig(), len(best))[0].tolist() == best
+    for k in range(1, len(best) + 1):
+        for seed in range(20):
+            tokens, _ = tied.candidates(SamplingConfig(1.0, top_k=k, seed=seed), 300)
+            assert sorted(tokens[tokens >= 0].tolist()) == best[:k]
+    tokens, _ = tied.candidates(SamplingConfig(1e-3, top_p=0.3), 300)
+    assert set(tokens[tokens >= 0].tolist()) <= set(best[:2])
+    assert 3 in tokens
+
+
+# ---- The distribution ----
+
+
+@pytest.mark.parametrize("filters", [f for f in FILTERS if f not in ({"top_k": 1}, {"top_p": 1e-6})], ids=str)
+def test_tokens_are_drawn_by_their_probability(random_gguf: Callable[..., Path], filters: dict[str, Any]) -> None:
+    row = row_of(random_gguf(vocab_size=257, width=32, layers=1), [7, 7])
+    draws, temperature = 20_000, 0.05
+    expected = draws * np.exp(log_probabilities(row.logits, SamplingConfig(temperature, **filters)))
+    counts = np.zeros(257)
+    for seed in range(draws):
+        follow = row.session.follow(_core.Sampling(temperature, seed=seed, **filters))
+        counts[follow[1][0]] += 1
+    assert not counts[expected == 0].any()
+    # Rare tokens are counted together.
+    common = expected >= 5
+    counts, expected = (np.append(x[common], x[~common].sum()) for x in (counts, expected))
+    kept = expected > 0
+    statistic = (np.square(counts - expected)[kept] / expected[kept]).sum()
+    freedom = int(kept.sum()) - 1
+    assert freedom > 0
+    # The critical value by Wilson and Hilferty's cube.
+    limit = freedom * (1 - 2 / (9 * freedom) + SIGNIFICANCE * np.sqrt(2 / (9 * freedom))) ** 3
+    assert statistic < limit
+
+
+# ---- Options ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be"),
+        ({"temperature": float("nan")}, "temperature must be"),
+        ({"temperature": float("inf")}, "temperature must be"),
+        ({"temperature": 1e39}, "temperature must be"),
+        ({"top_k": -1}, "top_k must be"),
+        ({"top_p": 0.0}, "top_p must be"),
+        ({"top_p": -1.0}, "top_p must be"),
+        ({"top_p": 1.001}, "top_p must be"),
+        ({"top_p": float("nan")}, "top_p must be"),
+        ({"min_p": -0.001}, "min_p must be"),
+        ({"min_p": 1.0}, "min_p must be"),
+        ({"min_p": float("nan")}, "min_p must be"),
+    ],
+    ids=str,
+)
+def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
+    for kind in (SamplingConfig, _core.Sampling):
+        with pytest.raises(ValueError, match=message):
+            kind(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, "seed must be between 0 and"),
+        ({"seed": 2**64}, "seed must be between 0 and"),
+        ({"top_k": 2**31}, "top_k must be"),
+        ({"top_k": -(2**31) - 1}, "top_k must be"),
+        ({"temperature": 10**400}, "temperature must be"),
+    ],
+    ids=["negative-seed", "long-seed", "long-top-k", "long-negative-top-k", "long-temperature"],
+)
+def test_values_beyond_the_native_types(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingConfig(**options)
+    with pytest.raises((TypeError, ValueError)):
+        _core.Sampling(**options)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "seed"])
+@pytest.mark.parametrize("value", ["1", None, True, [0.5]], ids=str)
+def test_values_of_a_wrong_type(field: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"^{field} must be"):
+        SamplingConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["top_k", "seed"])
+def test_fractions_are_not_integers(field: str) -> None:
+    for kind, message in ((SamplingConfig, f"^{field} must be an integer, not float"), (_core.Sampling, "incompatible")):
+        with pytest.raises(TypeError, match=message):
+            kind(**{field: 1.5})  # type: ignore[arg-type]
