@@ -27,6 +27,9 @@ std::vector<int32_t> to_ints(const py::object& values, const char* name) {
         (array.size() > 0 && array.dtype().kind() != 'i' && array.dtype().kind() != 'u')) {
         throw py::type_error(std::string(name) + " must be a one-dimensional array or list of integers");
     }
+    if (array.size() > 0 && array.dtype().kind() == 'u' && array.attr("max")().cast<uint64_t>() > INT32_MAX) {
+        throw py::value_error(std::string(name) + " holds a number that is out of range");
+    }
     const auto wide = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(array);
     std::vector<int32_t> result(wide.size());
     for (py::ssize_t i = 0; i < wide.size(); ++i) {
@@ -56,6 +59,9 @@ py::array_t<float> multiply(const std::string& type, const py::bytes& weights, i
     if (x.ndim() != 2 || rows < 1 || x.shape(1) < 1) {
         throw py::value_error("x must have shape [n, cols] and there must be at least one output");
     }
+    if (num_threads < 1 || num_threads > ThreadPool::kMaxThreads) {
+        throw py::value_error("num_threads must be between 1 and " + std::to_string(ThreadPool::kMaxThreads));
+    }
     const Kernel& kernel = find_kernel(kernel_name);
     ggml_type ggml = GGML_TYPE_COUNT;
     for (int t = 0; t < GGML_TYPE_COUNT; ++t) {
@@ -63,7 +69,7 @@ py::array_t<float> multiply(const std::string& type, const py::bytes& weights, i
             ggml = static_cast<ggml_type>(t);
         }
     }
-    if (ggml == GGML_TYPE_COUNT) {
+    if (ggml == GGML_TYPE_COUNT || ggml_blck_size(ggml) == 0) {
         throw py::value_error("'" + type + "' is no ggml type");
     }
     const int n = static_cast<int>(x.shape(0)), cols = static_cast<int>(x.shape(1));

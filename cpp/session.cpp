@@ -129,8 +129,12 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
             row.tail = before.tail;
         }
         const int cell = committed + index;
-        if (row.position >= context_ || cell >= cache_->num_cells()) {
+        if (row.position >= context_) {
             throw ContextFullError("the context of " + std::to_string(context_) + " tokens is full");
+        }
+        if (cell >= cache_->num_cells()) {
+            throw ContextFullError("the tree has more rows than the context has room for; at most " +
+                                   std::to_string(cache_->num_cells() - committed) + " fit now");
         }
         if (row.tail.empty() && cell == row.position) {
             row.direct = row.position + 1;
@@ -222,6 +226,7 @@ void Session::candidates(const std::vector<Sampling>& sampling, const std::vecto
 Followed Session::follow(const Sampling& sampling, int root) {
     std::lock_guard<std::mutex> lock(mutex_);
     check_open();
+    checked_row(root);
     Followed result;
     for (int row = root; row >= 0;) {
         const int32_t token = samplers_[0].choose(sampling, logits_row(row), pending_[row].position + 1);

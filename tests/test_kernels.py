@@ -62,7 +62,7 @@ def rounded(x: Floats) -> npt.NDArray[np.float64]:
     blocks = x.reshape(len(x), -1, BLOCK)
     largest = np.abs(blocks).max(axis=-1, keepdims=True)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-    integers, scales = np.rint(blocks * inverse), largest / np.float32(127)
+    integers, scales = np.rint(blocks * inverse), (largest / np.float32(127)).astype(np.float16).astype(np.float32)
     result: npt.NDArray[np.float64] = (integers.astype(np.float64) * scales).reshape(x.shape)
     return result
 

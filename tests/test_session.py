@@ -315,7 +315,7 @@ BAD_CALLS: dict[str, tuple[Callable[[_core.Session], object], type[Exception], s
     "too-many-logits": (lambda s: s.evaluate([1], [1], 2), ValueError, "num_logits"),
     "negative-logits": (lambda s: s.evaluate([1], [1], -1), ValueError, "num_logits"),
     "chain-past-the-context": (lambda s: s.evaluate([1] * 20, range(1, 21)), ContextFullError, "16 tokens"),
-    "more-rows-than-cells": (lambda s: s.evaluate([1] * 600, [-1] * 600), ContextFullError, "full"),
+    "more-rows-than-cells": (lambda s: s.evaluate([1] * 600, [-1] * 600), ContextFullError, "more rows than"),
     "prefill-with-pending-rows": (lambda s: s.prefill([1]), ValueError, "pending rows"),
     "logits-without": (lambda s: s.logits(0), ValueError, "row 0 .*without logits"),
     "logits-row": (lambda s: s.logits(2), ValueError, "row 2"),

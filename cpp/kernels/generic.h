@@ -98,6 +98,15 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
     }
 }
 
+inline float round_to_f16(float x) {
+    uint16_t halves[F::lanes];
+    F::set(x).store_f16(halves);
+    float floats[F::lanes];
+    F::load_f16(halves).store(floats);
+    return floats[0];
+}
+
+// Scales are rounded as ggml rounds its own, which keeps the two engines' choices together; quants are not affected.
 void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
     static_assert(kBlock == 2 * kLanes, "a block is two rows of lanes");
     for (int b = 0; b < cols / kBlock; ++b, x += kBlock) {
@@ -110,7 +119,7 @@ void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
         const Row least = Row::set(-127), most = Row::set(127);
         const int sum = min(max(lo * inverse, least), most).store_i8(out) +
                         min(max(hi * inverse, least), most).store_i8(out + kLanes);
-        to.scales[at] = largest / 127.0f;
+        to.scales[at] = round_to_f16(largest / 127.0f);
         to.offsets[at] = -to.zero_point * sum;
     }
 }

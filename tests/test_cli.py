@@ -1,0 +1,219 @@
+"""The command line in processes of its own: text on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pystaged
+from pystaged import _core
+
+PROMPT = "the tree then "
+WARM = ["--temperature", "1", "--seed", "3", "--top-k", "200", "--max-tokens", "40"]
+PROGRAM = (
+    [sys.executable, "-m", "pystaged"]
+    if find_spec("pystaged.__main__")
+    else [str(Path(sys.executable).with_name("pystaged"))]
+)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    usual = {key: value for key, value in os.environ.items() if not key.startswith("PYSTAGED_")}
+    return usual | {"PYTHONUTF8": "1", "NO_COLOR": "1"} | changes
+
+
+def run(*arguments: str | bytes | Path, stdin: bytes = b"", **changes: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [*PROGRAM, *arguments], input=stdin, capture_output=True, check=False, env=environment(**changes), timeout=60
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[bytes], *words: str) -> None:
+    """One line on standard error that says what is wrong; nothing else."""
+    said = done.stderr.decode()
+    assert done.stdout == b""
+    assert "Traceback" not in said
+    assert done.returncode == 1, said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert said.endswith("\n")
+    for word in words:
+        assert word in said
+
+
+@pytest.fixture(scope="module")
+def path(random_gguf: Callable[..., Path]) -> Path:
+    return random_gguf(vocab_size=300, context=96)
+
+
+@pytest.fixture(scope="module")
+def result(path: Path) -> pystaged.GenerationResult:
+    return pystaged.generate(PROMPT, model=path, max_tokens=40, temperature=1.0, seed=3, top_k=200)
+
+
+# ---- generate ----
+
+
+def test_generate(path: Path, result: pystaged.GenerationResult) -> None:
+    done = run("generate", PROMPT, "--model", path, *WARM)
+    assert done.returncode == 0
+    assert done.stdout.decode() == result.text + "\n"
+    assert f"{len(result.tokens)} tokens" in done.stderr.decode()
+    assert b"\x1b" not in done.stdout + done.stderr
+
+
+def test_generate_from_standard_input(path: Path, result: pystaged.GenerationResult) -> None:
+    done = run("generate", "-", "--model", path, *WARM, stdin=PROMPT.encode())
+    assert (done.returncode, done.stdout.decode()) == (0, result.text + "\n")
+
+
+def test_generate_by_default_with_the_house_model() -> None:
+    prompt = "def f(\u00e9):\n"
+    done = run("generate", prompt, "--max-tokens", "8")
+    assert (done.returncode, done.stdout.decode()) == (0, pystaged.generate(prompt, max_tokens=8).text + "\n")
+
+
+def test_json(path: Path, result: pystaged.GenerationResult) -> None:
+    done = run("generate", PROMPT, "--model", path, *WARM, "--json")
+    assert done.returncode == 0
+    assert done.stdout.count(b"\n") == 1
+    found = json.loads(done.stdout)
+    stats = found.pop("stats")
+    assert found == {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason}
+    expected = result.stats.to_dict()
+    assert stats.keys() == expected.keys()
+    for name in ("prompt_tokens", "reused_tokens", "new_tokens"):
+        assert stats[name] == expected[name]
+
+
+def test_stop_strings(path: Path, result: pystaged.GenerationResult) -> None:
+    late, early = result.text[25:28], result.text[10:12]
+    done = run("generate", PROMPT, "--model", path, *WARM, "--stop", late, "--stop", early)
+    cut = min(result.text.index(late), result.text.index(early))
+    assert (done.returncode, done.stdout.decode()) == (0, result.text[:cut] + "\n")
+
+
+def test_text_is_not_markup(path: Path, tmp_path: Path) -> None:
+    """A model may write, or be called, what the console would take for colours or smileys."""
+    model = tmp_path / "[bold]m[/red] :smile:.gguf"
+    model.parent.mkdir()
+    shutil.copy(path, model)
+    shown = run("info", model)
+    assert shown.returncode == 0
+    assert str(model) in shown.stdout.decode()
+    assert_refused(run("info", tmp_path / "[bold]none[/red] :smile:.gguf"), "[bold]none[/red] :smile:.gguf")
+
+
+# ---- Failures ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([""], ["the prompt is empty"]),
+        (["."], ["none.gguf", "no model file"]),
+        (["."], ["bad.gguf", "GGUF"]),
+        ([PROMPT, "--temperature", "-1"], ["temperature must be"]),
+        ([PROMPT, "--top-p", "0"], ["top_p must be"]),
+        ([PROMPT, "--seed", "-1"], ["seed must be"]),
+        ([PROMPT, "--max-tokens", "0"], ["max_tokens must be"]),
+        ([PROMPT, "--stop", ""], ["stop string must not be empty"]),
+        ([PROMPT, "--threads", "-1"], ["threads must be"]),
+        (["." * 200], ["200 tokens", "96"]),
+    ],
+    ids=lambda value: " ".join(value)[:30],
+)
+def test_refusals(path: Path, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    model = path
+    if words[0].endswith(".gguf"):
+        model = tmp_path / words[0]
+        (tmp_path / "bad.gguf").write_text("no model")
+    assert_refused(run("generate", *arguments, "--model", model), *words)
+
+
+@pytest.mark.parametrize("prompt", [b"-", b"def \xff"], ids=["stdin", "argument"])
+def test_bytes_that_are_no_text(path: Path, prompt: bytes) -> None:
+    assert_refused(run("generate", prompt, "--model", path, stdin=b"def \xff"))
+
+
+@pytest.mark.parametrize("arguments", [["generate", "x", "--max-tokens", "few"], ["nonsense"]])
+def test_wrong_usage(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
+def test_nobody_reads(path: Path, extra: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    child = subprocess.Popen(
+        [*PROGRAM, "generate", PROMPT, "--model", path, *WARM, *extra],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    os.close(writing)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode != 0
+    assert said == b""
+
+
+def test_the_reader_has_enough() -> None:
+    command = [*PROGRAM, "generate", "def f(x):\n", "--max-tokens", "300"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert len(child.stdout.read(5)) == 5
+        child.stdout.close()
+        said = child.stderr.read()
+    assert b"Traceback" not in said
+    assert b"Exception" not in said
+
+
+# ---- info, version, help ----
+
+
+def test_info(path: Path) -> None:
+    done = run("info", path)
+    shown = done.stdout.decode()
+    assert (done.returncode, done.stderr) == (0, b"")
+    for words in (pystaged.__version__, _core.kernels()[0], "2 layers, 64 wide, 2 heads", "96 tokens", "300 tokens", "f32"):
+        assert words in shown
+    assert any(line.split() == ["model", str(path)] for line in shown.splitlines())
+    assert "house target" in run("info").stdout.decode()
+
+
+@pytest.mark.parametrize("kernel", _core.kernels())
+def test_info_with_a_kernel(path: Path, kernel: str) -> None:
+    shown = run("info", path, PYSTAGED_KERNEL=kernel).stdout.decode()
+    (line,) = [line for line in shown.splitlines() if line.startswith("kernel")]
+    assert line.split()[1] == kernel
+
+
+@pytest.mark.parametrize("command", [["info"], ["generate", PROMPT, "--model"]], ids=["info", "generate"])
+def test_unknown_kernel(path: Path, command: list[str]) -> None:
+    done = run(*command, path, PYSTAGED_KERNEL="abacus")
+    assert_refused(done, "no kernel 'abacus' on this CPU", *_core.kernels())
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout.decode()) == (0, f"pystaged {pystaged.__version__}\n")
+
+
+def test_help() -> None:
+    for arguments in (["--help"], ["generate", "-h"]):
+        done = run(*arguments)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"Usage" in done.stdout
