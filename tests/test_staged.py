@@ -1,0 +1,324 @@
+"""Staged decoding writes what plain decoding writes, whatever drafts and whatever goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import pystaged
+from pystaged import Stage, hub
+from pystaged._core import ContextFullError, Model, Session, Tokenizer, gumbel
+from pystaged.bench.pairs import LyingDrafter, check_drafter, continuation, load_prompts
+from pystaged.config import SamplingConfig
+from pystaged.decode import Decoder
+from pystaged.drafter import Drafter, ModelDrafter, NgramDrafter
+from pystaged.ngram import NgramTable
+from pystaged.pair import check_vocabularies, house_table
+from pystaged.policy import FixedPolicy, TreePolicy
+from pystaged.stats import GenerationStats
+
+GREEDY = SamplingConfig()
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "top-k": SamplingConfig(temperature=1.0, top_k=50),
+    "top-p": SamplingConfig(temperature=0.8, top_p=0.95, seed=1),
+    "no-filter": SamplingConfig(temperature=1.0, seed=2),
+}
+TREE, CHAIN, WIDE = FixedPolicy(4, 5, 12), FixedPolicy(1, 6, 6, 1), FixedPolicy(8, 2, 31, 8)
+
+
+@pytest.fixture(scope="module")
+def target(house_target: Path) -> Model:
+    return Model(str(house_target))
+
+
+@pytest.fixture(scope="module")
+def draft(house_draft: Path) -> Model:
+    return Model(str(house_draft))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(house_target: Path) -> Tokenizer:
+    return Tokenizer(str(house_target))
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
+    texts = load_prompts(hub.house("humaneval_prompts.jsonl"))[::16]
+    return [tokenizer.encode(text) for text in texts]
+
+
+def table_of(prompts: Sequence[NDArray[np.int32]], tokenizer: Tokenizer) -> NgramTable:
+    return NgramTable.build(
+        prompts, vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint, max_successors=8, min_count=1
+    )
+
+
+DRAFTERS = ("tree", "chain", "wide", "ngram", "context", "no-below", "three-models", "lying")
+
+
+def make_drafter(name: str, target: Model, draft: Model, table: NgramTable) -> Drafter:
+    match name:
+        case "tree":
+            return model_drafter(target, draft, TREE, table)
+        case "chain":
+            return model_drafter(target, draft, CHAIN, table)
+        case "wide":
+            return model_drafter(target, draft, WIDE, table)
+        case "ngram":
+            return NgramDrafter(table, TREE, target.vocab_size)
+        case "context":
+            return NgramDrafter(None, TREE, target.vocab_size)
+        case "no-below":
+            return ModelDrafter(Session(draft), TREE, vocab_size=target.vocab_size)
+        case "three-models":
+            below = model_drafter(target, draft, TREE, table)
+            return ModelDrafter(Session(target), CHAIN, below=below, vocab_size=target.vocab_size)
+        case _:
+            return LyingDrafter(target.vocab_size)
+
+
+def model_drafter(target: Model, draft: Model, policy: TreePolicy, table: NgramTable) -> ModelDrafter:
+    below = NgramDrafter(table, CHAIN, target.vocab_size)
+    return ModelDrafter(Session(draft), policy, below=below, vocab_size=target.vocab_size)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_any_drafter_leaves_the_text_alone(
+    name: str,
+    sampling: SamplingConfig,
+    target: Model,
+    draft: Model,
+    prompts: list[NDArray[np.int32]],
+    tokenizer: Tokenizer,
+) -> None:
+    drafter = make_drafter(name, target, draft, table_of(prompts, tokenizer))
+    assert check_drafter(Decoder(Session(target)), drafter, prompts, sampling, 40) == []
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_the_target_as_its_own_draft_accepts_everything(
+    sampling: SamplingConfig, target: Model, prompts: list[NDArray[np.int32]]
+) -> None:
+    drafter = ModelDrafter(Session(target), CHAIN, vocab_size=target.vocab_size)
+    decoder, stats = Decoder(Session(target), drafter), GenerationStats()
+    decoder.start(prompts[0])
+    written = 0
+    while written < 40:
+        written += len(decoder.step(sampling, 40 - written, stats).tokens)
+    assert stats.drafted == stats.accepted > 0
+    assert stats.tokens_per_step > 6
+    assert stats.acceptance_at_depth == [1.0] * len(stats.acceptance_at_depth)
+
+
+def test_three_stages_save_passes_of_the_middle_one(
+    target: Model, draft: Model, prompts: list[NDArray[np.int32]], tokenizer: Tokenizer
+) -> None:
+    table = table_of(prompts, tokenizer)
+    drafter = make_drafter("three-models", target, draft, table)
+    continuation(Decoder(Session(target), drafter), prompts[0], GREEDY, 40)
+    work = drafter.work()
+    assert set(work) == {"draft", "draft below", "ngram"}
+    assert work["draft"].confirmed > 0
+    assert work["draft below"].passes > 0
+
+
+def test_guesses_from_below_save_passes(
+    target: Model, draft: Model, prompts: list[NDArray[np.int32]], tokenizer: Tokenizer
+) -> None:
+    table = table_of(prompts, tokenizer)
+    confirmed = {}
+    for name in ("chain", "no-below"):
+        drafter = make_drafter(name, target, draft, table)
+        continuation(Decoder(Session(target), drafter), prompts[0], GREEDY, 40)
+        confirmed[name] = drafter.work()["draft"].confirmed
+    assert confirmed["chain"] > 0
+    assert confirmed["no-below"] == 0
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 14))
+def test_max_tokens_inside_a_path(max_tokens: int) -> None:
+    with pystaged.load(policy=CHAIN) as engine:
+        prompt = "import os\nimport sys\nimport os\nimport sys\n"
+        staged = engine.generate(prompt, max_tokens=max_tokens)
+        plain = engine.generate(prompt, max_tokens=max_tokens, speculate=False)
+    assert staged.tokens == plain.tokens
+    assert staged.text == plain.text
+    assert len(staged.tokens) == max_tokens == len(staged.stages)
+    assert staged.finish_reason == "length"
+
+
+def test_stop_string_across_steps() -> None:
+    with pystaged.load(policy=TREE) as engine:
+        whole = engine.generate("class Stack:\n    def __init__(self", max_tokens=40).text
+        for start in range(0, len(whole) - 6, 3):
+            stop = whole[start : start + 6]
+            staged = engine.generate("class Stack:\n    def __init__(self", max_tokens=40, stop=stop)
+            assert staged.text == whole[: whole.find(stop)]
+            assert staged.finish_reason == "stop"
+
+
+def test_end_of_text_inside_the_tree(random_gguf: Callable[..., Path]) -> None:
+    path = random_gguf("F32", vocab_size=257, width=32, heads=2)
+    ended = 0
+    with pystaged.load(path, draft=path, policy=TREE) as engine:
+        for seed in range(60):
+            options = {"max_tokens": 60, "temperature": 1.0, "seed": seed}
+            staged = engine.generate("ab", **options)
+            plain = engine.generate("ab", **options, speculate=False)
+            assert (staged.tokens, staged.text, staged.finish_reason) == (plain.tokens, plain.text, plain.finish_reason)
+            ended += staged.finish_reason == "stop"
+    assert ended > 3
+
+
+def test_draft_with_a_shorter_context_than_the_target(random_gguf: Callable[..., Path]) -> None:
+    target, draft = random_gguf("F32", context=96), random_gguf("F32", context=24, seed=1)
+    with pystaged.load(target, draft=draft, policy=TREE) as engine:
+        for prompt in ("x" * 10, "y" * 60):
+            staged = engine.generate(prompt, max_tokens=99)
+            assert staged.tokens == engine.generate(prompt, max_tokens=99, speculate=False).tokens
+            assert staged.finish_reason == "length"
+            assert len(staged.tokens) + staged.stats.prompt_tokens == 97
+
+
+def test_a_draft_that_vanishes_after_loading_is_still_there(random_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    draft = tmp_path / "draft.gguf"
+    draft.write_bytes(random_gguf("F32", seed=1).read_bytes())
+    with pystaged.load(random_gguf("F32"), draft=draft, policy=TREE) as engine:
+        before = engine.generate("abc", max_tokens=20).tokens
+        draft.unlink()
+        assert engine.generate("abc", max_tokens=20).tokens == before
+    with pytest.raises(FileNotFoundError, match=r"draft\.gguf"):
+        pystaged.load(random_gguf("F32"), draft=draft)
+
+
+@pytest.mark.parametrize("call", ["evaluate", "candidates", "commit"])
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
+    call: str, which: str, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
+) -> None:
+    class Fragile:
+        """A session whose tenth such call is interrupted."""
+
+        def __init__(self, session: Session) -> None:
+            self.session, self.left = session, 10
+
+        def __getattr__(self, name: str) -> object:
+            if name == call:
+                self.left -= 1
+                if self.left == 0:
+                    raise KeyboardInterrupt
+            return getattr(self.session, name)
+
+    expected = continuation(Decoder(Session(target)), prompts[1], GREEDY, 30)
+    sessions = {"target": Session(target), "draft": Session(draft)}
+    wrapped: dict[str, object] = {**sessions, which: Fragile(sessions[which])}
+    drafter = ModelDrafter(wrapped["draft"], TREE, vocab_size=target.vocab_size)  # type: ignore[arg-type]
+    decoder = Decoder(wrapped["target"], drafter)  # type: ignore[arg-type]
+    if not (which == "target" and call == "candidates"):
+        with pytest.raises(KeyboardInterrupt):
+            continuation(decoder, prompts[1], GREEDY, 60)
+    assert sessions["target"].num_pending == 0
+    assert continuation(decoder, prompts[1], GREEDY, 30) == expected
+
+
+def test_a_prompt_longer_than_the_context(target: Model) -> None:
+    decoder = Decoder(Session(target, 16))
+    with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
+        decoder.start(np.zeros(17, np.int32))
+
+
+def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], house_draft: Path) -> None:
+    small = random_gguf("F32")
+    with pytest.raises(ValueError, match=r"vocabulary.*token \d+ is"):
+        pystaged.load(small, draft=house_draft)
+    padded = Tokenizer(str(random_gguf("F32", vocab_size=300)))
+    check_vocabularies(padded, Tokenizer(str(small)))
+
+
+def test_the_table_is_for_its_vocabulary_alone(random_gguf: Callable[..., Path], tokenizer: Tokenizer) -> None:
+    table = house_table(tokenizer)
+    assert table is not None
+    assert table.vocab_hash == tokenizer.fingerprint
+    assert house_table(Tokenizer(str(random_gguf("F32")))) is None
+
+
+def test_own_policy_is_asked() -> None:
+    class Recorder:
+        children = 2
+
+        def __init__(self) -> None:
+            self.seen: list[pystaged.Growth] = []
+
+        def expand(self, growth: pystaged.Growth) -> int:
+            self.seen.append(growth)
+            return sum(score > 0.5 for score in growth.leaves) if growth.passes < 3 else 0
+
+        def keep(self, growth: pystaged.Growth) -> int:
+            return min(3, len(growth.scores))
+
+    policy = Recorder()
+    with pystaged.load(policy=policy) as engine:
+        result = engine.generate("import os\n", max_tokens=20)
+        assert result.tokens == engine.generate("import os\n", max_tokens=20, speculate=False).tokens
+    assert policy.seen
+    assert all(list(growth.scores) == sorted(growth.scores, reverse=True) for growth in policy.seen)
+    assert result.stats.drafted <= 3 * result.stats.steps
+
+
+def test_the_default_policy_writes_the_same_and_accounts_for_every_token() -> None:
+    with pystaged.load() as engine:
+        for temperature in (0.0, 1.0):
+            options = {"max_tokens": 50, "temperature": temperature, "top_k": 40, "seed": 3}
+            staged = engine.generate("def add(a, b):\n", **options)
+            plain = engine.generate("def add(a, b):\n", **options, speculate=False)
+            assert staged.tokens == plain.tokens
+            assert len(staged.stages) == len(staged.tokens) == staged.stats.new_tokens
+            assert sum(stage.emitted for stage in staged.stats.stages.values()) == staged.stats.new_tokens
+            assert plain.stages == [Stage.TARGET] * len(plain.tokens)
+            assert plain.stats.relative_weight_bytes == 1.0
+            assert plain.stats.tokens_per_step == 1.0
+
+
+def test_stats_are_consistent() -> None:
+    with pystaged.load(policy=TREE) as engine:
+        stats = engine.generate("import os\nimport sys\n", max_tokens=60).stats
+    assert stats.steps == sum(stats.lengths.values())
+    assert stats.accepted == sum(length * count for length, count in stats.lengths.items())
+    assert stats.tokens_per_step == pytest.approx(1 + stats.accepted / stats.steps)
+    assert stats.accepted_length == pytest.approx(stats.accepted / stats.steps)
+    assert 0 <= stats.python_share < 1
+    assert all(0 <= rate <= 1 for rate in stats.acceptance_at_depth)
+    assert stats.taken[1] == sum(count for length, count in stats.lengths.items() if length >= 1)
+    assert stats.relative_weight_bytes > 0
+    assert stats.drafted == sum(stage.drafted for stage in stats.stages.values())
+    assert set(stats.to_dict()) >= {
+        "tokens_per_step",
+        "accepted_length",
+        "acceptance_at_depth",
+        "drafted",
+        "accepted",
+        "steps",
+        "relative_weight_bytes",
+        "python_share",
+        "stages",
+    }
+
+
+def test_candidates_are_ranked_under_the_shared_noise(draft: Model) -> None:
+    sampling = SamplingConfig(temperature=1.0, seed=5)
+    session = Session(draft)
+    session.prefill([1, 2, 3])
+    session.evaluate([4], [-1])
+    logits = session.logits(0).astype(np.float64)
+    log_p = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+    noise = gumbel(5, 4, np.arange(draft.vocab_size, dtype=np.int32))
+    tokens, scores = session.candidates([0], 4, sampling.native)
+    order = np.argsort(-(log_p + noise), kind="stable")[:4]
+    np.testing.assert_array_equal(tokens[0], order)
+    np.testing.assert_allclose(scores[0], (log_p + noise)[order], atol=1e-4)

@@ -1,0 +1,47 @@
+"""Trees: parents before children, distinct siblings, best nodes closed under ancestors."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pystaged.tree import Stage, TokenTree, TreeBuilder
+
+CELL = (1, 0, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4), st.floats(0.05, 1.0)), max_size=40), st.data())
+@settings(derandomize=True, deadline=None)
+def test_any_number_of_best_nodes_is_a_tree(guesses: list[tuple[int, int, float]], data: st.DataObject) -> None:
+    builder = TreeBuilder(7)
+    for guess, token, rate in guesses:
+        parent = guess % len(builder.nodes)
+        builder.add(parent, token, builder.nodes[parent].score * rate, Stage.DRAFT, CELL)
+    kept = builder.best()[: data.draw(st.integers(0, len(builder.nodes)))]
+    tree = builder.build(kept)
+    parents = tree.parents.tolist()
+    assert parents[0] == -1
+    assert all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
+    children = list(zip(parents, tree.tokens.tolist(), strict=True))
+    assert len(set(children)) == len(children)
+    for node, depth in zip(kept, tree.depths()[1:].tolist(), strict=True):
+        path = builder.path(node)
+        assert len(path) == depth
+        assert path[-1] == builder.nodes[node].token
+
+
+def test_a_token_proposed_twice_is_one_node_with_the_higher_score() -> None:
+    builder = TreeBuilder(0)
+    first = builder.add(0, 5, 0.2, Stage.DRAFT, CELL)
+    assert builder.add(0, 5, 0.6, Stage.NGRAM, CELL) == first
+    assert builder.nodes[first].score == 0.6
+    assert len(builder.nodes) == 2
+
+
+def test_root_alone() -> None:
+    tree = TokenTree.root(42)
+    assert len(tree) == 1
+    np.testing.assert_array_equal(tree.tokens, [42])
+    np.testing.assert_array_equal(tree.parents, [-1])
+    assert tree.stages.tolist() == [Stage.TARGET]
