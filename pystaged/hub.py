@@ -7,6 +7,7 @@ from pathlib import Path
 _HOUSE_TARGET = "target.Q8_0.gguf"
 _HOUSE_DRAFT = "draft.Q8_0.gguf"
 HOUSE_TABLE = "draft.ngram.npz"
+HOUSE_PROMPTS = "humaneval_prompts.jsonl"
 
 
 def resolve(model: str | Path) -> Path:

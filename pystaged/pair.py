@@ -43,7 +43,7 @@ class Pair:
         if self._draft_path:
             self.draft, draft_tokenizer = self._load(self._draft_path)
             check_vocabularies(self.tokenizer, draft_tokenizer)
-        self._table = house_table(self.tokenizer)
+        self.table = house_table(self.tokenizer)
         self._costs: dict[Path, PassCost] = {}
 
     def decoder(self, n_ctx: int, policy: TreePolicy | None) -> Decoder:
@@ -77,9 +77,9 @@ class Pair:
     def _drafter(self, policy: TreePolicy, cost: PassCost | None = None) -> Drafter:
         vocab_size = self.target.vocab_size
         if self.draft is None:
-            return NgramDrafter(self._table, policy, vocab_size)
+            return NgramDrafter(self.table, policy, vocab_size)
         # The lowest stage only extends paths, so no policy of its own matters.
-        below = NgramDrafter(self._table, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
+        below = NgramDrafter(self.table, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
         return ModelDrafter(Session(self.draft), policy, below=below, cost=cost, vocab_size=vocab_size)
 
     def _cost(self, path: Path, model: Model, again: bool) -> PassCost:

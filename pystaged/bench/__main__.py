@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,9 @@ from rich.table import Table
 
 import pystaged
 from pystaged import hub
+from pystaged._core import Session
 from pystaged.bench import machine, models, pairs, passes
+from pystaged.pair import Pair
 from pystaged.policy import FixedPolicy
 
 app = typer.Typer(help="Measure pystaged on this machine.", no_args_is_help=True, pretty_exceptions_enable=False)
@@ -66,7 +69,7 @@ def speedup(
 
     Example: python -m pystaged.bench speedup --model grown --limit 10
     """
-    texts = pairs.load_prompts(prompts or hub.house("humaneval_prompts.jsonl"))[:limit]
+    texts = pairs.load_prompts(prompts or hub.house(hub.HOUSE_PROMPTS))[:limit]
     policy = FixedPolicy(width=4, depth=8, budget=nodes) if nodes else None
     path = models.find(model, quantization.upper())
     errors = Console(stderr=True)
@@ -90,6 +93,54 @@ def speedup(
     for figure in next(iter(summaries.values())):
         table.add_row(figure.replace("_", " "), *(_show(summary[figure]) for summary in summaries.values()))
     Console().print(table)
+
+
+@app.command()
+def lossless(
+    model: Annotated[str, typer.Option(help="As in passes.")] = "house",
+    draft: Annotated[str, typer.Option(help="Path of a draft, or 'house'.")] = "house",
+    quantization: Annotated[str, typer.Option("--type", help="Type of a model to be made.")] = "Q8_0",
+    prompts: Annotated[Path | None, typer.Option(help="File in HumanEval's format.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 82,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 96,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds for each sampling.")] = 2,
+) -> None:
+    """Check that every way of drafting writes what plain decoding writes. Ends with 1 if one does not.
+
+    Example: python -m pystaged.bench lossless --limit 10
+    """
+    pair = Pair(models.find(model, quantization.upper()), draft, 0, Console(stderr=True).print)
+    if pair.draft is None:
+        raise typer.BadParameter("a draft is needed")
+    texts = [pair.tokenizer.encode(text) for text in pairs.load_prompts(prompts or hub.house(hub.HOUSE_PROMPTS))][
+        :limit
+    ]
+    ways = pairs.drafters(pair.target, pair.draft, pair.table)
+    session = Session(pair.target)
+    table = Table(
+        title=f"{len(texts)} prompts, {max_tokens} tokens each: texts that differ from plain decoding", box=None
+    )
+    for heading in ("", *ways):
+        table.add_column(heading, justify="right")
+    wrong = 0
+    with Progress(console=Console(stderr=True)) as progress:
+        runs = [
+            (f"{mode}, seed {seed}", replace(sampling, seed=seed))
+            for mode, sampling in pairs.MODES.items()
+            for seed in range(1 if sampling.is_greedy else seeds)
+        ]
+        task = progress.add_task("checking", total=len(runs) * len(ways))
+        for name, sampling in runs:
+            expected = pairs.expect(session, texts, sampling, max_tokens)
+            different = []
+            for drafter in ways.values():
+                different.append(len(pairs.check_drafter(session, drafter, expected, max_tokens)))
+                progress.advance(task)
+            wrong += sum(different)
+            table.add_row(name, *map(str, different))
+    Console().print(table)
+    if wrong:
+        raise typer.Exit(1)
 
 
 def _show(value: float | int | list[float]) -> str:

@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pystaged._core import Model, Session
 from pystaged.config import SamplingConfig
 from pystaged.decode import Decoder
-from pystaged.drafter import Drafter
+from pystaged.drafter import Drafter, ModelDrafter, NgramDrafter
 from pystaged.engine import Engine
+from pystaged.ngram import NgramTable
+from pystaged.policy import FixedPolicy, TreePolicy
 from pystaged.stats import DrafterStats, GenerationStats
 from pystaged.tree import Stage, TokenTree, TreeBuilder
 
@@ -45,8 +48,8 @@ def load_prompts(path: Path) -> list[str]:
 class Comparison:
     """Plain and speculative decoding of the same prompts.
 
-    speedups: plain time over speculative time, per prompt. plain_seconds, seconds: decoding, altogether. offered, taken:
-    as in GenerationStats. different: prompts whose tokens were not the same.
+    speedups: plain time over speculative time, per prompt. plain_seconds, seconds: decoding, altogether. offered and
+    taken: as in GenerationStats. different: prompts whose tokens were not the same.
     """
 
     tokens: int = 0
@@ -176,6 +179,30 @@ class LyingDrafter:
         self._root = tokens[-1]
 
 
+def drafters(target: Model, draft: Model, table: NgramTable | None) -> dict[str, Drafter]:
+    """Ways to draft that differ as much as they can: what the output must not depend on."""
+    vocab_size = target.vocab_size
+    tree, chain = FixedPolicy(width=4, depth=6, budget=12), FixedPolicy(width=1, depth=6, budget=6, children=1)
+    wide = FixedPolicy(width=8, depth=2, budget=31, children=8)
+
+    def ngram(policy: TreePolicy) -> NgramDrafter:
+        return NgramDrafter(table, policy, vocab_size)
+
+    def model(policy: TreePolicy) -> ModelDrafter:
+        return ModelDrafter(Session(draft), policy, below=ngram(chain), vocab_size=vocab_size)
+
+    return {
+        "tree": model(tree),
+        "chain": model(chain),
+        "wide tree": model(wide),
+        "n-grams alone": ngram(tree),
+        "n-grams of the context alone": NgramDrafter(None, tree, vocab_size),
+        "draft without n-grams": ModelDrafter(Session(draft), tree, vocab_size=vocab_size),
+        "three models": ModelDrafter(Session(target), chain, below=model(tree), vocab_size=vocab_size),
+        "lying": LyingDrafter(vocab_size),
+    }
+
+
 def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
     """The tokens a decoder writes after a prompt, end of text or not."""
     decoder.start(prompt)
@@ -191,13 +218,28 @@ def _tokens(decoder: Decoder, sampling: SamplingConfig, max_tokens: int) -> Iter
         yield from step.tokens
 
 
-def check_drafter(
-    plain: Decoder, drafter: Drafter, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
-) -> list[int]:
-    """The prompts for which decoding with a drafter writes other tokens than plain decoding; there should be none."""
-    speculating = Decoder(plain.target, drafter)
+def check_drafter(target: Session, drafter: Drafter, texts: Sequence[Expected], max_tokens: int) -> list[Expected]:
+    """The texts that decoding with a drafter does not write; there should be none."""
+    decoder = Decoder(target, drafter)
     return [
-        number
-        for number, prompt in enumerate(prompts)
-        if continuation(plain, prompt, sampling, max_tokens) != continuation(speculating, prompt, sampling, max_tokens)
+        text for text in texts if continuation(decoder, text.prompt, text.sampling, max_tokens) != list(text.tokens)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """What plain decoding writes after a prompt."""
+
+    prompt: NDArray[np.int32]
+    sampling: SamplingConfig
+    tokens: tuple[int, ...]
+
+
+def expect(
+    target: Session, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
+) -> list[Expected]:
+    """Decode prompts plainly."""
+    decoder = Decoder(target)
+    return [
+        Expected(prompt, sampling, tuple(continuation(decoder, prompt, sampling, max_tokens))) for prompt in prompts
     ]
