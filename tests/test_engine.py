@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import pystaged
-from pystaged import ContextFullError, Engine, GenerationResult, ModelError, SamplingConfig, _core
+from pystaged import ContextFullError, Engine, GenerationResult, ModelError, _core
+from pystaged.engine import Stream
 
 PROMPT = "the tree then "
 CONTEXT = 96
@@ -44,7 +45,7 @@ def alone(path: Path, prompt: str, **options: Any) -> GenerationResult:
 
 def plain_tokens(path: Path, prompt: str, count: int, **options: Any) -> list[int]:
     """Token by token on a bare session, to the end of text at most."""
-    tokenizer, sampling = _core.Tokenizer(str(path)), SamplingConfig(**options).native()
+    tokenizer, sampling = _core.Tokenizer(str(path)), _core.Sampling(**options)
     session = _core.Session(_core.Model(str(path)))
     tokens = tokenizer.encode(prompt).tolist()
     session.prefill(tokens[:-1])
@@ -126,12 +127,13 @@ def test_pieces_join_to_the_text(engine: Engine, options: dict[str, Any]) -> Non
         assert (bytes_so_far + b"\x80").decode("utf-8", errors="replace").startswith(shown) or piece is pieces[-1]
 
 
-def test_texts_are_torn_and_whole(engine: Engine) -> None:
-    """The model above is one to test pieces with."""
-    text = engine.generate(PROMPT, max_tokens=80, **WARM).text
+def test_the_texts_above_are_torn(engine: Engine) -> None:
+    streams = [engine.stream(PROMPT, max_tokens=80, temperature=1.0, seed=seed) for seed in range(8)]
+    pieces = [piece for stream in streams for piece in stream]
+    text = "".join(pieces)
     assert "\ufffd" in text
-    assert any(ord(character) > 127 and character != "\ufffd" for character in text) or text.isascii() is False
-    assert any(not piece and piece.tokens for piece in engine.stream(PROMPT, max_tokens=80, **WARM))
+    assert any(ord(character) > 127 and character != "\ufffd" for character in text)
+    assert any(piece.tokens and not piece for piece in pieces)
 
 
 def test_result_only_at_the_end(engine: Engine) -> None:
@@ -225,7 +227,10 @@ def test_full_context(engine: Engine, path: Path, options: dict[str, Any]) -> No
     # The last position's token needs no position of its own.
     assert result.stats.prompt_tokens + len(result.tokens) == CONTEXT + 1
     with pystaged.load(path, n_ctx=20) as short:
-        assert short.generate(PROMPT, max_tokens=10_000, **options).tokens == result.tokens[: 21 - result.stats.prompt_tokens]
+        assert (
+            short.generate(PROMPT, max_tokens=10_000, **options).tokens
+            == result.tokens[: 21 - result.stats.prompt_tokens]
+        )
 
 
 def test_long_prompts(engine: Engine) -> None:
@@ -248,7 +253,7 @@ def test_prompts_that_are_none(engine: Engine) -> None:
     for prompt in (None, 5, b"bytes", ["list"]):
         with pytest.raises(TypeError, match="the prompt must be a string, not"):
             engine.generate(prompt)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="surrogate|UTF-8|utf-8"):
+    with pytest.raises(ValueError, match=r"surrogate|(?i:utf-8)"):
         engine.generate("a lone surrogate \ud800")
 
 
@@ -315,10 +320,7 @@ def test_closing_under_a_stream(path: Path) -> None:
     stream = engine.stream(PROMPT, max_tokens=20)
     first = next(stream)
     engine.close()
-    try:
-        assert first + "".join(stream) == expected.text
-    except ValueError as error:
-        assert "closed" in str(error)  # noqa: PT017
+    assert first + "".join(stream) == expected.text
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.generate(PROMPT)
 
@@ -352,7 +354,9 @@ def test_a_closed_stream(engine: Engine, path: Path, pieces: int, options: dict[
     with pytest.raises(StopIteration):
         next(stream)
     for prompt in (PROMPT, "her hat ", PROMPT + "the"):
-        assert engine.generate(prompt, max_tokens=40, **options).text == alone(path, prompt, max_tokens=40, **options).text
+        assert (
+            engine.generate(prompt, max_tokens=40, **options).text == alone(path, prompt, max_tokens=40, **options).text
+        )
 
 
 def test_a_stream_left_behind(engine: Engine, path: Path) -> None:
@@ -378,18 +382,23 @@ class Interrupting:
         return self._tokenizer.token_bytes(token)
 
 
-@pytest.mark.parametrize("when", [1, 2, 9])
-def test_an_interrupted_generation(
-    engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch, when: int
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "tokenizer", Interrupting(engine.tokenizer, when))
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPT, max_tokens=40, **WARM)
-    with pytest.raises(KeyboardInterrupt), engine.stream(PROMPT, max_tokens=40, **WARM) as stream:
+def interrupt(stream: Stream, when: int) -> None:
+    """Press Ctrl-C while the `when`-th piece is being shown."""
+    with stream:
         for count, _ in enumerate(stream, 1):
             if count == when:
                 raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", [1, 2, 9])
+def test_an_interrupted_generation(engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
+    tokenizer = Interrupting(engine.tokenizer, when)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "tokenizer", tokenizer)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPT, max_tokens=40, **WARM)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(engine.stream(PROMPT, max_tokens=40, **WARM), when)
     result = engine.generate(PROMPT, max_tokens=40, **WARM)
     assert result.text == alone(path, PROMPT, max_tokens=40, **WARM).text
     assert result.stats.reused_tokens > 0
@@ -400,10 +409,8 @@ def test_reuse_changes_nothing(engine: Engine, path: Path, options: dict[str, An
     prompts = [PROMPT, PROMPT, PROMPT + "and there", PROMPT[:8], "other words", PROMPT + "and there"]
     for prompt in prompts:
         result = engine.generate(prompt, max_tokens=30, **options)
-        assert (result.text, result.tokens) == (
-            (expected := alone(path, prompt, max_tokens=30, **options)).text,
-            expected.tokens,
-        )
+        expected = alone(path, prompt, max_tokens=30, **options)
+        assert (result.text, result.tokens) == (expected.text, expected.tokens)
     again = engine.generate(prompts[-1], max_tokens=30, **options)
     assert again.stats.reused_tokens == again.stats.prompt_tokens - 1 > 0
     continued = engine.generate(prompts[-1] + " once", max_tokens=30, **options)

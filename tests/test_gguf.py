@@ -1,6 +1,6 @@
 """Damaged files load or are refused with a message; they never crash, hang, or take all memory.
 
-`python test_gguf.py BASES FIRST LAST FOLDER` tries mutants FIRST to LAST - 1; the fuzz test runs that in a child process.
+As a program, `test_gguf.py BASES FIRST LAST FOLDER`, it tries some mutants; the fuzz test runs that in a child process.
 """
 
 from __future__ import annotations
@@ -68,6 +68,20 @@ OTHER_KEYS = [
     "tokenizer.ggml.suppress_tokens",
     "tokenizer.ggml.token_type_count",
     "tokenizer.ggml.unknown_token_id",
+]
+ODD_TEXTS: list[str | bytes] = ["", "gpt2", "llama", "gpt-2", "default", "\u0120", b"\xff\xfe", "x" * 5000]
+ODD_TOKENS: list[str | bytes] = [
+    "",
+    " ",
+    "ab",
+    "a b c",
+    "\u0120",
+    "\u4e2d",
+    "\0",
+    b"\xff",
+    b"\xc3",
+    "x" * 300,
+    "[EMPTY_5]",
 ]
 
 
@@ -229,7 +243,7 @@ def any_value(r: random.Random) -> tuple[int, bytes]:
     """A value of any kind, well-formed."""
     kind = r.choice([*SIZES, STRING, ARRAY])
     if kind == STRING:
-        return kind, text(r.choice(["", "gpt2", "llama", "gpt-2", "default", "\u0120", b"\xff\xfe", "x" * 5000]))
+        return kind, text(r.choice(ODD_TEXTS))
     if kind == ARRAY:
         item = r.choice([U8, I32, F32, BOOL, U64, STRING])
         one = text("a b") if item == STRING else bytes([1] * SIZES[item])
@@ -253,9 +267,7 @@ def change_array(r: random.Random, value: bytes) -> bytes:
     elif change == 2 or kind != STRING:
         items[r.randrange(length)] = r.choice(items)
     else:
-        items[r.randrange(length)] = text(
-            r.choice(["", " ", "ab", "a b c", "\u0120", "\u4e2d", "\0", b"\xff", b"\xc3", "x" * 300, "[EMPTY_5]"])
-        )
+        items[r.randrange(length)] = text(r.choice(ODD_TOKENS))
     return array(kind, items)
 
 
@@ -559,7 +571,10 @@ TOKENIZER_CASES: dict[str, tuple[Change, str]] = {
     "bos": (put_integer("tokenizer.ggml.bos_token_id", 257), "'tokenizer.ggml.bos_token_id' is 257, outside 0 to 256"),
     "eos": (put_integer("tokenizer.ggml.eos_token_id", 2**32 - 1), "'tokenizer.ggml.eos_token_id' is 4294967295, out"),
     "no-merges": (drop("tokenizer.ggml.merges"), "cannot find tokenizer merges"),
-    "few-types": (put("tokenizer.ggml.token_type", ARRAY, array(I32, [b"\1\0\0\0"])), "out of array bounds for toktypes"),
+    "few-types": (
+        put("tokenizer.ggml.token_type", ARRAY, array(I32, [b"\1\0\0\0"])),
+        "out of array bounds for toktypes",
+    ),
     "pre": (put("tokenizer.ggml.pre", STRING, text("nope")), "unknown pre-tokenizer type: 'nope'"),
 }
 

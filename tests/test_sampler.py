@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,6 +92,10 @@ def softmax(x: Doubles) -> Doubles:
 # ---- Rows of logits to sample from ----
 
 
+def native(s: SamplingConfig) -> _core.Sampling:
+    return _core.Sampling(s.temperature, s.top_k, s.top_p, s.min_p, s.seed)
+
+
 @dataclass(frozen=True)
 class Row:
     """A session with one pending row, its logits, and the position of the token after it."""
@@ -106,11 +111,11 @@ class Row:
         return scores
 
     def candidates(self, sampling: SamplingConfig, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        tokens, scores = self.session.candidates([0], k, sampling.native())
+        tokens, scores = self.session.candidates([0], k, native(sampling))
         return tokens[0], scores[0]
 
     def follow(self, sampling: SamplingConfig) -> int:
-        return int(self.session.follow(sampling.native())[1][0])
+        return int(self.session.follow(native(sampling))[1][0])
 
     def check(self, sampling: SamplingConfig, k: int) -> None:
         """Candidates and token are the twin's, up to scores closer than rounding can tell apart."""
@@ -246,7 +251,9 @@ def test_scores_are_normalized_over_what_filters_leave(row: Row, filters: dict[s
     assert np.exp(scores[kept] - noise(4, row.position, tokens[kept])).sum() == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 0.99999), (1.0, 0.9999), (1.5, 0.9), (1.5, 0.999), (3.0, 0.5)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(0.7, 0.99999), (1.0, 0.9999), (1.5, 0.9), (1.5, 0.999), (3.0, 0.5)]
+)
 def test_top_p_keeps_the_fewest_tokens_that_reach_it(row: Row, temperature: float, top_p: float) -> None:
     tokens, _ = row.candidates(SamplingConfig(temperature, top_p=top_p), len(row.logits))
     p = np.exp(log_probabilities(row.logits, SamplingConfig(temperature))[tokens[tokens >= 0]])
@@ -273,10 +280,8 @@ def test_position_and_seed_matter(small: Row) -> None:
 
 
 @pytest.fixture(scope="module")
-def tied(random_gguf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Row]:
+def tied(random_gguf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Row:
     """A model whose tokens 3, 100, 250 and 299 have the same, largest logit."""
-    from gguf import GGUFReader  # noqa: PLC0415
-
     path = tmp_path_factory.mktemp("tied") / "tied.gguf"
     path.write_bytes(random_gguf(seed=5, tie=False).read_bytes())
     (head,) = [tensor for tensor in GGUFReader(path).tensors if tensor.name == "output.weight"]
@@ -286,7 +291,7 @@ def tied(random_gguf: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     data = bytearray(path.read_bytes())
     data[start : start + rows.nbytes] = rows.tobytes()
     path.write_bytes(data)
-    yield row_of(path, [1, 2])
+    return row_of(path, [1, 2])
 
 
 def test_ties_go_to_the_lowest_id(tied: Row) -> None:
@@ -383,6 +388,9 @@ def test_values_of_a_wrong_type(field: str, value: object) -> None:
 
 @pytest.mark.parametrize("field", ["top_k", "seed"])
 def test_fractions_are_not_integers(field: str) -> None:
-    for kind, message in ((SamplingConfig, f"^{field} must be an integer, not float"), (_core.Sampling, "incompatible")):
+    for kind, message in (
+        (SamplingConfig, f"^{field} must be an integer, not float"),
+        (_core.Sampling, "incompatible"),
+    ):
         with pytest.raises(TypeError, match=message):
             kind(**{field: 1.5})  # type: ignore[arg-type]

@@ -33,7 +33,9 @@ AWKWARD = [
     "<|endoftext|",
     "1234567890 \u0664\u0665 \u00bd\u2168",
 ]
-texts = st.text(max_size=40) | st.lists(st.sampled_from([*AWKWARD, "a", " ", "'s", "\n", "12"]), max_size=6).map("".join)
+texts = st.text(max_size=40) | st.lists(st.sampled_from([*AWKWARD, "a", " ", "'s", "\n", "12"]), max_size=6).map(
+    "".join
+)
 
 
 @pytest.fixture(scope="module")

@@ -112,34 +112,32 @@ def lossless(
     pair = Pair(models.find(model, quantization.upper()), draft, 0, Console(stderr=True).print)
     if pair.draft is None:
         raise typer.BadParameter("a draft is needed")
-    texts = [pair.tokenizer.encode(text) for text in pairs.load_prompts(prompts or hub.house(hub.HOUSE_PROMPTS))][
-        :limit
-    ]
+    lines = pairs.load_prompts(prompts or hub.house(hub.HOUSE_PROMPTS))[:limit]
+    texts = [pair.tokenizer.encode(line) for line in lines]
     ways = pairs.drafters(pair.target, pair.draft, pair.table)
     session = Session(pair.target)
-    table = Table(
-        title=f"{len(texts)} prompts, {max_tokens} tokens each: texts that differ from plain decoding", box=None
-    )
-    for heading in ("", *ways):
-        table.add_column(heading, justify="right")
-    wrong = 0
+    runs = [
+        (f"{mode}, seed {seed}", replace(sampling, seed=seed))
+        for mode, sampling in pairs.MODES.items()
+        for seed in range(1 if sampling.is_greedy else seeds)
+    ]
+    title = f"{len(texts)} prompts, {max_tokens} tokens each: texts that differ from plain decoding"
+    table = Table("drafted by", title=title, box=None)
+    columns = []
     with Progress(console=Console(stderr=True)) as progress:
-        runs = [
-            (f"{mode}, seed {seed}", replace(sampling, seed=seed))
-            for mode, sampling in pairs.MODES.items()
-            for seed in range(1 if sampling.is_greedy else seeds)
-        ]
         task = progress.add_task("checking", total=len(runs) * len(ways))
         for name, sampling in runs:
+            table.add_column(name, justify="right")
             expected = pairs.expect(session, texts, sampling, max_tokens)
             different = []
             for drafter in ways.values():
                 different.append(len(pairs.check_drafter(session, drafter, expected, max_tokens)))
                 progress.advance(task)
-            wrong += sum(different)
-            table.add_row(name, *map(str, different))
+            columns.append(different)
+    for way, counts in zip(ways, zip(*columns, strict=True), strict=True):
+        table.add_row(way, *map(str, counts))
     Console().print(table)
-    if wrong:
+    if any(map(any, columns)):
         raise typer.Exit(1)
 
 
