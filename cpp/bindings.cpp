@@ -46,6 +46,12 @@ py::array_t<int32_t> to_array(const std::vector<int32_t>& values) {
     return py::array_t<int32_t>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
+// Text from a file, which may be no valid UTF-8.
+py::str to_text(const std::string& bytes) {
+    return py::reinterpret_steal<py::str>(
+        PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+}
+
 void check_signals() {
     py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) {
@@ -133,7 +139,15 @@ double read_bandwidth(size_t bytes, int num_threads) {
 
 PYBIND11_MODULE(_core, m) {
     m.doc() = "The compiled engine behind pystaged; see _core.pyi.";
-    py::register_exception<ModelError>(m, "ModelError", PyExc_OSError);
+    static const py::handle model_error = py::exception<ModelError>(m, "ModelError", PyExc_OSError).release();
+    py::register_exception_translator([](std::exception_ptr thrown) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const ModelError& error) {
+            // The message may quote a damaged file.
+            PyErr_SetObject(model_error.ptr(), to_text(error.what()).ptr());
+        }
+    });
     py::register_exception<ContextFullError>(m, "ContextFullError", PyExc_ValueError);
 
     m.def("kernels", [] {
@@ -166,7 +180,17 @@ PYBIND11_MODULE(_core, m) {
              py::arg("path"))
         .def_property_readonly("num_tokens", &Tokenizer::num_tokens)
         .def(
-            "encode", [](const Tokenizer& self, const std::string& text) { return to_array(self.encode(text)); },
+            "encode",
+            [](const Tokenizer& self, const py::str& text) {
+                // By Python's own encoder, whose error says what is wrong.
+                const std::string bytes = text.attr("encode")("utf-8").cast<py::bytes>();
+                std::vector<int32_t> tokens;
+                {
+                    const py::gil_scoped_release release;
+                    tokens = self.encode(bytes);
+                }
+                return to_array(tokens);
+            },
             py::arg("text"))
         .def(
             "token_bytes", [](const Tokenizer& self, int32_t token) { return py::bytes(self.token_bytes(token)); },
@@ -181,7 +205,7 @@ PYBIND11_MODULE(_core, m) {
                  return std::make_shared<Gpt2>(path, kernel, num_threads);
              }),
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0)
-        .def_property_readonly("name", &Gpt2::name)
+        .def_property_readonly("name", [](const Gpt2& self) { return to_text(self.name()); })
         .def_property_readonly("kernel", [](const Gpt2& self) { return self.kernel().name; })
         .def_property_readonly("num_threads", &Gpt2::num_threads)
         .def_property_readonly("file_bytes", &Gpt2::file_bytes)

@@ -37,8 +37,9 @@ LogCapture::~LogCapture() {
 }
 
 void LogCapture::log(ggml_log_level level, const char* text, void* self) {
-    if (level == GGML_LOG_LEVEL_ERROR) {
-        std::string& error = static_cast<LogCapture*>(self)->last_error_;
+    std::string& error = static_cast<LogCapture*>(self)->first_error_;
+    // What follows the first error only says that loading failed.
+    if (level == GGML_LOG_LEVEL_ERROR && error.empty()) {
         error = text;
         while (!error.empty() && error.back() == '\n') {
             error.pop_back();
@@ -51,7 +52,7 @@ GgufFile::GgufFile(const std::string& path) : path_(path) {
     {
         LogCapture log;
         context_.reset(gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}));
-        reason = log.last_error();
+        reason = log.first_error();
     }
     if (!context_) {
         fail(reason.empty() ? "not a valid GGUF file" : reason);

@@ -73,15 +73,15 @@ public:
     LogCapture(const LogCapture&) = delete;
     LogCapture& operator=(const LogCapture&) = delete;
 
-    // The last error logged, without its newline, or "".
-    const std::string& last_error() const { return last_error_; }
+    // The first error logged, without its newline, or "".
+    const std::string& first_error() const { return first_error_; }
 
 private:
     static void log(ggml_log_level level, const char* text, void* self);
 
     ggml_log_callback callback_ = nullptr;
     void* user_data_ = nullptr;
-    std::string last_error_;
+    std::string first_error_;
 };
 
 }  // namespace pystaged

@@ -53,6 +53,11 @@ float relative(float logit, float top, float temperature) {
     return logit == top ? 0 : (logit - top) / temperature;
 }
 
+// Finite for the smallest temperature too.
+float inverse(float temperature) {
+    return std::min(1 / temperature, std::numeric_limits<float>::max());
+}
+
 void keep_best(std::vector<Candidate>& candidates, size_t k) {
     if (candidates.size() > k) {
         std::nth_element(candidates.begin(), candidates.begin() + k, candidates.end(), better);
@@ -127,7 +132,7 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top) {
     if (s.top_p < 1) {
         double total = -1;
         if (s.top_k == 0) {
-            total = kernel_.sum_exp(row.logits, row.stride, top, 1 / s.temperature);
+            total = kernel_.sum_exp(row.logits, row.stride, top, inverse(s.temperature));
         }
         // Usually a few tokens are enough; look further only when they are not.
         for (int guess = std::min(k, 128);; guess = std::min(k, guess * 8)) {
@@ -225,10 +230,10 @@ const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const Logit
         for (Candidate& c : kept_) {
             c.score = relative(c.score, top, 1);
         }
-        total = std::log(kernel_.sum_exp(row.logits, row.stride, top, 1));
+        total = static_cast<float>(std::log(kernel_.sum_exp(row.logits, row.stride, top, 1)));
     } else if (s.top_k == 0 && s.top_p == 1 && s.min_p == 0) {
         perturb_all(s, row, position, k, top);
-        total = std::log(kernel_.sum_exp(row.logits, row.stride, top, 1 / s.temperature));
+        total = static_cast<float>(std::log(kernel_.sum_exp(row.logits, row.stride, top, inverse(s.temperature))));
     } else {
         filter(s, row, top);
         total = log_total();

@@ -203,7 +203,7 @@ void Session::candidates(const std::vector<Sampling>& sampling, const std::vecto
                          int32_t* tokens, float* scores) {
     std::lock_guard<std::mutex> lock(mutex_);
     check_open();
-    if (sampling.size() != 1 && sampling.size() != rows.size()) {
+    if (sampling.empty() || (sampling.size() != 1 && sampling.size() != rows.size())) {
         throw std::invalid_argument("candidates needs one sampling, or one for each row");
     }
     std::vector<LogitsRow> logits;

@@ -59,7 +59,7 @@ Tokenizer::Tokenizer(const std::string& path) {
     {
         LogCapture log;
         model_.reset(llama_model_load_from_file(path.c_str(), params));
-        reason = log.last_error();
+        reason = log.first_error();
     }
     if (!model_) {
         throw ModelError(path + ": cannot load the vocabulary: " + reason);

@@ -48,11 +48,15 @@ class Sampling:
 class Tokenizer:
     """The vocabulary of a GGUF file, by libllama's own code. Raises ModelError when there is none that is usable."""
 
-    def __init__(self, path: str) -> None: ...
+    def __init__(self, path: str | bytes) -> None: ...
     @property
     def num_tokens(self) -> int: ...
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Token ids of a text; special tokens written out in it are recognized."""
+        """Token ids of a text; special tokens written out in it are recognized.
+
+        Raises:
+            UnicodeEncodeError: the text cannot be written as UTF-8.
+        """
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token stands for, possibly part of a character; empty for control tokens."""
     def is_end(self, token: int) -> bool:
@@ -76,7 +80,7 @@ class Model:
         ValueError: unknown kernel or number of threads.
     """
 
-    def __init__(self, path: str, kernel: str = "", num_threads: int = 0) -> None: ...
+    def __init__(self, path: str | bytes, kernel: str = "", num_threads: int = 0) -> None: ...
     @property
     def name(self) -> str: ...
     @property

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 import pystaged
 from pystaged import _core, _llama, hub
@@ -75,6 +76,8 @@ def generate(
 
     Example: pystaged generate "def fibonacci(n):" --max-tokens 64
     """
+    # Before a model is loaded, which may take a while.
+    pystaged.SamplingConfig(temperature, top_k, top_p, min_p, seed)
     if prompt == "-":
         prompt = sys.stdin.read()
     with pystaged.load(model, draft=_draft(draft), num_threads=threads, report=_report) as engine:
@@ -119,7 +122,7 @@ def _draft(name: str) -> str | None:
 
 
 def _report(line: str) -> None:
-    errors.print(f"[dim]{line}[/dim]")
+    errors.print(line, style="dim", markup=False)
 
 
 def _stats_table(stats: pystaged.GenerationStats) -> Table:
@@ -235,5 +238,5 @@ def main() -> None:
         sys.stdout = None
         sys.exit(141)
     except (OSError, ValueError) as error:
-        errors.print("[bold red]error:[/bold red]", str(error), markup=True)
+        errors.print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(1)

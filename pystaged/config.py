@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from pystaged._core import Sampling
 
+_LARGEST_FLOAT = 3.4e38  # of the engine's
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
@@ -35,8 +37,8 @@ class SamplingConfig:
         _require_numbers(temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, not {self.seed}")
-        if self.top_k >= 2**31:
-            raise ValueError("top_k must be 0 (off) or a positive number of tokens")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k must be 0 (off) or a positive number of tokens, not {self.top_k}")
         # The engine's form of the same, which checks the ranges.
         native = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
         object.__setattr__(self, "native", native)
@@ -75,7 +77,13 @@ class GenerationConfig:
 
 
 def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """One stop string or several, as a tuple."""
+    """One stop string or several, as a tuple.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if not isinstance(stop, (str, Sequence)):
+        raise TypeError(f"stop must be a string or a sequence of strings, not {type(stop).__name__}")
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
@@ -89,3 +97,5 @@ def _require_numbers(**fields: object) -> None:
     for name, value in fields.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+        if abs(value) > _LARGEST_FLOAT:
+            raise ValueError(f"{name} must be at most {_LARGEST_FLOAT:g}")

@@ -98,7 +98,8 @@ class CostStore:
             pass
 
     def _path(self, key: str) -> Path:
-        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+        return self._folder / f"{name}.json"
 
 
 def _interpolate(rows: list[int], seconds: dict[int, float], n: int) -> float:

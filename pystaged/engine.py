@@ -172,7 +172,10 @@ class Stream(Iterator[Piece]):
     def __init__(self, engine: Engine, prompt: str, sampling: SamplingConfig, config: GenerationConfig) -> None:
         if not isinstance(prompt, str):
             raise TypeError(f"the prompt must be a string, not {type(prompt).__name__}")
-        tokens = engine.tokenizer.encode(prompt)
+        try:
+            tokens = engine.tokenizer.encode(prompt)
+        except UnicodeError as error:
+            raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
         if len(tokens) == 0:
             raise ValueError("the prompt is empty; give at least one character to continue from")
         self._result: GenerationResult | None = None
@@ -236,6 +239,7 @@ class Stream(Iterator[Piece]):
                     finish = "length"
                 if finish is not None:
                     piece += buffer.finish()
+                    finish = "stop" if buffer.stopped else finish
                 tokens += step.tokens[:new]
                 stages += step.stages[:new]
                 text.append(piece)

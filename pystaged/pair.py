@@ -66,8 +66,9 @@ class Pair:
         return self._cost(self._draft_path, self.draft, again) if self.draft and self._draft_path else None
 
     def _load(self, path: Path) -> tuple[Model, Tokenizer]:
-        tokenizer = Tokenizer(str(path))
-        model = Model(str(path), os.environ.get("PYSTAGED_KERNEL", ""), self._num_threads)
+        # As bytes, because the name of a file need not be valid Unicode.
+        tokenizer = Tokenizer(os.fsencode(path))
+        model = Model(os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), self._num_threads)
         if tokenizer.num_tokens != model.vocab_size:
             raise ValueError(
                 f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"
@@ -121,9 +122,13 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
     """
     token = target.first_difference(draft)
     if token >= 0:
+        meanings = [
+            "the end of text" if tokenizer.is_end(token) else repr(tokenizer.token_bytes(token))
+            for tokenizer in (target, draft)
+        ]
         raise ValueError(
-            f"the draft's vocabulary is not the target's: token {token} is {target.token_bytes(token)!r} in the target "
-            f"and {draft.token_bytes(token)!r} in the draft; choose a draft trained with the target's tokenizer"
+            f"the draft's vocabulary is not the target's: token {token} is {meanings[0]} in the target and "
+            f"{meanings[1]} in the draft; choose a draft trained with the target's tokenizer"
         )
 
 

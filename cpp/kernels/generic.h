@@ -149,13 +149,18 @@ void run_max(const float* x, int n, float* maxima) {
     }
 }
 
-float sum_exp(const float* x, int n, float top, float factor) {
+double sum_exp(const float* x, int n, float top, float factor) {
     const Row t = Row::set(top), f = Row::set(factor);
-    Row sum = Row::set(0);
-    for (int i = 0; i < n; i += kLanes) {
-        sum = sum + exp((Row::load(x + i) - t) * f);
+    double total = 0;
+    // Few enough at a time that float rounds nothing that matters.
+    for (int i = 0; i < n;) {
+        Row sum = Row::set(0);
+        for (const int end = n - i < 32 * kLanes ? n : i + 32 * kLanes; i < end; i += kLanes) {
+            sum = sum + exp((Row::load(x + i) - t) * f);
+        }
+        total += static_cast<double>(fold_sum(sum));
     }
-    return fold_sum(sum);
+    return total;
 }
 
 uint64_t read_bytes(const uint8_t* data, size_t bytes) {

@@ -97,7 +97,7 @@ struct Kernel {
     // The maximum of each run of 64 values of x[n], NaN aside; n is a multiple of 64.
     void (*run_max)(const float* x, int n, float* maxima);
     // The sum of exp((x[i] - top) * factor) over x[n]; n is a multiple of 16.
-    float (*sum_exp)(const float* x, int n, float top, float factor);
+    double (*sum_exp)(const float* x, int n, float top, float factor);
     // Reads every byte once; for measuring bandwidth.
     uint64_t (*read)(const uint8_t* data, size_t bytes);
 };
