@@ -14,11 +14,10 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import DATA
 from gguf import GGUFReader
 from reference import Gpt2Reference
 
-from pystaged import _core
+from pystaged import _core, hub
 from pystaged.bench.grow import grow
 from pystaged.bench.llama_passes import decode
 
@@ -96,7 +95,7 @@ def trained_tokens(path: Path) -> npt.NDArray[np.intp]:
 @pytest.fixture(scope="module")
 def windows(house_target: Path) -> list[list[int]]:
     """Stretches of real code."""
-    lines = (DATA / "humaneval_prompts.jsonl").read_text("utf-8").splitlines()
+    lines = hub.house(hub.HOUSE_PROMPTS).read_text("utf-8").splitlines()
     text = "\n".join(json.loads(line)["prompt"] for line in lines)
     tokens = _core.Tokenizer(str(house_target)).encode(text).tolist()
     return [tokens[start : start + WINDOW] for start in range(0, NUM_WINDOWS * WINDOW, WINDOW)]
@@ -118,5 +117,16 @@ def test_house_target_against_llama_cpp(
     tokens = trained_tokens(house_target)
     actual = np.concatenate([engine_logits(path, window) for window in windows])[:, tokens]
     expected = np.concatenate(llama_logits(path, windows))[:, tokens]
-    assert (actual.argmax(axis=1) == expected.argmax(axis=1)).mean() >= 0.99
     assert np.abs(actual - expected).mean() <= 0.05
+    same = actual.argmax(axis=1) == expected.argmax(axis=1)
+    if quantization == "F32":
+        assert same.mean() >= 0.99
+        return
+    # Both engines round activations to int8, and each lands as far from the exact logits as the other; so they may
+    # choose differently where the two best tokens are closer than that, about one position in eighty on this model.
+    exact = np.concatenate([Gpt2Reference(path).logits(window) for window in windows])[:, tokens]
+    assert np.abs(actual - exact).mean() <= 1.05 * np.abs(expected - exact).mean()
+    second, first = np.sort(exact, axis=1)[:, -2:].T
+    clear = first - second > 0.2
+    assert clear.mean() > 0.8
+    assert same[clear].mean() >= 0.99
