@@ -27,6 +27,8 @@ void tree_attention(const Gpt2& model, KvCache& cache, int layer, const Pass& pa
         head_pass.q_stride = qkv_stride;
         head_pass.k = cache.keys(layer, head);
         head_pass.v = cache.values(layer, head);
+        const int next = head + model.num_threads();
+        head_pass.upcoming = next < shape.num_heads ? cache.keys(layer, next) : nullptr;
         head_pass.scratch = scratch + worker * attention_scratch(cache.num_cells());
         head_pass.out = out + size_t(head) * head_dim;
         head_pass.out_stride = out_stride;

@@ -407,6 +407,10 @@ void mix_tile(const HeadPass& p, int row, int dim, const float* weights, size_t 
         }
     }
     for (int c = 0; c < shared; ++c) {
+        if (row == 0 && dim == 0 && p.upcoming) {
+            __builtin_prefetch(p.upcoming + size_t(c) * p.head_dim, 0, 2);
+            __builtin_prefetch(p.upcoming + size_t(c) * p.head_dim + p.head_dim / 2, 0, 2);
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; ++i) {
             const Row value = Row::load_f16(v + c * v_stride + i * kLanes);

@@ -73,10 +73,11 @@ struct HeadPass {
     const RowContext* rows = nullptr;  // [n]
     const float* q = nullptr;          // [n][q_stride]
     size_t q_stride = 0;
-    const uint16_t* k = nullptr;  // [cells / kLanes][head_dim][kLanes], F16
-    const uint16_t* v = nullptr;  // [cells][padded head_dim], F16
-    float* scratch = nullptr;     // [attention_scratch(...)]
-    float* out = nullptr;         // [n][out_stride]
+    const uint16_t* k = nullptr;         // [cells / kLanes][head_dim][kLanes], F16
+    const uint16_t* v = nullptr;         // [cells][padded head_dim], F16
+    const uint16_t* upcoming = nullptr;  // keys of the head that this thread probably does next, or none
+    float* scratch = nullptr;            // [attention_scratch(...)]
+    float* out = nullptr;                // [n][out_stride]
     size_t out_stride = 0;
 };
 

@@ -29,7 +29,9 @@ def find(model: str, quantization: str) -> Path:
         return hub.resolve(model)
     folder = Path(platformdirs.user_cache_dir("pystaged")) / "bench"
     path = folder / f"gpt2-large-{model}.{quantization}.gguf"
-    if not path.exists():
+    house = hub.resolve("house")
+    # A model grown from an older house target would not be that of this version.
+    if not path.exists() or path.stat().st_mtime < house.stat().st_mtime:
         folder.mkdir(parents=True, exist_ok=True)
         if model == "random":
             write_random_gpt2(
@@ -40,8 +42,8 @@ def find(model: str, quantization: str) -> Path:
                 vocab_size=50257,
                 context=CONTEXT,
                 quantization=quantization,
-                vocabulary=hub.resolve("house"),
+                vocabulary=house,
             )
         else:
-            grow(hub.resolve("house"), path, width=WIDTH, layers=LAYERS, quantization=quantization)
+            grow(house, path, width=WIDTH, layers=LAYERS, quantization=quantization)
     return path
