@@ -32,22 +32,19 @@ class Decoder:
 
     Args:
         target: the session to continue in; nobody else may use it meanwhile.
-        drafter: proposes the trees; None for plain decoding.
-        cost: seconds of a target pass, refined here; needed to tell whether drafting pays. None drafts always.
-        switch: turns drafting off while it does not pay.
+        *drafters: propose the trees, each for as long as it gains most; none for plain decoding.
+        cost: seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses the first
+            drafter.
+        hopeless: begin without the first drafter and try it later.
     """
 
     def __init__(
-        self,
-        target: Session,
-        drafter: Drafter | None = None,
-        cost: PassCost | None = None,
-        switch: Switch | None = None,
+        self, target: Session, *drafters: Drafter, cost: PassCost | None = None, hopeless: bool = False
     ) -> None:
         self.target = target
-        self.drafter = drafter
+        self.drafters = drafters
         self._cost = cost
-        self._switch = switch or Switch()
+        self._switches = [Switch(paused=hopeless and i == 0) for i in range(len(drafters))]
         self._speculate = True
         self._root = -1
         self._length = 0
@@ -68,21 +65,25 @@ class Decoder:
         reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1)
         self.target.truncate(reused)
         self.target.prefill(prompt[reused:-1])
-        self._speculate = speculate and self.drafter is not None
-        if self.drafter and speculate:
-            self.drafter.start(prompt)
+        self._speculate = speculate
+        for drafter in self.drafters if speculate else ():
+            drafter.start(prompt)
         self._root, self._length = int(prompt[-1]), len(prompt) - 1
         return reused
 
     def drafting(self) -> dict[str, DrafterStats]:
         """What each drafter has done so far, by name."""
-        return self.drafter.work() if self.drafter else {}
+        total: dict[str, DrafterStats] = {}
+        for drafter in self.drafters:
+            for name, work in drafter.work().items():
+                total[name] = total[name].plus(work) if name in total else work
+        return total
 
     def close(self) -> None:
         """Free the contexts."""
         self.target.close()
-        if self.drafter:
-            self.drafter.close()
+        for drafter in self.drafters:
+            drafter.close()
 
     @property
     def is_full(self) -> bool:
@@ -92,7 +93,12 @@ class Decoder:
     def step(self, sampling: SamplingConfig, max_tokens: int, stats: GenerationStats) -> Emitted:
         """Draft, verify, follow, commit: at least one token, normally no more than max_tokens."""
         begin = time.perf_counter()
-        tree = self._draft(sampling, min(max_tokens, self.target.n_ctx - self._length) - 1)
+        chosen = self._choose() if self._speculate else None
+        max_depth = min(max_tokens, self.target.n_ctx - self._length) - 1
+        if chosen is None or max_depth < 1:
+            tree = TokenTree.root(self._root)
+        else:
+            tree = self.drafters[chosen].draft(sampling, max_depth)
         drafted = time.perf_counter()
         try:
             self.target.evaluate(tree.tokens, tree.parents)
@@ -103,8 +109,8 @@ class Decoder:
             self.target.discard()
         committed = time.perf_counter()
         nodes, emitted = path.tolist(), tokens.tolist()
-        if self.drafter and self._speculate:
-            self.drafter.advance(emitted)
+        for drafter in self.drafters if self._speculate else ():
+            drafter.advance(emitted)
         self._root = emitted[-1]
         self._length += len(nodes)
         stats.record(tree, nodes)
@@ -112,11 +118,13 @@ class Decoder:
         stats.native_seconds += committed - drafted
         if self._cost:
             self._cost.observe(len(tree), evaluated - drafted)
-            if len(tree) > 1 or drafted - begin > 0.1 * self._cost(1):
-                self._switch.record(len(emitted) * self._cost(1) - (time.perf_counter() - begin))
+            if chosen is not None:
+                self._switches[chosen].record(len(emitted) * self._cost(1) - (time.perf_counter() - begin))
         return Emitted(emitted, [*(Stage(tree.stages[node]) for node in nodes[1:]), Stage.TARGET])
 
-    def _draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
-        if not self.drafter or not self._speculate or max_depth < 1 or (self._cost and not self._switch.is_on()):
-            return TokenTree.root(self._root)
-        return self.drafter.draft(sampling, max_depth)
+    def _choose(self) -> int | None:
+        """The drafter to use for this step, None where none pays."""
+        if self._cost is None:
+            return 0 if self.drafters else None
+        paying = [i for i, switch in enumerate(self._switches) if switch.is_on()]
+        return max(paying, key=lambda i: self._switches[i].appeal, default=None)

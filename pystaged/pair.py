@@ -17,7 +17,6 @@ from pystaged.decode import Decoder
 from pystaged.drafter import Drafter, ModelDrafter, NgramDrafter
 from pystaged.ngram import NgramTable
 from pystaged.policy import FixedPolicy, GainPolicy, TreePolicy
-from pystaged.switch import Switch
 
 _LOOKUP_SECONDS = 60e-6  # of one n-gram lookup with all that Python does around it
 _PYTHON_SECONDS = 120e-6  # around one pass of a draft, until measured
@@ -50,12 +49,15 @@ class Pair:
         """A new context with its drafters."""
         target = Session(self.target, n_ctx)
         if policy is not None:
-            return Decoder(target, self._drafter(policy))
-        target_cost = self.target_cost()
-        draft_cost = self.draft_cost()
-        gain = GainPolicy(target_cost, draft_cost or (lambda width: width * _LOOKUP_SECONDS))
+            return Decoder(target, self._model_drafter(policy) or self._ngram_drafter(policy))
+        target_cost, draft_cost = self.target_cost(), self.draft_cost()
+        # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
+        drafters: list[Drafter] = [self._ngram_drafter(GainPolicy(target_cost, lambda width: width * _LOOKUP_SECONDS))]
+        if draft_cost:
+            model = self._model_drafter(GainPolicy(target_cost, draft_cost), draft_cost)
+            drafters = [model, *drafters] if model else drafters
         hopeless = not _may_pay(target_cost, draft_cost)
-        return Decoder(target, self._drafter(gain, draft_cost), target_cost, Switch(paused=hopeless))
+        return Decoder(target, *drafters, cost=target_cost, hopeless=hopeless)
 
     def target_cost(self, *, again: bool = False) -> PassCost:
         """Seconds of a pass of the target, measured now or before."""
@@ -75,13 +77,15 @@ class Pair:
             )
         return model, tokenizer
 
-    def _drafter(self, policy: TreePolicy, cost: PassCost | None = None) -> Drafter:
-        vocab_size = self.target.vocab_size
+    def _ngram_drafter(self, policy: TreePolicy) -> NgramDrafter:
+        return NgramDrafter(self.table, policy, self.target.vocab_size)
+
+    def _model_drafter(self, policy: TreePolicy, cost: PassCost | None = None) -> ModelDrafter | None:
         if self.draft is None:
-            return NgramDrafter(self.table, policy, vocab_size)
-        # The lowest stage only extends paths, so no policy of its own matters.
-        below = NgramDrafter(self.table, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
-        return ModelDrafter(Session(self.draft), policy, below=below, cost=cost, vocab_size=vocab_size)
+            return None
+        # As the stage below it only extends paths, so no policy of its own matters.
+        below = self._ngram_drafter(FixedPolicy(width=1, depth=1, budget=1))
+        return ModelDrafter(Session(self.draft), policy, below=below, cost=cost, vocab_size=self.target.vocab_size)
 
     def _cost(self, path: Path, model: Model, again: bool) -> PassCost:
         if path in self._costs and not again:

@@ -34,9 +34,11 @@ class DrafterStats:
 
     def since(self, earlier: DrafterStats) -> DrafterStats:
         """The work done after another moment's count."""
-        return DrafterStats(
-            *(getattr(self, field.name) - getattr(earlier, field.name) for field in fields(DrafterStats))
-        )
+        return DrafterStats(*(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(DrafterStats)))
+
+    def plus(self, other: DrafterStats) -> DrafterStats:
+        """The work of both."""
+        return DrafterStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(DrafterStats)))
 
 
 @dataclass(slots=True)
