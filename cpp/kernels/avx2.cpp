@@ -140,18 +140,6 @@ bool supported() {
 }  // namespace
 
 extern const Kernel kAvx2Kernel;
-const Kernel kAvx2Kernel = {
-    "avx2",
-    supported,
-    {float_matmul<WeightF32>, float_matmul<WeightF16>, float_matmul<WeightBf16>, integer_matmul<Q8>,
-     integer_matmul<Q4>},
-    layer_norm,
-    quantize,
-    to_f16,
-    attend,
-    run_max,
-    sum_exp,
-    read_bytes,
-};
+constexpr Kernel kAvx2Kernel = make_kernel("avx2", supported);
 
 }  // namespace pystaged

@@ -127,18 +127,6 @@ bool supported() {
 }  // namespace
 
 extern const Kernel kAvx512VnniKernel;
-const Kernel kAvx512VnniKernel = {
-    "avx512-vnni",
-    supported,
-    {float_matmul<WeightF32>, float_matmul<WeightF16>, float_matmul<WeightBf16>, integer_matmul<Q8>,
-     integer_matmul<Q4>},
-    layer_norm,
-    quantize,
-    to_f16,
-    attend,
-    run_max,
-    sum_exp,
-    read_bytes,
-};
+constexpr Kernel kAvx512VnniKernel = make_kernel("avx512-vnni", supported);
 
 }  // namespace pystaged

@@ -502,3 +502,20 @@ void attend(const HeadPass& p) {
     static_assert(kAttendRows <= kMostAttendRows, "attention_scratch() has room for so many rows");
     attend_from<kAttendRows>(p, 0);
 }
+
+// The table of everything above.
+constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
+    return {
+        name,
+        supported,
+        {float_matmul<WeightF32>, float_matmul<WeightF16>, float_matmul<WeightBf16>, integer_matmul<Q8>,
+         integer_matmul<Q4>},
+        layer_norm,
+        quantize,
+        to_f16,
+        attend,
+        run_max,
+        sum_exp,
+        read_bytes,
+    };
+}

@@ -100,18 +100,6 @@ bool supported() {
 }  // namespace
 
 extern const Kernel kScalarKernel;
-const Kernel kScalarKernel = {
-    "scalar",
-    supported,
-    {float_matmul<WeightF32>, float_matmul<WeightF16>, float_matmul<WeightBf16>, integer_matmul<Q8>,
-     integer_matmul<Q4>},
-    layer_norm,
-    quantize,
-    to_f16,
-    attend,
-    run_max,
-    sum_exp,
-    read_bytes,
-};
+constexpr Kernel kScalarKernel = make_kernel("scalar", supported);
 
 }  // namespace pystaged
