@@ -1,0 +1,96 @@
+"""`pystaged generate`: continue a prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+import pystaged
+from pystaged.cli.console import draft_name, errors, report
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    model: Annotated[str, typer.Option(help="Path of a GGUF file, or 'house'.")] = "house",
+    draft: Annotated[
+        str,
+        typer.Option(help="Path of a draft with the same vocabulary, 'house', 'none' for n-grams alone, 'auto'."),
+    ] = "auto",
+    speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the fewest tokens that have this probability together.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the likeliest.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
+    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what each stage did.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one object with text, tokens, finish_reason and stats.")
+    ] = False,
+) -> None:
+    """Continue a prompt.
+
+    Example: pystaged generate "def fibonacci(n):" --max-tokens 64
+    """
+    # Before a model is loaded, which may take a while.
+    pystaged.SamplingConfig(temperature, top_k, top_p, min_p, seed)
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    with pystaged.load(model, draft=draft_name(draft), num_threads=threads, report=report) as engine:
+        stream = engine.stream(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop or (),
+            speculate=speculate,
+        )
+        with stream:
+            for piece in stream:
+                if not as_json:
+                    typer.echo(piece.text, nl=False)
+            result = stream.result
+    if as_json:
+        fields = {
+            "text": result.text,
+            "tokens": result.tokens,
+            "stages": [stage.name.lower() for stage in result.stages],
+            "finish_reason": result.finish_reason,
+            "stats": result.stats.to_dict(),
+        }
+        typer.echo(json.dumps(fields))
+        return
+    typer.echo()
+    stats = result.stats
+    errors.print(
+        f"[dim]{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} per second, "
+        f"{stats.tokens_per_step:.2f} per step[/dim]"
+    )
+    if verbose:
+        errors.print(_stats_table(stats))
+
+
+def _stats_table(stats: pystaged.GenerationStats) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("stage", "drafted", "accepted", "emitted", "passes", "seconds"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for name, stage in stats.stages.items():
+        work = stats.drafters.get(name)
+        passes = stats.steps if name == "target" else work.passes if work else 0
+        seconds = stats.target_seconds if name == "target" else work.seconds if work else 0.0
+        table.add_row(name, str(stage.drafted), str(stage.accepted), str(stage.emitted), str(passes), f"{seconds:.3f}")
+    depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth)
+    table.caption = (
+        f"acceptance at depth 1, 2, ...: {depths or '-'}; weight bytes per token relative to plain decoding: "
+        f"{stats.relative_weight_bytes:.2f}; share of time in Python: {stats.python_share:.1%}"
+    )
+    return table

@@ -1,0 +1,38 @@
+"""`pystaged info`: what this build, machine and model are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import pystaged
+from pystaged import _core, _llama, hub
+from pystaged.policy import FixedPolicy
+
+
+def info(
+    model: Annotated[str, typer.Argument(help="Path of a GGUF file, or 'house'.")] = "house",
+) -> None:
+    """Show what this build and machine offer, and what a model is.
+
+    Example: pystaged info path/to/model.gguf
+    """
+    path = hub.resolve(model)
+    with pystaged.load(model, draft=None, policy=FixedPolicy(width=1, depth=0, budget=0)) as engine:
+        loaded = engine.model
+        rows = {
+            "pystaged": pystaged.__version__,
+            "llama-cpp-python": _llama.VERSION,
+            "kernel": f"{loaded.kernel} (of {', '.join(_core.kernels())})",
+            "threads": str(loaded.num_threads),
+            "model": str(path),
+            "name": loaded.name,
+            "shape": f"GPT-2, {loaded.num_layers} layers, {loaded.width} wide, {loaded.num_heads} heads",
+            "context": f"{loaded.max_context} tokens",
+            "vocabulary": f"{loaded.vocab_size} tokens",
+            "weights": f"{loaded.weight_type}, {loaded.file_bytes / 1e6:.1f} MB file, "
+            f"{loaded.weight_bytes / 1e6:.1f} MB read per pass",
+        }
+    for name, value in rows.items():
+        typer.echo(f"{name:<18}{value}")

@@ -1,0 +1,50 @@
+"""`pystaged ngram`: tables of n-grams."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.progress import Progress, TextColumn
+
+from pystaged import _core, hub
+from pystaged.cli.console import errors
+from pystaged.ngram import NgramTable
+from pystaged.sample import sample_documents
+
+
+def build(
+    model: Annotated[str, typer.Option(help="The draft whose text is counted: path of a GGUF file, or 'house-draft'.")],
+    out: Annotated[Path, typer.Option(help="File to write.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to sample.")] = 1_000_000,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.5,
+    seed: Annotated[int, typer.Option(help="Same seed, same table.")] = 0,
+    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
+) -> None:
+    """Sample text from a draft and count the n-grams that draft for it.
+
+    Example: pystaged ngram build --model draft.gguf --tokens 1000000 --out draft.ngram.npz
+    """
+    path = hub.resolvedraft_name("house", "house") if model == "house-draft" else hub.resolve(model)
+    if path is None:
+        raise FileNotFoundError("there is no house draft in this installation")
+    tokenizer = _core.Tokenizer(str(path))
+    drafts = _core.Model(str(path), os.environ.get("PYSTAGED_KERNEL", ""), threads)
+    start = next(token for token in reversed(range(tokenizer.num_tokens)) if tokenizer.is_end(token))
+    columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total} tokens"))
+    with Progress(*columns, console=errors) as progress:
+        task = progress.add_task("sampling", total=tokens)
+
+        def documents() -> Iterator[NDArray[np.int32]]:
+            for document in sample_documents(drafts, start, tokens, temperature=temperature, seed=seed):
+                progress.advance(task, len(document))
+                yield document
+
+        table = NgramTable.build(documents(), vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint)
+    table.save(out)
+    errors.print(f"[dim]{table.num_tokens} tokens counted, {out.stat().st_size / 1e6:.2f} MB in {out}[/dim]")

@@ -1,0 +1,34 @@
+"""`pystaged tune`: measure what passes cost."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pystaged.cli.console import draft_name, report
+from pystaged.pair import Pair
+
+
+def tune(
+    model: Annotated[str, typer.Option(help="Path of a GGUF file, or 'house'.")] = "house",
+    draft: Annotated[str, typer.Option(help="As in generate.")] = "auto",
+    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
+) -> None:
+    """Measure again what passes cost on this machine, and show it.
+
+    Example: pystaged tune --model path/to/model.gguf --draft path/to/draft.gguf
+    """
+    pair = Pair(model, draft_name(draft), threads, report)
+    target, smaller = pair.target_cost(again=True), pair.draft_cost(again=True)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rows", "target ms", "T(n)/T(1)", *(("draft ms",) if smaller else ())):
+        table.add_column(heading, justify="right")
+    for n, seconds in target.measured.items():
+        row = [str(n), f"{1e3 * seconds:.2f}", f"{seconds / target.measured[1]:.2f}"]
+        if smaller:
+            row.append(f"{1e3 * smaller.measured[n]:.2f}" if n in smaller.measured else "-")
+        table.add_row(*row)
+    Console(soft_wrap=True, highlight=False).print(table)
