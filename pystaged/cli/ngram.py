@@ -30,7 +30,7 @@ def build(
 
     Example: pystaged ngram build --model draft.gguf --tokens 1000000 --out draft.ngram.npz
     """
-    path = hub.resolvedraft_name("house", "house") if model == "house-draft" else hub.resolve(model)
+    path = hub.resolve_draft("house", "house") if model == "house-draft" else hub.resolve(model)
     if path is None:
         raise FileNotFoundError("there is no house draft in this installation")
     tokenizer = _core.Tokenizer(str(path))
