@@ -87,10 +87,10 @@ py::array_t<float> multiply(const std::string& type, const py::bytes& weights, i
     const PackedMatrix matrix(ggml, rows, cols, reinterpret_cast<const uint8_t*>(bytes.data()), storage.data(),
                               num_threads);
     const int width = matrix.padded_cols();
-    std::vector<float> values(size_t(n) * width), scales(values.size() / kBlock);
+    std::vector<float> values(size_t(n) * width);
     std::vector<int8_t> quants(values.size());
-    std::vector<int32_t> offsets(scales.size());
-    const QuantizedRows quantized{n, matrix.zero_point(), quants.data(), scales.data(), offsets.data()};
+    std::vector<BlockFactors> factors(values.size() / kBlock);
+    const QuantizedRows quantized{n, matrix.packing(), quants.data(), factors.data()};
     for (int i = 0; i < n; ++i) {
         std::copy_n(x.data() + size_t(i) * cols, cols, values.data() + size_t(i) * width);
         kernel.quantize(values.data() + size_t(i) * width, width, i, quantized);

@@ -68,12 +68,11 @@ Graph::~Graph() = default;
 
 void Graph::Quantized::resize(size_t values) {
     quants.resize(values);
-    scales.resize(values / kBlock);
-    offsets.resize(values / kBlock);
+    factors.resize(values / kBlock);
 }
 
 QuantizedRows Graph::Quantized::rows(int n, const PackedMatrix& weight) {
-    return {n, weight.zero_point(), quants.data(), scales.data(), offsets.data()};
+    return {n, weight.packing(), quants.data(), factors.data()};
 }
 
 Graph::Built& Graph::built(int num_rows, int num_logits) {

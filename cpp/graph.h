@@ -58,8 +58,7 @@ private:
     // Memory for the quantized rows of one operation's input.
     struct Quantized {
         std::vector<int8_t> quants;
-        std::vector<float> scales;
-        std::vector<int32_t> offsets;
+        std::vector<BlockFactors> factors;
 
         void resize(size_t values);
         QuantizedRows rows(int n, const PackedMatrix& weight);

@@ -15,36 +15,196 @@ namespace {
 // out evenly.
 constexpr size_t kChunkBytes = 256 << 10;
 
-// Bytes of one packed block (integer types) or of one input (float types) of a whole group.
-size_t unit_bytes(Packing packing) {
-    switch (packing) {
-        case Packing::f32: return kLanes * 4;
-        case Packing::f16:
-        case Packing::bf16: return kLanes * 2;
-        case Packing::q8_0: return kLanes * 2 + kLanes * kBlock;
-        case Packing::q4_0: return kLanes * 2 + kLanes * kBlock / 2;
-    }
-    return 0;
+struct Layout {
+    ggml_type type;
+    int bits = 0;          // of a quant; the rest is for integer packings
+    int factors = 0;       // scales and minima per lane and block
+    int factor_bytes = 0;  // of one of them
+    int headers = 0;       // F16 numbers per lane that the blocks of one of the file's blocks share
+    int blocks = 1;        // of ours in one of the file's
+};
+
+constexpr Layout kLayouts[kNumPackings] = {
+    {GGML_TYPE_F32},
+    {GGML_TYPE_F16},
+    {GGML_TYPE_BF16},
+    {GGML_TYPE_Q8_0, 8, 1, 2},
+    {GGML_TYPE_Q4_0, 4, 1, 2},
+    {GGML_TYPE_Q4_1, 4, 2, 2},
+    {GGML_TYPE_Q5_0, 5, 1, 2},
+    {GGML_TYPE_Q5_1, 5, 2, 2},
+    {GGML_TYPE_Q4_K, 4, 2, 1, 2, 8},
+    {GGML_TYPE_Q5_K, 5, 2, 1, 2, 8},
+    {GGML_TYPE_Q6_K, 6, 2, 1, 1, 8},
+};
+
+const Layout& layout_of(Packing packing) {
+    return kLayouts[static_cast<int>(packing)];
+}
+
+size_t factors_bytes(const Layout& l) {
+    return size_t(kLanes) * l.factors * l.factor_bytes;
+}
+
+size_t header_bytes(const Layout& l) {
+    return size_t(kLanes) * l.headers * 2;
+}
+
+size_t block_bytes(const Layout& l) {
+    return factors_bytes(l) + kLanes * (l.bits == 8 ? kBlock : kBlock / 2 + 4 * (l.bits - 4));
 }
 
 size_t group_bytes(Packing packing, int padded_cols) {
-    const bool integer = packing == Packing::q8_0 || packing == Packing::q4_0;
-    return unit_bytes(packing) * (integer ? padded_cols / kBlock : padded_cols);
+    const Layout& l = layout_of(packing);
+    if (l.bits == 0) {
+        return ggml_row_size(l.type, padded_cols) * kLanes;
+    }
+    const size_t blocks = padded_cols / kBlock;
+    return blocks * block_bytes(l) + blocks / l.blocks * header_bytes(l);
+}
+
+uint32_t load_word(const uint8_t* p) {
+    uint32_t word;
+    std::memcpy(&word, p, sizeof(word));
+    return word;
+}
+
+void store_word(uint8_t* p, uint32_t word) {
+    std::memcpy(p, &word, sizeof(word));
+}
+
+// 32 inputs of one output: scales and minima as they are kept, quants as words of four bytes, the zero point added.
+struct Block {
+    uint8_t factors[4];
+    uint32_t words[8];
+};
+
+constexpr uint32_t kNibbles = 0x0f0f0f0f, kOnes = 0x01010101;
+
+// Four bits, one to each byte.
+constexpr uint32_t spread(uint32_t bits) {
+    return (bits & 15) * 0x00204081 & kOnes;
+}
+
+// Types of 32 inputs a block: scales, then fifth bits, then nibbles.
+Block read_block(const Layout& l, const uint8_t* in) {
+    Block block;
+    const int factors = l.factors * l.factor_bytes;
+    std::memcpy(block.factors, in, factors);
+    in += factors;
+    if (l.bits == 8) {
+        for (int i = 0; i < 8; ++i) {
+            block.words[i] = load_word(in + 4 * i) ^ 0x80808080u;
+        }
+        return block;
+    }
+    uint32_t fifth = 0;
+    if (l.bits == 5) {
+        fifth = load_word(in);
+        in += 4;
+    }
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t both = load_word(in + 4 * i);
+        block.words[i] = (both & kNibbles) | spread(fifth >> 4 * i) << 4;
+        block.words[i + 4] = (both >> 4 & kNibbles) | spread(fifth >> (16 + 4 * i)) << 4;
+    }
+    return block;
+}
+
+// Block `index` of the eight in a file's block of Q4_K or Q5_K.
+Block read_minimum_block(const Layout& l, const uint8_t* in, int index) {
+    Block block;
+    const uint8_t* packed = in + 4;
+    if (index < 4) {
+        block.factors[0] = packed[index] & 63;
+        block.factors[1] = packed[index + 4] & 63;
+    } else {
+        block.factors[0] = static_cast<uint8_t>((packed[index + 4] & 15) | (packed[index - 4] >> 6) << 4);
+        block.factors[1] = static_cast<uint8_t>((packed[index + 4] >> 4) | (packed[index] >> 6) << 4);
+    }
+    const uint8_t* fifth = in + 16;
+    const uint8_t* nibbles = in + (l.bits == 5 ? 48 : 16) + index / 2 * 32;
+    for (int i = 0; i < 8; ++i) {
+        block.words[i] = load_word(nibbles + 4 * i) >> 4 * (index % 2) & kNibbles;
+        if (l.bits == 5) {
+            block.words[i] |= (load_word(fifth + 4 * i) >> index & kOnes) << 4;
+        }
+    }
+    return block;
+}
+
+// Block `index` of the eight in a file's block of Q6_K.
+Block read_halves_block(const uint8_t* in, int index) {
+    Block block;
+    const int half = index / 4, quarter = index % 4;
+    const uint8_t* nibbles = in + 64 * half + 32 * (quarter % 2);
+    const uint8_t* high = in + 128 + 32 * half;
+    std::memcpy(block.factors, in + 192 + 8 * half + 2 * quarter, 2);
+    for (int i = 0; i < 8; ++i) {
+        block.words[i] = (load_word(nibbles + 4 * i) >> 4 * (quarter / 2) & kNibbles) |
+                         (load_word(high + 4 * i) >> 2 * quarter & 3 * kOnes) << 4;
+    }
+    return block;
+}
+
+// Moves the quants of one lane to their places in a packed block, and back.
+void store_quants(const Layout& l, const uint32_t* words, int lane, uint8_t* out) {
+    out += 4 * lane;
+    if (l.bits == 8) {
+        for (int i = 0; i < 8; ++i) {
+            store_word(out + 4 * kLanes * i, words[i]);
+        }
+        return;
+    }
+    for (int i = 0; i < 4; ++i) {
+        store_word(out + 4 * kLanes * i, (words[i] & kNibbles) | (words[i + 4] & kNibbles) << 4);
+    }
+    const int width = l.bits - 4, count = width == 1 ? 8 : 4;
+    for (int plane = 0; plane < width; ++plane) {
+        uint32_t high = 0;
+        for (int i = 0; i < count; ++i) {
+            high |= (words[plane * count + i] >> 4 & (width == 1 ? kOnes : 3 * kOnes)) << width * i;
+        }
+        store_word(out + 4 * kLanes * (4 + plane), high);
+    }
+}
+
+void load_quants(const Layout& l, const uint8_t* in, int lane, uint32_t* words) {
+    in += 4 * lane;
+    if (l.bits == 8) {
+        for (int i = 0; i < 8; ++i) {
+            words[i] = load_word(in + 4 * kLanes * i);
+        }
+        return;
+    }
+    const int width = l.bits - 4, count = width == 1 ? 8 : 4;
+    for (int i = 0; i < 8; ++i) {
+        words[i] = load_word(in + 4 * kLanes * (i % 4)) >> 4 * (i / 4) & kNibbles;
+        if (width > 0) {
+            const uint32_t high = load_word(in + 4 * kLanes * (4 + i / count)) >> width * (i % count);
+            words[i] |= (high & (width == 1 ? kOnes : 3 * kOnes)) << 4;
+        }
+    }
+}
+
+float load_half(const uint8_t* p) {
+    ggml_fp16_t half;
+    std::memcpy(&half, p, sizeof(half));
+    return ggml_fp16_to_fp32(half);
 }
 
 }  // namespace
 
 Packing PackedMatrix::packing_of(ggml_type type) {
-    switch (type) {
-        case GGML_TYPE_F32: return Packing::f32;
-        case GGML_TYPE_F16: return Packing::f16;
-        case GGML_TYPE_BF16: return Packing::bf16;
-        case GGML_TYPE_Q8_0: return Packing::q8_0;
-        case GGML_TYPE_Q4_0: return Packing::q4_0;
-        default: break;
+    std::string names;
+    for (int i = 0; i < kNumPackings; ++i) {
+        if (kLayouts[i].type == type) {
+            return static_cast<Packing>(i);
+        }
+        names += std::string(i == 0 ? "" : i + 1 < kNumPackings ? ", " : " or ") + ggml_type_name(kLayouts[i].type);
     }
-    throw std::invalid_argument(std::string("weights of type ") + ggml_type_name(type) +
-                                " are not supported; use F32, F16, BF16, Q8_0 or Q4_0");
+    throw std::invalid_argument(std::string("weights of type ") + ggml_type_name(type) + " are not supported; use " +
+                                names);
 }
 
 size_t PackedMatrix::packed_bytes(ggml_type type, int rows, int cols) {
@@ -61,39 +221,51 @@ PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* so
         throw std::invalid_argument(std::string(ggml_type_name(type)) + " needs rows of a multiple of " +
                                     std::to_string(ggml_blck_size(type)) + " weights, not " + std::to_string(cols));
     }
-    ThreadPool::shared().run(padded_rows() / kLanes, num_threads, [&](int g, int) { pack_group(g, source); });
+    ThreadPool::shared().run(padded_rows() / kLanes, num_threads, [&](int g, int) {
+        if (rows_ < (g + 1) * kLanes || cols_ != padded_cols()) {
+            std::memset(data_ + g * group_bytes_, 0, group_bytes_);
+        }
+        if (integer()) {
+            pack_blocks(g, source);
+        } else {
+            pack_floats(g, source);
+        }
+    });
 }
 
-// Integer blocks keep the file's bytes and only move them in words of four inputs.
-void PackedMatrix::pack_group(int group, const uint8_t* source) const {
-    const int lanes = std::clamp(rows_ - group * kLanes, 0, kLanes);
-    uint8_t* out = data_ + group * group_bytes_;
-    if (lanes < kLanes || cols_ != padded_cols()) {
-        std::memset(out, 0, group_bytes_);
-    }
-    if (!integer()) {
-        const size_t size = packing_ == Packing::f32 ? 4 : 2;
-        for (int lane = 0; lane < lanes; ++lane) {
-            const uint8_t* in = source + size_t(group * kLanes + lane) * cols_ * size;
-            for (int i = 0; i < cols_; ++i) {
-                std::memcpy(out + (size_t(i) * kLanes + lane) * size, in + i * size, size);
-            }
+void PackedMatrix::pack_floats(int group, const uint8_t* source) const {
+    const size_t size = ggml_type_size(layout_of(packing_).type);
+    for (int lane = 0; lane < std::min(rows_ - group * kLanes, kLanes); ++lane) {
+        const uint8_t* in = source + size_t(group * kLanes + lane) * cols_ * size;
+        uint8_t* out = data_ + group * group_bytes_ + lane * size;
+        for (int i = 0; i < cols_; ++i) {
+            std::memcpy(out + i * kLanes * size, in + i * size, size);
         }
-        return;
     }
-    const int blocks = cols_ / kBlock, words = packing_ == Packing::q8_0 ? 8 : 4;
-    const uint32_t flip = packing_ == Packing::q8_0 ? 0x80808080u : 0;
-    const size_t block_bytes = 2 + 4 * words;
-    for (int b = 0; b < blocks; ++b, out += kLanes * block_bytes) {
-        for (int lane = 0; lane < lanes; ++lane) {
-            const uint8_t* in = source + (size_t(group * kLanes + lane) * blocks + b) * block_bytes;
-            std::memcpy(out + 2 * lane, in, 2);
-            for (int i = 0; i < words; ++i) {
-                uint32_t word;
-                std::memcpy(&word, in + 2 + 4 * i, 4);
-                word ^= flip;
-                std::memcpy(out + 2 * kLanes + 4 * (i * kLanes + lane), &word, 4);
+}
+
+void PackedMatrix::pack_blocks(int group, const uint8_t* source) const {
+    const Layout& l = layout_of(packing_);
+    const size_t row_bytes = ggml_row_size(l.type, cols_), file_block = ggml_type_size(l.type);
+    uint8_t* out = data_ + group * group_bytes_;
+    for (int b = 0; b < cols_ / kBlock; ++b, out += block_bytes(l)) {
+        const bool begins = b % l.blocks == 0;
+        uint8_t* header = out;
+        out += begins ? header_bytes(l) : 0;
+        for (int lane = 0; lane < std::min(rows_ - group * kLanes, kLanes); ++lane) {
+            const uint8_t* in = source + size_t(group * kLanes + lane) * row_bytes + b / l.blocks * file_block;
+            const Block block = l.blocks == 1 ? read_block(l, in)
+                                : l.bits == 6 ? read_halves_block(in, b % l.blocks)
+                                              : read_minimum_block(l, in, b % l.blocks);
+            for (int i = 0; begins && i < l.headers; ++i) {
+                // Q6_K has its scale at the end, the others begin with theirs.
+                std::memcpy(header + 2 * (i * kLanes + lane), in + (l.bits == 6 ? 208 : 2 * i), 2);
             }
+            for (int i = 0; i < l.factors; ++i) {
+                std::memcpy(out + (i * kLanes + lane) * l.factor_bytes, block.factors + i * l.factor_bytes,
+                            l.factor_bytes);
+            }
+            store_quants(l, block.words, lane, out + factors_bytes(l));
         }
     }
 }
@@ -118,36 +290,47 @@ void PackedMatrix::multiply(const Kernel& kernel, const Activations& x, const Ep
 }
 
 void PackedMatrix::row(int index, float* out) const {
-    const uint8_t* group = data_ + index / kLanes * group_bytes_;
+    const Layout& l = layout_of(packing_);
+    const uint8_t* in = data_ + index / kLanes * group_bytes_;
     const int lane = index % kLanes;
     if (!integer()) {
+        const size_t size = ggml_type_size(l.type);
+        const ggml_to_float_t to_float = ggml_get_type_traits(l.type)->to_float;
         for (int i = 0; i < cols_; ++i) {
-            const size_t at = size_t(i) * kLanes + lane;
-            if (packing_ == Packing::f32) {
-                std::memcpy(out + i, group + 4 * at, 4);
-            } else if (packing_ == Packing::f16) {
-                ggml_fp16_t value;
-                std::memcpy(&value, group + 2 * at, 2);
-                out[i] = ggml_fp16_to_fp32(value);
+            const uint8_t* value = in + (size_t(i) * kLanes + lane) * size;
+            if (to_float) {
+                to_float(value, out + i, 1);
             } else {
-                ggml_bf16_t value;
-                std::memcpy(&value, group + 2 * at, 2);
-                out[i] = ggml_bf16_to_fp32(value);
+                std::memcpy(out + i, value, size);
             }
         }
         return;
     }
-    const size_t block_bytes = unit_bytes(packing_);
-    for (int i = 0; i < cols_; ++i) {
-        const uint8_t* block = group + i / kBlock * block_bytes;
-        ggml_fp16_t scale;
-        std::memcpy(&scale, block + 2 * lane, 2);
-        const int at = packing_ == Packing::q8_0 ? i % kBlock : i % (kBlock / 2);
-        int quant = block[2 * kLanes + at / 4 * 4 * kLanes + 4 * lane + at % 4];
-        if (packing_ == Packing::q4_0) {
-            quant = i % kBlock < kBlock / 2 ? quant & 15 : quant >> 4;
+    const uint8_t* header = in;
+    for (int b = 0; b < cols_ / kBlock; ++b, in += block_bytes(l), out += kBlock) {
+        if (b % l.blocks == 0) {
+            header = in;
+            in += header_bytes(l);
         }
-        out[i] = ggml_fp16_to_fp32(scale) * static_cast<float>(quant - zero_point());
+        float factors[2] = {};
+        for (int i = 0; i < l.factors; ++i) {
+            const uint8_t* factor = in + (i * kLanes + lane) * l.factor_bytes;
+            if (l.headers == 0) {
+                factors[i] = load_half(factor);
+            } else {
+                const float shared = load_half(header + 2 * ((l.headers == 2 ? i * kLanes : 0) + lane));
+                const int number = l.headers == 2 ? *factor : static_cast<int8_t>(*factor);
+                factors[i] = shared * static_cast<float>(l.headers == 2 && i == 1 ? -number : number);
+            }
+        }
+        uint32_t words[8];
+        load_quants(l, in + factors_bytes(l), lane, words);
+        for (int i = 0; i < kBlock; ++i) {
+            const auto quant =
+                static_cast<float>(static_cast<int>(words[i / 4] >> 8 * (i % 4) & 255) - zero_point(packing_));
+            const bool halves = packing_ == Packing::q6_k;
+            out[i] = factors[halves ? i / 16 : 0] * quant + (halves ? 0.0f : factors[1]);
+        }
     }
 }
 

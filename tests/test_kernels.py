@@ -20,11 +20,33 @@ Floats = npt.NDArray[np.float32]
 Packed = npt.NDArray[np.uint8]
 
 FLOAT_TYPES = ("f32", "f16", "bf16")
-TYPES = (*FLOAT_TYPES, "q8_0", "q4_0")
-BLOCK = 32
+# What a file's block has: its size in bytes and where its F16 numbers stand.
+INTEGER_TYPES = {
+    "q8_0": (34, (0,)),
+    "q4_0": (18, (0,)),
+    "q4_1": (20, (0, 2)),
+    "q5_0": (22, (0,)),
+    "q5_1": (24, (0, 2)),
+    "q4_K": (144, (0, 2)),
+    "q5_K": (176, (0, 2)),
+    "q6_K": (210, (208,)),
+}
+TYPES = (*FLOAT_TYPES, *INTEGER_TYPES)
+BLOCK = 32  # activations of one scale
+
+
+def block_size(kind: str) -> int:
+    """Weights of a file's block."""
+    return 1 if kind in FLOAT_TYPES else 256 if kind.endswith("K") else 32
+
+
+def whole_blocks(kind: str, cols: int) -> int:
+    """As many blocks as cols inputs take, in inputs."""
+    return block_size(kind) * -(-cols // block_size(kind))
+
 
 shapes = st.tuples(st.sampled_from(TYPES), st.integers(1, 70), st.integers(1, 170)).map(
-    lambda shape: shape if shape[0] in FLOAT_TYPES else (*shape[:2], BLOCK * -(-shape[2] // 34))
+    lambda shape: (*shape[:2], shape[2] if shape[0] in FLOAT_TYPES else block_size(shape[0]) * -(-shape[2] // 34))
 )
 
 
@@ -38,11 +60,12 @@ def draw_weights(kind: str, rows: int, cols: int, seed: int = 0) -> Packed:
         return values.astype(np.float16).view(np.uint8)
     if kind == "bf16":
         return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-    size = 32 if kind == "q8_0" else 16
-    blocks = np.empty((rows, cols // BLOCK), dtype=[("scale", np.float16), ("weights", np.uint8, size)])
-    blocks["scale"] = values[:, ::BLOCK] * 0.05
-    blocks["weights"] = generator.integers(0, 256, blocks["weights"].shape, dtype=np.uint8)
-    return blocks.view(np.uint8).reshape(rows, -1)
+    size, fields = INTEGER_TYPES[kind]
+    blocks = generator.integers(0, 256, (rows, cols // block_size(kind), size), dtype=np.uint8)
+    for i, field in enumerate(fields):
+        scales = (values[:, i :: block_size(kind)] * 0.05).astype(np.float16)
+        blocks[..., field : field + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def draw_rows(n: int, cols: int, seed: int = 0) -> Floats:
@@ -91,7 +114,7 @@ def test_any_shape(shape: tuple[str, int, int], n: int, num_threads: int, seed: 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_row_is_the_same_beside_any_others(kernel: str, kind: str, rows: int) -> None:
-    weights, x = draw_weights(kind, rows, 96), draw_rows(40, 96)
+    weights, x = draw_weights(kind, rows, whole_blocks(kind, 96)), draw_rows(40, whole_blocks(kind, 96))
     alone = np.concatenate([multiply(kind, weights, row[None], kernel) for row in x])
     generator = np.random.default_rng(0)
     for n in range(1, len(x) + 1):
@@ -103,7 +126,7 @@ def test_row_is_the_same_beside_any_others(kernel: str, kind: str, rows: int) ->
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_large_matrix_shared_by_threads(kernel: str, kind: str) -> None:
-    weights, x = draw_weights(kind, 1000, 640), draw_rows(3, 640)
+    weights, x = draw_weights(kind, 1000, 768), draw_rows(3, 768)
     scalar = multiply(kind, weights, x)
     assert_close(kind, weights, x, scalar)
     for num_threads in (1, 2, 3):
@@ -120,11 +143,11 @@ def test_every_half_is_read_exactly(kind: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", INTEGER_TYPES)
 def test_activations_round_half_to_even(kind: str, kernel: str) -> None:
-    x = np.tile(np.arange(-126.5, 127, dtype=np.float32)[:, None], BLOCK)
-    x[:, 0] = 127  # so that the scale is 1
-    weights = draw_weights(kind, 5, BLOCK)
+    x = np.tile(np.arange(-126.5, 127, dtype=np.float32)[:, None], block_size(kind))
+    x[:, ::BLOCK] = 127  # so that the scale is 1
+    weights = draw_weights(kind, 5, block_size(kind))
     assert_close(kind, weights, x, multiply(kind, weights, x, kernel))
 
 
@@ -152,9 +175,13 @@ def extreme_weights(kind: str, cols: int) -> Packed:
         numbers = weights.view(np.float32 if kind == "f32" else np.uint16)
         numbers[1:4] = numbers[1:4, :1]
     else:
-        blocks = weights.reshape(5, cols // BLOCK, -1)
-        # -128, 127 and 0 of Q8_0; -8, 7 and 0 of Q4_0.
-        blocks[1:4, :, 2:] = np.array([[128, 127, 0]] if kind == "q8_0" else [[0x00, 0xFF, 0x88]]).T[:, None]
+        size, fields = INTEGER_TYPES[kind]
+        blocks = weights.reshape(5, -1, size)
+        scales = blocks.copy()
+        # -128, 127 and 0 of Q8_0; the least and the greatest of the others, and zeros of Q4_0.
+        blocks[1:4] = np.array([[0x80, 0x7F, 0]] if kind == "q8_0" else [[0x00, 0xFF, 0x88]]).T[:, None]
+        for field in fields:
+            blocks[..., field : field + 2] = scales[..., field : field + 2]
     weights[4] = 0
     return weights
 
@@ -162,7 +189,8 @@ def extreme_weights(kind: str, cols: int) -> Packed:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", TYPES)
 def test_extremes(kind: str, kernel: str) -> None:
-    rows, weights = extreme_rows(96), extreme_weights(kind, 96)
+    cols = whole_blocks(kind, 96)
+    rows, weights = extreme_rows(cols), extreme_weights(kind, cols)
     x = np.stack(list(rows.values()))
     scalar = multiply(kind, weights, x)
     np.testing.assert_array_equal(multiply(kind, weights, x, kernel), scalar)
@@ -176,7 +204,8 @@ def test_extremes(kind: str, kernel: str) -> None:
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_bad_row_leaves_the_others_alone(kernel: str, kind: str, bad: float) -> None:
-    weights, x = draw_weights(kind, 33, 96), draw_rows(17, 96)
+    cols = whole_blocks(kind, 96)
+    weights, x = draw_weights(kind, 33, cols), draw_rows(17, cols)
     good = np.delete(np.arange(17), [0, 8, 16])
     expected = multiply(kind, weights, x, kernel)[good]
     x[[0, 8, 16], [0, 50, 95]] = bad
@@ -189,7 +218,7 @@ def test_bad_row_leaves_the_others_alone(kernel: str, kind: str, bad: float) -> 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_no_rows(kernel: str, kind: str) -> None:
-    assert multiply(kind, draw_weights(kind, 7, 64), np.empty((0, 64), np.float32), kernel).shape == (0, 7)
+    assert multiply(kind, draw_weights(kind, 7, 256), np.empty((0, 256), np.float32), kernel).shape == (0, 7)
 
 
 @pytest.mark.parametrize(

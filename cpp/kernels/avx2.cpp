@@ -18,6 +18,12 @@ struct F {
         const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
         return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
     }
+    static F load_u8(const uint8_t* p) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+    }
+    static F load_i8(const uint8_t* p) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+    }
     static F set(float x) { return {_mm256_set1_ps(x)}; }
     void store(float* p) const { _mm256_storeu_ps(p, x); }
     int store_i8(int8_t* p) const {
@@ -63,9 +69,20 @@ constexpr int kFloatSums = 12;
 constexpr int kAttendRows = 4;
 constexpr int kScoreSums = 4;
 constexpr int kMixSums = 4;
+constexpr int kPrefetchBlocks = 8;
+constexpr int kPrefetchLocality = 3;
 
-inline __m256i load_bytes(const uint8_t* p) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+struct Bytes {
+    __m256i x;
+    static Bytes load(const uint8_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+    static Bytes set(int byte) { return {_mm256_set1_epi8(static_cast<char>(byte))}; }
+    friend Bytes operator&(Bytes a, Bytes b) { return {_mm256_and_si256(a.x, b.x)}; }
+    friend Bytes operator|(Bytes a, Bytes b) { return {_mm256_or_si256(a.x, b.x)}; }
+};
+
+template <int left>
+inline Bytes shift(Bytes a) {
+    return {left >= 0 ? _mm256_slli_epi16(a.x, left & 15) : _mm256_srli_epi16(a.x, -left & 15)};
 }
 
 inline __m256i broadcast4(const int8_t* p) {
@@ -74,62 +91,32 @@ inline __m256i broadcast4(const int8_t* p) {
     return _mm256_set1_epi32(four);
 }
 
-// Signed weights: an unsigned byte times a signed one would overflow the 16-bit sums of vpmaddubsw, so the weight's
-// sign goes to the activation first. The zero point cancels out and `offset` is not needed.
-struct Q8 {
-    static constexpr int bytes = 2 * kLanes + kBlock * kLanes;
-    __m256i w[8];
-    F d;
-    Q8(const uint8_t* group, int part) : d(F::load_f16(reinterpret_cast<const uint16_t*>(group) + 8 * part)) {
-        for (int i = 0; i < 8; ++i) {
-            w[i] = _mm256_xor_si256(load_bytes(group + 32 + 64 * i + 32 * part), _mm256_set1_epi8(-128));
-        }
-    }
-    F scale() const { return d; }
-    F dot(const int8_t* x, int32_t) const {
+template <int bits, int count>
+inline F dot_words(const Bytes* words, const int8_t* x, int32_t offset) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    if constexpr (bits == 8) {
+        // An unsigned byte times a signed one would overflow the 16-bit sums, so the weight's sign goes to the
+        // activation first. The zero point cancels out and `offset` is not needed.
         __m256i sum = _mm256_setzero_si256();
-        for (int i = 0; i < 8; ++i) {
-            const __m256i pairs =
-                _mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), _mm256_sign_epi8(broadcast4(x + 4 * i), w[i]));
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        for (int i = 0; i < count; ++i) {
+            const __m256i w = _mm256_xor_si256(words[i].x, _mm256_set1_epi8(-128));
+            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(broadcast4(x + 4 * i), w));
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
         }
         return {_mm256_cvtepi32_ps(sum)};
     }
-    static void prefetch(const uint8_t* group) {
-        for (int i = 0; i < 9; ++i) {
-            _mm_prefetch(reinterpret_cast<const char*>(group) + 8 * bytes + 64 * i, _MM_HINT_T0);
+    // As many words as the 16-bit sums hold: words * 2 * (2^bits - 1) * 127 < 2^15.
+    constexpr int together = bits == 4 ? 8 : bits == 5 ? 4 : 2;
+    __m256i sum = _mm256_set1_epi32(offset);
+    for (int i = 0; i < count; i += together) {
+        __m256i pairs = _mm256_maddubs_epi16(words[i].x, broadcast4(x + 4 * i));
+        for (int j = i + 1; j < i + together && j < count; ++j) {
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(words[j].x, broadcast4(x + 4 * j)));
         }
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
     }
-};
-
-// Nibbles are small enough for the 16-bit sums of a whole block: 8 * 2 * 15 * 127 < 2^15.
-struct Q4 {
-    static constexpr int bytes = 2 * kLanes + kBlock * kLanes / 2;
-    __m256i w[8];
-    F d;
-    Q4(const uint8_t* group, int part) : d(F::load_f16(reinterpret_cast<const uint16_t*>(group) + 8 * part)) {
-        const __m256i mask = _mm256_set1_epi8(15);
-        for (int i = 0; i < 4; ++i) {
-            const __m256i both = load_bytes(group + 32 + 64 * i + 32 * part);
-            w[i] = _mm256_and_si256(both, mask);
-            w[i + 4] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-        }
-    }
-    F scale() const { return d; }
-    F dot(const int8_t* x, int32_t offset) const {
-        __m256i pairs = _mm256_setzero_si256();
-        for (int i = 0; i < 8; ++i) {
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[i], broadcast4(x + 4 * i)));
-        }
-        const __m256i sum = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-        return {_mm256_cvtepi32_ps(_mm256_add_epi32(sum, _mm256_set1_epi32(offset)))};
-    }
-    static void prefetch(const uint8_t* group) {
-        for (int i = 0; i < 5; ++i) {
-            _mm_prefetch(reinterpret_cast<const char*>(group) + 8 * bytes + 64 * i, _MM_HINT_T0);
-        }
-    }
-};
+    return {_mm256_cvtepi32_ps(sum)};
+}
 
 #include "generic.h"
 

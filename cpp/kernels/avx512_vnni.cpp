@@ -18,6 +18,12 @@ struct F {
         const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
         return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
     }
+    static F load_u8(const uint8_t* p) {
+        return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+    }
+    static F load_i8(const uint8_t* p) {
+        return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+    }
     static F set(float x) { return {_mm512_set1_ps(x)}; }
     void store(float* p) const { _mm512_storeu_ps(p, x); }
     int store_i8(int8_t* p) const {
@@ -56,6 +62,21 @@ constexpr int kFloatSums = 24;
 constexpr int kAttendRows = 8;
 constexpr int kScoreSums = 16;
 constexpr int kMixSums = 16;
+constexpr int kPrefetchBlocks = 16;
+constexpr int kPrefetchLocality = 2;
+
+struct Bytes {
+    __m512i x;
+    static Bytes load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+    static Bytes set(int byte) { return {_mm512_set1_epi8(static_cast<char>(byte))}; }
+    friend Bytes operator&(Bytes a, Bytes b) { return {_mm512_and_si512(a.x, b.x)}; }
+    friend Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.x, b.x)}; }
+};
+
+template <int left>
+inline Bytes shift(Bytes a) {
+    return {left >= 0 ? _mm512_slli_epi16(a.x, left & 15) : _mm512_srli_epi16(a.x, -left & 15)};
+}
 
 // sum += weights (16 lanes of 4 unsigned bytes) times four signed bytes, the same for every lane. As an instruction of
 // its own, because GCC otherwise spends a second one on the broadcast.
@@ -64,57 +85,16 @@ inline __m512i dot4(__m512i sum, __m512i weights, const int8_t* four) {
     return sum;
 }
 
-// vpdpbusd multiplies unsigned weights (value + zero point) by signed activations; `offset` takes the zero point back.
-struct IntegerBlock {
-    __m512i w[8];
-    F d;
-    F scale() const { return d; }
-    F dot(const int8_t* x, int32_t offset) const {
-        __m512i sum = _mm512_set1_epi32(offset);
+// vpdpbusd multiplies unsigned weights by signed activations.
+template <int bits, int count>
+inline F dot_words(const Bytes* words, const int8_t* x, int32_t offset) {
+    __m512i sum = _mm512_set1_epi32(offset);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            sum = dot4(sum, w[i], x + 4 * i);
-        }
-        return {_mm512_cvtepi32_ps(sum)};
+    for (int i = 0; i < count; ++i) {
+        sum = dot4(sum, words[i].x, x + 4 * i);
     }
-};
-
-struct Q8 : IntegerBlock {
-    static constexpr int bytes = 2 * kLanes + kBlock * kLanes;
-    Q8(const uint8_t* group, int) {
-        d = F::load_f16(reinterpret_cast<const uint16_t*>(group));
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            w[i] = _mm512_loadu_si512(group + 32 + 64 * i);
-        }
-    }
-    static void prefetch(const uint8_t* group) {
-#pragma GCC unroll 9
-        for (int i = 0; i < 9; ++i) {
-            _mm_prefetch(reinterpret_cast<const char*>(group) + 16 * bytes + 64 * i, _MM_HINT_T1);
-        }
-    }
-};
-
-struct Q4 : IntegerBlock {
-    static constexpr int bytes = 2 * kLanes + kBlock * kLanes / 2;
-    Q4(const uint8_t* group, int) {
-        d = F::load_f16(reinterpret_cast<const uint16_t*>(group));
-        const __m512i mask = _mm512_set1_epi8(15);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            const __m512i both = _mm512_loadu_si512(group + 32 + 64 * i);
-            w[i] = _mm512_and_si512(both, mask);
-            w[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
-        }
-    }
-    static void prefetch(const uint8_t* group) {
-#pragma GCC unroll 5
-        for (int i = 0; i < 5; ++i) {
-            _mm_prefetch(reinterpret_cast<const char*>(group) + 16 * bytes + 64 * i, _MM_HINT_T1);
-        }
-    }
-};
+    return {_mm512_cvtepi32_ps(sum)};
+}
 
 #include "generic.h"
 

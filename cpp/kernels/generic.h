@@ -117,10 +117,14 @@ void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
         const Row inverse = Row::set(largest > 1e-30f ? 127.0f / largest : 0.0f);
         // The order of max's operands turns NaN into a number.
         const Row least = Row::set(-127), most = Row::set(127);
-        const int sum = min(max(lo * inverse, least), most).store_i8(out) +
-                        min(max(hi * inverse, least), most).store_i8(out + kLanes);
-        to.scales[at] = round_to_f16(largest / 127.0f);
-        to.offsets[at] = -to.zero_point * sum;
+        const int first = min(max(lo * inverse, least), most).store_i8(out);
+        const int second = min(max(hi * inverse, least), most).store_i8(out + kLanes);
+        const float scale = round_to_f16(largest / 127.0f);
+        const int zero = zero_point(to.packing);
+        const bool halves = to.packing == Packing::q6_k;
+        to.factors[at] = {scale,
+                          scale * static_cast<float>(first + second),
+                          {-zero * (halves ? first : first + second), -zero * second}};
     }
 }
 
@@ -196,29 +200,170 @@ inline void finish(F sum, const Epilogue& e, int row, int unit) {
     sum.store(e.out + at);
 }
 
+// The unsigned weights of one unit and block: words[i] has inputs 4 i to 4 i + 3 of every lane. Above four bits, the
+// fifth bits are one more vector of bytes, bit i for words[i]; the fifth and sixth are two, with two bits for each
+// word.
+template <int bits>
+struct Quants {
+    static constexpr int bytes = kLanes * (bits == 8 ? kBlock : kBlock / 2 + 4 * (bits - 4));
+    Bytes words[8];
+
+    Quants(const uint8_t* data, int part) {
+        data += part * F::lanes * 4;
+        if constexpr (bits == 8) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) {
+                words[i] = Bytes::load(data + 4 * kLanes * i);
+            }
+        } else {
+            const Bytes nibble = Bytes::set(15);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                const Bytes both = Bytes::load(data + 4 * kLanes * i);
+                words[i] = both & nibble;
+                words[i + 4] = shift<-4>(both) & nibble;
+            }
+            if constexpr (bits == 5) {
+                add_bits<1, 8>(words, Bytes::load(data + 16 * kLanes));
+            } else if constexpr (bits == 6) {
+                add_bits<2, 4>(words, Bytes::load(data + 16 * kLanes));
+                add_bits<2, 4>(words + 4, Bytes::load(data + 20 * kLanes));
+            }
+        }
+    }
+
+    // The products with 32 inputs, or with the 16 of either half, summed and added to `offset`.
+    F dot(const int8_t* x, int32_t offset) const { return dot_words<bits, 8>(words, x, offset); }
+    F dot_first(const int8_t* x, int32_t offset) const { return dot_words<bits, 4>(words, x, offset); }
+    F dot_second(const int8_t* x, int32_t offset) const { return dot_words<bits, 4>(words + 4, x + 16, offset); }
+
+private:
+    // Bits 4 and up of each word, `width` of them at a time from `high`.
+    template <int width, int count, int i = 0>
+    static void add_bits(Bytes* words, Bytes high) {
+        words[i] = words[i] | (shift<4 - width * i>(high) & Bytes::set(width == 1 ? 0x10 : 0x30));
+        if constexpr (i + 1 < count) {
+            add_bits<width, count, i + 1>(words, high);
+        }
+    }
+};
+
+inline F load_part(const uint8_t* halves, int part) {
+    return F::load_f16(reinterpret_cast<const uint16_t*>(halves) + part * F::lanes);
+}
+
+// The blocks of the packings. Each covers kBlock inputs; `Header` is what several in a row share.
+struct NoHeader {
+    static constexpr int bytes = 0, blocks = 1;
+    NoHeader(const uint8_t*, int) {}
+};
+
+// weight = scale * (quant - zero point)
+template <int bits>
+struct OffsetBlock {
+    using Header = NoHeader;
+    static constexpr int bytes = 2 * kLanes + Quants<bits>::bytes;
+    F scale;
+    Quants<bits> quants;
+
+    OffsetBlock(const Header&, const uint8_t* data, int part)
+        : scale(load_part(data, part)), quants(data + 2 * kLanes, part) {}
+    F add(F sum, const int8_t* x, const BlockFactors& row) const {
+        return fma(scale * F::set(row.scale), quants.dot(x, row.offsets[0]), sum);
+    }
+};
+
+// weight = scale * quant + minimum
+template <int bits>
+struct MinimumBlock {
+    using Header = NoHeader;
+    static constexpr int bytes = 4 * kLanes + Quants<bits>::bytes;
+    F scale, minimum;
+    Quants<bits> quants;
+
+    MinimumBlock(const Header&, const uint8_t* data, int part)
+        : scale(load_part(data, part)), minimum(load_part(data + 2 * kLanes, part)), quants(data + 4 * kLanes, part) {}
+    F add(F sum, const int8_t* x, const BlockFactors& row) const {
+        sum = fma(minimum, F::set(row.sum), sum);
+        return fma(scale * F::set(row.scale), quants.dot(x, 0), sum);
+    }
+};
+
+// weight = header scale * block scale * quant - header minimum * block minimum
+template <int bits>
+struct SuperMinimumBlock {
+    struct Header {
+        static constexpr int bytes = 4 * kLanes, blocks = 8;
+        F scale, minus_minimum;
+        Header(const uint8_t* data, int part)
+            : scale(load_part(data, part)), minus_minimum(F::set(-1) * load_part(data + 2 * kLanes, part)) {}
+    };
+    static constexpr int bytes = 2 * kLanes + Quants<bits>::bytes;
+    F scale, minimum;
+    Quants<bits> quants;
+
+    SuperMinimumBlock(const Header& header, const uint8_t* data, int part)
+        : scale(header.scale * F::load_u8(data + part * F::lanes)),
+          minimum(header.minus_minimum * F::load_u8(data + kLanes + part * F::lanes)),
+          quants(data + 2 * kLanes, part) {}
+    F add(F sum, const int8_t* x, const BlockFactors& row) const {
+        sum = fma(minimum, F::set(row.sum), sum);
+        return fma(scale * F::set(row.scale), quants.dot(x, 0), sum);
+    }
+};
+
+// weight = header scale * scale of the half block * (quant - zero point)
+struct HalvesBlock {
+    struct Header {
+        static constexpr int bytes = 2 * kLanes, blocks = 8;
+        F scale;
+        Header(const uint8_t* data, int part) : scale(load_part(data, part)) {}
+    };
+    static constexpr int bytes = 2 * kLanes + Quants<6>::bytes;
+    F scale, first, second;
+    Quants<6> quants;
+
+    HalvesBlock(const Header& header, const uint8_t* data, int part)
+        : scale(header.scale),
+          first(F::load_i8(data + part * F::lanes)),
+          second(F::load_i8(data + kLanes + part * F::lanes)),
+          quants(data + 2 * kLanes, part) {}
+    F add(F sum, const int8_t* x, const BlockFactors& row) const {
+        // Exact: both products and their sum are integers below 2^24.
+        const F dot = fma(quants.dot_second(x, row.offsets[1]), second, quants.dot_first(x, row.offsets[0]) * first);
+        return fma(scale * F::set(row.scale), dot, sum);
+    }
+};
+
 // One unit times `rows` rows of int8 activations; the weights of a block are loaded once for all of them.
 template <class Block, int rows>
 void integer_tile(const uint8_t* group, int part, int unit, const Activations& x, int row, const Epilogue& e) {
+    using Header = typename Block::Header;
     const int8_t* quants = x.quantized.quants + size_t(row) * kBlock;
-    const float* scales = x.quantized.scales + row;
-    const int32_t* offsets = x.quantized.offsets + row;
+    const BlockFactors* factors = x.quantized.factors + row;
     F sum[rows];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
         sum[r] = F::set(0);
     }
-    for (int left = x.cols / kBlock; left > 0; --left) {
-        const Block block(group, part);
-        Block::prefetch(group);
+    for (int left = x.cols / kBlock / Header::blocks; left > 0; --left) {
+        const Header header(group, part);
+        group += Header::bytes;
+        for (int b = 0; b < Header::blocks; ++b) {
+            const Block block(header, group, part);
+            if constexpr (kPrefetchBlocks > 0) {
+                for (int at = 0; at < Block::bytes; at += 64) {
+                    __builtin_prefetch(group + kPrefetchBlocks * Block::bytes + at, 0, kPrefetchLocality);
+                }
+            }
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) {
-            const F dot = block.dot(quants + r * kBlock, offsets[r]);
-            sum[r] = fma(block.scale() * F::set(scales[r]), dot, sum[r]);
+            for (int r = 0; r < rows; ++r) {
+                sum[r] = block.add(sum[r], quants + r * kBlock, factors[r]);
+            }
+            group += Block::bytes;
+            quants += size_t(x.n) * kBlock;
+            factors += x.n;
         }
-        group += Block::bytes;
-        quants += size_t(x.n) * kBlock;
-        scales += x.n;
-        offsets += x.n;
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
@@ -244,7 +389,9 @@ inline void integer_rows(const uint8_t* group, int part, int unit, const Activat
 
 template <class Block>
 void integer_matmul(const uint8_t* weights, int first, int last, const Activations& x, const Epilogue& e) {
-    const size_t group_bytes = size_t(x.cols / kBlock) * Block::bytes;
+    using Header = typename Block::Header;
+    const size_t group_bytes =
+        size_t(x.cols / kBlock) * Block::bytes + size_t(x.cols / kBlock / Header::blocks) * Header::bytes;
     for (int g = first; g < last; ++g) {
         for (int part = 0; part < kUnits; ++part) {
             integer_rows<Block, kIntegerRows>(weights + g * group_bytes, part, g * kUnits + part, x, 0, x.n, e);
@@ -508,8 +655,10 @@ constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
     return {
         name,
         supported,
-        {float_matmul<WeightF32>, float_matmul<WeightF16>, float_matmul<WeightBf16>, integer_matmul<Q8>,
-         integer_matmul<Q4>},
+        {float_matmul<WeightF32>, float_matmul<WeightF16>, float_matmul<WeightBf16>, integer_matmul<OffsetBlock<8>>,
+         integer_matmul<OffsetBlock<4>>, integer_matmul<MinimumBlock<4>>, integer_matmul<OffsetBlock<5>>,
+         integer_matmul<MinimumBlock<5>>, integer_matmul<SuperMinimumBlock<4>>, integer_matmul<SuperMinimumBlock<5>>,
+         integer_matmul<HalvesBlock>},
         layer_norm,
         quantize,
         to_f16,

@@ -23,21 +23,38 @@ constexpr int padded(int n, int multiple) {
 }
 
 // How a packed matrix stores its weights; see packed_matrix.h for the layouts.
-enum class Packing { f32, f16, bf16, q8_0, q4_0 };
-constexpr int kNumPackings = 5;
+enum class Packing { f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
+constexpr int kNumPackings = 11;
 
-// n rows of int8 blocks: value = scale * quant. The rows of a block lie side by side, so that a tile of rows reaches
-// them all from one address.
+// What an integer packing adds to its weights to store them unsigned; those with a minimum need not.
+constexpr int zero_point(Packing packing) {
+    switch (packing) {
+        case Packing::q8_0: return 128;
+        case Packing::q4_0: return 8;
+        case Packing::q5_0: return 16;
+        case Packing::q6_k: return 32;
+        default: return 0;
+    }
+}
+
+// What a product needs to know of one block of one row besides its quants.
+struct BlockFactors {
+    float scale;         // value = scale * quant
+    float sum;           // of the values
+    int32_t offsets[2];  // minus the zero point times the sum of the quants; Q6_K: of the first half, of the second
+};
+
+// n rows of int8 blocks. The rows of a block lie side by side, so that a tile of rows reaches them all from one
+// address.
 struct QuantizedRows {
     int n = 0;
-    int zero_point = 0;          // of the packing they are to be multiplied with
-    int8_t* quants = nullptr;    // [cols / kBlock][n][kBlock]
-    float* scales = nullptr;     // [cols / kBlock][n]
-    int32_t* offsets = nullptr;  // [cols / kBlock][n], minus the zero point times the sum of the quants
+    Packing packing = Packing::q8_0;  // of the weights they are to be multiplied with
+    int8_t* quants = nullptr;         // [cols / kBlock][n][kBlock]
+    BlockFactors* factors = nullptr;  // [cols / kBlock][n]
 
     QuantizedRows from_block(int block) const {
         const size_t at = size_t(block) * n;
-        return {n, zero_point, quants + at * kBlock, scales + at, offsets + at};
+        return {n, packing, quants + at * kBlock, factors + at};
     }
 };
 

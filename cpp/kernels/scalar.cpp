@@ -27,6 +27,8 @@ struct F {
     static F load(const float* p) { return {*p}; }
     static F load_f16(const uint16_t* p) { return {from_f16(*p)}; }
     static F load_bf16(const uint16_t* p) { return {as_float(uint32_t(*p) << 16)}; }
+    static F load_u8(const uint8_t* p) { return {static_cast<float>(*p)}; }
+    static F load_i8(const uint8_t* p) { return {static_cast<float>(static_cast<int8_t>(*p))}; }
     static F set(float x) { return {x}; }
     void store(float* p) const { *p = x; }
     // Rounds half to even; returns the sum of what it stored.
@@ -53,43 +55,38 @@ constexpr int kAttendRows = 1;   // rows that attention takes at a time
 constexpr int kScoreSums = 1;    // its sums in registers: rows times blocks of cells
 constexpr int kMixSums = 1;      // and rows times vectors of dimensions
 
-struct IntegerBlock {
-    const uint8_t* data;
-    int part;
-    IntegerBlock(const uint8_t* group, int p) : data(group + 2 * kLanes), part(p) {
-        uint16_t h;
-        __builtin_memcpy(&h, group + 2 * p, sizeof(h));
-        d = from_f16(h);
+// Blocks of weights to prefetch ahead, and into which cache, as __builtin_prefetch counts them.
+constexpr int kPrefetchBlocks = 0;
+constexpr int kPrefetchLocality = 0;
+
+// F::lanes times four bytes.
+struct Bytes {
+    uint32_t x;
+    static Bytes load(const uint8_t* p) {
+        Bytes bytes;
+        __builtin_memcpy(&bytes.x, p, sizeof(bytes.x));
+        return bytes;
     }
-    float d;
-    F scale() const { return {d}; }
-    static void prefetch(const uint8_t*) {}
+    static Bytes set(int byte) { return {0x01010101u * static_cast<uint32_t>(byte)}; }
+    friend Bytes operator&(Bytes a, Bytes b) { return {a.x & b.x}; }
+    friend Bytes operator|(Bytes a, Bytes b) { return {a.x | b.x}; }
 };
 
-struct Q8 : IntegerBlock {
-    static constexpr int bytes = 2 * kLanes + kBlock * kLanes;
-    using IntegerBlock::IntegerBlock;
-    F dot(const int8_t* x, int32_t offset) const {
-        int sum = offset;
-        for (int i = 0; i < kBlock; ++i) {
-            sum += data[i / 4 * 4 * kLanes + 4 * part + i % 4] * x[i];
-        }
-        return {static_cast<float>(sum)};
-    }
-};
+// To the left, or to the right where negative. Bits may come over from neighbouring bytes; nobody looks at them.
+template <int left>
+inline Bytes shift(Bytes a) {
+    return {left >= 0 ? a.x << (left & 31) : a.x >> (-left & 31)};
+}
 
-struct Q4 : IntegerBlock {
-    static constexpr int bytes = 2 * kLanes + kBlock * kLanes / 2;
-    using IntegerBlock::IntegerBlock;
-    F dot(const int8_t* x, int32_t offset) const {
-        int sum = offset;
-        for (int i = 0; i < kBlock / 2; ++i) {
-            const int pair = data[i / 4 * 4 * kLanes + 4 * part + i % 4];
-            sum += (pair & 15) * x[i] + (pair >> 4) * x[i + kBlock / 2];
-        }
-        return {static_cast<float>(sum)};
+// offset + the sum over `count` words of their unsigned bytes, below 2^bits, times the signed bytes at x.
+template <int bits, int count>
+inline F dot_words(const Bytes* words, const int8_t* x, int32_t offset) {
+    int sum = offset;
+    for (int i = 0; i < 4 * count; ++i) {
+        sum += static_cast<int>(words[i / 4].x >> 8 * (i % 4) & 255) * x[i];
     }
-};
+    return {static_cast<float>(sum)};
+}
 
 #include "generic.h"
 

@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <new>
 #include <random>
 #include <stdexcept>
@@ -92,33 +93,35 @@ bool same(const float* a, const float* b, size_t n) {
 
 struct Quantized {
     Array<int8_t> quants;
-    Array<float> scales;
-    Array<int32_t> offsets;
+    Array<BlockFactors> factors;
 
-    Quantized(int n, int cols) : quants(size_t(n) * cols), scales(size_t(n) * cols / kBlock), offsets(scales.size()) {}
-    QuantizedRows rows(int n, int zero_point) const {
-        return {n, zero_point, quants.data(), scales.data(), offsets.data()};
-    }
-    bool same(const Quantized& other) const {
-        return quants.same(other.quants) && scales.same(other.scales) && offsets.same(other.offsets);
-    }
+    Quantized(int n, int cols) : quants(size_t(n) * cols), factors(size_t(n) * cols / kBlock) {}
+    QuantizedRows rows(int n, Packing packing) const { return {n, packing, quants.data(), factors.data()}; }
+    bool same(const Quantized& other) const { return quants.same(other.quants) && factors.same(other.factors); }
+};
+
+// The integer types, and where in a block of theirs F16 numbers stand.
+const std::map<ggml_type, std::vector<int>> kIntegerTypes = {
+    {GGML_TYPE_Q8_0, {0}},    {GGML_TYPE_Q4_0, {0}},    {GGML_TYPE_Q4_1, {0, 2}}, {GGML_TYPE_Q5_0, {0}},
+    {GGML_TYPE_Q5_1, {0, 2}}, {GGML_TYPE_Q4_K, {0, 2}}, {GGML_TYPE_Q5_K, {0, 2}}, {GGML_TYPE_Q6_K, {208}},
 };
 
 void fill_weights(ggml_type type, Array<uint8_t>& source) {
+    if (type == GGML_TYPE_F32) {
+        std::generate_n(reinterpret_cast<float*>(source.data()), source.size() / 4, [] { return random_float(0.05f); });
+        return;
+    }
+    if (type == GGML_TYPE_BF16) {
+        std::generate_n(reinterpret_cast<ggml_bf16_t*>(source.data()), source.size() / 2,
+                        [] { return ggml_fp32_to_bf16(random_float(0.05f)); });
+        return;
+    }
     const size_t block = ggml_type_size(type);
+    std::generate_n(source.data(), source.size(), [] { return static_cast<uint8_t>(random_int(0, 255)); });
     for (size_t at = 0; at < source.size(); at += block) {
-        const float value = random_float(0.05f);
-        if (type == GGML_TYPE_F32) {
-            std::memcpy(&source[at], &value, 4);
-        } else if (type == GGML_TYPE_BF16) {
-            const ggml_bf16_t b = ggml_fp32_to_bf16(value);
-            std::memcpy(&source[at], &b, 2);
-        } else {
-            const ggml_fp16_t h = ggml_fp32_to_fp16(value);
-            std::memcpy(&source[at], &h, 2);
-            for (size_t i = 2; i < block; ++i) {
-                source[at + i] = static_cast<uint8_t>(random_int(0, 255));
-            }
+        for (const int field : type == GGML_TYPE_F16 ? std::vector<int>{0} : kIntegerTypes.at(type)) {
+            const ggml_fp16_t h = ggml_fp32_to_fp16(random_float(0.05f));
+            std::memcpy(&source[at + field], &h, 2);
         }
     }
 }
@@ -136,7 +139,7 @@ void multiply(const PackedMatrix& matrix, const Kernel& kernel, const Array<floa
     const Quantized input(n, cols);
     const float* values = x.data() + size_t(first) * cols;
     for (int i = 0; i < n; ++i) {
-        kernel.quantize(values + size_t(i) * cols, cols, i, input.rows(n, matrix.zero_point()));
+        kernel.quantize(values + size_t(i) * cols, cols, i, input.rows(n, matrix.packing()));
     }
     Epilogue epilogue;
     epilogue.bias = bias.data();
@@ -144,8 +147,8 @@ void multiply(const PackedMatrix& matrix, const Kernel& kernel, const Array<floa
     epilogue.residual = residual.data() + size_t(first) * rows;
     epilogue.out = result.out.data();
     epilogue.stride = rows;
-    const QuantizedRows next = result.quantized.rows(n, 8);
-    matrix.multiply(kernel, {n, cols, values, input.rows(n, matrix.zero_point())}, epilogue, &next, num_threads);
+    const QuantizedRows next = result.quantized.rows(n, matrix.packing());
+    matrix.multiply(kernel, {n, cols, values, input.rows(n, matrix.packing())}, epilogue, &next, num_threads);
 }
 
 void test_matrix(ggml_type type, int rows, int cols) {
@@ -219,12 +222,12 @@ void test_matrices() {
                 test_matrix(type, rows, cols);
             }
         }
-        for (const int cols : {32, 96}) {
-            test_matrix(GGML_TYPE_Q8_0, rows, cols);
-            test_matrix(GGML_TYPE_Q4_0, rows, cols);
+        for (const auto& [type, fields] : kIntegerTypes) {
+            test_matrix(type, rows, static_cast<int>(ggml_blck_size(type)));
+            test_matrix(type, rows, 3 * static_cast<int>(ggml_blck_size(type)));
         }
     }
-    CHECK_THROWS(std::invalid_argument, PackedMatrix::packing_of(GGML_TYPE_Q4_1));
+    CHECK_THROWS(std::invalid_argument, PackedMatrix::packing_of(GGML_TYPE_Q3_K));
     CHECK_THROWS(std::invalid_argument, PackedMatrix(GGML_TYPE_Q8_0, 1, 33, nullptr, nullptr, 1));
 }
 
