@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <optional>
 #include <string_view>
@@ -135,6 +136,21 @@ double read_bandwidth(size_t bytes, int num_threads) {
     return rates[rates.size() / 2];
 }
 
+double dot_rate(const std::string& kernel_name, int num_threads) {
+    const py::gil_scoped_release release;
+    const Kernel& kernel = find_kernel(kernel_name);
+    constexpr int kRounds = 50000;
+    double best = 0;
+    for (int repeat = 0; repeat < 50; ++repeat) {
+        std::atomic<uint64_t> count{0};
+        const auto start = std::chrono::steady_clock::now();
+        ThreadPool::shared().run(num_threads, num_threads, [&](int, int) { count += kernel.dots(kRounds); });
+        const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+        best = std::max(best, static_cast<double>(count) / seconds.count());
+    }
+    return best;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
@@ -162,6 +178,7 @@ PYBIND11_MODULE(_core, m) {
     m.def("multiply", &multiply, py::arg("type"), py::arg("weights"), py::arg("rows"), py::arg("x"),
           py::arg("kernel") = "", py::arg("num_threads") = 1);
     m.def("read_bandwidth", &read_bandwidth, py::arg("num_bytes"), py::arg("num_threads"));
+    m.def("dot_rate", &dot_rate, py::arg("kernel"), py::arg("num_threads"));
 
     py::class_<Sampling>(m, "Sampling")
         .def(py::init([](float temperature, int top_k, float top_p, float min_p, uint64_t seed) {
@@ -210,6 +227,7 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("num_threads", &Gpt2::num_threads)
         .def_property_readonly("file_bytes", &Gpt2::file_bytes)
         .def_property_readonly("weight_bytes", &Gpt2::weight_bytes)
+        .def_property_readonly("num_weights", &Gpt2::num_weights)
         .def_property_readonly("weight_type", &Gpt2::weight_type)
         .def_property_readonly("vocab_size", [](const Gpt2& self) { return self.shape().vocab_size; })
         .def_property_readonly("max_context", [](const Gpt2& self) { return self.shape().max_context; })

@@ -151,14 +151,23 @@ PackedMatrix Gpt2::load_matrix(const GgufFile& file, const std::string& name, in
     return matrix;
 }
 
-size_t Gpt2::weight_bytes() const {
-    size_t bytes = head().bytes();
+template <class Size>
+size_t Gpt2::sum_over_pass(const Size& size) const {
+    size_t sum = size(head());
     for (const Gpt2Layer& layer : layers_) {
         for (const Linear* linear : {&layer.attn_qkv, &layer.attn_output, &layer.ffn_up, &layer.ffn_down}) {
-            bytes += linear->weight.bytes();
+            sum += size(linear->weight);
         }
     }
-    return bytes;
+    return sum;
+}
+
+size_t Gpt2::weight_bytes() const {
+    return sum_over_pass([](const PackedMatrix& matrix) { return matrix.bytes(); });
+}
+
+size_t Gpt2::num_weights() const {
+    return sum_over_pass([](const PackedMatrix& matrix) { return size_t(matrix.rows()) * matrix.cols(); });
 }
 
 }  // namespace pystaged

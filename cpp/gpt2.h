@@ -50,6 +50,8 @@ public:
     size_t file_bytes() const { return file_bytes_; }
     // Bytes of weights that one pass reads.
     size_t weight_bytes() const;
+    // Multiply-adds of one row of a pass, attention aside.
+    size_t num_weights() const;
     // ggml's name of the type most weights have.
     const std::string& weight_type() const { return weight_type_; }
     const std::string& name() const { return name_; }
@@ -61,6 +63,8 @@ public:
     const LayerNorm& output_norm() const { return output_norm_; }
 
 private:
+    template <class Size>
+    size_t sum_over_pass(const Size& size) const;
     void load_shape(const GgufFile& file);
     void load_weights(const GgufFile& file);
     PackedMatrix load_matrix(const GgufFile& file, const std::string& name, int rows, int cols);

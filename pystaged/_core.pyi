@@ -38,6 +38,10 @@ def multiply(
 def read_bandwidth(num_bytes: int, num_threads: int) -> float:
     """Bytes per second at which this many threads read memory, the median of several rounds."""
 
+def dot_rate(kernel: str, num_threads: int) -> float:
+    """Multiply-adds of int8 per second by this many threads of a kernel ("" for the best) that read nothing, the best
+    of several rounds."""
+
 class Sampling:
     """How the target's token is chosen. Raises ValueError naming a field that is out of range."""
 
@@ -92,6 +96,9 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one pass reads."""
+    @property
+    def num_weights(self) -> int:
+        """Multiply-adds of one row of a pass, attention aside."""
     @property
     def weight_type(self) -> str:
         """ggml's name of the type most weights have."""

@@ -51,7 +51,7 @@ INTERESTING = [
 ]
 ALIGNMENT = 32
 # ggml's number of each tensor type, with bytes per block and weights per block.
-TENSOR_TYPES = {0: (4, 1), 1: (2, 1), 2: (18, 32), 3: (20, 32), 8: (34, 32), 30: (2, 1), 26: (4, 1)}
+TENSOR_TYPES = {0: (4, 1), 1: (2, 1), 2: (18, 32), 3: (20, 32), 8: (34, 32), 20: (18, 32), 26: (4, 1), 30: (2, 1)}
 # Keys that libllama reads and a random model does not have.
 OTHER_KEYS = [
     "general.alignment",
@@ -533,8 +533,9 @@ MODEL_CASES: dict[str, tuple[Change, str]] = {
         "tensor 'blk.0.ffn_up.weight' has shape 128 x 32 x 1 x 1 where 32 x 128 x 1 x 1 is needed",
     ),
     "type": (
-        reshape("blk.0.ffn_up.weight", (32, 128), 3),
-        "tensor 'blk.0.ffn_up.weight': weights of type q4_1 are not supported; use F32, F16, BF16, Q8_0 or Q4_0",
+        reshape("blk.0.ffn_up.weight", (32, 128), 20),
+        "tensor 'blk.0.ffn_up.weight': weights of type iq4_nl are not supported; use f32, f16, bf16, q8_0, q4_0, q4_1, "
+        "q5_0, q5_1, q4_K, q5_K or q6_K",
     ),
     "norm-type": (
         reshape("output_norm.weight", (32,), 8),

@@ -84,6 +84,40 @@ def llama_logits(path: Path, windows: list[list[int]]) -> list[Floats]:
     return results
 
 
+# As llama-quantize writes them; each mixes types, and falls back to others where rows are no multiple of 256.
+FILE_TYPES = {
+    "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "Q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
+    "Q5_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_0,
+    "Q5_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_1,
+    "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "Q5_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_M,
+    "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
+}
+
+
+@pytest.mark.parametrize("width", [256, 320])
+@pytest.mark.parametrize("file_type", FILE_TYPES)
+def test_quantized_files_against_llama_cpp(
+    random_gguf: Callable[..., Path],
+    tmp_path: Path,
+    file_type: str,
+    width: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.ERROR, "llama-cpp-python")
+    source, path = random_gguf("F32", width=width, layers=4, heads=width // 64), tmp_path / "quantized.gguf"
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = FILE_TYPES[file_type], 1
+    assert llama_cpp.llama_model_quantize(bytes(source), bytes(path), params) == 0
+    windows = np.random.default_rng(0).integers(0, 257, (2, 80)).tolist()
+    actual = np.concatenate([engine_logits(path, window) for window in windows])
+    expected = np.concatenate(llama_logits(path, windows))
+    exact = np.concatenate([Gpt2Reference(path).logits(window) for window in windows])
+    assert np.abs(actual - exact).mean() <= 1.05 * np.abs(expected - exact).mean()
+    assert np.abs(actual - exact).mean() <= 0.02 * exact.std()
+
+
 def trained_tokens(path: Path) -> npt.NDArray[np.intp]:
     """Tokens with an embedding of their own: the others share one row, so their logits say nothing."""
     (embedding,) = (tensor.data for tensor in GGUFReader(path).tensors if tensor.name == "token_embd.weight")

@@ -37,6 +37,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Q8_0-24": {"quantization": "Q8_0", "width": 96, "heads": 4, "tie": False, "vocab_size": 321},
     "Q4_0-12": {"quantization": "Q4_0", "width": 96, "heads": 8, "tie": False},
     "Q4_0-64": {"quantization": "Q4_0", "width": 64, "heads": 1},
+    "Q5_1-16": {"quantization": "Q5_1", "width": 64, "heads": 4},
+    "Q4_K-64": {"quantization": "Q4_K", "width": 256, "heads": 4, "layers": 1},
+    "Q6_K-32": {"quantization": "Q6_K", "width": 256, "heads": 8, "layers": 1, "tie": False},
 }
 PREFIX = tuple(np.random.default_rng(0).integers(0, 257, 1024).tolist())
 examples = settings(max_examples=20, derandomize=True, deadline=None)

@@ -6,7 +6,7 @@ namespace pystaged {
 
 extern const Kernel kScalarKernel;
 #ifdef PYSTAGED_X86
-extern const Kernel kAvx2Kernel, kAvx512VnniKernel;
+extern const Kernel kAvx2Kernel, kAvxVnniKernel, kAvx512VnniKernel;
 #endif
 
 namespace {
@@ -14,6 +14,7 @@ namespace {
 const Kernel* const kKernels[] = {
 #ifdef PYSTAGED_X86
     &kAvx512VnniKernel,
+    &kAvxVnniKernel,
     &kAvx2Kernel,
 #endif
     &kScalarKernel,

@@ -335,6 +335,33 @@ struct HalvesBlock {
     }
 };
 
+uint64_t dots(int rounds) {
+    constexpr int rows = 8;
+    alignas(64) uint8_t weights[Quants<4>::bytes] = {};
+    alignas(64) int8_t x[rows * kBlock] = {};
+    const Quants<4> quants(weights, 0);
+    F sums[rows];
+    for (F& sum : sums) {
+        sum = F::set(0);
+    }
+    for (int round = 0; round < rounds; ++round) {
+        // The compiler must not find out that every round is the same.
+        asm volatile("" : : "r"(x) : "memory");
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+            sums[r] = sums[r] + quants.dot(x + r * kBlock, round);
+        }
+    }
+    float total = 0;
+    for (const F sum : sums) {
+        float lanes[F::lanes];
+        sum.store(lanes);
+        total += lanes[0];
+    }
+    asm volatile("" : : "m"(total));
+    return uint64_t(rounds) * rows * kBlock * F::lanes;
+}
+
 // One unit times `rows` rows of int8 activations; the weights of a block are loaded once for all of them.
 template <class Block, int rows>
 void integer_tile(const uint8_t* group, int part, int unit, const Activations& x, int row, const Epilogue& e) {
@@ -666,5 +693,6 @@ constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
         run_max,
         sum_exp,
         read_bytes,
+        dots,
     };
 }

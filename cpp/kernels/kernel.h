@@ -118,6 +118,9 @@ struct Kernel {
     double (*sum_exp)(const float* x, int n, float top, float factor);
     // Reads every byte once; for measuring bandwidth.
     uint64_t (*read)(const uint8_t* data, size_t bytes);
+    // `rounds` rounds of dot products without a matrix to read, and how many multiply-adds they were; for measuring how
+    // fast those can be.
+    uint64_t (*dots)(int rounds);
 };
 
 // Floats of scratch that `attend` needs: scores of the rows it takes at a time, and one row's tail.

@@ -1,4 +1,4 @@
-"""T(n): the time of one pass over n rows, beside the time to read the weights once and beside llama.cpp."""
+"""T(n): the time of one pass over n rows, beside the machine's floor for it and beside llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from pystaged._core import Model, Session, read_bandwidth
+from pystaged._core import Model, Session, dot_rate, read_bandwidth
 from pystaged.bench import machine
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
@@ -27,25 +27,37 @@ class PassTimes:
     """Medians of one run.
 
     milliseconds: per number of rows; llama_cpp: the same through llama-cpp-python, or why there is none.
-    floor_ms: time to read the weights once at `bandwidth` bytes per second.
+    bandwidth: bytes per second that the threads read; rate: int8 multiply-adds per second that they do from registers.
+    read_ms: time to read the weights once; row_ms: time for the multiply-adds of one row.
     """
 
     milliseconds: dict[int, float]
     llama_cpp: dict[int, float] | str
     bandwidth: float
-    floor_ms: float
+    rate: float
+    read_ms: float
+    row_ms: float
     kernel: str
     threads: int
     model: str
+
+    def floor_ms(self, n: int) -> float:
+        """What no pass over n rows can be faster than: max(bytes / bandwidth, n * work / rate)."""
+        return max(self.read_ms, n * self.row_ms)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         found = self.llama_cpp if isinstance(self.llama_cpp, dict) else {}
         return {
-            "passes": [{"n": n, "ms": ms, "llama_cpp_ms": found.get(n)} for n, ms in self.milliseconds.items()],
+            "passes": [
+                {"n": n, "ms": ms, "floor_ms": self.floor_ms(n), "llama_cpp_ms": found.get(n)}
+                for n, ms in self.milliseconds.items()
+            ],
             "llama_cpp": "measured" if found else self.llama_cpp,
             "read_bandwidth": self.bandwidth,
-            "floor_ms": self.floor_ms,
+            "dot_rate": self.rate,
+            "read_ms": self.read_ms,
+            "row_ms": self.row_ms,
             "kernel": self.kernel,
             "threads": self.threads,
             "model": self.model,
@@ -56,7 +68,7 @@ class PassTimes:
         """For a terminal."""
         found = self.llama_cpp if isinstance(self.llama_cpp, dict) else {}
         table = Table(title=f"{self.model}: kernel {self.kernel}, {self.threads} threads")
-        for heading in ("n", "ms", "T(n)/T(1)", "over reading the weights", "llama.cpp ms", "llama.cpp / ours"):
+        for heading in ("n", "ms", "T(n)/T(1)", "of floor", "llama.cpp ms", "llama.cpp / ours"):
             table.add_column(heading, justify="right")
         for n, ms in self.milliseconds.items():
             peer = found.get(n)
@@ -64,14 +76,15 @@ class PassTimes:
                 str(n),
                 f"{ms:.2f}",
                 f"{ms / self.milliseconds[1]:.2f}",
-                f"{ms / self.floor_ms:.2f}",
+                f"{self.floor_ms(n) / ms:.0%}",
                 f"{peer:.2f}" if peer else "-",
                 f"{peer / ms:.2f}" if peer else "-",
             )
         peer_note = "" if found else f"; llama.cpp: {self.llama_cpp}"
         table.caption = (
-            f"reading the weights once takes {self.floor_ms:.2f} ms at {self.bandwidth / 1e9:.1f} GB/s; "
-            f"{CONTEXT_TOKENS} tokens of context, all logits, medians{peer_note}"
+            f"floor: {self.read_ms:.2f} ms to read the weights at {self.bandwidth / 1e9:.1f} GB/s, {self.row_ms:.2f} ms "
+            f"for the products of a row at {self.rate / 1e9:.0f} G/s; T(1) is {self.milliseconds[1] / self.read_ms:.2f} "
+            f"times the reading; {CONTEXT_TOKENS} tokens of context, all logits, medians{peer_note}"
         )
         return table
 
@@ -104,11 +117,14 @@ def measure(path: Path, *, repeats: int, kernel: str = "", num_threads: int = 0,
     bandwidths.append(read_bandwidth(BANDWIDTH_BYTES, model.num_threads))
     session.close()
     bandwidth = statistics.median(bandwidths)
+    rate = dot_rate(kernel, model.num_threads)
     return PassTimes(
         milliseconds={n: 1e3 * statistics.median(ms) for n, ms in times.items()},
         llama_cpp=_measure_llama_cpp(path, rows, repeats, model.num_threads, context_tokens) if peer else "not asked",
         bandwidth=bandwidth,
-        floor_ms=1e3 * model.weight_bytes / bandwidth,
+        rate=rate,
+        read_ms=1e3 * model.weight_bytes / bandwidth,
+        row_ms=1e3 * model.num_weights / rate,
         kernel=model.kernel,
         threads=model.num_threads,
         model=path.name,

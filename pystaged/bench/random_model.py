@@ -34,6 +34,23 @@ FILE_TYPES = {
     "BF16": LlamaFileType.MOSTLY_BF16,
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
     "Q4_0": LlamaFileType.MOSTLY_Q4_0,
+    "Q4_1": LlamaFileType.MOSTLY_Q4_1,
+    "Q5_0": LlamaFileType.MOSTLY_Q5_0,
+    "Q5_1": LlamaFileType.MOSTLY_Q5_1,
+    "Q4_K": LlamaFileType.MOSTLY_Q4_K_S,
+    "Q5_K": LlamaFileType.MOSTLY_Q5_K_S,
+    "Q6_K": LlamaFileType.MOSTLY_Q6_K,
+}
+# Bits of a weight, where a block has its F16 scale, and where the minimum that goes with it.
+BLOCKS: dict[str, tuple[int, int, int | None]] = {
+    "Q8_0": (8, 0, None),
+    "Q4_0": (4, 0, None),
+    "Q5_0": (5, 0, None),
+    "Q4_1": (4, 0, 2),
+    "Q5_1": (5, 0, 2),
+    "Q4_K": (4, 0, 2),
+    "Q5_K": (5, 0, 2),
+    "Q6_K": (6, 208, None),
 }
 DEVIATION = 0.02
 NORM_DEVIATION = 0.1
@@ -67,7 +84,7 @@ def write_random_gpt2(
         width: embedding length, a multiple of `heads` and of the type's block size; the hidden layer is 4 times that.
         vocab_size: tokens; must match `vocabulary` if given, at least 257 otherwise.
         context: positions.
-        quantization: F32, F16, BF16, Q8_0 or Q4_0, for the matrices; positions, norms and biases stay F32.
+        quantization: a key of FILE_TYPES, for the matrices; positions, norms and biases stay F32.
         tie: the head uses the token embedding; otherwise it is an `output.weight` of its own.
         vocabulary: GGUF file whose tokenizer is copied; otherwise a small byte-level one is made up, the same for
             every seed.
@@ -199,10 +216,8 @@ def _write_tensors(
 
 
 def _draw(generator: np.random.Generator, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> Packed:
-    if kind is GGMLQuantizationType.Q8_0:
-        return _draw_q8_0(generator, shape)
-    if kind is GGMLQuantizationType.Q4_0:
-        return _draw_q4_0(generator, shape)
+    if kind.name in BLOCKS:
+        return _draw_blocks(generator, shape, kind)
     values = generator.standard_normal(shape, dtype=np.float32)
     if name.endswith("norm.weight"):
         values *= np.float32(NORM_DEVIATION)
@@ -215,28 +230,30 @@ def _draw(generator: np.random.Generator, name: str, shape: tuple[int, ...], kin
     return values.astype(np.float16) if kind is GGMLQuantizationType.F16 else values
 
 
-def _draw_q8_0(generator: np.random.Generator, shape: tuple[int, ...]) -> Packed:
-    blocks = np.empty(int(np.prod(shape)) // 32, dtype=[("scale", np.float16), ("weights", np.int8, 32)])
-    # As a quantizer would, leave -128 out.
-    blocks["weights"] = generator.integers(-127, 128, size=(len(blocks), 32), dtype=np.int8)
-    blocks["scale"] = _draw_scales(generator, len(blocks), np.sqrt((255**2 - 1) / 12))
-    return blocks
-
-
-def _draw_q4_0(generator: np.random.Generator, shape: tuple[int, ...]) -> Packed:
-    blocks = np.empty(int(np.prod(shape)) // 32, dtype=[("scale", np.float16), ("weights", np.uint8, 16)])
-    blocks["weights"] = generator.integers(0, 256, size=(len(blocks), 16), dtype=np.uint8)
-    # A quantizer turns the largest weight into -8, so the scale has its sign.
-    signs = generator.choice(np.array([-1, 1], dtype=np.float32), size=len(blocks))
-    blocks["scale"] = signs * _draw_scales(generator, len(blocks), np.sqrt((16**2 - 1) / 12))
-    return blocks
-
-
-def _draw_scales(generator: np.random.Generator, num_blocks: int, integer_deviation: float) -> npt.NDArray[np.float32]:
+def _draw_blocks(generator: np.random.Generator, shape: tuple[int, ...], kind: GGMLQuantizationType) -> Packed:
+    """Blocks of random bytes, but for the F16 numbers: they give the weights their mean and deviation."""
+    block, size = GGML_QUANT_SIZES[kind]
+    bits, at, minimum = BLOCKS[kind.name]
+    blocks = generator.integers(0, 256, (int(np.prod(shape)) // block, size), dtype=np.uint8)
     # Every block has its own scale, so that a mixed-up scale shows in the logits.
-    scales = 0.5 + generator.random(num_blocks, dtype=np.float32)
-    scales *= np.float32(DEVIATION / integer_deviation)
-    return scales
+    scales = 0.5 + generator.random(len(blocks), dtype=np.float32)
+    # A quantizer of the smaller types gives the scale the sign of the largest weight.
+    scales *= generator.choice(np.array([-1, 1], np.float32), len(blocks))
+    deviation = np.sqrt((4.0**bits - 1) / 12)
+    if kind.name.endswith("K"):
+        deviation *= 36 if minimum else 74  # of scales of 6 and of 8 bits
+    scales *= np.float32(DEVIATION / deviation)
+    blocks[:, at : at + 2] = scales.astype(np.float16)[:, None].view(np.uint8)
+    if minimum is not None:
+        half = np.float32((2**bits - 1) / 2)
+        if kind.name.endswith("K"):
+            # The minimum is subtracted; each small scale is its small minimum too, in the packing of 12 bytes.
+            blocks[:, 8:12] = blocks[:, 4:8]
+            blocks[:, 12:16] = blocks[:, 12:16] % 16 * 17
+        else:
+            half = -half
+        blocks[:, minimum : minimum + 2] = (half * scales).astype(np.float16)[:, None].view(np.uint8)
+    return blocks
 
 
 def main() -> None:

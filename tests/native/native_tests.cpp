@@ -262,10 +262,16 @@ void test_row_functions() {
             const Array<float> x(64), twin(64), maxima(1);
             std::generate_n(x.data(), 64, [] { return random_float(); });
             x[random_int(0, 63)] = odd;
-            const Quantized a(1, 64), b(1, 64);
-            kernel->quantize(x.data(), 64, 0, a.rows(1, 128));
-            scalar.quantize(x.data(), 64, 0, b.rows(1, 128));
-            CHECK(a.quants.same(b.quants) && a.offsets.same(b.offsets));
+            for (const Packing packing : {Packing::q8_0, Packing::q4_k, Packing::q6_k}) {
+                const Quantized a(1, 64), b(1, 64);
+                kernel->quantize(x.data(), 64, 0, a.rows(1, packing));
+                scalar.quantize(x.data(), 64, 0, b.rows(1, packing));
+                CHECK(a.quants.same(b.quants));
+                for (int block = 0; block < 2; ++block) {
+                    CHECK(a.factors[block].offsets[0] == b.factors[block].offsets[0]);
+                    CHECK(a.factors[block].offsets[1] == b.factors[block].offsets[1]);
+                }
+            }
             kernel->run_max(x.data(), 64, maxima.data());
             float most = -INFINITY;
             for (int i = 0; i < 64; ++i) {
@@ -278,6 +284,8 @@ void test_row_functions() {
         for (const size_t bytes : {size_t(0), size_t(63), size_t(64), size_t(1000)}) {
             kernel->read(Array<uint8_t>(bytes).data(), bytes);
         }
+        CHECK(kernel->dots(0) == 0);
+        CHECK(kernel->dots(3) > 0);
     }
     CHECK_THROWS(std::invalid_argument, find_kernel("abacus"));
 }

@@ -1,0 +1,88 @@
+// The 256-bit vectors of AVX2, FMA and F16C, for the files that add their integer products. Included inside their own
+// anonymous namespaces, as generic.h is.
+#pragma once
+
+struct F {
+    static constexpr int lanes = 8;
+    __m256 x;
+
+    static F load(const float* p) { return {_mm256_loadu_ps(p)}; }
+    static F load_f16(const uint16_t* p) {
+        return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+    }
+    static F load_bf16(const uint16_t* p) {
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+    }
+    static F load_u8(const uint8_t* p) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+    }
+    static F load_i8(const uint8_t* p) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+    }
+    static F set(float x) { return {_mm256_set1_ps(x)}; }
+    void store(float* p) const { _mm256_storeu_ps(p, x); }
+    int store_i8(int8_t* p) const {
+        const __m256i i = _mm256_cvtps_epi32(x);
+        const __m128i lo = _mm256_castsi256_si128(i), hi = _mm256_extracti128_si256(i, 1);
+        const __m128i words = _mm_packs_epi32(lo, hi);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+        __m128i sum = _mm_add_epi32(lo, hi);
+        sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+        return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+    }
+    void store_f16(uint16_t* p) const {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+    friend F operator+(F a, F b) { return {_mm256_add_ps(a.x, b.x)}; }
+    friend F operator-(F a, F b) { return {_mm256_sub_ps(a.x, b.x)}; }
+    friend F operator*(F a, F b) { return {_mm256_mul_ps(a.x, b.x)}; }
+    friend F operator/(F a, F b) { return {_mm256_div_ps(a.x, b.x)}; }
+    friend F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.x, b.x, c.x)}; }
+    friend F max(F a, F b) { return {_mm256_max_ps(a.x, b.x)}; }
+    friend F min(F a, F b) { return {_mm256_min_ps(a.x, b.x)}; }
+    friend F abs(F a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.x)}; }
+    friend F round(F a) { return {_mm256_round_ps(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+    friend float fold_sum(F a) {
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.x), _mm256_extractf128_ps(a.x, 1));
+        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+    }
+    friend float fold_max(F a) {
+        __m128 m = _mm_max_ps(_mm256_castps256_ps128(a.x), _mm256_extractf128_ps(a.x, 1));
+        m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+        return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+    }
+    friend F exp2_int(F a) {
+        const __m256i n = _mm256_add_epi32(_mm256_cvtps_epi32(a.x), _mm256_set1_epi32(127));
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(n, 23))};
+    }
+};
+
+constexpr int kIntegerRows = 8;
+constexpr int kFloatRows = 6;
+constexpr int kFloatSums = 12;
+constexpr int kAttendRows = 4;
+constexpr int kScoreSums = 4;
+constexpr int kMixSums = 4;
+constexpr int kPrefetchBlocks = 8;
+constexpr int kPrefetchLocality = 3;
+
+struct Bytes {
+    __m256i x;
+    static Bytes load(const uint8_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+    static Bytes set(int byte) { return {_mm256_set1_epi8(static_cast<char>(byte))}; }
+    friend Bytes operator&(Bytes a, Bytes b) { return {_mm256_and_si256(a.x, b.x)}; }
+    friend Bytes operator|(Bytes a, Bytes b) { return {_mm256_or_si256(a.x, b.x)}; }
+};
+
+template <int left>
+inline Bytes shift(Bytes a) {
+    return {left >= 0 ? _mm256_slli_epi16(a.x, left & 15) : _mm256_srli_epi16(a.x, -left & 15)};
+}
+
+inline __m256i broadcast4(const int8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, sizeof(four));
+    return _mm256_set1_epi32(four);
+}
