@@ -82,9 +82,10 @@ class PassTimes:
             )
         peer_note = "" if found else f"; llama.cpp: {self.llama_cpp}"
         table.caption = (
-            f"floor: {self.read_ms:.2f} ms to read the weights at {self.bandwidth / 1e9:.1f} GB/s, {self.row_ms:.2f} ms "
-            f"for the products of a row at {self.rate / 1e9:.0f} G/s; T(1) is {self.milliseconds[1] / self.read_ms:.2f} "
-            f"times the reading; {CONTEXT_TOKENS} tokens of context, all logits, medians{peer_note}"
+            f"floor: {self.read_ms:.2f} ms to read the weights at {self.bandwidth / 1e9:.1f} GB/s, "
+            f"{self.row_ms:.2f} ms for the products of a row at {self.rate / 1e9:.0f} G/s; "
+            f"T(1) is {self.milliseconds[1] / self.read_ms:.2f} times the reading; "
+            f"{CONTEXT_TOKENS} tokens of context, all logits, medians{peer_note}"
         )
         return table
 
