@@ -31,6 +31,9 @@ class PassCost:
         rows = sorted(seconds)
         self.measured = {n: seconds[n] for n in rows}
         self._curve = [0.0] + [_interpolate(rows, seconds, n) for n in range(1, _LARGEST + 1)]
+        # Fewer rows never cost more: what says so is noise, and noise only ever adds.
+        for n in range(_LARGEST - 1, 0, -1):
+            self._curve[n] = min(self._curve[n], self._curve[n + 1])
         self._slope = max(0.0, (self._curve[-1] - self._curve[_LARGEST // 2]) / (_LARGEST - _LARGEST // 2))
         self.scale = 1.0
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, Session
+from pystaged.choice import Choice
 from pystaged.config import SamplingConfig
 from pystaged.cost import PassCost
 from pystaged.drafter import Drafter, common_prefix
 from pystaged.stats import DrafterStats, GenerationStats
-from pystaged.switch import Switch
 from pystaged.tree import Stage, TokenTree
+
+_BLEND = 0.2  # weight of a new observation of what drafting takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +38,17 @@ class Decoder:
         *drafters: propose the trees, each for as long as it gains most; none for plain decoding.
         cost: seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses the first
             drafter.
-        hopeless: begin without the first drafter and try it later.
+        gains: seconds that each drafter is believed to gain per step before it has been tried; 0 by default.
     """
 
     def __init__(
-        self, target: Session, *drafters: Drafter, cost: PassCost | None = None, hopeless: bool = False
+        self, target: Session, *drafters: Drafter, cost: PassCost | None = None, gains: Sequence[float] = ()
     ) -> None:
         self.target = target
         self.drafters = drafters
         self._cost = cost
-        self._switches = [Switch(paused=hopeless and i == 0) for i in range(len(drafters))]
+        self._choice = Choice(gains or [0.0] * len(drafters))
+        self._prices = [0.0] * len(drafters)  # decayed average seconds of drafting, once caught up
         self._speculate = True
         self._root = -1
         self._length = 0
@@ -66,8 +70,8 @@ class Decoder:
         self.target.truncate(reused)
         self.target.prefill(prompt[reused:-1])
         self._speculate = speculate
-        for drafter in self.drafters if speculate else ():
-            drafter.start(prompt)
+        if speculate:
+            self._start_drafters(prompt)
         self._root, self._length = int(prompt[-1]), len(prompt) - 1
         return reused
 
@@ -98,7 +102,7 @@ class Decoder:
         if chosen is None or max_depth < 1:
             tree = TokenTree.root(self._root)
         else:
-            tree = self.drafters[chosen].draft(sampling, max_depth)
+            tree = self._draft(chosen, sampling, max_depth, begin)
         drafted = time.perf_counter()
         try:
             self.target.evaluate(tree.tokens, tree.parents)
@@ -118,13 +122,37 @@ class Decoder:
         stats.native_seconds += committed - drafted
         if self._cost:
             self._cost.observe(len(tree), evaluated - drafted)
-            if chosen is not None:
-                self._switches[chosen].record(len(emitted) * self._cost(1) - (time.perf_counter() - begin))
+            seconds = drafted - begin + self._cost(len(tree))
+            self._choice.record(chosen, len(emitted) * self._cost(1), seconds)
         return Emitted(emitted, [*(Stage(tree.stages[node]) for node in nodes[1:]), Stage.TARGET])
+
+    def _start_drafters(self, prompt: NDArray[np.int32]) -> None:
+        for drafter in self.drafters:
+            drafter.start(prompt)
+        if self._cost is None:
+            return
+        self._choice.open(self._cost(1))
+        # What will be used reads the prompt now, together with the target; a trial pays for it later.
+        for drafter, gain in zip(self.drafters, self._choice.gains, strict=True):
+            if gain > 0:
+                drafter.catch_up()
 
     def _choose(self) -> int | None:
         """The drafter to use for this step, None where none pays."""
         if self._cost is None:
             return 0 if self.drafters else None
-        paying = [i for i, switch in enumerate(self._switches) if switch.is_on()]
-        return max(paying, key=lambda i: self._switches[i].appeal, default=None)
+        prices = zip(self.drafters, self._prices, strict=True)
+        return self._choice.choose([price + drafter.lag() for drafter, price in prices])
+
+    def _draft(self, chosen: int, sampling: SamplingConfig, max_depth: int, begin: float) -> TokenTree:
+        """A tree of which verifying loses no more than may be lost."""
+        lag = self.drafters[chosen].lag()
+        tree = self.drafters[chosen].draft(sampling, max_depth)
+        if self._cost is None:
+            return tree
+        seconds = time.perf_counter() - begin
+        self._prices[chosen] += _BLEND * (max(0.0, seconds - lag) - self._prices[chosen])
+        rows = len(tree)
+        while rows > 1 and seconds + self._cost(rows) - self._cost(1) > self._choice.credit:
+            rows -= 1
+        return tree.head(rows)

@@ -13,18 +13,21 @@ from numpy.typing import NDArray
 
 from pystaged._core import Session, gumbel
 from pystaged.calibration import Calibration
+from pystaged.choice import Choice
 from pystaged.config import SamplingConfig
 from pystaged.cost import PassCost
 from pystaged.ngram import ContextNgrams, NgramTable
 from pystaged.policy import Growth, TreePolicy
 from pystaged.stats import DrafterStats
-from pystaged.switch import Switch
 from pystaged.tree import Stage, TokenTree, TreeBuilder
 
 _LONGEST_PREFIX_ROWS = 16  # rows a drafter catches up on together with the root, rather than in passes of their own
 _GUESSES = 3  # tokens the drafter below proposes for each pass
 _CANDIDATES = 6  # per node; even where fewer become children, the others tell how sure the first one is
-_TAIL = 16  # tokens an n-gram lookup can use
+_TAIL = 4  # tokens an n-gram lookup can use
+LOOKUP_SECONDS = 60e-6  # of one n-gram lookup with all that Python does around it
+_READ_SECONDS = 2e-6  # a token's n-grams
+_GUESS_GAIN = 0.25  # of a pass, what guesses from below are believed to save before they are tried
 
 
 class Drafter(Protocol):
@@ -40,6 +43,14 @@ class Drafter(Protocol):
 
     def start(self, context: NDArray[np.int32]) -> None:
         """Begin a text: all its tokens so far, int32[n], the last of which is the root."""
+        ...
+
+    def lag(self) -> float:
+        """Seconds that catching up with the text will take, about."""
+        ...
+
+    def catch_up(self) -> None:
+        """Read what it has not read of the text yet; drafting does that too."""
         ...
 
     def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
@@ -130,6 +141,12 @@ class NgramDrafter(TreeDrafter):
         self._grams = ContextNgrams()
         self._builder = None
 
+    def lag(self) -> float:
+        return _READ_SECONDS * (len(self._context) - len(self._grams))
+
+    def catch_up(self) -> None:
+        self._grams.extend(self._context[len(self._grams) :])
+
     def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
         begin = time.perf_counter()
         self.prepare(sampling, max_depth)
@@ -160,7 +177,7 @@ class NgramDrafter(TreeDrafter):
         self._sampling = sampling
         self._calibration = self._calibrations[sampling.is_greedy]
         self._builder = None
-        self._grams.extend(self._context[len(self._grams) :])
+        self.catch_up()
 
     def extend(self, path: list[int], length: int) -> list[int]:
         found: list[int] = []
@@ -230,7 +247,7 @@ class ModelDrafter(TreeDrafter):
         self.below = below
         self._cost = cost
         self._vocab_size = vocab_size
-        self._below_switch = Switch()
+        self._choice = Choice([_GUESS_GAIN * cost(1)] if cost else [0.0])
         self._length = 0  # tokens committed in the session
         self._missing: list[int] = []  # tokens of the context that the session has not seen
         self._root = 0
@@ -245,6 +262,20 @@ class ModelDrafter(TreeDrafter):
         self._builder = None
         if self.below:
             self.below.start(context)
+        if self._cost:
+            self._choice.open(self._cost(1))
+
+    def lag(self) -> float:
+        return self._cost(len(self._missing)) if self._cost and self._missing else 0.0
+
+    def catch_up(self) -> None:
+        room = self.session.n_ctx - self._length
+        if self._missing and len(self._missing) <= room and self._can_read(self._missing):
+            self.session.prefill(self._missing)
+            self._length += len(self._missing)
+            self._missing = []
+        if self.below:
+            self.below.catch_up()
 
     def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
         begin = time.perf_counter()
@@ -254,18 +285,15 @@ class ModelDrafter(TreeDrafter):
         max_depth = min(max_depth, self.session.n_ctx - self._length - len(self._missing))
         if max_depth < 1 or not self._can_read([*self._missing, self._root]):
             return TokenTree.root(self._root)
-        use_below = self.below is not None and self._below_switch.is_on()
-        if use_below and self.below:
+        if self.below:
             self.below.prepare(sampling, max_depth)
         builder, batch, passes = TreeBuilder(self._root), [0], 0
         self._num_rows = 0
         try:
             if len(self._missing) > _LONGEST_PREFIX_ROWS:
-                self.session.prefill(self._missing)
-                self._length += len(self._missing)
-                self._missing = []
+                self.catch_up()
             while True:
-                self._pass(builder, batch, sampling, max_depth, use_below)
+                self._pass(builder, batch, sampling, max_depth)
                 passes += 1
                 best, nodes = builder.best(), builder.nodes
                 leaves = [node for node in best if nodes[node].row < 0 and nodes[node].depth < max_depth]
@@ -287,13 +315,12 @@ class ModelDrafter(TreeDrafter):
         self.stats.seconds += time.perf_counter() - begin
         return self._finish(builder, growth)
 
-    def _pass(
-        self, builder: TreeBuilder, batch: list[int], sampling: SamplingConfig, max_depth: int, use_below: bool
-    ) -> None:
+    def _pass(self, builder: TreeBuilder, batch: list[int], sampling: SamplingConfig, max_depth: int) -> None:
         """Evaluate a batch of nodes, and guesses from below after the best of them; add everybody's candidates."""
         begin = time.perf_counter()
         first = batch[0]
         guesses: list[int] = []
+        use_below = self.below is not None and self._choose_below()
         if use_below and self.below:
             room = max_depth - 1 - builder.nodes[first].depth
             guesses = self.below.extend(builder.path(first), min(_GUESSES, room))
@@ -335,14 +362,17 @@ class ModelDrafter(TreeDrafter):
             node = child
             confirmed += 1
         if self._cost:
-            if guesses:
-                # Every guess that came true is a pass saved; the others are rows and a lookup for nothing.
-                saved = confirmed * self._cost(1)
-                spent = self._cost(len(tokens)) - self._cost(len(tokens) - len(guesses)) + looked_up - begin
-                self._below_switch.record(saved - spent)
+            # Every guess that came true is a pass saved; the others are rows and a lookup for nothing.
+            alone = self._cost(len(tokens) - len(guesses))
+            with_guesses = self._cost(len(tokens)) + looked_up - begin
+            self._choice.record(0 if use_below else None, alone + confirmed * self._cost(1), with_guesses)
             self._cost.observe(len(tokens), time.perf_counter() - begin)
         self.stats.guessed += len(guesses)
         self.stats.confirmed += confirmed
+
+    def _choose_below(self) -> bool:
+        """Whether guesses from below are worth having in the next pass."""
+        return self._cost is None or self._choice.choose([_GUESSES * LOOKUP_SECONDS]) == 0
 
     def _add(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float]) -> None:
         # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable
@@ -14,13 +15,12 @@ from pystaged._core import Model, Session, Tokenizer
 from pystaged.config import SamplingConfig
 from pystaged.cost import MEASURED_ROWS, CostStore, PassCost, measure
 from pystaged.decode import Decoder
-from pystaged.drafter import Drafter, ModelDrafter, NgramDrafter
+from pystaged.drafter import LOOKUP_SECONDS, Drafter, ModelDrafter, NgramDrafter
 from pystaged.ngram import NgramTable
 from pystaged.policy import FixedPolicy, GainPolicy, TreePolicy
 
-_LOOKUP_SECONDS = 60e-6  # of one n-gram lookup with all that Python does around it
 _PYTHON_SECONDS = 120e-6  # around one pass of a draft, until measured
-_GUESSED_RATE = 0.75  # acceptance at which a pair is judged before it has run
+_DRAFT_RATE, _NGRAM_RATE = 0.75, 0.5  # acceptance by which drafters are judged before they have run
 
 
 class Pair:
@@ -52,12 +52,13 @@ class Pair:
             return Decoder(target, self._model_drafter(policy) or self._ngram_drafter(policy))
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
-        drafters: list[Drafter] = [self._ngram_drafter(GainPolicy(target_cost, lambda width: width * _LOOKUP_SECONDS))]
+        drafters: list[Drafter] = [self._ngram_drafter(GainPolicy(target_cost, lambda width: width * LOOKUP_SECONDS))]
+        gains = [expected_gain(target_cost, LOOKUP_SECONDS, _NGRAM_RATE)]
         if draft_cost:
             model = self._model_drafter(GainPolicy(target_cost, draft_cost), draft_cost)
             drafters = [model, *drafters] if model else drafters
-        hopeless = not _may_pay(target_cost, draft_cost)
-        return Decoder(target, *drafters, cost=target_cost, hopeless=hopeless)
+            gains = [expected_gain(target_cost, draft_cost(1) + _PYTHON_SECONDS, _DRAFT_RATE), *gains]
+        return Decoder(target, *drafters, cost=target_cost, gains=gains)
 
     def target_cost(self, *, again: bool = False) -> PassCost:
         """Seconds of a pass of the target, measured now or before."""
@@ -145,14 +146,16 @@ def house_table(tokenizer: Tokenizer) -> NgramTable | None:
     return table if table.vocab_hash == tokenizer.fingerprint else None
 
 
-def _may_pay(target_cost: PassCost, draft_cost: PassCost | None) -> bool:
-    """Whether some chain would be faster than plain decoding at a usual acceptance."""
-    plain = 1 / target_cost(1)
-    tokens, chance, drafting = 1.0, 1.0, 0.0
+def expected_gain(target_cost: PassCost, pass_seconds: float, rate: float) -> float:
+    """Seconds that a step with a chain of the best length gains over plain decoding; negative where none does.
+
+    Args:
+        pass_seconds: of drafting one more node.
+        rate: acceptance of each.
+    """
+    tokens, chance, best = 1.0, 1.0, -math.inf
     for depth in range(1, 9):
-        chance *= _GUESSED_RATE
+        chance *= rate
         tokens += chance
-        drafting += draft_cost(1) + _PYTHON_SECONDS if draft_cost else _LOOKUP_SECONDS
-        if tokens / (target_cost(depth + 1) + drafting) > plain:
-            return True
-    return False
+        best = max(best, tokens * target_cost(1) - target_cost(depth + 1) - depth * pass_seconds)
+    return best

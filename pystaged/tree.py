@@ -41,13 +41,11 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def depths(self) -> NDArray[np.int32]:
-        """int32[n], 0 for the root."""
-        depths = np.zeros(len(self), np.int32)
-        for node, parent in enumerate(self.parents.tolist()):
-            if parent >= 0:
-                depths[node] = depths[parent] + 1
-        return depths
+    def head(self, length: int) -> TokenTree:
+        """The tree of the first `length` nodes."""
+        if length == len(self):
+            return self
+        return TokenTree(self.tokens[:length], self.parents[:length], self.scores[:length], self.stages[:length])
 
 
 @dataclass(slots=True)

@@ -25,10 +25,10 @@ def test_any_number_of_best_nodes_is_a_tree(guesses: list[tuple[int, int, float]
     assert all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
     children = list(zip(parents, tree.tokens.tolist(), strict=True))
     assert len(set(children)) == len(children)
-    for node, depth in zip(kept, tree.depths()[1:].tolist(), strict=True):
-        path = builder.path(node)
-        assert len(path) == depth
-        assert path[-1] == builder.nodes[node].token
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(tree.tokens[1:].tolist(), parents[1:], strict=True):
+        paths.append([*paths[parent], token])
+    assert paths[1:] == [builder.path(node) for node in kept]
 
 
 def test_a_token_proposed_twice_is_one_node_with_the_higher_score() -> None:
@@ -37,6 +37,17 @@ def test_a_token_proposed_twice_is_one_node_with_the_higher_score() -> None:
     assert builder.add(0, 5, 0.6, Stage.NGRAM, CELL) == first
     assert builder.nodes[first].score == 0.6
     assert len(builder.nodes) == 2
+
+
+def test_head() -> None:
+    builder = TreeBuilder(0)
+    child = builder.add(0, 5, 0.8, Stage.DRAFT, CELL)
+    builder.add(child, 6, 0.4, Stage.NGRAM, CELL)
+    tree = builder.build(builder.best())
+    for length in (1, 2, 3):
+        head = tree.head(length)
+        assert (head.tokens.tolist(), head.parents.tolist()) == ([0, 5, 6][:length], [-1, 0, 1][:length])
+        assert len(head.scores) == len(head.stages) == length
 
 
 def test_root_alone() -> None:

@@ -62,6 +62,7 @@ def speedup(
     limit: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 82,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 96,
     nodes: Annotated[int, typer.Option(help="Trees of this many nodes, 4 leaves a pass; 0 lets cost decide.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds per prompt, of which the median counts.")] = 1,
     threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -80,7 +81,7 @@ def speedup(
         for mode, sampling in pairs.MODES.items():
             # A fresh engine, so that nothing learnt in one mode helps the next.
             with pystaged.load(path, draft=smaller, num_threads=threads, policy=policy, report=errors.print) as engine:
-                found = pairs.compare(engine, texts, sampling, max_tokens, lambda: progress.advance(task))
+                found = pairs.compare(engine, texts, sampling, max_tokens, repeats, lambda: progress.advance(task))
             summaries[mode] = found.summary()
     if as_json:
         report = {"model": path.name, "draft": draft, "max_tokens": max_tokens, "machine": machine.describe()}

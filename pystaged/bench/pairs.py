@@ -19,6 +19,7 @@ from pystaged.drafter import Drafter, ModelDrafter, NgramDrafter
 from pystaged.engine import Engine
 from pystaged.ngram import NgramTable
 from pystaged.policy import FixedPolicy, TreePolicy
+from pystaged.result import GenerationResult
 from pystaged.stats import DrafterStats, GenerationStats
 from pystaged.tree import Stage, TokenTree, TreeBuilder
 
@@ -48,8 +49,9 @@ def load_prompts(path: Path) -> list[str]:
 class Comparison:
     """Plain and speculative decoding of the same prompts.
 
-    speedups: plain time over speculative time, per prompt. plain_seconds, seconds: decoding, altogether. offered and
-    taken: as in GenerationStats. different: prompts whose tokens were not the same.
+    speedups: plain time over speculative time, per prompt; noise: plain time over plain time once more. plain_seconds,
+    seconds: decoding, altogether. offered and taken: as in GenerationStats. different: prompts whose tokens were not
+    the same.
     """
 
     tokens: int = 0
@@ -63,26 +65,32 @@ class Comparison:
     guessed: int = 0
     confirmed: int = 0
     speedups: list[float] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)
     offered: Counter[int] = field(default_factory=Counter)
     taken: Counter[int] = field(default_factory=Counter)
     different: list[int] = field(default_factory=list)
 
-    def add(self, prompt: int, plain: GenerationStats, stats: GenerationStats, *, same: bool) -> None:
-        """Count one prompt."""
+    def add(self, prompt: int, rounds: Sequence[tuple[GenerationResult, GenerationResult, GenerationResult]]) -> None:
+        """Count one prompt: plain, speculative and plain results, round after round. The median times count."""
+        plain_seconds, seconds, again = (
+            statistics.median(result.stats.decode_seconds for result in way) for way in zip(*rounds, strict=True)
+        )
+        stats = rounds[0][1].stats
         self.tokens += stats.new_tokens
         self.steps += stats.steps
         self.accepted += stats.accepted
-        self.plain_seconds += plain.decode_seconds
-        self.seconds += stats.decode_seconds
-        self.native_seconds += stats.native_seconds
+        self.plain_seconds += plain_seconds
+        self.seconds += seconds
+        self.native_seconds += seconds * (1 - stats.python_share)
         self.weight_bytes += stats.relative_weight_bytes * stats.new_tokens
         self.passes += sum(work.passes for work in stats.drafters.values())
         self.guessed += sum(work.guessed for work in stats.drafters.values())
         self.confirmed += sum(work.confirmed for work in stats.drafters.values())
-        self.speedups.append(plain.decode_seconds / stats.decode_seconds)
+        self.speedups.append(plain_seconds / seconds)
+        self.noise.append(plain_seconds / again)
         self.offered += stats.offered
         self.taken += stats.taken
-        if not same:
+        if any(staged.tokens != plain.tokens for plain, staged, _ in rounds):
             self.different.append(prompt)
 
     def summary(self) -> dict[str, float | int | list[float]]:
@@ -96,6 +104,7 @@ class Comparison:
             "speedup_median": statistics.median(self.speedups),
             "speedup_least": min(self.speedups),
             "speedup_most": max(self.speedups),
+            "plain_to_plain": [min(self.noise), max(self.noise)],
             "tokens_per_second": self.tokens / self.seconds,
             "plain_tokens_per_second": self.tokens / self.plain_seconds,
             "relative_weight_bytes": self.weight_bytes / self.tokens,
@@ -109,13 +118,19 @@ class Comparison:
 
 
 def compare(
-    engine: Engine, prompts: Sequence[str], sampling: SamplingConfig, max_tokens: int, tick: Callable[[], None]
+    engine: Engine,
+    prompts: Sequence[str],
+    sampling: SamplingConfig,
+    max_tokens: int,
+    repeats: int,
+    tick: Callable[[], None],
 ) -> Comparison:
-    """Decode each prompt plainly and with speculation, one right after the other, so that drift falls on both alike."""
+    """Decode each prompt plainly, with speculation and plainly again, in turn, so that drift falls on all alike."""
     comparison = Comparison()
     for number, prompt in enumerate(prompts):
-        results = [
-            engine.generate(
+
+        def run(speculate: bool, prompt: str = prompt) -> GenerationResult:
+            return engine.generate(
                 prompt,
                 max_tokens=max_tokens,
                 temperature=sampling.temperature,
@@ -125,10 +140,8 @@ def compare(
                 seed=sampling.seed,
                 speculate=speculate,
             )
-            for speculate in (False, True)
-        ]
-        plain, staged = results
-        comparison.add(number, plain.stats, staged.stats, same=plain.tokens == staged.tokens)
+
+        comparison.add(number, [(run(False), run(True), run(False)) for _ in range(repeats)])
         tick()
     return comparison
 
@@ -154,6 +167,12 @@ class LyingDrafter:
 
     def start(self, context: NDArray[np.int32]) -> None:
         self._root = int(context[-1])
+
+    def lag(self) -> float:
+        return 0.0
+
+    def catch_up(self) -> None:
+        pass
 
     def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
         del sampling
