@@ -28,7 +28,6 @@ _STORED = {  # arrays of a file: kind, most bytes per item, dimensions
 _STEPS_PER_NAT = 16  # log-probabilities are kept in steps of 1/16 nat: one byte each
 
 _MAX_ORDER = 4  # longest n-gram of the running context
-_LONGEST_MATCH = 16  # tokens compared to rank exact matches
 _WINDOW = 32  # most recent occurrences looked at, to bound the time of a lookup
 
 
@@ -185,7 +184,7 @@ class ContextNgrams:
     """The n-grams of orders 1 to 4 of the committed tokens, and what followed them.
 
     An n-gram maps to the positions of the tokens that followed it, so truncating restores the earlier state exactly.
-    The `tail` of a lookup is the committed tokens and then perhaps a hypothetical path; its last 16 tokens suffice.
+    The `tail` of a lookup is the committed tokens and then perhaps a hypothetical path; its last 4 tokens suffice.
     """
 
     def __init__(self) -> None:
@@ -233,29 +232,6 @@ class ContextNgrams:
         best = sorted(counts.items(), key=lambda item: -item[1])[:k]
         scores = [math.log(count / (len(positions) + 1)) for _, count in best]
         return np.array([token for token, _ in best], np.int32), np.array(scores, np.float32), order
-
-    def continuation(self, tail: Sequence[int], length: int) -> tuple[list[int], int]:
-        """What followed the longest match of `tail`, the most recent one among equals.
-
-        The match is sought among the 32 most recent occurrences of the suffix that `candidates` uses.
-
-        Returns:
-            tokens: at most `length`, fewer where the committed tokens end; match: tokens matched, 0 to 16.
-
-        Raises:
-            ValueError: length is negative.
-        """
-        _require(length >= 0, "length must not be negative")
-        positions, order = self._match(tail)
-        recent = list(tail[-_LONGEST_MATCH:])
-        start, match = len(self), max(order - 1, 0)
-        for position in reversed(positions):
-            limit = min(len(recent), position)
-            if match < limit and self._tokens[position - match - 1 : position] == recent[-match - 1 :]:
-                start, match = position, match + 1
-                while match < limit and self._tokens[position - match - 1] == recent[-match - 1]:
-                    match += 1
-        return self._tokens[start : start + length], match
 
     def _match(self, tail: Sequence[int]) -> tuple[list[int], int]:
         """Positions that followed the longest known suffix of `tail`, oldest first, and its order."""

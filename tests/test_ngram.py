@@ -370,18 +370,6 @@ def slow_candidates(tokens: list[int], tail: list[int], k: int) -> tuple[list[in
     return best, [math.log(counts[token] / (len(positions) + 1)) for token in best], order
 
 
-def slow_continuation(tokens: list[int], tail: list[int], length: int) -> tuple[list[int], int]:
-    positions, _ = scan(tokens, tail)
-    if not positions:
-        return [], 0
-    matches = [
-        (max(n for n in range(1, 17) if n <= min(i, len(tail)) and tokens[i - n : i] == tail[-n:]), i)
-        for i in positions
-    ]
-    match, start = max(matches)
-    return tokens[start : start + length], match
-
-
 few_tokens = st.lists(st.integers(0, 2), max_size=50)
 
 
@@ -401,7 +389,6 @@ def test_context_agrees_with_a_scan(edits: list[tuple[list[int], int]], path: li
                 expected, expected_scores, expected_order = slow_candidates(tokens, tail, k)
                 assert (found.tolist(), order) == (expected, expected_order)
                 assert scores == pytest.approx(expected_scores)
-                assert context.continuation(tail, k * 4) == slow_continuation(tokens, tail, k * 4)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -421,9 +408,6 @@ def test_context_example() -> None:
     assert tokens.tolist() == [3, 5]
     assert scores == pytest.approx([math.log(2 / 4), math.log(1 / 4)])
     assert order == 2
-    assert context.continuation([4, 1, 2], 8) == ([5, 1, 2, 3], 3)
-    assert context.continuation([1, 2], 2) == ([3], 2)
-    assert context.continuation([9], 8) == ([], 0)
 
 
 def test_only_recent_occurrences_count() -> None:
@@ -445,5 +429,3 @@ def test_truncate_refuses(length: int) -> None:
 def test_context_refuses_impossible_sizes() -> None:
     with pytest.raises(ValueError, match="k must be at least 1"):
         ContextNgrams().candidates([1], 0)
-    with pytest.raises(ValueError, match="length must not be negative"):
-        ContextNgrams().continuation([1], -1)

@@ -15,6 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pystaged import SamplingConfig, _core
+from pystaged.decode import Decoder
+from pystaged.drafter import ModelDrafter
+from pystaged.policy import FixedPolicy
+from pystaged.stats import GenerationStats
 
 Doubles = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]
@@ -312,15 +316,13 @@ def test_ties_go_to_the_lowest_id(tied: Row) -> None:
 # ---- The distribution ----
 
 
-@pytest.mark.parametrize("filters", [f for f in FILTERS if f not in ({"top_k": 1}, {"top_p": 1e-6})], ids=str)
-def test_tokens_are_drawn_by_their_probability(random_gguf: Callable[..., Path], filters: dict[str, Any]) -> None:
-    row = row_of(random_gguf(vocab_size=257, width=32, layers=1), [7, 7])
-    draws, temperature = 20_000, 0.05
-    expected = draws * np.exp(log_probabilities(row.logits, SamplingConfig(temperature, **filters)))
-    counts = np.zeros(257)
-    for seed in range(draws):
-        follow = row.session.follow(_core.Sampling(temperature, seed=seed, **filters))
-        counts[follow[1][0]] += 1
+DRAWS = 20_000
+SEVERAL = [f for f in FILTERS if f not in ({"top_k": 1}, {"top_p": 1e-6})]  # filters that leave several tokens
+
+
+def check_drawn(counts: Doubles, p: Doubles) -> None:
+    """Pearson's chi-square test of draws against probabilities."""
+    expected = counts.sum() * p
     assert not counts[expected == 0].any()
     # Rare tokens are counted together.
     common = expected >= 5
@@ -332,6 +334,38 @@ def test_tokens_are_drawn_by_their_probability(random_gguf: Callable[..., Path],
     # The critical value by Wilson and Hilferty's cube.
     limit = freedom * (1 - 2 / (9 * freedom) + SIGNIFICANCE * np.sqrt(2 / (9 * freedom))) ** 3
     assert statistic < limit
+
+
+@pytest.mark.parametrize("filters", SEVERAL, ids=str)
+def test_tokens_are_drawn_by_their_probability(random_gguf: Callable[..., Path], filters: dict[str, Any]) -> None:
+    row = row_of(random_gguf(vocab_size=257, width=32, layers=1), [7, 7])
+    temperature = 0.05
+    counts = np.zeros(257)
+    for seed in range(DRAWS):
+        counts[row.session.follow(_core.Sampling(temperature, seed=seed, **filters))[1][0]] += 1
+    check_drawn(counts, np.exp(log_probabilities(row.logits, SamplingConfig(temperature, **filters))))
+
+
+@pytest.mark.parametrize("filters", SEVERAL, ids=str)
+def test_drafted_tokens_are_drawn_by_their_probability(
+    random_gguf: Callable[..., Path], filters: dict[str, Any]
+) -> None:
+    path = random_gguf(vocab_size=257, width=32, layers=1)
+    row, prompt, temperature = row_of(path, [7, 7]), np.array([7, 7], np.int32), 0.05
+    target, draft = (
+        _core.Model(str(each), "", 1) for each in (path, random_gguf(vocab_size=257, width=32, layers=1, seed=1))
+    )
+    # The draft knows nothing of the target; one that is the target would show a bias towards what it proposes.
+    for model in (draft, target):
+        drafter = ModelDrafter(_core.Session(model), FixedPolicy(2, 1, 2, 2), vocab_size=257)
+        decoder, stats, counts = Decoder(_core.Session(target), drafter), GenerationStats(), np.zeros(257)
+        for seed in range(DRAWS // 2):
+            decoder.start(prompt)
+            counts[decoder.step(SamplingConfig(temperature, seed=seed, **filters), 2, stats).tokens[0]] += 1
+        assert stats.drafted > 0
+        check_drawn(counts, np.exp(log_probabilities(row.logits, SamplingConfig(temperature, **filters))))
+        if model is target:
+            assert stats.accepted > DRAWS // 4
 
 
 # ---- Options ----

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import pystaged
 from pystaged import Stage, hub
 from pystaged._core import ContextFullError, Model, Session, Tokenizer, gumbel
-from pystaged.bench.pairs import check_drafter, continuation, drafters, expect, load_prompts
+from pystaged.bench.pairs import check_decoder, continuation, drafters, expect, load_prompts
 from pystaged.config import SamplingConfig
 from pystaged.decode import Decoder
 from pystaged.drafter import ModelDrafter
@@ -69,7 +69,7 @@ def test_no_drafter_changes_the_text(
     session = Session(target)
     expected = expect(session, prompts, sampling, 40)
     for name, drafter in drafters(target, draft, table_of(prompts, tokenizer)).items():
-        assert check_drafter(session, drafter, expected, 40) == [], name
+        assert check_decoder(Decoder(session, drafter), expected, 40) == [], name
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

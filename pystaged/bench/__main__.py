@@ -17,6 +17,7 @@ import pystaged
 from pystaged import hub
 from pystaged._core import Session
 from pystaged.bench import machine, models, pairs, passes
+from pystaged.decode import Decoder
 from pystaged.pair import Pair
 from pystaged.policy import FixedPolicy
 
@@ -117,6 +118,8 @@ def lossless(
     texts = [pair.tokenizer.encode(line) for line in lines]
     ways = pairs.drafters(pair.target, pair.draft, pair.table)
     session = Session(pair.target)
+    decoders = {way: Decoder(session, drafter) for way, drafter in ways.items()}
+    decoders["as measured costs decide"] = pair.decoder(0, None)
     runs = [
         (f"{mode}, seed {seed}", replace(sampling, seed=seed))
         for mode, sampling in pairs.MODES.items()
@@ -126,20 +129,52 @@ def lossless(
     table = Table("drafted by", title=title, box=None)
     columns = []
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("checking", total=len(runs) * len(ways))
+        task = progress.add_task("checking", total=len(runs) * len(decoders))
         for name, sampling in runs:
             table.add_column(name, justify="right")
             expected = pairs.expect(session, texts, sampling, max_tokens)
             different = []
-            for drafter in ways.values():
-                different.append(len(pairs.check_drafter(session, drafter, expected, max_tokens)))
+            for decoder in decoders.values():
+                different.append(len(pairs.check_decoder(decoder, expected, max_tokens)))
                 progress.advance(task)
             columns.append(different)
-    for way, counts in zip(ways, zip(*columns, strict=True), strict=True):
+    for way, counts in zip(decoders, zip(*columns, strict=True), strict=True):
         table.add_row(way, *map(str, counts))
     Console().print(table)
     if any(map(any, columns)):
         raise typer.Exit(1)
+
+
+@app.command("parts")
+def parts_command(
+    model: Annotated[str, typer.Option(help="As in passes.")] = "house",
+    draft: Annotated[str, typer.Option(help="Path of a draft, or 'house'.")] = "house",
+    quantization: Annotated[str, typer.Option("--type", help="Type of a model to be made.")] = "Q8_0",
+    prompts: Annotated[Path | None, typer.Option(help="File in HumanEval's format.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 20,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 96,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.")] = 12,
+) -> None:
+    """What shared noise and the n-grams below the draft bring: acceptance, tokens per step, draft passes per token.
+
+    Example: python -m pystaged.bench parts
+    """
+    pair = Pair(models.find(model, quantization.upper()), draft, 0, Console(stderr=True).print)
+    if pair.draft is None:
+        raise typer.BadParameter("a draft is needed")
+    lines = pairs.load_prompts(prompts or hub.house(hub.HOUSE_PROMPTS))[:limit]
+    texts = [pair.tokenizer.encode(line) for line in lines]
+    session = Session(pair.target)
+    title = f"{len(texts)} prompts, {max_tokens} tokens each, trees of {nodes} nodes"
+    headings = ("", "tokens per step", "draft passes per token", "acceptance at depth")
+    table = Table(*headings, title=title, box=None)
+    for mode, sampling in pairs.MODES.items():
+        for way, drafter in pairs.parts(pair.target, pair.draft, pair.table, nodes).items():
+            stats = pairs.run_texts(Decoder(session, drafter), texts, sampling, max_tokens)
+            passes_per_token = stats.drafters["draft"].passes / stats.new_tokens
+            depths = _show(stats.acceptance_at_depth[:6])
+            table.add_row(f"{mode}: {way}", f"{stats.tokens_per_step:.3f}", f"{passes_per_token:.3f}", depths)
+    Console().print(table)
 
 
 def _show(value: float | int | list[float]) -> str:

@@ -198,6 +198,48 @@ class LyingDrafter:
         self._root = tokens[-1]
 
 
+class UnsharedDrafter(ModelDrafter):
+    """Ranks by probability alone, whatever noise the target's tokens are drawn with: what shared noise is compared
+    with."""
+
+    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
+        del sampling
+        return super().draft(SamplingConfig(), max_depth)
+
+
+def parts(target: Model, draft: Model, table: NgramTable | None, budget: int) -> dict[str, ModelDrafter]:
+    """Drafting with trees of `budget` nodes, and the same without one of its parts."""
+    tree = FixedPolicy(width=4, depth=6, budget=budget)
+
+    def below() -> NgramDrafter:
+        return NgramDrafter(table, FixedPolicy(width=1, depth=1, budget=1), target.vocab_size)
+
+    return {
+        "shared noise, n-grams below": ModelDrafter(Session(draft), tree, below=below(), vocab_size=target.vocab_size),
+        "without n-grams below": ModelDrafter(Session(draft), tree, vocab_size=target.vocab_size),
+        "without shared noise": UnsharedDrafter(Session(draft), tree, below=below(), vocab_size=target.vocab_size),
+    }
+
+
+def run_texts(
+    decoder: Decoder, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
+) -> GenerationStats:
+    """Continue prompts one after the other; the figures of all of them together."""
+    stats = GenerationStats()
+    before = decoder.drafting()
+    stages: list[Stage] = []
+    for prompt in prompts:
+        decoder.start(prompt)
+        written = 0
+        while written < max_tokens and not decoder.is_full:
+            step = decoder.step(sampling, max_tokens - written, stats)
+            written += len(step.tokens)
+            stages += step.stages
+    stats.new_tokens = len(stages)
+    stats.finish(stages, before, decoder.drafting(), decoder.target.weight_bytes)
+    return stats
+
+
 def drafters(target: Model, draft: Model, table: NgramTable | None) -> dict[str, Drafter]:
     """Ways to draft that differ as much as they can: what the output must not depend on."""
     vocab_size = target.vocab_size
@@ -237,9 +279,8 @@ def _tokens(decoder: Decoder, sampling: SamplingConfig, max_tokens: int) -> Iter
         yield from step.tokens
 
 
-def check_drafter(target: Session, drafter: Drafter, texts: Sequence[Expected], max_tokens: int) -> list[Expected]:
-    """The texts that decoding with a drafter does not write; there should be none."""
-    decoder = Decoder(target, drafter)
+def check_decoder(decoder: Decoder, texts: Sequence[Expected], max_tokens: int) -> list[Expected]:
+    """The texts that a decoder does not write; there should be none."""
     return [
         text for text in texts if continuation(decoder, text.prompt, text.sampling, max_tokens) != list(text.tokens)
     ]
