@@ -362,6 +362,12 @@ uint64_t dots(int rounds) {
     return uint64_t(rounds) * rows * kBlock * F::lanes;
 }
 
+inline void prefetch(const uint8_t* data, int bytes) {
+    for (int at = 0; at < bytes && kPrefetchBlocks > 0; at += 64) {
+        __builtin_prefetch(data + at, 0, kPrefetchLocality);
+    }
+}
+
 // One unit times `rows` rows of int8 activations; the weights of a block are loaded once for all of them.
 template <class Block, int rows>
 void integer_tile(const uint8_t* group, int part, int unit, const Activations& x, int row, const Epilogue& e) {
@@ -375,14 +381,11 @@ void integer_tile(const uint8_t* group, int part, int unit, const Activations& x
     }
     for (int left = x.cols / kBlock / Header::blocks; left > 0; --left) {
         const Header header(group, part);
+        prefetch(group + kPrefetchBlocks * Block::bytes, Header::bytes);
         group += Header::bytes;
         for (int b = 0; b < Header::blocks; ++b) {
             const Block block(header, group, part);
-            if constexpr (kPrefetchBlocks > 0) {
-                for (int at = 0; at < Block::bytes; at += 64) {
-                    __builtin_prefetch(group + kPrefetchBlocks * Block::bytes + at, 0, kPrefetchLocality);
-                }
-            }
+            prefetch(group + kPrefetchBlocks * Block::bytes, Block::bytes);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; ++r) {
                 sum[r] = block.add(sum[r], quants + r * kBlock, factors[r]);
