@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 from safetensors import SafetensorError, safe_open
 
-from pystaged.files import whole_file
+from pystaged.files import check_room, whole_file
 from pystaged.vocabulary import Vocabulary, read_json, read_vocabulary
 
 Progress = Callable[[str, int, int], None]
@@ -202,6 +202,7 @@ def convert(
     shape = Shape.of(config, config_path)
     tensors, num_rows = _plan(folder, shape, GGMLQuantizationType[quantization])
     vocabulary = read_vocabulary(folder, num_rows, config)
+    check_room(out.parent, sum(tensor.nbytes for tensor in tensors))
     about = {"add_name": name or folder.resolve().name, "add_license": license_name, "add_source_url": source_url}
     with whole_file(out) as part, closing(GGUFWriter(part, "gpt2")) as writer:
         for method, value in about.items():

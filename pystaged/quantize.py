@@ -70,7 +70,14 @@ def quantize(source: Path, out: Path, quantization: str, *, progress: Progress =
     with whole_file(out) as part:
         with part.open("wb"):
             pass
-        command = [sys.executable, "-m", "pystaged.quantize", str(source), str(part), str(int(FILE_TYPES[quantization]))]
+        command = [
+            sys.executable,
+            "-m",
+            "pystaged.quantize",
+            str(source),
+            str(part),
+            str(int(FILE_TYPES[quantization])),
+        ]
         last: deque[str] = deque(maxlen=1)
         with subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -116,7 +123,7 @@ def _main(source: str, out: str, file_type: int) -> int:
     """The process that quantizes; libllama's log goes to standard error."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    @llama_cpp.llama_log_callback
+    @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
     def log(_level: int, text: bytes, _user_data: object) -> None:
         sys.stderr.buffer.write(text)
         sys.stderr.buffer.flush()
@@ -125,7 +132,7 @@ def _main(source: str, out: str, file_type: int) -> int:
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = file_type
     params.allow_requantize = True
-    return llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(out), params)
+    return int(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(out), params))
 
 
 if __name__ == "__main__":

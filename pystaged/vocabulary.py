@@ -103,12 +103,14 @@ def _tokenizer_json(path: Path) -> tuple[dict[str, int], list[str], dict[str, bo
     """Ids by token, merges, and whether each added token is special."""
     found = read_json(path)
     model, splitter = found.get("model"), found.get("pre_tokenizer")
+    splitter = splitter if isinstance(splitter, dict) else {}
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
         raise ValueError(f"{path} holds no byte-level BPE vocabulary, the only kind GPT-2 has")
     odd = [name for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(name)]
     odd += [name for name in ("byte_fallback", "ignore_merges") if model.get(name)]
-    byte_level = isinstance(splitter, dict) and splitter.get("type") == "ByteLevel"
-    if model.get("type", "BPE") != "BPE" or odd or found.get("normalizer") or not byte_level:
+    if splitter.get("type") != "ByteLevel":
+        odd.append("pre_tokenizer")
+    if model.get("type", "BPE") != "BPE" or odd or found.get("normalizer"):
         raise ValueError(f"{path}: this tokenizer is not GPT-2's byte-level BPE, so GGUF files cannot say what it does")
     if splitter.get("add_prefix_space") or splitter.get("use_regex") is False:
         raise ValueError(f"{path}: this tokenizer splits texts otherwise than GPT-2's, which GGUF files cannot say")
