@@ -177,8 +177,8 @@ def test_other_tools_find_the_download(ggufs: Repository, online: Hub) -> None:
     assert downloads(online) == []
 
 
-@pytest.mark.usefixtures("ggufs")
-def test_loading_downloads_what_is_named(tiny: Repository) -> None:
+@pytest.mark.usefixtures("tiny", "ggufs")
+def test_loading_downloads_what_is_named() -> None:
     lines: list[str] = []
     with pystaged.load(TINY, draft=f"{GGUFS}:q8_0", report=lines.append) as engine:
         assert engine.generate("the tree", max_tokens=4).tokens
@@ -378,8 +378,8 @@ def test_a_full_disk(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- Names ----
 
 
-@pytest.mark.usefixtures("ggufs")
-def test_names_in_the_cache(tiny: Repository, online: Hub) -> None:
+@pytest.mark.usefixtures("tiny", "ggufs")
+def test_names_in_the_cache(online: Hub) -> None:
     hub.pull(TINY, "q8_0")
     hub.pull(TINY, "q4_0")
     online.requests.clear()
@@ -448,8 +448,8 @@ def test_a_damaged_file_is_listed() -> None:
 # ---- The command line ----
 
 
-@pytest.mark.usefixtures("ggufs")
-def test_commands(tiny: Repository, online: Hub, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("tiny", "ggufs")
+def test_commands(online: Hub, tmp_path: Path) -> None:
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": online.url}
     done = run("pull", TINY, "--type", "q8_0", **home)
     path = Path(done.stdout.decode().strip())
