@@ -44,9 +44,12 @@ def test_every_type(source: Path, tmp_path: Path, kind: str) -> None:
     assert [done for _, done, _ in steps] == list(range(1, len(reader.tensors) + 1))
     assert list(tmp_path.iterdir()) == [out]
 
-    exact, expected = (Gpt2Reference(path).logits(TOKENS) for path in (source, out))
-    bits = 32 if kind == "f32" else 16 if kind.endswith("f16") else int(kind[1])
-    assert np.abs(expected - exact).mean() <= 3 * exact.std() * 2.0 ** -min(bits, 8)
+    exact, model = Gpt2Reference(source), Gpt2Reference(out)
+    bits = 8 if kind.endswith(("f32", "f16")) else int(kind[1])
+    for name, weight in exact.weights.items():
+        # A block of 32 normal numbers reaches 2 to 3 deviations, and rounding misses by a quarter of a step.
+        assert np.abs(model.weights[name] - weight).mean() <= 2 * weight.std() / 2**bits
+    expected = model.logits(TOKENS)
     (llama,) = llama_logits(out, [TOKENS])
     # Both engines round activations too.
     for found in (llama, engine_logits(out, TOKENS)):
