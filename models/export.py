@@ -1,13 +1,16 @@
 """Write a checkpoint of train.py as a GGUF file."""
 
 import argparse
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from corpus import END_OF_TEXT, vocabulary
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
-from model import VOCABULARY, Checkpoint, load
+from model import Checkpoint, load
+
+from pystaged.bench.random_model import copy_tokenizer
+from pystaged.files import whole_file
 
 FILE_TYPES = {
     "F32": LlamaFileType.ALL_F32,
@@ -18,8 +21,8 @@ FILE_TYPES = {
 
 
 def full_weights(checkpoint: Checkpoint) -> dict[str, npt.NDArray[np.float32]]:
-    """The weights by their GGUF names; the embedding has a row for every token of GPT-2."""
-    weights = {name: weight.detach().float().numpy() for name, weight in checkpoint.model.state_dict().items()}
+    """The weights by their GGUF names; the embedding has a row for every token."""
+    weights = {name: weight.detach().float().cpu().numpy() for name, weight in checkpoint.model.state_dict().items()}
     rows = weights["token_embd.weight"]
     weights["token_embd.weight"] = rows[checkpoint.numbers()]
     return weights
@@ -38,20 +41,6 @@ def add_metadata(writer: GGUFWriter, checkpoint: Checkpoint, name: str, kind: st
     writer.add_file_type(FILE_TYPES[kind])
 
 
-def add_tokenizer(writer: GGUFWriter, vocab: Path) -> None:
-    """GPT-2's tokenizer, copied from another GGUF file."""
-    tokens, kinds, merges = vocabulary(vocab)
-    if len(tokens) != VOCABULARY:
-        raise ValueError(f"{vocab} holds {len(tokens)} tokens, GPT-2 has {VOCABULARY}")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(END_OF_TEXT)
-    writer.add_eos_token_id(END_OF_TEXT)
-
-
 def add_weights(writer: GGUFWriter, weights: dict[str, npt.NDArray[np.float32]], kind: str) -> None:
     """Matrices in the file's type; vectors and positions in F32."""
     quantization = GGMLQuantizationType[kind]
@@ -60,6 +49,17 @@ def add_weights(writer: GGUFWriter, weights: dict[str, npt.NDArray[np.float32]],
             writer.add_tensor(name, np.ascontiguousarray(weight))
         else:
             writer.add_tensor(name, quants.quantize(np.ascontiguousarray(weight), quantization), raw_dtype=quantization)
+
+
+def write(checkpoint: Checkpoint, out: Path, vocab: Path, name: str, kind: str) -> None:
+    """Write a GGUF file with the tokenizer of another one."""
+    with whole_file(out) as part, closing(GGUFWriter(part, "gpt2")) as writer:
+        add_metadata(writer, checkpoint, name, kind)
+        copy_tokenizer(writer, checkpoint.vocab_size, vocab)
+        add_weights(writer, full_weights(checkpoint), kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
 
 
 def main() -> None:
@@ -71,15 +71,7 @@ def main() -> None:
     parser.add_argument("--type", choices=FILE_TYPES, default="Q8_0")
     args = parser.parse_args()
 
-    checkpoint = load(args.checkpoint)
-    writer = GGUFWriter(args.out, "gpt2")
-    add_metadata(writer, checkpoint, args.name, args.type)
-    add_tokenizer(writer, args.vocab)
-    add_weights(writer, full_weights(checkpoint), args.type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(load(args.checkpoint), args.out, args.vocab, args.name, args.type)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB")
 
 

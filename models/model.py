@@ -35,6 +35,7 @@ class Config:
     num_known: int
     silent_channel: int = 0
     context: int = 1024
+    tied: bool = True
 
 
 class Block(nn.Module):
@@ -79,6 +80,8 @@ class GPT(nn.Module):
         self.position_embd = nn.Embedding(config.context, config.width)
         self.blk = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
         self.output_norm = nn.LayerNorm(config.width)
+        if not config.tied:
+            self.output = nn.Embedding(config.num_known + 1, config.width)
         self.initialize()
 
     def initialize(self) -> None:
@@ -112,7 +115,7 @@ class GPT(nn.Module):
 
     def hidden(self, ids: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
         """Final hidden states. ids: int64[batch, rows]; with a cache they stand at positions start, start + 1, ..."""
-        positions = torch.arange(start, start + ids.shape[1])
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         x = self.token_embd(ids) + self.position_embd(positions)
         for i, block in enumerate(self.blk):
             x = block(x, None if cache is None else cache[i], start)
@@ -121,52 +124,58 @@ class GPT(nn.Module):
 
     def head(self) -> Tensor:
         """Output rows of the known tokens, float32[num_known, width]."""
-        return self.token_embd.weight[:-1]
+        return (self.token_embd if self.config.tied else self.output).weight[:-1]
 
     def new_cache(self, batch: int, length: int) -> Cache:
         """Room for the keys and values of a batch of texts of that length."""
         config = self.config
         shape = (batch, config.heads, length, config.width // config.heads)
-        dtype = self.position_embd.weight.dtype
-        return [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(config.layers)]
+        like = self.position_embd.weight
+        return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(config.layers)]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model and the GPT-2 token ids it knows (int64[num_known], ascending)."""
+    """A model and the token ids it knows (int64[num_known], ascending) of its vocabulary."""
 
     model: GPT
     known: npt.NDArray[np.int64]
+    vocab_size: int = VOCABULARY
 
     def numbers(self) -> npt.NDArray[np.int64]:
-        """For each GPT-2 token id, its number in the model."""
-        table = np.full(VOCABULARY, len(self.known), np.int64)
+        """For each token id, its number in the model."""
+        table = np.full(self.vocab_size, len(self.known), np.int64)
         table[self.known] = np.arange(len(self.known))
         return table
 
     def save(self, path: Path) -> None:
-        torch.save({"config": self.model.config, "state": self.model.state_dict(), "known": self.known}, path)
+        stored = {"config": self.model.config, "state": self.model.state_dict(), "known": self.known}
+        torch.save(stored | {"vocab_size": self.vocab_size}, path)
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint, or a GGUF file of a model made by export.py."""
+    """Read a checkpoint, or a GGUF file of any GPT-2."""
     if path.suffix == ".gguf":
         return load_gguf(path)
     stored = torch.load(path, weights_only=False)
     model = GPT(stored["config"])
     model.load_state_dict(stored["state"])
-    return Checkpoint(model, stored["known"])
+    return Checkpoint(model, stored["known"], stored.get("vocab_size", VOCABULARY))
 
 
 def load_gguf(path: Path) -> Checkpoint:
-    """Read a GGUF file in which all silent tokens share one row of the embedding."""
+    """Read a GGUF file; tokens whose rows of the embedding are all the same, and in one channel only, are silent."""
     reader = GGUFReader(path)
     weights = {t.name: np.array(quants.dequantize(t.data, t.tensor_type), np.float32) for t in reader.tensors}
     rows = weights["token_embd.weight"]
     _, first, group, sizes = np.unique(rows, axis=0, return_index=True, return_inverse=True, return_counts=True)
-    silent = group.reshape(-1) == sizes.argmax()
+    shared = rows[first[sizes.argmax()]]
+    silent = (group.reshape(-1) == sizes.argmax()) & (sizes.max() > 1) & (np.count_nonzero(shared) == 1)
     known = np.flatnonzero(~silent)
-    weights["token_embd.weight"] = np.concatenate([rows[known], rows[first[sizes.argmax()], None]])
+    for name in ("token_embd.weight", "output.weight"):
+        if name in weights:
+            last = shared if silent.any() else np.zeros_like(shared)
+            weights[name] = np.concatenate([weights[name][known], last[None]])
 
     def number(key: str) -> int:
         field = reader.get_field(f"gpt2.{key}")
@@ -174,6 +183,8 @@ def load_gguf(path: Path) -> Checkpoint:
             raise ValueError(f"{path} has no gpt2.{key}")
         return int(field.contents())
 
+    if number("feed_forward_length") != 4 * number("embedding_length"):
+        raise ValueError(f"{path}: its feed-forward layers are not 4 times as wide as the model")
     norm = weights["output_norm.weight"]
     channel = int(np.abs(norm * weights["token_embd.weight"][:-1].std(0)).argmin())  # the one that matters least
     config = Config(
@@ -183,7 +194,8 @@ def load_gguf(path: Path) -> Checkpoint:
         num_known=len(known),
         silent_channel=channel,
         context=number("context_length"),
+        tied="output.weight" not in weights,
     )
     model = GPT(config)
     model.load_state_dict({name: torch.from_numpy(weight.copy()) for name, weight in weights.items()})
-    return Checkpoint(model, known)
+    return Checkpoint(model, known, len(rows))

@@ -28,16 +28,17 @@ class Engine:
     and shares the weights.
 
     Args:
-        model: path of a GGUF file, or "house".
-        draft: path of a smaller GGUF file with the same vocabulary, "house", None for n-grams alone, or "auto": the
-            house draft for the house model, else None.
+        model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull), or
+            "house".
+        draft: a smaller model with the same vocabulary, named likewise, None for n-grams alone, or "auto": the house
+            draft for the house model, else None.
         n_ctx: positions of a context, 0 for as many as the model was trained for.
         num_threads: 0 for one per physical core.
         policy: decides how trees grow; by default what measured costs make worth while.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file or repository; for hub ids also what hub.pull raises.
         ModelError: a file is damaged or of an unsupported kind.
         ValueError: two vocabularies that differ, or an option out of range.
     """

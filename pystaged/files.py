@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,3 +18,14 @@ def whole_file(path: Path) -> Iterator[Path]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Refuse to begin a file that the disk has no room for.
+
+    Raises:
+        OSError: naming the folder, what is needed and what is free.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise OSError(f"no room in {folder}: {num_bytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")

@@ -1,38 +1,75 @@
-"""From the name of a model to its file."""
+"""From the name of a model to its file, downloaded from a Hugging Face hub where that is what was named."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from pystaged import cache
+from pystaged.convert import CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS, Progress, Shape, shard_names
+from pystaged.files import check_room
+from pystaged.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
+from pystaged.vocabulary import read_json
 
 _HOUSE_TARGET = "target.Q8_0.gguf"
 _HOUSE_DRAFT = "draft.Q8_0.gguf"
 HOUSE_TABLE = "draft.ngram.npz"
 HOUSE_PROMPTS = "humaneval_prompts.jsonl"
+_HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<wanted>.+))?")
+_ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git for small files, SHA-256 for large ones
+_PART_OF_MODEL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_ATTEMPTS = 4
+_CHUNK = 1 << 22
+
+T = TypeVar("T")
 
 
-def resolve(model: str | Path) -> Path:
-    """The GGUF file of a model: "house" for the one in the package, else a path.
+def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
+    """The GGUF file of a model: "house", a path, a name in the cache, or a hub id, which is downloaded first.
+
+    Args:
+        model: a hub id is "owner/name", optionally with ":FILE.gguf" or ":TYPE".
+        progress: as in pull.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file, name or repository.
+        ValueError, OSError: as in pull.
     """
     if model == "house":
         return house(_HOUSE_TARGET)
     path = Path(model).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no model file {path}; give the path of a GGUF file, or 'house'")
-    return path
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; make a model of a checkpoint with: pystaged quantize {path} OUT")
+    if isinstance(model, str):
+        cached = cache.find(model)
+        if cached:
+            return cached
+        if _HUB_ID.fullmatch(model) and (":" in model or not model.endswith(".gguf")):
+            return pull(model, progress=progress)
+    raise FileNotFoundError(
+        f"there is no model file {path}; give the path of a GGUF file, a name that `pystaged models` lists, "
+        "a hub id such as openai-community/gpt2, or 'house'"
+    )
 
 
-def resolve_draft(model: str | Path, draft: str | Path | None) -> Path | None:
+def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progress = lambda *_: None) -> Path | None:
     """The GGUF file of a draft: "house" for the one in the package, "auto" for that one if the model is "house" too.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError, ValueError, OSError: as in resolve.
     """
     if draft == "house" or (draft == "auto" and model == "house"):
         return house(_HOUSE_DRAFT)
-    return None if draft is None or draft == "auto" else resolve(draft)
+    return None if draft is None or draft == "auto" else resolve(draft, progress)
 
 
 def house(name: str) -> Path:
@@ -40,3 +77,305 @@ def house(name: str) -> Path:
     package = Path(__file__).parent
     installed = package / "models" / name
     return installed if installed.exists() else package.parent / "models" / name
+
+
+def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None) -> Path:
+    """Get a model from the hub into the cache: a GGUF file as it is, a GPT-2 checkpoint converted and quantized.
+
+    Downloads lie in Hugging Face's own cache and go on where they were interrupted. HF_ENDPOINT, HF_TOKEN, HF_HOME,
+    HF_HUB_CACHE and HF_HUB_OFFLINE are honoured.
+
+    Args:
+        name: "owner/name", optionally with ":FILE.gguf" or ":TYPE".
+        quantization: a type, in place of the name's.
+        progress: called with bytes, or tensors while quantizing.
+
+    Returns:
+        The file in the cache.
+
+    Raises:
+        FileNotFoundError: no such repository, or no file in it that is or becomes a model.
+        PermissionError: a gated or private repository.
+        ConnectionError: no network, or a hub that fails.
+        ValueError: a malformed name, type or checkpoint, or another architecture.
+        OSError: a wrong checksum, a full disk.
+    """
+    match = _HUB_ID.fullmatch(name)
+    if not match:
+        raise ValueError(
+            f"{name!r} is no hub id; it should look like owner/name, owner/name:TYPE or owner/name:FILE.gguf"
+        )
+    repository_name, wanted = match["repository"], quantization or match["wanted"] or ""
+    if quantization and quantization.lower() not in FILE_TYPES:
+        raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(FILE_TYPES)}")
+    repository = _open(repository_name, progress)
+    models = [file for file in repository.files if file.endswith(".gguf") and not _PART_OF_MODEL.search(file)]
+    chosen = cache.choose(models, wanted)
+    if chosen:
+        repository.check_architecture()
+        path = cache.save_link(repository_name, repository.fetch(chosen))
+        cache.save_source(path, repository.revision, repository.license)
+        return path
+    if CONFIG in repository.files and {WEIGHTS, INDEX} & repository.files.keys():
+        kind = wanted.lower() or DEFAULT_TYPE
+        if kind not in FILE_TYPES:
+            raise FileNotFoundError(
+                f"{repository_name} has no {wanted}; its checkpoint can be made: {', '.join(FILE_TYPES)}"
+            )
+        repository.check_architecture()
+        return _convert(repository_name, repository, kind, progress)
+    if models:
+        raise FileNotFoundError(
+            f"{repository_name} has {'no single file that fits ' + wanted if wanted else 'several models'}; "
+            f"name one: {', '.join(f'{repository_name}:{file}' for file in models[:20])}"
+        )
+    raise FileNotFoundError(
+        f"{repository_name} has no suitable file: neither a whole GGUF file nor {CONFIG} with {WEIGHTS}"
+    )
+
+
+def _convert(name: str, repository: _Repository, kind: str, progress: Progress) -> Path:
+    """A checkpoint of the hub as a model in the cache."""
+    stem = name.rpartition("/")[2]
+    out = cache.repository_folder(name) / f"{stem}.{kind.upper()}.gguf"
+    if cache.is_current(out, repository.revision):
+        return out
+    config = repository.fetch(CONFIG)
+    Shape.of(read_json(config), Path(f"{name}/{CONFIG}"))
+    weights = [WEIGHTS]
+    if INDEX in repository.files:
+        weights = shard_names(repository.fetch(INDEX))
+    files = [file for file in TOKENIZER_FILES if file in repository.files] + weights
+    if any(repository.fetch(file).parent != config.parent for file in files):
+        raise OSError(f"{name} was changed while it was downloaded; try again")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    url = f"{_endpoint()}/{name}"
+    quantize_checkpoint(
+        config.parent, out, kind, name=stem, license_name=repository.license, source_url=url, progress=progress
+    )
+    cache.save_source(out, repository.revision, repository.license)
+    return out
+
+
+def announced(report: Callable[[str], None]) -> Progress:
+    """Progress as lines of text, one for each thing that begins."""
+    begun = set()
+
+    def progress(what: str, _done: int, _total: int) -> None:
+        if what not in begun:
+            begun.add(what)
+            report(what)
+
+    return progress
+
+
+# ---- The hub ----
+
+
+@dataclass(frozen=True)
+class _File:
+    size: int | None
+    etag: str
+
+
+class _Repository:
+    """A model repository on the hub, and its files by name."""
+
+    def __init__(self, name: str, info: Any, progress: Progress) -> None:
+        self._name = name
+        self._progress = progress
+        self.revision = str(info.sha)
+        self.files = {file.rfilename: _file(name, file) for file in info.siblings or ()}
+        card = info.card_data.license if info.card_data else None
+        tags = [tag.removeprefix("license:") for tag in info.tags or () if tag.startswith("license:")]
+        self.license = card if isinstance(card, str) else tags[0] if tags else ""
+        self._architecture = (info.gguf or {}).get("architecture") or (info.config or {}).get("model_type")
+
+    def check_architecture(self) -> None:
+        """Refuse what the hub knows to be of another kind, before it is downloaded."""
+        if self._architecture not in (None, "gpt2"):
+            raise ValueError(f"{self._name}: the architecture {self._architecture!r} is not supported, only 'gpt2'")
+
+    def fetch(self, name: str) -> Path:
+        """A file, in Hugging Face's cache; downloaded and verified where it is not there yet."""
+        from huggingface_hub import constants, hf_hub_download  # noqa: PLC0415
+        from huggingface_hub.file_download import repo_folder_name  # noqa: PLC0415
+        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # noqa: PLC0415
+
+        if name not in self.files:
+            raise FileNotFoundError(f"{self._name} has no {name}")
+        file = self.files[name]
+        cache_folder = Path(constants.HF_HUB_CACHE).expanduser()
+        folder = repo_folder_name(repo_id=self._name, repo_type="model")
+        blob = cache_folder / folder / "blobs" / file.etag
+        if not blob.exists():
+            lock = cache_folder / ".locks" / folder / f"{file.etag}.lock"
+            for parent in (blob.parent, lock.parent):
+                parent.mkdir(parents=True, exist_ok=True)
+            with WeakFileLock(lock):
+                if not blob.exists():
+                    self._download(name, file, blob)
+        # Enters the file into the snapshot of its commit.
+        with _errors(self._name):
+            return Path(_retried(lambda: hf_hub_download(self._name, name, endpoint=_endpoint())))
+
+    def _download(self, name: str, file: _File, blob: Path) -> None:
+        """Write a blob of the cache, going on where an earlier download ended."""
+        from huggingface_hub import hf_hub_url  # noqa: PLC0415
+        from huggingface_hub.file_download import http_get  # noqa: PLC0415
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # noqa: PLC0415
+
+        part = blob.with_name(f"{file.etag}.incomplete")
+        url = hf_hub_url(self._name, name, revision=self.revision, endpoint=_endpoint())
+        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+        what = f"downloading {name}"
+
+        def download() -> None:
+            there = part.stat().st_size if part.exists() else 0
+            if file.size is not None:
+                if there > file.size:
+                    part.unlink()
+                    there = 0
+                check_room(blob.parent, file.size - there)
+            bar = _bar(lambda done: self._progress(what, done, file.size or done), there)
+            with part.open("ab") as out:
+                http_get(url, out, resume_size=there, headers=headers, expected_size=file.size, tqdm_class=bar)
+
+        with _errors(self._name):
+            _retried(download)
+        if _checksum(part, file.etag) != file.etag:
+            part.unlink()
+            raise OSError(f"{self._name}: what was downloaded is not {name}: its checksum differs; try again")
+        part.replace(blob)
+
+
+class _Snapshot(_Repository):
+    """A repository as Hugging Face's cache has it, where the hub cannot be asked."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name = name
+        self._folder = folder
+        self.revision, self.license, self._architecture = folder.name, "", None
+        self.files = {file.name: _File(None, "") for file in folder.iterdir() if file.is_file()}
+
+    def fetch(self, name: str) -> Path:
+        if name not in self.files:
+            raise FileNotFoundError(f"{self._name} has no {name} in Hugging Face's cache, and the hub cannot be asked")
+        return self._folder / name
+
+
+def _open(name: str, progress: Progress) -> _Repository:
+    """A repository on the hub, or what the cache has of it."""
+    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
+
+    try:
+        with _errors(name):
+            info = _retried(lambda: HfApi(endpoint=_endpoint()).model_info(name, files_metadata=True))
+    except ConnectionError as error:
+        try:
+            folder = snapshot_download(name, local_files_only=True)
+        except (OSError, ValueError):
+            raise error from None
+        return _Snapshot(name, Path(folder))
+    return _Repository(name, info, progress)
+
+
+def _file(repository: str, found: Any) -> _File:
+    """What the hub says about a file.
+
+    Raises:
+        ValueError: a name that leads out of its folder, or a checksum that is none.
+    """
+    name = found.rfilename
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or re.search(r"[\\\0]", name):
+        raise ValueError(f"{repository} names the file {name!r}, which is outside of it; nothing was downloaded")
+    etag = found.lfs.sha256 if found.lfs else found.blob_id
+    if not isinstance(etag, str) or not _ETAG.fullmatch(etag):
+        raise ValueError(f"{repository}: the hub gives no checksum for {name}")
+    return _File(found.lfs.size if found.lfs else found.size, etag)
+
+
+def _endpoint() -> str:
+    """The hub; huggingface_hub reads the variable only when it is imported."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    return os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
+
+
+@contextmanager
+def _errors(name: str) -> Iterator[None]:
+    """Turn the hub's errors into ones that say what to do."""
+    from huggingface_hub import errors  # noqa: PLC0415
+
+    transport: Any = errors.HfHubHTTPError.__bases__[0]  # of whichever HTTP library this version uses
+    hub = _endpoint()
+    login = "log in with `hf auth login` or set HF_TOKEN"
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise PermissionError(f"{name} is gated: accept its conditions at {hub}/{name}, then {login}") from None
+    except errors.OfflineModeIsEnabled:
+        raise ConnectionError(f"{name} is not in the cache, and HF_HUB_OFFLINE forbids asking {hub}") from None
+    except errors.HfHubHTTPError as error:
+        status, said = error.response.status_code, error.response.headers.get("X-Error-Message", "")
+        # To those it does not know, the hub says 401 of what does not exist too.
+        if isinstance(error, errors.RepositoryNotFoundError) or (status == 401 and "Invalid credentials" not in said):
+            raise FileNotFoundError(
+                f"there is no model {name} at {hub}, or it is private: check the name, or {login}"
+            ) from None
+        if status in (401, 403):
+            raise PermissionError(f"{hub} refuses access to {name} ({status}): {login}") from None
+        raise ConnectionError(f"{hub} answers {status} for {name}; try again later") from None
+    except errors.LocalEntryNotFoundError as error:
+        raise ConnectionError(f"no connection to {hub} for {name}: {error.__cause__ or error}") from None
+    except transport as error:
+        raise ConnectionError(
+            f"no connection to {hub} for {name}: {error}; check the network, then run the same again"
+        ) from None
+
+
+def _retried(action: Callable[[], T]) -> T:
+    """Repeat what failed for reasons that may pass."""
+    from huggingface_hub import errors  # noqa: PLC0415
+
+    for attempt in range(1, _ATTEMPTS):
+        try:
+            return action()
+        except errors.HfHubHTTPError as error:
+            if error.response.status_code not in (408, 429, 500, 502, 503, 504):
+                raise
+        time.sleep(0.25 * 2**attempt)
+    return action()
+
+
+def _checksum(path: Path, etag: str) -> str:
+    """Of the kind that the etag is."""
+    digest = hashlib.sha256()
+    if len(etag) == 40:  # git's, which names the length first
+        digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _bar(show: Callable[[int], None], start: int) -> type[Any]:
+    """What huggingface_hub takes for a class of progress bars; it tells `show` the bytes there are."""
+
+    class Bar:
+        def __init__(self, **_: object) -> None:
+            self._done = start
+            show(start)
+
+        def update(self, num_bytes: int) -> None:
+            self._done += num_bytes
+            show(self._done)
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    return Bar

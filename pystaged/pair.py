@@ -35,8 +35,9 @@ class Pair:
         self._num_threads = num_threads
         self._report = report
         self._store = CostStore()
-        self._path = hub.resolve(model)
-        self._draft_path = hub.resolve_draft(model, draft)
+        progress = hub.announced(report)
+        self._path = hub.resolve(model, progress)
+        self._draft_path = hub.resolve_draft(model, draft, progress)
         self.target, self.tokenizer = self._load(self._path)
         self.draft: Model | None = None
         if self._draft_path:

@@ -1,7 +1,5 @@
 """Widen and deepen a GPT-2 GGUF without changing the function it computes.
 
-    python -m pystaged.bench.grow SOURCE.gguf OUT.gguf [--width 1280] [--layers 36] [--type Q8_0]
-
 Wider: the residual stream, the heads and the hidden units are each repeated k = width / old width times, so every
 activation is a tiling of the source's. A matrix over k equal copies of its input is W / k on each; with k a power of
 two only the scales of a quantized matrix change, not its integers. Deeper: layers whose two output projections are
@@ -10,7 +8,6 @@ zero are put between the original ones; their other weights are copies, so they 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -237,22 +234,3 @@ def _value(reader: GGUFReader, key: str) -> Any:
 def _pack(values: Floats, quantization: GGMLQuantizationType) -> Packed:
     packed: Packed = quants.quantize(values, quantization)
     return packed
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Widen and deepen a GPT-2 GGUF without changing what it computes.")
-    parser.add_argument("source", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--width", type=int, default=1280)
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--type", dest="quantization", choices=FILE_TYPES, default="Q8_0")
-    options = parser.parse_args()
-    try:
-        grow(**vars(options))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -107,6 +107,22 @@ def write_random_gpt2(
         _write_tensors(writer, _tensor_shapes(width, layers, vocab_size, context, tie), quantization, seed)
 
 
+def copy_tokenizer(writer: GGUFWriter, vocab_size: int, vocabulary: Path) -> None:
+    """Put the tokenizer of another GGUF file into one that is being written.
+
+    Raises:
+        ValueError: it has another number of tokens.
+    """
+    fields = GGUFReader(vocabulary).fields
+    num_tokens = len(fields["tokenizer.ggml.tokens"].data) if "tokenizer.ggml.tokens" in fields else 0
+    if num_tokens != vocab_size:
+        raise ValueError(f"vocab_size is {vocab_size}, but {vocabulary} has {num_tokens} tokens")
+    for name, field in fields.items():
+        if name.startswith("tokenizer."):
+            element = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=element)
+
+
 def synthetic_vocabulary(vocab_size: int) -> tuple[list[str], list[str]]:
     """Tokens and merges of a made-up byte-level GPT-2 vocabulary: bytes, merged tokens, end of text.
 
@@ -147,7 +163,7 @@ def _check(width: int, layers: int, heads: int, context: int, quantization: str)
 
 def _add_tokenizer(writer: GGUFWriter, vocab_size: int, vocabulary: Path | None) -> None:
     if vocabulary is not None:
-        _copy_tokenizer(writer, vocab_size, vocabulary)
+        copy_tokenizer(writer, vocab_size, vocabulary)
         return
     tokens, merges = synthetic_vocabulary(vocab_size)
     writer.add_tokenizer_model("gpt2")
@@ -158,17 +174,6 @@ def _add_tokenizer(writer: GGUFWriter, vocab_size: int, vocabulary: Path | None)
     writer.add_token_merges(merges or [f"{SPACE} {END_OF_TEXT}"])
     writer.add_bos_token_id(vocab_size - 1)
     writer.add_eos_token_id(vocab_size - 1)
-
-
-def _copy_tokenizer(writer: GGUFWriter, vocab_size: int, vocabulary: Path) -> None:
-    fields = GGUFReader(vocabulary).fields
-    num_tokens = len(fields["tokenizer.ggml.tokens"].data) if "tokenizer.ggml.tokens" in fields else 0
-    if num_tokens != vocab_size:
-        raise ValueError(f"vocab_size is {vocab_size}, but {vocabulary} has {num_tokens} tokens")
-    for name, field in fields.items():
-        if name.startswith("tokenizer."):
-            element = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=element)
 
 
 def _tensor_shapes(

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli import generate, info, ngram, tune
+from pystaged.cli import generate, info, models, ngram, pull, quantize, tune
 from pystaged.cli.console import errors
 
 app = typer.Typer(
@@ -22,6 +22,9 @@ app = typer.Typer(
 ngrams = typer.Typer(help="Tables of n-grams, the lowest stage.", no_args_is_help=True)
 ngrams.command()(ngram.build)
 app.command()(generate.generate)
+app.command()(pull.pull)
+app.command()(quantize.quantize)
+app.add_typer(models.app, name="models")
 app.command()(tune.tune)
 app.command()(info.info)
 app.add_typer(ngrams, name="ngram")

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from pystaged import convert, hub
 
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -12,6 +20,36 @@ def report(line: str) -> None:
     errors.print(line, style="dim", markup=False)
 
 
-def draft_name(name: str) -> str | None:
-    """The draft an option names; 'none' is None."""
-    return None if name == "none" else name
+@contextmanager
+def progress_bars() -> Iterator[convert.Progress]:
+    """A bar on standard error for each thing that is being done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    bars = Progress(*columns, console=errors)
+    tasks: dict[str, TaskID] = {}
+
+    def progress(what: str, done: int, total: int) -> None:
+        bars.start()  # not before there is something to show: even an empty one writes a line
+        if what not in tasks:
+            tasks[what] = bars.add_task(escape(what), total=total)
+        bars.update(tasks[what], completed=done, total=total)
+
+    try:
+        yield progress
+    finally:
+        if tasks:
+            bars.stop()
+
+
+def model_name(name: str) -> str | Path:
+    """The model an option names, downloaded first where it is a hub id that is not in the cache."""
+    if name == "house":
+        return name
+    with progress_bars() as progress:
+        return hub.resolve(name, progress)
+
+
+def draft_name(name: str) -> str | Path | None:
+    """The same for a draft; 'none' is None."""
+    if name == "none":
+        return None
+    return name if name == "auto" else model_name(name)

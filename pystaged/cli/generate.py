@@ -10,15 +10,15 @@ import typer
 from rich.table import Table
 
 import pystaged
-from pystaged.cli.console import draft_name, errors, report
+from pystaged.cli.console import draft_name, errors, model_name, report
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
-    model: Annotated[str, typer.Option(help="Path of a GGUF file, or 'house'.")] = "house",
+    model: Annotated[str, typer.Option(help="Path of a GGUF file, name in the cache, hub id, or 'house'.")] = "house",
     draft: Annotated[
         str,
-        typer.Option(help="Path of a draft with the same vocabulary, 'house', 'none' for n-grams alone, 'auto'."),
+        typer.Option(help="Draft with the same vocabulary, named like the model; 'none' for n-grams alone, 'auto'."),
     ] = "auto",
     speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
@@ -42,7 +42,7 @@ def generate(
     pystaged.SamplingConfig(temperature, top_k, top_p, min_p, seed)
     if prompt == "-":
         prompt = sys.stdin.read()
-    with pystaged.load(model, draft=draft_name(draft), num_threads=threads, report=report) as engine:
+    with pystaged.load(model_name(model), draft=draft_name(draft), num_threads=threads, report=report) as engine:
         stream = engine.stream(
             prompt,
             max_tokens=max_tokens,

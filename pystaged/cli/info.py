@@ -8,18 +8,19 @@ import typer
 
 import pystaged
 from pystaged import _core, _llama, hub
+from pystaged.cli.console import model_name
 from pystaged.policy import FixedPolicy
 
 
 def info(
-    model: Annotated[str, typer.Argument(help="Path of a GGUF file, or 'house'.")] = "house",
+    model: Annotated[str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, or 'house'.")] = "house",
 ) -> None:
     """Show what this build and machine offer, and what a model is.
 
     Example: pystaged info path/to/model.gguf
     """
-    path = hub.resolve(model)
-    with pystaged.load(model, draft=None, policy=FixedPolicy(width=1, depth=0, budget=0)) as engine:
+    path = hub.resolve(model_name(model))
+    with pystaged.load(path, draft=None, policy=FixedPolicy(width=1, depth=0, budget=0)) as engine:
         loaded = engine.model
         rows = {
             "pystaged": pystaged.__version__,

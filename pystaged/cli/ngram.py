@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 from rich.progress import Progress, TextColumn
 
 from pystaged import _core, hub
-from pystaged.cli.console import errors
+from pystaged.cli.console import errors, model_name
 from pystaged.ngram import NgramTable
 from pystaged.sample import sample_documents
 
 
 def build(
-    model: Annotated[str, typer.Option(help="The draft whose text is counted: path of a GGUF file, or 'house-draft'.")],
+    model: Annotated[
+        str, typer.Option(help="The draft whose text is counted: path, name in the cache, hub id, or 'house-draft'.")
+    ],
     out: Annotated[Path, typer.Option(help="File to write.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to sample.")] = 1_000_000,
     temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.5,
@@ -30,7 +32,7 @@ def build(
 
     Example: pystaged ngram build --model draft.gguf --tokens 1000000 --out draft.ngram.npz
     """
-    path = hub.resolve_draft("house", "house") if model == "house-draft" else hub.resolve(model)
+    path = hub.resolve_draft("house", "house") if model == "house-draft" else hub.resolve(model_name(model))
     if path is None:
         raise FileNotFoundError("there is no house draft in this installation")
     tokenizer = _core.Tokenizer(str(path))

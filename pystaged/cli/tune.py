@@ -8,12 +8,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pystaged.cli.console import draft_name, report
+from pystaged.cli.console import draft_name, model_name, report
 from pystaged.pair import Pair
 
 
 def tune(
-    model: Annotated[str, typer.Option(help="Path of a GGUF file, or 'house'.")] = "house",
+    model: Annotated[str, typer.Option(help="Path of a GGUF file, name in the cache, hub id, or 'house'.")] = "house",
     draft: Annotated[str, typer.Option(help="As in generate.")] = "auto",
     threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
 ) -> None:
@@ -21,7 +21,7 @@ def tune(
 
     Example: pystaged tune --model path/to/model.gguf --draft path/to/draft.gguf
     """
-    pair = Pair(model, draft_name(draft), threads, report)
+    pair = Pair(model_name(model), draft_name(draft), threads, report)
     target, smaller = pair.target_cost(again=True), pair.draft_cost(again=True)
     table = Table(box=None, pad_edge=False)
     for heading in ("rows", "target ms", "T(n)/T(1)", *(("draft ms",) if smaller else ())):

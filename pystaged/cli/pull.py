@@ -1,0 +1,28 @@
+"""`pystaged pull`: get a model from the hub."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pystaged import hub
+from pystaged.cli.console import progress_bars
+from pystaged.quantize import DEFAULT_TYPE, FILE_TYPES
+
+
+def pull(
+    model: Annotated[str, typer.Argument(help="Hub id: owner/name, owner/name:TYPE or owner/name:FILE.gguf.")],
+    quantization: Annotated[
+        str,
+        typer.Option("--type", help=f"One of {', '.join(FILE_TYPES)}; for a checkpoint {DEFAULT_TYPE} if not given."),
+    ] = "",
+) -> None:
+    """Download a model into the cache and print its path. GGUF files are taken as they are; GPT-2 checkpoints
+    (safetensors) are converted and quantized. Interrupted, it goes on where it was when run again.
+
+    Example: pystaged pull openai-community/gpt2-large --type q8_0
+    """
+    with progress_bars() as progress:
+        path = hub.pull(model, quantization, progress)
+    typer.echo(path)

@@ -1,0 +1,31 @@
+"""`pystaged quantize`: a model in another type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pystaged.cli.console import errors, progress_bars
+from pystaged.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
+from pystaged.quantize import quantize as quantize_file
+
+
+def quantize(
+    source: Annotated[
+        Path, typer.Argument(help="GGUF file, or the folder of a GPT-2 checkpoint (safetensors).", metavar="IN")
+    ],
+    out: Annotated[Path, typer.Argument(help="GGUF file to write.")],
+    quantization: Annotated[str, typer.Option("--type", help=f"One of {', '.join(FILE_TYPES)}.")] = DEFAULT_TYPE,
+) -> None:
+    """Write a model in another type, with llama.cpp's quantizer. A folder is converted first.
+
+    Example: pystaged quantize gpt2.F16.gguf gpt2.Q4_0.gguf --type q4_0
+    """
+    with progress_bars() as progress:
+        if source.is_dir():
+            quantize_checkpoint(source, out, quantization, progress=progress)
+        else:
+            quantize_file(source, out, quantization, progress=progress)
+    errors.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB", style="dim", markup=False)

@@ -1,0 +1,119 @@
+"""Small random GPT-2 checkpoints as Hugging Face lays them out, written without transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+from pystaged.bench.random_model import END_OF_TEXT, synthetic_vocabulary
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+NUM_TOKENS = 300
+
+
+def config(**changes: object) -> dict[str, Any]:
+    """config.json of a tiny model."""
+    usual = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "n_embd": 64,
+        "n_head": 2,
+        "n_layer": 2,
+        "n_positions": 96,
+        "n_ctx": 96,
+        "n_inner": None,
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": NUM_TOKENS,
+        "bos_token_id": NUM_TOKENS - 1,
+        "eos_token_id": NUM_TOKENS - 1,
+    }
+    return usual | changes
+
+
+def weights(
+    shape: dict[str, Any], *, prefix: str = "transformer.", num_rows: int = NUM_TOKENS, seed: int = 0
+) -> Arrays:
+    """Tensors of a model, around 0 but for the norms', which are around 1."""
+    generator = np.random.default_rng(seed)
+    width = shape["n_embd"]
+    ffn = shape["n_inner"] or 4 * width
+    sizes: dict[str, tuple[int, ...]] = {"wte.weight": (num_rows, width), "wpe.weight": (shape["n_positions"], width)}
+    linears = {
+        "attn.c_attn": (width, 3 * width),
+        "attn.c_proj": (width, width),
+        "mlp.c_fc": (width, ffn),
+        "mlp.c_proj": (ffn, width),
+    }
+    for layer in range(shape["n_layer"]):
+        for name, size in linears.items():
+            sizes |= {f"h.{layer}.{name}.weight": size, f"h.{layer}.{name}.bias": size[1:]}
+        for name in ("ln_1", "ln_2"):
+            sizes |= {f"h.{layer}.{name}.weight": (width,), f"h.{layer}.{name}.bias": (width,)}
+    sizes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+    arrays = {
+        prefix + name: 0.07 * generator.standard_normal(size, dtype=np.float32) + np.float32(".ln_" in f".{name}")
+        for name, size in sizes.items()
+    }
+    for name in arrays:
+        if name.endswith("bias") and "ln_" in name:
+            arrays[name] -= 1
+    if shape.get("tie_word_embeddings") is False:
+        arrays["lm_head.weight"] = 0.07 * generator.standard_normal((num_rows, width), dtype=np.float32)
+    return arrays
+
+
+def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
+    """vocab.json and merges.txt of a made-up vocabulary."""
+    tokens, merges = synthetic_vocabulary(num_tokens)
+    vocab = {token: i for i, token in enumerate(tokens)}
+    (folder / "vocab.json").write_text(json.dumps(vocab), "utf-8")
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
+
+
+def write_tokenizer_json(folder: Path, num_tokens: int = NUM_TOKENS, **changes: object) -> None:
+    """The same as tokenizer.json."""
+    tokens, merges = synthetic_vocabulary(num_tokens)
+    found = {
+        "version": "1.0",
+        "added_tokens": [{"id": num_tokens - 1, "content": END_OF_TEXT, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+        "model": {
+            "type": "BPE",
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": merges,
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(found | changes), "utf-8")
+
+
+def write_weights(folder: Path, arrays: Arrays, shards: int = 1) -> None:
+    """model.safetensors, or its parts and their index."""
+    if shards == 1:
+        save_file(arrays, folder / "model.safetensors")
+        return
+    names = sorted(arrays)
+    parts = {f"model-{i + 1:05}-of-{shards:05}.safetensors": names[i::shards] for i in range(shards)}
+    for part, members in parts.items():
+        save_file({name: arrays[name] for name in members}, folder / part)
+    index = {"metadata": {}, "weight_map": {name: part for part, members in parts.items() for name in members}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_checkpoint(folder: Path, *, shards: int = 1, seed: int = 0, **changes: object) -> Path:
+    """A whole checkpoint; `changes` are of config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = config(**changes)
+    (folder / "config.json").write_text(json.dumps(shape))
+    write_tokenizer(folder)
+    write_weights(folder, weights(shape, seed=seed), shards)
+    return folder

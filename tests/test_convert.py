@@ -1,0 +1,415 @@
+"""Converted checkpoints say what transformers says, llama.cpp loads them, and nothing malformed gets through."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from checkpoints import (
+    NUM_TOKENS,
+    config,
+    weights,
+    write_checkpoint,
+    write_tokenizer,
+    write_tokenizer_json,
+    write_weights,
+)
+from conftest import DATA
+from gguf import GGUFReader
+from reference import Gpt2Reference
+from test_reference import engine_logits, llama_logits
+
+from pystaged import _core
+from pystaged.bench.random_model import END_OF_TEXT
+from pystaged.convert import convert
+from pystaged.quantize import quantize_checkpoint
+
+Floats = npt.NDArray[np.float32]
+
+TOKENS = np.random.default_rng(0).integers(0, 256, 60).tolist()
+PAGE = (
+    "def f(x):\n\n\treturn [i ** 2 for i in range(1_000)]  # 3.14e-10\r\n    if not x:  \n"
+    "I'm we've they'll don't 'S 'RE ''s   trailing   \n"
+    "\U0001f999\U0001f468\u200d\U0001f469\u200d\U0001f467\U0001f3fd \u2764\ufe0f \U0010ffff\n"
+    "\u4e2d\u6587\u5b57\u7b26 \u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4 e\u0301 \u0645\u0631\u062d\u0628\u0627\n"
+    "\x00\x01\x02\t\x0b\x0c\x1b\x7f\x85\xa0\u2028\ufeff\ufffd\r\r\n\n\n   \n"
+    "1234567890 \u0664\u0665 \u00bd\u2168 <|endoftext|> and <|endoftext> on\n"
+)
+
+
+def llama_tokens(path: Path, text: str) -> list[int]:
+    """The tokens of a text as llama-cpp-python sees them in a GGUF file."""
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    try:
+        data = text.encode()
+        tokens = (llama_cpp.llama_token * (len(data) + 2))()
+        vocab = llama_cpp.llama_model_get_vocab(model)
+        count = llama_cpp.llama_tokenize(vocab, data, len(data), tokens, len(tokens), True, True)
+        return list(tokens[:count])
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+def assert_three_agree(path: Path, tokens: list[int], tolerance: float) -> None:
+    """Plain numpy, the engine and llama.cpp compute the same logits from a file.
+
+    llama.cpp keeps keys and values, and what GELU is given, in F16.
+    """
+    expected = Gpt2Reference(path).logits(tokens)
+    assert expected.std() > 0.1
+    (llama,) = llama_logits(path, [tokens])
+    assert np.abs(llama - expected).max() <= tolerance + 0.01
+    assert np.abs(engine_logits(path, tokens) - expected).max() <= tolerance
+
+
+# ---- Against transformers ----
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False},
+        {"n_inner": 96},
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"scale_attn_weights": False},
+        {"n_layer": 3, "n_head": 4, "activation_function": "gelu_pytorch_tanh", "layer_norm_epsilon": 1e-3},
+    ],
+    ids=["tied", "separate-head", "inner", "scaled-by-layer", "unscaled", "other-shape"],
+)
+@pytest.mark.parametrize("shard_size", ["1GB", "100KB"], ids=["one-file", "shards"])
+def test_logits_are_those_of_transformers(
+    transformers: Any, tmp_path: Path, changes: dict[str, Any], shard_size: str
+) -> None:
+    import torch  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    shape = transformers.GPT2Config(**config(**changes))
+    model = transformers.GPT2LMHeadModel(shape).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms are 0 and 1 otherwise, and mistakes would not show
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        expected = model(torch.tensor([TOKENS])).logits[0].numpy()
+    model.save_pretrained(tmp_path / "saved", max_shard_size=shard_size)
+    write_tokenizer(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").exists() == (shard_size == "1GB")
+    convert(tmp_path / "saved", tmp_path / "model.gguf")
+    assert expected.std() > 0.1
+    assert np.abs(Gpt2Reference(tmp_path / "model.gguf").logits(TOKENS) - expected).max() <= 1e-3
+    assert_three_agree(tmp_path / "model.gguf", TOKENS, 1e-3)
+
+
+@pytest.fixture(scope="module")
+def gpt2_tokenizer() -> tuple[list[str], list[str]]:
+    """Tokens and merges of GPT-2."""
+    fields = GGUFReader(DATA / "ggml-vocab-gpt-2.gguf").fields
+    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
+    return tokens, merges
+
+
+@pytest.mark.parametrize("form", ["tokenizer.json", "vocab.json"])
+def test_tokens_are_those_of_transformers(
+    transformers: Any, tmp_path: Path, gpt2_tokenizer: tuple[list[str], list[str]], form: str
+) -> None:
+    """With tokens added to GPT-2's: special ones, others, and rows that no token has."""
+    tokens, merges = gpt2_tokenizer
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = transformers.GPT2Tokenizer(vocab=vocab, merges=[tuple(merge.split(" ")) for merge in merges])
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>", "additional_special_tokens": ["<|user|>"]})
+    tokenizer.add_tokens(["\u732b\u732b", "frobnicate"])
+    folder = tmp_path / "saved"
+    tokenizer.save_pretrained(folder)
+    num_rows = len(tokenizer) + 7
+    if form == "vocab.json":
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.json").write_text(json.dumps(vocab), "utf-8")
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]), "utf-8")
+        (folder / "added_tokens.json").write_text(json.dumps(tokenizer.get_added_vocab()), "utf-8")
+        settings = {"pad_token": "<|pad|>", "additional_special_tokens": ["<|user|>"], "bos_token": END_OF_TEXT}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    shape = config(n_embd=8, n_layer=1, n_positions=8, vocab_size=num_rows)
+    (folder / "config.json").write_text(json.dumps(shape))
+    write_weights(folder, weights(shape, num_rows=num_rows))
+    convert(folder, tmp_path / "model.gguf")
+    page = PAGE + "<|user|>\u732b\u732b\u732b frobnicate unfrobnicated<|pad|>\n"
+    expected = tokenizer.encode(page)
+    assert {len(tokens), len(tokens) + 1, len(tokens) + 2, len(tokens) + 3} <= set(expected)
+    assert _core.Tokenizer(str(tmp_path / "model.gguf")).encode(page).tolist() == expected
+    assert llama_tokens(tmp_path / "model.gguf", page) == expected
+    assert _core.Tokenizer(str(tmp_path / "model.gguf")).num_tokens == num_rows
+
+
+# ---- Forms of checkpoints ----
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Floats:
+    """Logits of the usual checkpoint."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("usual"))
+    convert(folder, folder / "model.gguf")
+    return Gpt2Reference(folder / "model.gguf").logits(TOKENS)
+
+
+def with_old_buffers(folder: Path) -> None:
+    arrays = weights(config(), prefix="")
+    arrays["h.0.attn.bias"] = np.tril(np.ones((1, 1, 96, 96), np.float32))
+    arrays["h.0.attn.masked_bias"] = np.array(-1e4, np.float32)
+    write_weights(folder, arrays)
+
+
+def with_a_saved_tied_head(folder: Path) -> None:
+    arrays = weights(config())
+    write_weights(folder, arrays | {"lm_head.weight": arrays["transformer.wte.weight"].copy()})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_old_buffers,
+        with_a_saved_tied_head,
+        lambda folder: write_weights(folder, weights(config()), shards=3),
+        lambda folder: write_weights(folder, {k: v.astype(np.float64) for k, v in weights(config()).items()}),
+        write_tokenizer_json,
+    ],
+    ids=["no-prefix-and-buffers", "saved-head", "shards", "f64", "tokenizer.json"],
+)
+def test_other_forms(tmp_path: Path, expected: Floats, change: Callable[[Path], None]) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    change(folder)
+    convert(folder, tmp_path / "model.gguf")
+    np.testing.assert_array_equal(Gpt2Reference(tmp_path / "model.gguf").logits(TOKENS), expected)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("F16", 0.02), ("BF16", 0.2)])
+def test_half_precision_checkpoints(tmp_path: Path, expected: Floats, dtype: str, tolerance: float) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    arrays = weights(config())
+    if dtype == "F16":
+        write_weights(folder, {name: array.astype(np.float16) for name, array in arrays.items()})
+    else:
+        write_bfloat16(folder / "model.safetensors", arrays)
+    convert(folder, tmp_path / "model.gguf")
+    found = Gpt2Reference(tmp_path / "model.gguf").logits(TOKENS)
+    assert 0 < np.abs(found - expected).max() <= tolerance
+
+
+def write_bfloat16(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """A safetensors file by hand: numpy has no such type."""
+    header, data = {}, b""
+    for name, array in arrays.items():
+        raw = (array.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        header[name] = {"dtype": "BF16", "shape": array.shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate-head"])
+def test_every_float_type_loads_everywhere(tmp_path: Path, kind: str, tied: bool) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=tied)
+    out = tmp_path / "model.gguf"
+    convert(folder, out, quantization=kind, name="tiny", license_name="mit", source_url="https://example.org/tiny")
+    types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(out).tensors}
+    assert types["blk.1.attn_qkv.weight"] == types["token_embd.weight"] == kind
+    assert ("output.weight" in types) != tied
+    assert types["position_embd.weight"] == types["blk.0.ffn_up.bias"] == "F32"
+    assert_three_agree(out, TOKENS, 1e-3 if kind == "F32" else 0.05)
+    assert llama_tokens(out, PAGE) == _core.Tokenizer(str(out)).encode(PAGE).tolist()
+    fields = GGUFReader(out).fields
+    for key, value in {"name": "tiny", "license": "mit", "source.url": "https://example.org/tiny"}.items():
+        assert fields[f"general.{key}"].contents() == value
+    assert set(tmp_path.iterdir()) == {folder, out}
+
+
+def test_progress(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    convert(write_checkpoint(tmp_path / "c"), tmp_path / "m.gguf", progress=lambda *step: seen.append(step))
+    assert [step[1] for step in seen] == sorted({step[1] for step in seen})
+    assert seen[0][1] == 0
+    assert seen[-1][1] == seen[-1][2] == sum(tensor.n_bytes for tensor in GGUFReader(tmp_path / "m.gguf").tensors)
+
+
+# ---- Malformed ones ----
+
+
+def change_json(name: str, **changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+    return change
+
+
+def change_weights(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        arrays = weights(config())
+        edit(arrays)
+        write_weights(folder, arrays)
+
+    return change
+
+
+def set_weight(name: str, value: object) -> Callable[[Path], None]:
+    return change_weights(lambda arrays: arrays.update({name: value}))
+
+
+def spoil_number(value: float) -> Callable[[Path], None]:
+    def edit(arrays: dict[str, Any]) -> None:
+        arrays["transformer.h.1.mlp.c_fc.weight"][5, 7] = value
+
+    return change_weights(edit)
+
+
+def truncated_shard(folder: Path) -> None:
+    write_weights(folder, weights(config()), shards=3)
+    path = folder / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def index_of(*names: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        found = {"weight_map": {f"t{i}": name for i, name in enumerate(names)}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(found))
+
+    return change
+
+
+def header(size: int, text: bytes = b"{}") -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", size) + text) and None
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    return lambda folder: [(folder / name).unlink() for name in names] and None
+
+
+def no_end_of_text(folder: Path) -> None:
+    found = json.loads((folder / "vocab.json").read_text("utf-8"))
+    found["x" + END_OF_TEXT] = found.pop(END_OF_TEXT)
+    (folder / "vocab.json").write_text(json.dumps(found), "utf-8")
+    change_json("config.json", bos_token_id=None, eos_token_id=None)(folder)
+
+
+MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing-tensor": (
+        change_weights(lambda arrays: arrays.pop("transformer.h.1.ln_2.bias")),
+        r"tensor 'transformer\.h\.1\.ln_2\.bias' is missing",
+    ),
+    "missing-head": (change_json("config.json", tie_word_embeddings=False), r"tensor 'lm_head\.weight' is missing"),
+    "wrong-shape": (
+        set_weight("transformer.h.0.mlp.c_fc.weight", np.zeros((256, 64), np.float32)),
+        r"tensor 'transformer\.h\.0\.mlp\.c_fc\.weight' has shape \[256, 64\], not \[64, 256\]",
+    ),
+    "scalar": (set_weight("transformer.wte.weight", np.array(1, np.float32)), r"wte\.weight' has shape \[\]"),
+    "nothing-in-it": (set_weight("transformer.wte.weight", np.zeros((0, 64), np.float32)), "has the id 0, but the"),
+    "unknown-tensor": (set_weight("score.weight", np.zeros((2, 64), np.float32)), "'score.weight' has no place in a"),
+    "integers": (set_weight("transformer.ln_f.bias", np.zeros(64, np.int8)), r"ln_f\.bias' is of type I8"),
+    "nan": (spoil_number(np.nan), r"tensor 'transformer\.h\.1\.mlp\.c_fc\.weight' holds numbers that are not finite"),
+    "infinity": (spoil_number(np.inf), "not finite"),
+    "truncated-shard": (truncated_shard, r"model-00002-of-00003\.safetensors is damaged: .*; get it again"),
+    "truncated": (
+        lambda folder: (
+            (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000]) and None
+        ),
+        r"model\.safetensors is damaged",
+    ),
+    "empty-file": (lambda folder: (folder / "model.safetensors").write_bytes(b"") and None, "damaged"),
+    "huge-header": (header(2**63), r"model\.safetensors is damaged: .*header too large"),
+    "long-header": (header(2**20), r"model\.safetensors is damaged"),
+    "no-json-header": (header(4, b"\xff\xff\xff\xff"), "damaged"),
+    "missing-shard": (index_of("model-1.safetensors"), r"has no model-1\.safetensors"),
+    "index-outside": (index_of("../secret.safetensors"), r"names the file '\.\./secret\.safetensors', which is no"),
+    "index-absolute": (index_of("/etc/passwd"), "'/etc/passwd'"),
+    "index-drive": (index_of("c:x.safetensors"), "'c:x.safetensors'"),
+    "index-numbers": (index_of(3), "has no weight_map"),
+    "no-index": (lambda folder: (folder / "model.safetensors.index.json").write_text("[]") and None, "no JSON object"),
+    "no-weights": (remove("model.safetensors"), "has no model.safetensors; files of other kinds"),
+    "no-config": (remove("config.json"), r"holds no checkpoint: it has no config\.json"),
+    "config-no-json": (lambda folder: (folder / "config.json").write_text("{") and None, r"config\.json is damaged"),
+    "config-deep": (lambda folder: (folder / "config.json").write_text("[" * 10**6) and None, "is damaged"),
+    "architecture": (change_json("config.json", model_type="llama"), "the architecture 'llama' is not supported, only"),
+    "cross-attention": (change_json("config.json", add_cross_attention=True), "cross-attention"),
+    "activation": (change_json("config.json", activation_function="relu"), "the activation 'relu' is not supported"),
+    "negative": (change_json("config.json", n_embd=-64), "n_embd is -64, but must be a whole number between 1 and"),
+    "absurd": (change_json("config.json", n_positions=2**62), "n_positions is 4611686018427387904"),
+    "fraction": (change_json("config.json", n_layer=1.5), "n_layer is 1.5"),
+    "truth": (change_json("config.json", n_head=True), "n_head is True"),
+    "too-many-layers": (
+        change_json("config.json", n_layer=16_000_000),
+        r"'transformer\.h\.2\.ln_1\.weight' is missing",
+    ),
+    "heads": (change_json("config.json", n_head=3), "does not split into 3 heads"),
+    "epsilon": (change_json("config.json", layer_norm_epsilon=-1.0), "layer_norm_epsilon is -1.0"),
+    "no-tokenizer": (remove("vocab.json", "merges.txt"), "neither tokenizer.json nor vocab.json with merges.txt"),
+    "no-merges": (lambda folder: (folder / "merges.txt").write_text("#version: 0.2\n") and None, "has no merges"),
+    "odd-merge": (lambda folder: (folder / "merges.txt").write_text("a b c\n") and None, "the merge 'a b c' is not of"),
+    "unknown-merge": (lambda folder: (folder / "merges.txt").write_text("q \u00ff\n", "utf-8") and None, "the merge"),
+    "token-without-row": (
+        change_json("vocab.json", more=NUM_TOKENS),
+        "'more' has the id 300, but the model's embedding",
+    ),
+    "token-far-away": (change_json("vocab.json", more=2**60), "'more' has the id 1152921504606846976"),
+    "token-negative": (change_json("vocab.json", more=-1), "'more' has the id -1"),
+    "token-twice": (change_json("vocab.json", more=5), "have the same id 5"),
+    "token-text": (change_json("vocab.json", more="x"), "'more' has the id 'x'"),
+    "prefix-space": (change_json("tokenizer_config.json", add_prefix_space=True), "a space before every text"),
+    "other-tokenizer": (change_json("tokenizer.json", model={"type": "Unigram", "vocab": []}), "no byte-level BPE"),
+    "other-splitter": (
+        lambda folder: write_tokenizer_json(folder, pre_tokenizer={"type": "Whitespace"}),
+        "is not GPT-2's byte-level BPE",
+    ),
+    "normalizer": (lambda folder: write_tokenizer_json(folder, normalizer={"type": "NFC"}), "not GPT-2's byte-level"),
+    "added-tokens": (lambda folder: write_tokenizer_json(folder, added_tokens=[5]), "is damaged: added_tokens"),
+    "no-end": (no_end_of_text, "does not say which token ends a text"),
+}
+
+
+@pytest.mark.parametrize(("case", "kind"), [*((case, "f32") for case in MALFORMED), ("nan", "q8_0")])
+def test_malformed_checkpoints(tmp_path: Path, case: str, kind: str) -> None:
+    change, message = MALFORMED[case]
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    change(folder)
+    before = sorted(folder.iterdir())
+    with pytest.raises(ValueError, match=message):
+        quantize_checkpoint(folder, tmp_path / "model.gguf", kind)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert sorted(folder.iterdir()) == before
+
+
+def test_numbers_beyond_f16(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    spoil_number(1e6)(folder)
+    with pytest.raises(ValueError, match="too large for F16; choose BF16 or F32"):
+        convert(folder, tmp_path / "model.gguf", quantization="F16")
+    assert list(tmp_path.iterdir()) == [folder]
+    convert(folder, tmp_path / "model.gguf", quantization="BF16")
+
+
+def test_a_failed_conversion_leaves_the_old_file(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    spoil_number(np.nan)(folder)
+    (tmp_path / "model.gguf").write_text("old")
+    with pytest.raises(ValueError, match="not finite"):
+        convert(folder, tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_unknown_type(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown type 'Q9': choose from F32, F16, BF16"):
+        convert(tmp_path, tmp_path / "model.gguf", quantization="Q9")

@@ -1,0 +1,489 @@
+"""Models from a hub on loopback: huggingface_hub talks to it as to the real one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hub_server
+import pytest
+from checkpoints import config as checkpoint_config
+from checkpoints import weights as checkpoint_weights
+from checkpoints import write_checkpoint, write_weights
+from gguf import GGUFReader
+from hub_server import TOKEN, Fault, Hub, Repository
+from huggingface_hub import constants
+from test_cli import assert_refused, run
+
+import pystaged
+from pystaged import cache, hub
+from pystaged.convert import convert
+
+TINY = "someone/tiny"
+GGUFS = "someone/tiny-GGUF"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
+    with hub_server.running() as running:
+        yield running
+
+
+@pytest.fixture
+def online(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """The hub as the one to ask, fresh caches, no waiting."""
+    server.repositories, server.faults, server.requests = {}, [], []
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    # huggingface_hub reads these when it is imported.
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "huggingface" / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    return server
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a tiny GPT-2."""
+    return files_of(write_checkpoint(tmp_path_factory.mktemp("checkpoint")))
+
+
+@pytest.fixture
+def tiny(online: Hub, checkpoint: dict[str, bytes]) -> Repository:
+    """A repository with a checkpoint."""
+    online.repositories[TINY] = Repository(
+        dict(checkpoint) | {"README.md": b"# tiny", "pytorch_model.bin": b"pickle"},
+        about={"cardData": {"license": "mit"}, "config": {"model_type": "gpt2"}},
+    )
+    return online.repositories[TINY]
+
+
+@pytest.fixture
+def ggufs(online: Hub, random_gguf: Callable[..., Path]) -> Repository:
+    """A repository of GGUF files."""
+    online.repositories[GGUFS] = Repository(
+        {f"tiny.{kind}.gguf": random_gguf(kind).read_bytes() for kind in ("F16", "Q8_0", "Q4_0")},
+        about={"tags": ["gguf", "license:apache-2.0"], "gguf": {"architecture": "gpt2"}},
+    )
+    return online.repositories[GGUFS]
+
+
+def downloads(server: Hub) -> list[hub_server.Request]:
+    """Requests of a large file's bytes."""
+    return [request for request in server.requests if request.path.startswith("/cdn/") and request.method == "GET"]
+
+
+def leftovers(tmp_path: Path) -> list[str]:
+    """Unfinished files anywhere."""
+    return [path.name for path in (tmp_path / "cache").rglob("*") if path.suffix in (".part", ".incomplete")]
+
+
+# ---- What is got ----
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pull_a_checkpoint(tiny: Repository, online: Hub, tmp_path: Path, shards: int) -> None:
+    if shards > 1:
+        write_weights(tmp_path, checkpoint_weights(checkpoint_config()), shards)
+        del tiny.files["model.safetensors"]
+        tiny.files |= {path.name: path.read_bytes() for path in tmp_path.glob("model*")}
+    seen: list[str] = []
+    path = hub.pull(TINY, progress=lambda what, _done, _total: seen.append(what))
+    assert path == tmp_path / "cache" / "pystaged" / "models" / "someone" / "tiny" / "tiny.Q8_0.gguf"
+    fields = GGUFReader(path).fields
+    assert fields["general.license"].contents() == "mit"
+    assert fields["general.source.url"].contents() == f"{online.url}/{TINY}"
+    assert [name for name in dict.fromkeys(seen) if name.endswith(("config.json", "converting", "quantizing"))] == [
+        "downloading config.json",
+        "converting",
+        "quantizing",
+    ]
+    assert leftovers(tmp_path) == []
+    assert not any("pytorch_model" in request.path or "README" in request.path for request in online.requests)
+    assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_converted_model_is_the_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoint")
+    convert(tmp_path / "checkpoint", tmp_path / "model.gguf")
+    pulled, here = (GGUFReader(path).tensors for path in (hub.pull(TINY, "f32"), tmp_path / "model.gguf"))
+    assert [(t.name, t.data.tobytes()) for t in pulled] == [(t.name, t.data.tobytes()) for t in here]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_second_pull_does_nothing(online: Hub) -> None:
+    path = hub.pull(TINY)
+    before = path.stat().st_mtime_ns
+    online.requests.clear()
+    assert hub.pull(TINY) == path
+    assert path.stat().st_mtime_ns == before
+    assert [request.path.partition("?")[0] for request in online.requests] == [f"/api/models/{TINY}"]
+
+
+def test_a_new_commit_is_pulled_anew(tiny: Repository, tmp_path: Path) -> None:
+    first = hub.pull(TINY).read_bytes()
+    write_weights(tmp_path, checkpoint_weights(checkpoint_config(), seed=1))
+    tiny.files["model.safetensors"] = (tmp_path / "model.safetensors").read_bytes()
+    assert hub.pull(TINY).read_bytes() != first
+
+
+@pytest.mark.usefixtures("tiny")
+def test_another_type_downloads_nothing_again(online: Hub) -> None:
+    hub.pull(TINY)
+    online.requests.clear()
+    path = hub.pull(TINY, "F16")
+    assert path.name == "tiny.F16.gguf"
+    assert downloads(online) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        (GGUFS, "tiny.Q8_0.gguf"),
+        (f"{GGUFS}:q4_0", "tiny.Q4_0.gguf"),
+        (f"{GGUFS}:tiny.F16.gguf", "tiny.F16.gguf"),
+    ],
+)
+def test_gguf_files_are_taken_as_they_are(ggufs: Repository, online: Hub, tmp_path: Path, name: str, file: str) -> None:
+    path = hub.pull(name)
+    assert (path.name, path.read_bytes()) == (file, ggufs.files[file])
+    assert path.is_symlink()
+    assert "huggingface" in str(path.resolve())
+    assert len(downloads(online)) == 1
+    assert leftovers(tmp_path) == []
+    assert pystaged.generate("the tree", model=name, draft=None, max_tokens=4).tokens
+    assert len(downloads(online)) == 1
+
+
+def test_other_tools_find_the_download(ggufs: Repository, online: Hub) -> None:
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415
+
+    hub.pull(GGUFS)
+    online.requests.clear()
+    found = Path(hf_hub_download(GGUFS, "tiny.Q8_0.gguf", endpoint=online.url))
+    assert found.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+    assert downloads(online) == []
+
+
+@pytest.mark.usefixtures("tiny", "ggufs")
+def test_loading_downloads_what_is_named() -> None:
+    lines: list[str] = []
+    with pystaged.load(TINY, draft=f"{GGUFS}:q8_0", report=lines.append) as engine:
+        assert engine.generate("the tree", max_tokens=4).tokens
+        assert engine.draft is not None
+    assert "downloading model.safetensors" in lines
+    assert "downloading tiny.Q8_0.gguf" in lines
+
+
+def test_a_token_goes_to_the_hub_alone(tiny: Repository, online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.private = True
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.pull(TINY)
+    assert {request.token for request in online.requests if not request.path.startswith("/cdn/")} == {TOKEN}
+    assert {request.token for request in downloads(online)} == {""}
+
+
+# ---- What goes wrong on the way ----
+
+
+def test_an_interrupted_connection(ggufs: Repository, online: Hub) -> None:
+    online.faults = [Fault("/cdn/", cut_after=1000), Fault("/cdn/", cut_after=500)]
+    assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+    assert [request.range for request in downloads(online)] == ["", "bytes=1000-", "bytes=1500-"]
+
+
+def test_an_interrupted_run_goes_on(ggufs: Repository, online: Hub, tmp_path: Path) -> None:
+    def interrupt(_what: str, done: int, _total: int) -> None:
+        if done == 3000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hub.pull(GGUFS, progress=interrupt)
+    assert cache.models() == []
+    (part,) = (tmp_path / "cache").rglob("*.incomplete")
+    kept = part.stat().st_size
+    assert 2000 < kept <= 3000
+    online.requests.clear()
+    seen: list[int] = []
+    path = hub.pull(GGUFS, progress=lambda _what, done, _total: seen.append(done))
+    assert path.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+    assert [request.range for request in downloads(online)] == [f"bytes={kept}-"]
+    assert (seen[0], seen[-1]) == (kept, len(ggufs.files["tiny.Q8_0.gguf"]))
+    assert leftovers(tmp_path) == []
+
+
+def test_a_wrong_checksum(ggufs: Repository, online: Hub, tmp_path: Path) -> None:
+    online.faults = [Fault("/cdn/", corrupt=True)]
+    with pytest.raises(OSError, match=r"what was downloaded is not tiny\.Q8_0\.gguf: its checksum differs"):
+        hub.pull(GGUFS)
+    assert cache.models() == []
+    assert leftovers(tmp_path) == []
+    assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_wrong_checksum_of_a_small_file(online: Hub) -> None:
+    online.faults = [Fault("config.json", corrupt=True)]
+    with pytest.raises(OSError, match=r"what was downloaded is not config\.json"):
+        hub.pull(TINY)
+
+
+@pytest.mark.parametrize("path", ["/api/", "/resolve/", "/cdn/"])
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_failures_that_pass(ggufs: Repository, online: Hub, path: str, status: int) -> None:
+    online.faults = [Fault(path, status), Fault(path, status)]
+    assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+    assert online.faults == []
+
+
+def test_failures_of_the_head_request(ggufs: Repository, online: Hub) -> None:
+    online.faults = [Fault("/resolve/", 500, method="HEAD")]
+    assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+
+
+@pytest.mark.usefixtures("ggufs")
+def test_failures_that_stay(online: Hub) -> None:
+    online.faults = [Fault("/api/", 500)] * 20
+    with pytest.raises(ConnectionError, match=rf"{online.url} answers 500 for {GGUFS}; try again later"):
+        hub.pull(GGUFS)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"private": True}, FileNotFoundError, "there is no model someone/tiny at .*, or it is private: check the"),
+        ({"gated": True}, PermissionError, "someone/tiny is gated: accept its conditions at .*/someone/tiny, then log"),
+        ({"about": {"config": {"model_type": "llama"}}}, ValueError, "the architecture 'llama' is not supported, only"),
+        ({"files": {}}, FileNotFoundError, "has no suitable file: neither a whole GGUF file nor config.json with"),
+        ({"files": {"config.json": b"{}", "pytorch_model.bin": b""}}, FileNotFoundError, "no suitable file"),
+        ({"files": {"m-00001-of-00002.gguf": b"x"}}, FileNotFoundError, "no suitable file: neither a whole GGUF"),
+        (
+            {"files": {"a.gguf": b"x", "b.gguf": b"y"}},
+            FileNotFoundError,
+            "has several models; name one: .*tiny:a.gguf, ",
+        ),
+        ({"files": {"../../evil.gguf": b"x"}}, ValueError, r"names the file '\.\./\.\./evil\.gguf', which is outside"),
+        ({"files": {"/etc/evil.gguf": b"x"}}, ValueError, "which is outside"),
+    ],
+    ids=["private", "gated", "llama", "empty", "pickle", "split", "several", "dots", "absolute"],
+)
+def test_refusals(
+    tiny: Repository, online: Hub, tmp_path: Path, change: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    for name, value in change.items():
+        setattr(tiny, name, value)
+    with pytest.raises(kind, match=message):
+        hub.pull(TINY)
+    assert downloads(online) == []
+    assert cache.models() == []
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.usefixtures("ggufs")
+def test_a_revoked_token(online: Hub) -> None:
+    online.faults = [Fault("/cdn/", 403)]
+    with pytest.raises(PermissionError, match=r"refuses access to someone/tiny-GGUF \(403\): log in"):
+        hub.pull(GGUFS)
+
+
+@pytest.mark.usefixtures("ggufs")
+def test_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(PermissionError, match=r"refuses access to someone/tiny-GGUF \(401\): log in"):
+        hub.pull(GGUFS)
+
+
+def test_another_architecture_in_the_config(tiny: Repository, online: Hub) -> None:
+    tiny.about, tiny.files["config.json"] = {}, b'{"model_type": "bert"}'
+    with pytest.raises(ValueError, match="the architecture 'bert' is not supported"):
+        hub.pull(TINY)
+    assert downloads(online) == []
+
+
+def test_a_hostile_index(tiny: Repository, tmp_path: Path) -> None:
+    tiny.files["model.safetensors.index.json"] = b'{"weight_map": {"wte.weight": "../../../secret.safetensors"}}'
+    with pytest.raises(ValueError, match=r"names the file '\.\./\.\./\.\./secret\.safetensors'"):
+        hub.pull(TINY)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_malformed_checkpoint_leaves_nothing(tiny: Repository) -> None:
+    tiny.files["model.safetensors"] = tiny.files["model.safetensors"][:-50]
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        hub.pull(TINY)
+    assert cache.models() == []
+
+
+@pytest.mark.usefixtures("ggufs")
+def test_no_such_file() -> None:
+    with pytest.raises(FileNotFoundError, match=r"no single file that fits q6_k; name one: .*tiny-GGUF:tiny.F16.gguf"):
+        hub.pull(f"{GGUFS}:q6_k")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_no_such_type() -> None:
+    with pytest.raises(ValueError, match="unknown type 'q9': choose from f32"):
+        hub.pull(TINY, "q9")
+    with pytest.raises(FileNotFoundError, match="has no q9; its checkpoint can be made: f32"):
+        hub.pull(f"{TINY}:q9")
+
+
+@pytest.mark.parametrize("name", ["tiny", "a/b/c", "../x", "someone/..", "", "someone/tiny:"])
+def test_malformed_names(name: str) -> None:
+    with pytest.raises(ValueError, match="is no hub id"):
+        hub.pull(name)
+
+
+@pytest.mark.usefixtures("online")
+def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConnectionError, match=r"no connection to http://127\.0\.0\.1:9 for someone/tiny: .*check the"):
+        hub.pull(TINY)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_offline(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in the caches serves; what is not is said to be missing."""
+    hub.pull(TINY)
+    online.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.resolve(TINY).name == "tiny.Q8_0.gguf"
+    assert hub.pull(TINY, "f16").name == "tiny.F16.gguf"
+    with pytest.raises(ConnectionError, match=r"someone/other is not in the cache, and HF_HUB_OFFLINE forbids asking"):
+        hub.pull("someone/other")
+    assert online.requests == []
+
+
+@pytest.mark.usefixtures("ggufs")
+def test_a_full_disk(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage)
+    with pytest.raises(OSError, match=r"no room in .*: 0\.00 GB are needed, 0\.00 GB are free"):
+        hub.pull(GGUFS)
+    assert downloads(online) == []
+
+
+# ---- Names ----
+
+
+@pytest.mark.usefixtures("tiny", "ggufs")
+def test_names_in_the_cache(online: Hub) -> None:
+    hub.pull(TINY, "q8_0")
+    hub.pull(TINY, "q4_0")
+    online.requests.clear()
+    for name in (TINY, "tiny", "tiny:q8_0", f"{TINY}:Q8_0", f"{TINY}:tiny.Q8_0.gguf"):
+        assert hub.resolve(name).name == "tiny.Q8_0.gguf"
+    assert hub.resolve("tiny:q4_0").name == "tiny.Q4_0.gguf"
+    assert online.requests == []
+
+
+@pytest.mark.usefixtures("tiny")
+def test_ambiguous_names() -> None:
+    hub.pull(TINY, "f16")
+    hub.pull(TINY, "f32")
+    with pytest.raises(ValueError, match="'tiny' may be any of someone/tiny:f16, someone/tiny:f32; name one of them"):
+        hub.resolve("tiny")
+
+
+@pytest.mark.parametrize("name", ["nothing", "folder/model.gguf", "/nowhere/model.gguf"])
+def test_paths_are_never_looked_up(online: Hub, name: str) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no model file"):
+        hub.resolve(name)
+    assert online.requests == []
+
+
+def test_a_folder_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="make a model of a checkpoint with: pystaged quantize"):
+        hub.resolve(tmp_path)
+
+
+# ---- The cache ----
+
+
+@pytest.mark.usefixtures("tiny")
+def test_models(ggufs: Repository) -> None:
+    hub.pull(TINY, "q4_0")
+    hub.pull(GGUFS)
+    found = {model.name: model for model in cache.models()}
+    assert list(found) == ["someone/tiny-GGUF:q8_0", "someone/tiny:q4_0"]
+    assert [(model.type, model.shape, model.license) for model in found.values()] == [
+        ("Q8_0", "2 x 64, 2 heads", "apache-2.0"),
+        ("Q4_0", "2 x 64, 2 heads", "mit"),
+    ]
+    assert found["someone/tiny-GGUF:q8_0"].bytes == len(ggufs.files["tiny.Q8_0.gguf"])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_remove(ggufs: Repository, tmp_path: Path) -> None:
+    converted, linked = hub.pull(TINY), hub.pull(GGUFS)
+    sizes = [path.stat().st_size for path in (converted, linked)]
+    blob = linked.resolve()
+    assert [cache.remove("tiny"), cache.remove(GGUFS)] == sizes
+    assert not blob.exists()
+    assert cache.models() == []
+    assert list((tmp_path / "cache" / "pystaged" / "models").iterdir()) == []
+    with pytest.raises(FileNotFoundError, match="there is no model 'tiny' in the cache"):
+        cache.remove("tiny")
+    assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_damaged_file_is_listed() -> None:
+    hub.pull(TINY).write_bytes(b"no model")
+    assert [(model.type, model.shape) for model in cache.models()] == [("damaged", "")]
+
+
+# ---- The command line ----
+
+
+@pytest.mark.usefixtures("tiny", "ggufs")
+def test_commands(online: Hub, tmp_path: Path) -> None:
+    home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": online.url}
+    done = run("pull", TINY, "--type", "q8_0", **home)
+    path = Path(done.stdout.decode().strip())
+    assert (done.returncode, path.name) == (0, "tiny.Q8_0.gguf"), done.stderr
+    for words in (b"downloading model.safetensors", b"converting", b"quantizing", b"100%"):
+        assert words in done.stderr
+    done = run("generate", "the tree", "--model", TINY, "--draft", GGUFS, "--max-tokens", "4", **home)
+    assert done.returncode == 0, done.stderr
+    assert b"downloading tiny.Q8_0.gguf" in done.stderr
+    listed = run("models", **home).stdout.decode().splitlines()
+    assert listed[0].split() == ["name", "MB", "type", "shape", "license"]
+    assert [line.split()[0] for line in listed[1:]] == ["someone/tiny-GGUF:q8_0", "someone/tiny:q8_0"]
+    assert run("info", "tiny", **home).returncode == 0
+    assert b"MB freed" in run("models", "remove", "tiny", **home).stderr
+    assert not path.exists()
+    assert_refused(run("models", "remove", "tiny", **home), "there is no model 'tiny' in the cache")
+    assert_refused(run("pull", "someone/nothing", **home), "there is no model someone/nothing")
+
+
+def test_importing_asks_nobody(online: Hub) -> None:
+    """And huggingface_hub, which is slow to import, is left alone until a hub is named."""
+    code = "import sys, pystaged; sys.exit('huggingface_hub' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=dict(os.environ)).returncode == 0
+    assert online.requests == []
+
+
+def test_the_hub_of_these_tests(online: Hub, ggufs: Repository) -> None:
+    """Ranges and checksums are what they should be, or the tests above would show little."""
+    from urllib.request import Request, urlopen  # noqa: PLC0415
+
+    data = ggufs.files["tiny.Q8_0.gguf"]
+    url = f"{online.url}/{GGUFS}/resolve/main/tiny.Q8_0.gguf"
+    with urlopen(Request(url, headers={"Range": "bytes=100-"})) as answer:
+        assert (answer.status, answer.read()) == (206, data[100:])
+        assert answer.url.endswith(hashlib.sha256(data).hexdigest())

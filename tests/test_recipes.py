@@ -1,0 +1,73 @@
+"""Recipes of the repository's models folder, in processes of their own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import config, weights, write_checkpoint, write_weights
+from reference import Gpt2Reference
+from test_reference import engine_logits, llama_logits
+
+import pystaged
+from pystaged.bench.random_model import write_random_gpt2
+from pystaged.convert import convert
+
+REPOSITORY = Path(__file__).parent.parent
+TOKENS = [5, 17, 255, 0, 298, 42, 42, 7, 130, 61, 3]
+
+pytestmark = pytest.mark.skipif(not (REPOSITORY / "models" / "grow.py").exists(), reason="only in the repository")
+
+
+def run(recipe: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"models.{recipe}", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def test_grow(tmp_path: Path) -> None:
+    source, grown = tmp_path / "source.gguf", tmp_path / "grown.gguf"
+    write_random_gpt2(source, width=64, layers=2, heads=2, vocab_size=300, context=32, quantization="F16", tie=False)
+    done = run("grow", source, grown, "--width", 128, "--layers", 3, "--type", "F16")
+    assert done.returncode == 0, done.stderr
+    expected = Gpt2Reference(source).logits(TOKENS)
+    np.testing.assert_allclose(Gpt2Reference(grown).logits(TOKENS), expected, rtol=0, atol=1e-3)
+    refused = run("grow", source, grown, "--width", 100)
+    assert refused.returncode == 2
+    assert "width 100 is not a multiple" in refused.stderr
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "separate-head"])
+def target(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A tiny model with likes and dislikes, so that there is something to learn."""
+    shape = {"tie_word_embeddings": request.param}
+    folder = write_checkpoint(tmp_path / "checkpoint", **shape)
+    arrays = weights(config(**shape))
+    arrays["transformer.wte.weight" if request.param else "lm_head.weight"] *= 4
+    write_weights(folder, arrays)
+    convert(folder, tmp_path / "target.gguf", quantization="F16")
+    return tmp_path / "target.gguf"
+
+
+def test_distill(target: Path, tmp_path: Path) -> None:
+    for package in ("torch", "tokenizers"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    out = tmp_path / "draft.gguf"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the tree then another tree and the other then " * 20)
+    done = run(
+        *("distill", "--target", target, "--out", out, "--draft-shape", "1x32x2", "--type", "F16", "--device", "cpu"),
+        *("--steps", 60, "--texts", 16, "--length", 48, "--threads", 1, "--prompts", prompts),
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = (float(re.search(rf"{when}: ([\d.]+) nats", done.stdout)[1]) for when in ("before", "after"))
+    assert 0 < after < 0.8 * before
+    logits = Gpt2Reference(out).logits(TOKENS)
+    (llama,) = llama_logits(out, [TOKENS])
+    assert np.abs(llama - logits).max() <= 0.05
+    assert np.abs(engine_logits(out, TOKENS) - logits).max() <= 0.05
+    with pystaged.load(target, draft=out) as engine:
+        assert engine.generate("the tree", max_tokens=20).tokens
