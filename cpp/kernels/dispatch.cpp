@@ -8,6 +8,9 @@ extern const Kernel kScalarKernel;
 #ifdef PYSTAGED_X86
 extern const Kernel kAvx2Kernel, kAvxVnniKernel, kAvx512VnniKernel;
 #endif
+#ifdef PYSTAGED_ARM
+extern const Kernel kNeonKernel, kNeonDotprodKernel, kNeonI8mmKernel;
+#endif
 
 namespace {
 
@@ -16,6 +19,11 @@ const Kernel* const kKernels[] = {
     &kAvx512VnniKernel,
     &kAvxVnniKernel,
     &kAvx2Kernel,
+#endif
+#ifdef PYSTAGED_ARM
+    &kNeonI8mmKernel,
+    &kNeonDotprodKernel,
+    &kNeonKernel,
 #endif
     &kScalarKernel,
 };

@@ -49,6 +49,7 @@ struct F {
 };
 
 constexpr int kIntegerRows = 4;  // rows of one integer tile
+constexpr bool kRowPairs = false;  // whether rows are multiplied in pairs
 constexpr int kFloatRows = 4;    // rows of one float tile
 constexpr int kFloatSums = 4;    // sums a float tile keeps in registers
 constexpr int kAttendRows = 1;   // rows that attention takes at a time
