@@ -16,14 +16,10 @@ namespace {
 
 const Kernel* const kKernels[] = {
 #ifdef PYSTAGED_X86
-    &kAvx512VnniKernel,
-    &kAvxVnniKernel,
-    &kAvx2Kernel,
+    &kAvx512VnniKernel, &kAvxVnniKernel,     &kAvx2Kernel,
 #endif
 #ifdef PYSTAGED_ARM
-    &kNeonI8mmKernel,
-    &kNeonDotprodKernel,
-    &kNeonKernel,
+    &kNeonI8mmKernel,   &kNeonDotprodKernel, &kNeonKernel,
 #endif
     &kScalarKernel,
 };

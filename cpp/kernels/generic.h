@@ -43,6 +43,7 @@ struct Widened<V, true> {
 };
 // The 16 lanes that reductions are defined over.
 using Row = typename Widened<F>::type;
+constexpr int kUnits = kLanes / F::lanes;
 
 inline Row first_lanes(Row v, int count) {
     float a[kLanes];
@@ -190,8 +191,6 @@ uint64_t read_bytes(const uint8_t* data, size_t bytes) {
 
 // ---- Matrix products. A unit is F::lanes outputs: a whole group, or a part of one where vectors are shorter. ----
 
-constexpr int kUnits = kLanes / F::lanes;
-
 inline void finish(F sum, const Epilogue& e, int row, int unit) {
     const size_t column = size_t(unit) * F::lanes, at = row * e.stride + column;
     if (e.bias) {
@@ -206,8 +205,8 @@ inline void finish(F sum, const Epilogue& e, int row, int unit) {
     sum.store(e.out + at);
 }
 
-// What a file with kRowPairs adds to dot_words(): out[r] = offsets[r] + the products of row r of a pair, whose quants lie
-// at x as quantize() stores them.
+// What a file with kRowPairs adds to dot_words(): out[r] = offsets[r] + the products of row r of a pair, whose quants
+// lie at x as quantize() stores them.
 template <int bits, int count>
 void dot_words_of_two(const Bytes* words, const int8_t* x, const int32_t (&offsets)[2], F (&out)[2]);
 
@@ -617,32 +616,33 @@ struct WeightBf16 {
 // does not depend on the lane its cell lies in.
 template <int rows, int blocks>
 void score_tile(const HeadPass& p, int row, int block, float* scores, size_t stride) {
-    Row sum[rows][blocks];
+    constexpr int units = blocks * kUnits;
+    F sum[rows][units];
     for (int r = 0; r < rows; ++r) {
-        for (int b = 0; b < blocks; ++b) {
-            sum[r][b] = Row::set(0);
+        for (int u = 0; u < units; ++u) {
+            sum[r][u] = F::set(0);
         }
     }
     const uint16_t* k = p.k + size_t(block) * p.head_dim * kLanes;
     // The values of these cells are wanted next, and take as long to come as the keys.
     const uint16_t* v = p.v + size_t(block) * p.head_dim * kLanes;
     for (int d = 0; d < p.head_dim; ++d) {
-#pragma GCC unroll 8
-        for (int b = 0; b < blocks; ++b) {
-            const size_t at = (size_t(b) * p.head_dim + d) * kLanes;
-            if (b % 2 == 0) {
-                __builtin_prefetch(v + (size_t(b) * p.head_dim + 2 * d) * kLanes, 0, 2);
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            const size_t first = size_t(u / kUnits) * p.head_dim;
+            if (u % (2 * kUnits) == 0) {
+                __builtin_prefetch(v + (first + 2 * d) * kLanes, 0, 2);
             }
-            const Row key = Row::load_f16(k + at);
+            const F key = F::load_f16(k + (first + d) * kLanes + u % kUnits * F::lanes);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; ++r) {
-                sum[r][b] = fma(Row::set(p.q[(row + r) * p.q_stride + d]), key, sum[r][b]);
+                sum[r][u] = fma(F::set(p.q[(row + r) * p.q_stride + d]), key, sum[r][u]);
             }
         }
     }
     for (int r = 0; r < rows; ++r) {
-        for (int b = 0; b < blocks; ++b) {
-            sum[r][b].store(scores + r * stride + size_t(block + b) * kLanes);
+        for (int u = 0; u < units; ++u) {
+            sum[r][u].store(scores + r * stride + size_t(block) * kLanes + u * F::lanes);
         }
     }
 }
@@ -680,10 +680,11 @@ void mix_tile(const HeadPass& p, int row, int dim, const float* weights, size_t 
     for (int r = 1; r < rows; ++r) {
         shared = p.rows[row + r].direct < shared ? p.rows[row + r].direct : shared;
     }
-    Row sum[rows][vectors];
+    constexpr int units = vectors * kUnits;
+    F sum[rows][units];
     for (int r = 0; r < rows; ++r) {
-        for (int i = 0; i < vectors; ++i) {
-            sum[r][i] = Row::set(0);
+        for (int u = 0; u < units; ++u) {
+            sum[r][u] = F::set(0);
         }
     }
     for (int c = 0; c < shared; ++c) {
@@ -691,12 +692,12 @@ void mix_tile(const HeadPass& p, int row, int dim, const float* weights, size_t 
             __builtin_prefetch(p.upcoming + size_t(c) * p.head_dim, 0, 2);
             __builtin_prefetch(p.upcoming + size_t(c) * p.head_dim + p.head_dim / 2, 0, 2);
         }
-#pragma GCC unroll 4
-        for (int i = 0; i < vectors; ++i) {
-            const Row value = Row::load_f16(v + c * v_stride + i * kLanes);
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            const F value = F::load_f16(v + c * v_stride + u * F::lanes);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; ++r) {
-                sum[r][i] = fma(Row::set(weights[r * stride + c]), value, sum[r][i]);
+                sum[r][u] = fma(F::set(weights[r * stride + c]), value, sum[r][u]);
             }
         }
     }
@@ -704,18 +705,17 @@ void mix_tile(const HeadPass& p, int row, int dim, const float* weights, size_t 
         const RowContext& context = p.rows[row + r];
         for (int c = shared; c < context.length; ++c) {
             const size_t cell = c < context.direct ? c : context.tail[c - context.direct];
-            for (int i = 0; i < vectors; ++i) {
-                const Row value = Row::load_f16(v + cell * v_stride + i * kLanes);
-                sum[r][i] = fma(Row::set(weights[r * stride + c]), value, sum[r][i]);
+            for (int u = 0; u < units; ++u) {
+                const F value = F::load_f16(v + cell * v_stride + u * F::lanes);
+                sum[r][u] = fma(F::set(weights[r * stride + c]), value, sum[r][u]);
             }
         }
-        for (int i = 0; i < vectors; ++i) {
-            float part[kLanes];
-            (sum[r][i] * Row::set(inverse_sums[r])).store(part);
-            const int at = dim + i * kLanes;
-            const int count = p.head_dim - at < kLanes ? p.head_dim - at : kLanes;
-            __builtin_memcpy(p.out + (row + r) * p.out_stride + at, part, count * sizeof(float));
+        float parts[units * F::lanes];
+        for (int u = 0; u < units; ++u) {
+            (sum[r][u] * F::set(inverse_sums[r])).store(parts + u * F::lanes);
         }
+        const int count = p.head_dim - dim < units * F::lanes ? p.head_dim - dim : units * F::lanes;
+        __builtin_memcpy(p.out + (row + r) * p.out_stride + dim, parts, count * sizeof(float));
     }
 }
 
