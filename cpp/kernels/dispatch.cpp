@@ -5,20 +5,18 @@
 namespace pystaged {
 
 extern const Kernel kScalarKernel;
-#ifdef PYSTAGED_X86
+#if defined(PYSTAGED_X86)
 extern const Kernel kAvx2Kernel, kAvxVnniKernel, kAvx512VnniKernel;
-#endif
-#ifdef PYSTAGED_ARM
+#elif defined(PYSTAGED_ARM)
 extern const Kernel kNeonKernel, kNeonDotprodKernel, kNeonI8mmKernel;
 #endif
 
 namespace {
 
 const Kernel* const kKernels[] = {
-#ifdef PYSTAGED_X86
+#if defined(PYSTAGED_X86)
     &kAvx512VnniKernel, &kAvxVnniKernel,     &kAvx2Kernel,
-#endif
-#ifdef PYSTAGED_ARM
+#elif defined(PYSTAGED_ARM)
     &kNeonI8mmKernel,   &kNeonDotprodKernel, &kNeonKernel,
 #endif
     &kScalarKernel,
