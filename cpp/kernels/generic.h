@@ -536,8 +536,10 @@ template <class Weight, int units, int rows>
 void float_tile(const typename Weight::type* weights, int unit, const Activations& x, int row, const Epilogue& e) {
     const typename Weight::type* base[units];
     F sum[units][rows];
+#pragma GCC unroll 8
     for (int u = 0; u < units; ++u) {
         base[u] = weights + size_t((unit + u) / kUnits) * x.cols * kLanes + (unit + u) % kUnits * F::lanes;
+#pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
             sum[u][r] = F::set(0);
         }
@@ -558,7 +560,9 @@ void float_tile(const typename Weight::type* weights, int unit, const Activation
             }
         }
     }
+#pragma GCC unroll 8
     for (int u = 0; u < units; ++u) {
+#pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
             finish(sum[u][r], e, row + r, unit + u);
         }
@@ -618,7 +622,9 @@ template <int rows, int blocks>
 void score_tile(const HeadPass& p, int row, int block, float* scores, size_t stride) {
     constexpr int units = blocks * kUnits;
     F sum[rows][units];
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 16
         for (int u = 0; u < units; ++u) {
             sum[r][u] = F::set(0);
         }
@@ -640,7 +646,9 @@ void score_tile(const HeadPass& p, int row, int block, float* scores, size_t str
             }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 16
         for (int u = 0; u < units; ++u) {
             sum[r][u].store(scores + r * stride + size_t(block) * kLanes + u * F::lanes);
         }
@@ -682,7 +690,9 @@ void mix_tile(const HeadPass& p, int row, int dim, const float* weights, size_t 
     }
     constexpr int units = vectors * kUnits;
     F sum[rows][units];
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 16
         for (int u = 0; u < units; ++u) {
             sum[r][u] = F::set(0);
         }
@@ -701,16 +711,19 @@ void mix_tile(const HeadPass& p, int row, int dim, const float* weights, size_t 
             }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
         const RowContext& context = p.rows[row + r];
         for (int c = shared; c < context.length; ++c) {
             const size_t cell = c < context.direct ? c : context.tail[c - context.direct];
+#pragma GCC unroll 16
             for (int u = 0; u < units; ++u) {
                 const F value = F::load_f16(v + cell * v_stride + u * F::lanes);
                 sum[r][u] = fma(F::set(weights[r * stride + c]), value, sum[r][u]);
             }
         }
         float parts[units * F::lanes];
+#pragma GCC unroll 16
         for (int u = 0; u < units; ++u) {
             (sum[r][u] * F::set(inverse_sums[r])).store(parts + u * F::lanes);
         }
