@@ -320,7 +320,7 @@ void PackedMatrix::row(int index, float* out) const {
             } else {
                 const float shared = load_half(header + 2 * ((l.headers == 2 ? i * kLanes : 0) + lane));
                 const int number = l.headers == 2 ? *factor : static_cast<int8_t>(*factor);
-                factors[i] = shared * static_cast<float>(l.headers == 2 && i == 1 ? -number : number);
+                factors[i] = shared * static_cast<float>(number);
             }
         }
         uint32_t words[8];
@@ -329,7 +329,9 @@ void PackedMatrix::row(int index, float* out) const {
             const auto quant =
                 static_cast<float>(static_cast<int>(words[i / 4] >> 8 * (i % 4) & 255) - zero_point(packing_));
             const bool halves = packing_ == Packing::q6_k;
-            out[i] = factors[halves ? i / 16 : 0] * quant + (halves ? 0.0f : factors[1]);
+            const float product = factors[halves ? i / 16 : 0] * quant;
+            // As ggml writes it, for the sign of zeros.
+            out[i] = l.factors == 1 || halves ? product : l.headers == 2 ? product - factors[1] : product + factors[1];
         }
     }
 }

@@ -60,6 +60,7 @@ struct F {
 };
 
 constexpr int kIntegerRows = 8;
+constexpr bool kRowPairs = false;
 constexpr int kFloatRows = 6;
 constexpr int kFloatSums = 12;
 constexpr int kAttendRows = 4;

@@ -57,6 +57,7 @@ struct F {
 };
 
 constexpr int kIntegerRows = 16;
+constexpr bool kRowPairs = false;
 constexpr int kFloatRows = 16;
 constexpr int kFloatSums = 24;
 constexpr int kAttendRows = 8;

@@ -5,17 +5,23 @@
 namespace pystaged {
 
 extern const Kernel kScalarKernel;
-#ifdef PYSTAGED_X86
+#if defined(PYSTAGED_X86)
 extern const Kernel kAvx2Kernel, kAvxVnniKernel, kAvx512VnniKernel;
+#elif defined(PYSTAGED_ARM)
+extern const Kernel kNeonKernel, kNeonDotprodKernel, kNeonI8mmKernel;
 #endif
 
 namespace {
 
 const Kernel* const kKernels[] = {
-#ifdef PYSTAGED_X86
+#if defined(PYSTAGED_X86)
     &kAvx512VnniKernel,
     &kAvxVnniKernel,
     &kAvx2Kernel,
+#elif defined(PYSTAGED_ARM)
+    &kNeonI8mmKernel,
+    &kNeonDotprodKernel,
+    &kNeonKernel,
 #endif
     &kScalarKernel,
 };

@@ -43,6 +43,7 @@ struct Widened<V, true> {
 };
 // The 16 lanes that reductions are defined over.
 using Row = typename Widened<F>::type;
+constexpr int kUnits = kLanes / F::lanes;
 
 inline Row first_lanes(Row v, int count) {
     float a[kLanes];
@@ -111,7 +112,10 @@ void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
     static_assert(kBlock == 2 * kLanes, "a block is two rows of lanes");
     for (int b = 0; b < cols / kBlock; ++b, x += kBlock) {
         const size_t at = size_t(b) * to.n + row;
-        int8_t* out = to.quants + at * kBlock;
+        // Rows that are multiplied in pairs lie in turns of eight bytes; one left over lies as all others do.
+        const bool paired = kRowPairs && (row | 1) < to.n;
+        int8_t own[kBlock];
+        int8_t* out = paired ? own : to.quants + at * kBlock;
         const Row lo = Row::load(x), hi = Row::load(x + kLanes);
         const float largest = fold_max(max(abs(lo), abs(hi)));
         const Row inverse = Row::set(largest > 1e-30f ? 127.0f / largest : 0.0f);
@@ -119,6 +123,9 @@ void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
         const Row least = Row::set(-127), most = Row::set(127);
         const int first = min(max(lo * inverse, least), most).store_i8(out);
         const int second = min(max(hi * inverse, least), most).store_i8(out + kLanes);
+        for (int i = 0; paired && i < kBlock; i += 8) {
+            __builtin_memcpy(to.quants + (at - row % 2) * kBlock + row % 2 * 8 + 2 * i, own + i, 8);
+        }
         const float scale = round_to_f16(largest / 127.0f);
         const int zero = zero_point(to.packing);
         const bool halves = to.packing == Packing::q6_k;
@@ -184,8 +191,6 @@ uint64_t read_bytes(const uint8_t* data, size_t bytes) {
 
 // ---- Matrix products. A unit is F::lanes outputs: a whole group, or a part of one where vectors are shorter. ----
 
-constexpr int kUnits = kLanes / F::lanes;
-
 inline void finish(F sum, const Epilogue& e, int row, int unit) {
     const size_t column = size_t(unit) * F::lanes, at = row * e.stride + column;
     if (e.bias) {
@@ -199,6 +204,11 @@ inline void finish(F sum, const Epilogue& e, int row, int unit) {
     }
     sum.store(e.out + at);
 }
+
+// What a file with kRowPairs adds to dot_words(): out[r] = offsets[r] + the products of row r of a pair, whose quants
+// lie at x as quantize() stores them.
+template <int bits, int count>
+void dot_words_of_two(const Bytes* words, const int8_t* x, const int32_t (&offsets)[2], F (&out)[2]);
 
 // The unsigned weights of one unit and block: words[i] has inputs 4 i to 4 i + 3 of every lane. Above four bits, the
 // fifth bits are one more vector of bytes, bit i for words[i]; the fifth and sixth are two, with two bits for each
@@ -232,12 +242,39 @@ struct Quants {
         }
     }
 
-    // The products with 32 inputs, or with the 16 of either half, summed and added to `offset`.
-    F dot(const int8_t* x, int32_t offset) const { return dot_words<bits, 8>(words, x, offset); }
-    F dot_first(const int8_t* x, int32_t offset) const { return dot_words<bits, 4>(words, x, offset); }
-    F dot_second(const int8_t* x, int32_t offset) const { return dot_words<bits, 4>(words + 4, x + 16, offset); }
+    // Of each row the products with 32 inputs, or with the 16 of either half, and its offset.
+    template <int rows>
+    void dot(const int8_t* x, const BlockFactors* row, F (&out)[rows]) const {
+        dot_from<0, 8, 0>(x, row, out);
+    }
+    template <int rows>
+    void dot_first(const int8_t* x, const BlockFactors* row, F (&out)[rows]) const {
+        dot_from<0, 4, 0>(x, row, out);
+    }
+    template <int rows>
+    void dot_second(const int8_t* x, const BlockFactors* row, F (&out)[rows]) const {
+        dot_from<4, 4, 1>(x, row, out);
+    }
+    // Without an offset.
+    template <int rows>
+    void dot_only(const int8_t* x, const BlockFactors* row, F (&out)[rows]) const {
+        dot_from<0, 8, -1>(x, row, out);
+    }
 
 private:
+    template <int first, int count, int offset, int rows>
+    void dot_from(const int8_t* x, const BlockFactors* row, F (&out)[rows]) const {
+        int32_t offsets[rows] = {};
+        for (int r = 0; offset >= 0 && r < rows; ++r) {
+            offsets[r] = row[r].offsets[offset < 0 ? 0 : offset];
+        }
+        if constexpr (rows == 1) {
+            out[0] = dot_words<bits, count>(words + first, x + 4 * first, offsets[0]);
+        } else {
+            dot_words_of_two<bits, count>(words + first, x + 8 * first, offsets, out);
+        }
+    }
+
     // Bits 4 and up of each word, `width` of them at a time from `high`.
     template <int width, int count, int i = 0>
     static void add_bits(Bytes* words, Bytes high) {
@@ -252,7 +289,15 @@ inline F load_part(const uint8_t* halves, int part) {
     return F::load_f16(reinterpret_cast<const uint16_t*>(halves) + part * F::lanes);
 }
 
-// The blocks of the packings. Each covers kBlock inputs; `Header` is what several in a row share.
+template <int rows>
+inline void add_scaled(F* sum, F scale, const BlockFactors* row, const F (&dot)[rows]) {
+    for (int r = 0; r < rows; ++r) {
+        sum[r] = fma(scale * F::set(row[r].scale), dot[r], sum[r]);
+    }
+}
+
+// The blocks of the packings. Each covers kBlock inputs and adds its products with some rows, one or a pair, to their
+// sums; `Header` is what several in a row share.
 struct NoHeader {
     static constexpr int bytes = 0, blocks = 1;
     NoHeader(const uint8_t*, int) {}
@@ -268,8 +313,11 @@ struct OffsetBlock {
 
     OffsetBlock(const Header&, const uint8_t* data, int part)
         : scale(load_part(data, part)), quants(data + 2 * kLanes, part) {}
-    F add(F sum, const int8_t* x, const BlockFactors& row) const {
-        return fma(scale * F::set(row.scale), quants.dot(x, row.offsets[0]), sum);
+    template <int rows>
+    void add(F* sum, const int8_t* x, const BlockFactors* row) const {
+        F dot[rows];
+        quants.dot(x, row, dot);
+        add_scaled(sum, scale, row, dot);
     }
 };
 
@@ -283,9 +331,14 @@ struct MinimumBlock {
 
     MinimumBlock(const Header&, const uint8_t* data, int part)
         : scale(load_part(data, part)), minimum(load_part(data + 2 * kLanes, part)), quants(data + 4 * kLanes, part) {}
-    F add(F sum, const int8_t* x, const BlockFactors& row) const {
-        sum = fma(minimum, F::set(row.sum), sum);
-        return fma(scale * F::set(row.scale), quants.dot(x, 0), sum);
+    template <int rows>
+    void add(F* sum, const int8_t* x, const BlockFactors* row) const {
+        F dot[rows];
+        quants.dot_only(x, row, dot);
+        for (int r = 0; r < rows; ++r) {
+            sum[r] = fma(minimum, F::set(row[r].sum), sum[r]);
+        }
+        add_scaled(sum, scale, row, dot);
     }
 };
 
@@ -306,9 +359,14 @@ struct SuperMinimumBlock {
         : scale(header.scale * F::load_u8(data + part * F::lanes)),
           minimum(header.minus_minimum * F::load_u8(data + kLanes + part * F::lanes)),
           quants(data + 2 * kLanes, part) {}
-    F add(F sum, const int8_t* x, const BlockFactors& row) const {
-        sum = fma(minimum, F::set(row.sum), sum);
-        return fma(scale * F::set(row.scale), quants.dot(x, 0), sum);
+    template <int rows>
+    void add(F* sum, const int8_t* x, const BlockFactors* row) const {
+        F dot[rows];
+        quants.dot_only(x, row, dot);
+        for (int r = 0; r < rows; ++r) {
+            sum[r] = fma(minimum, F::set(row[r].sum), sum[r]);
+        }
+        add_scaled(sum, scale, row, dot);
     }
 };
 
@@ -328,10 +386,16 @@ struct HalvesBlock {
           first(F::load_i8(data + part * F::lanes)),
           second(F::load_i8(data + kLanes + part * F::lanes)),
           quants(data + 2 * kLanes, part) {}
-    F add(F sum, const int8_t* x, const BlockFactors& row) const {
-        // Exact: both products and their sum are integers below 2^24.
-        const F dot = fma(quants.dot_second(x, row.offsets[1]), second, quants.dot_first(x, row.offsets[0]) * first);
-        return fma(scale * F::set(row.scale), dot, sum);
+    template <int rows>
+    void add(F* sum, const int8_t* x, const BlockFactors* row) const {
+        F dot[rows], second_dot[rows];
+        quants.dot_first(x, row, dot);
+        quants.dot_second(x, row, second_dot);
+        for (int r = 0; r < rows; ++r) {
+            // Exact: both products and their sum are integers below 2^24.
+            dot[r] = fma(second_dot[r], second, dot[r] * first);
+        }
+        add_scaled(sum, scale, row, dot);
     }
 };
 
@@ -339,6 +403,8 @@ uint64_t dots(int rounds) {
     constexpr int rows = 8;
     alignas(64) uint8_t weights[Quants<4>::bytes] = {};
     alignas(64) int8_t x[rows * kBlock] = {};
+    constexpr int together = kRowPairs ? 2 : 1;
+    const BlockFactors factors[together] = {};
     const Quants<4> quants(weights, 0);
     F sums[rows];
     for (F& sum : sums) {
@@ -348,8 +414,12 @@ uint64_t dots(int rounds) {
         // The compiler must not find out that every round is the same.
         asm volatile("" : : "r"(x) : "memory");
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r) {
-            sums[r] = sums[r] + quants.dot(x + r * kBlock, round);
+        for (int r = 0; r < rows; r += together) {
+            F dot[together];
+            quants.dot_only(x + r * kBlock, factors, dot);
+            for (int i = 0; i < together; ++i) {
+                sums[r + i] = sums[r + i] + dot[i];
+            }
         }
     }
     float total = 0;
@@ -362,58 +432,98 @@ uint64_t dots(int rounds) {
     return uint64_t(rounds) * rows * kBlock * F::lanes;
 }
 
-inline void prefetch(const uint8_t* data, int bytes) {
-    for (int at = 0; at < bytes && kPrefetchBlocks > 0; at += 64) {
-        __builtin_prefetch(data + at, 0, kPrefetchLocality);
+// Every `step`th line of what comes kPrefetchBlocks blocks later.
+template <class Block>
+inline void prefetch(const uint8_t* data, int bytes, int first, int step) {
+    if constexpr (kPrefetchBlocks > 0) {
+        for (int line = first; 64 * line < bytes; line += step) {
+            __builtin_prefetch(data + kPrefetchBlocks * Block::bytes + 64 * line, 0, kPrefetchLocality);
+        }
     }
 }
 
-// One unit times `rows` rows of int8 activations; the weights of a block are loaded once for all of them.
+// Adds a block of every row to its sum.
 template <class Block, int rows>
-void integer_tile(const uint8_t* group, int part, int unit, const Activations& x, int row, const Epilogue& e) {
+inline void add_rows(const Block& block, F* sum, const int8_t* quants, const BlockFactors* factors) {
+    constexpr int paired = kRowPairs ? rows / 2 * 2 : 0;
+    if constexpr (paired > 0) {
+#pragma GCC unroll 16
+        for (int r = 0; r < paired; r += 2) {
+            block.template add<2>(sum + r, quants + r * kBlock, factors + r);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = paired; r < rows; ++r) {
+        block.template add<1>(sum + r, quants + r * kBlock, factors + r);
+    }
+}
+
+// A group times `rows` rows of int8 activations; the weights of a block are loaded once for all of them. Units take
+// turns after a few blocks, so that weights come from memory evenly and once.
+template <class Block, int rows>
+void integer_tile(const uint8_t* group, int g, const Activations& x, int row, const Epilogue& e) {
     using Header = typename Block::Header;
+    constexpr int turn = kUnits == 1 ? Header::blocks : 8;
+    static_assert(turn % Header::blocks == 0 && Header::blocks * turn <= 64, "a turn takes one header");
     const int8_t* quants = x.quantized.quants + size_t(row) * kBlock;
     const BlockFactors* factors = x.quantized.factors + row;
-    F sum[rows];
+    F sums[kUnits][rows];
+    for (int part = 0; part < kUnits; ++part) {
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) {
-        sum[r] = F::set(0);
-    }
-    for (int left = x.cols / kBlock / Header::blocks; left > 0; --left) {
-        const Header header(group, part);
-        prefetch(group + kPrefetchBlocks * Block::bytes, Header::bytes);
-        group += Header::bytes;
-        for (int b = 0; b < Header::blocks; ++b) {
-            const Block block(header, group, part);
-            prefetch(group + kPrefetchBlocks * Block::bytes, Block::bytes);
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; ++r) {
-                sum[r] = block.add(sum[r], quants + r * kBlock, factors[r]);
-            }
-            group += Block::bytes;
-            quants += size_t(x.n) * kBlock;
-            factors += x.n;
+        for (int r = 0; r < rows; ++r) {
+            sums[part][r] = F::set(0);
         }
     }
+    for (int left = x.cols / kBlock; left > 0; left -= turn) {
+        const int blocks = left < turn ? left : turn;
+        for (int part = 0; part < kUnits; ++part) {
+            F sum[rows];
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) {
-        finish(sum[r], e, row + r, unit);
+            for (int r = 0; r < rows; ++r) {
+                sum[r] = sums[part][r];
+            }
+            const Header header(group, part);
+            prefetch<Block>(group, Header::bytes, part, kUnits);
+            const uint8_t* data = group + Header::bytes;
+            const int8_t* q = quants;
+            const BlockFactors* f = factors;
+            for (int b = 0; b < blocks; ++b) {
+                const Block block(header, data, part);
+                prefetch<Block>(data, Block::bytes, part, kUnits);
+                add_rows<Block, rows>(block, sum, q, f);
+                data += Block::bytes;
+                q += size_t(x.n) * kBlock;
+                f += x.n;
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; ++r) {
+                sums[part][r] = sum[r];
+            }
+        }
+        group += Header::bytes + blocks * Block::bytes;
+        quants += size_t(blocks) * x.n * kBlock;
+        factors += size_t(blocks) * x.n;
+    }
+    for (int part = 0; part < kUnits; ++part) {
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r) {
+            finish(sums[part][r], e, row + r, g * kUnits + part);
+        }
     }
 }
 
 template <class Block, int rows>
-inline void integer_rows(const uint8_t* group, int part, int unit, const Activations& x, int row, int n,
-                         const Epilogue& e) {
+inline void integer_rows(const uint8_t* group, int g, const Activations& x, int row, int n, const Epilogue& e) {
     if constexpr (rows == kIntegerRows) {
         for (; n >= rows; n -= rows, row += rows) {
-            integer_tile<Block, rows>(group, part, unit, x, row, e);
+            integer_tile<Block, rows>(group, g, x, row, e);
         }
     } else if (n == rows) {
-        integer_tile<Block, rows>(group, part, unit, x, row, e);
+        integer_tile<Block, rows>(group, g, x, row, e);
         return;
     }
     if constexpr (rows > 1) {
-        integer_rows<Block, rows - 1>(group, part, unit, x, row, n, e);
+        integer_rows<Block, rows - 1>(group, g, x, row, n, e);
     }
 }
 
@@ -423,9 +533,7 @@ void integer_matmul(const uint8_t* weights, int first, int last, const Activatio
     const size_t group_bytes =
         size_t(x.cols / kBlock) * Block::bytes + size_t(x.cols / kBlock / Header::blocks) * Header::bytes;
     for (int g = first; g < last; ++g) {
-        for (int part = 0; part < kUnits; ++part) {
-            integer_rows<Block, kIntegerRows>(weights + g * group_bytes, part, g * kUnits + part, x, 0, x.n, e);
-        }
+        integer_rows<Block, kIntegerRows>(weights + g * group_bytes, g, x, 0, x.n, e);
     }
 }
 
@@ -434,8 +542,10 @@ template <class Weight, int units, int rows>
 void float_tile(const typename Weight::type* weights, int unit, const Activations& x, int row, const Epilogue& e) {
     const typename Weight::type* base[units];
     F sum[units][rows];
+#pragma GCC unroll 8
     for (int u = 0; u < units; ++u) {
         base[u] = weights + size_t((unit + u) / kUnits) * x.cols * kLanes + (unit + u) % kUnits * F::lanes;
+#pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
             sum[u][r] = F::set(0);
         }
@@ -456,7 +566,9 @@ void float_tile(const typename Weight::type* weights, int unit, const Activation
             }
         }
     }
+#pragma GCC unroll 8
     for (int u = 0; u < units; ++u) {
+#pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
             finish(sum[u][r], e, row + r, unit + u);
         }
@@ -514,32 +626,37 @@ struct WeightBf16 {
 // does not depend on the lane its cell lies in.
 template <int rows, int blocks>
 void score_tile(const HeadPass& p, int row, int block, float* scores, size_t stride) {
-    Row sum[rows][blocks];
+    constexpr int units = blocks * kUnits;
+    F sum[rows][units];
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
-        for (int b = 0; b < blocks; ++b) {
-            sum[r][b] = Row::set(0);
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            sum[r][u] = F::set(0);
         }
     }
     const uint16_t* k = p.k + size_t(block) * p.head_dim * kLanes;
     // The values of these cells are wanted next, and take as long to come as the keys.
     const uint16_t* v = p.v + size_t(block) * p.head_dim * kLanes;
     for (int d = 0; d < p.head_dim; ++d) {
-#pragma GCC unroll 8
-        for (int b = 0; b < blocks; ++b) {
-            const size_t at = (size_t(b) * p.head_dim + d) * kLanes;
-            if (b % 2 == 0) {
-                __builtin_prefetch(v + (size_t(b) * p.head_dim + 2 * d) * kLanes, 0, 2);
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            const size_t first = size_t(u / kUnits) * p.head_dim;
+            if (u % (2 * kUnits) == 0) {
+                __builtin_prefetch(v + (first + 2 * d) * kLanes, 0, 2);
             }
-            const Row key = Row::load_f16(k + at);
+            const F key = F::load_f16(k + (first + d) * kLanes + u % kUnits * F::lanes);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; ++r) {
-                sum[r][b] = fma(Row::set(p.q[(row + r) * p.q_stride + d]), key, sum[r][b]);
+                sum[r][u] = fma(F::set(p.q[(row + r) * p.q_stride + d]), key, sum[r][u]);
             }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
-        for (int b = 0; b < blocks; ++b) {
-            sum[r][b].store(scores + r * stride + size_t(block + b) * kLanes);
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            sum[r][u].store(scores + r * stride + size_t(block) * kLanes + u * F::lanes);
         }
     }
 }
@@ -577,10 +694,13 @@ void mix_tile(const HeadPass& p, int row, int dim, const float* weights, size_t 
     for (int r = 1; r < rows; ++r) {
         shared = p.rows[row + r].direct < shared ? p.rows[row + r].direct : shared;
     }
-    Row sum[rows][vectors];
+    constexpr int units = vectors * kUnits;
+    F sum[rows][units];
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
-        for (int i = 0; i < vectors; ++i) {
-            sum[r][i] = Row::set(0);
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            sum[r][u] = F::set(0);
         }
     }
     for (int c = 0; c < shared; ++c) {
@@ -588,31 +708,33 @@ void mix_tile(const HeadPass& p, int row, int dim, const float* weights, size_t 
             __builtin_prefetch(p.upcoming + size_t(c) * p.head_dim, 0, 2);
             __builtin_prefetch(p.upcoming + size_t(c) * p.head_dim + p.head_dim / 2, 0, 2);
         }
-#pragma GCC unroll 4
-        for (int i = 0; i < vectors; ++i) {
-            const Row value = Row::load_f16(v + c * v_stride + i * kLanes);
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            const F value = F::load_f16(v + c * v_stride + u * F::lanes);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; ++r) {
-                sum[r][i] = fma(Row::set(weights[r * stride + c]), value, sum[r][i]);
+                sum[r][u] = fma(F::set(weights[r * stride + c]), value, sum[r][u]);
             }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
         const RowContext& context = p.rows[row + r];
         for (int c = shared; c < context.length; ++c) {
             const size_t cell = c < context.direct ? c : context.tail[c - context.direct];
-            for (int i = 0; i < vectors; ++i) {
-                const Row value = Row::load_f16(v + cell * v_stride + i * kLanes);
-                sum[r][i] = fma(Row::set(weights[r * stride + c]), value, sum[r][i]);
+#pragma GCC unroll 16
+            for (int u = 0; u < units; ++u) {
+                const F value = F::load_f16(v + cell * v_stride + u * F::lanes);
+                sum[r][u] = fma(F::set(weights[r * stride + c]), value, sum[r][u]);
             }
         }
-        for (int i = 0; i < vectors; ++i) {
-            float part[kLanes];
-            (sum[r][i] * Row::set(inverse_sums[r])).store(part);
-            const int at = dim + i * kLanes;
-            const int count = p.head_dim - at < kLanes ? p.head_dim - at : kLanes;
-            __builtin_memcpy(p.out + (row + r) * p.out_stride + at, part, count * sizeof(float));
+        float parts[units * F::lanes];
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            (sum[r][u] * F::set(inverse_sums[r])).store(parts + u * F::lanes);
         }
+        const int count = p.head_dim - dim < units * F::lanes ? p.head_dim - dim : units * F::lanes;
+        __builtin_memcpy(p.out + (row + r) * p.out_stride + dim, parts, count * sizeof(float));
     }
 }
 
@@ -685,6 +807,7 @@ constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
     return {
         name,
         supported,
+        kRowPairs,
         {float_matmul<WeightF32>, float_matmul<WeightF16>, float_matmul<WeightBf16>, integer_matmul<OffsetBlock<8>>,
          integer_matmul<OffsetBlock<4>>, integer_matmul<MinimumBlock<4>>, integer_matmul<OffsetBlock<5>>,
          integer_matmul<MinimumBlock<5>>, integer_matmul<SuperMinimumBlock<4>>, integer_matmul<SuperMinimumBlock<5>>,

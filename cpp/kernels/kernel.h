@@ -45,7 +45,7 @@ struct BlockFactors {
 };
 
 // n rows of int8 blocks. The rows of a block lie side by side, so that a tile of rows reaches them all from one
-// address.
+// address; see Kernel::row_pairs.
 struct QuantizedRows {
     int n = 0;
     Packing packing = Packing::q8_0;  // of the weights they are to be multiplied with
@@ -101,6 +101,7 @@ struct HeadPass {
 struct Kernel {
     const char* name;
     bool (*supported)();
+    bool row_pairs;  // whether quantize() mixes the quants of each two rows, eight bytes of one and then of the other
 
     // out[row][g * kLanes + lane] for the output groups g in [first, last) of a packed matrix.
     void (*matmul[kNumPackings])(const uint8_t* weights, int first, int last, const Activations&, const Epilogue&);

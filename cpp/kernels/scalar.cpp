@@ -48,12 +48,13 @@ struct F {
     friend F exp2_int(F a) { return {as_float(static_cast<uint32_t>(static_cast<int>(a.x) + 127) << 23)}; }
 };
 
-constexpr int kIntegerRows = 4;  // rows of one integer tile
-constexpr int kFloatRows = 4;    // rows of one float tile
-constexpr int kFloatSums = 4;    // sums a float tile keeps in registers
-constexpr int kAttendRows = 1;   // rows that attention takes at a time
-constexpr int kScoreSums = 1;    // its sums in registers: rows times blocks of cells
-constexpr int kMixSums = 1;      // and rows times vectors of dimensions
+constexpr int kIntegerRows = 4;    // rows of one integer tile
+constexpr bool kRowPairs = false;  // whether rows are multiplied in pairs
+constexpr int kFloatRows = 4;      // rows of one float tile
+constexpr int kFloatSums = 4;      // sums a float tile keeps in registers
+constexpr int kAttendRows = 1;     // rows that attention takes at a time
+constexpr int kScoreSums = 1;      // its sums in registers: rows times blocks of cells
+constexpr int kMixSums = 1;        // and rows times vectors of dimensions
 
 // Blocks of weights to prefetch ahead, and into which cache, as __builtin_prefetch counts them.
 constexpr int kPrefetchBlocks = 0;

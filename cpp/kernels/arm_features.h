@@ -1,0 +1,9 @@
+// What the system says an Arm CPU has.
+#pragma once
+
+namespace pystaged {
+
+bool cpu_has_dotprod();
+bool cpu_has_i8mm();
+
+}  // namespace pystaged

@@ -1,0 +1,36 @@
+// NEON with dot products: Apple since M1, Cortex-A55 and A76 and all after them, Graviton since 2.
+#include <arm_neon.h>
+
+#include "arm_features.h"
+#include "kernel.h"
+
+namespace pystaged {
+namespace {
+
+#include "neon.h"
+
+constexpr int kIntegerRows = 8;
+constexpr bool kRowPairs = false;
+
+template <int bits, int count>
+inline F dot_words(const Bytes* words, const int8_t* x, int32_t offset) {
+    int32x4_t sum = start<bits>(offset);
+#pragma GCC unroll 2
+    for (int i = 0; i < count; i += 4) {
+        const int8x16_t values = vld1q_s8(x + 4 * i);
+        sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i]), values, 0);
+        sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i + 1]), values, 1);
+        sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i + 2]), values, 2);
+        sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i + 3]), values, 3);
+    }
+    return {vcvtq_f32_s32(sum)};
+}
+
+#include "generic.h"
+
+}  // namespace
+
+extern const Kernel kNeonDotprodKernel;
+constexpr Kernel kNeonDotprodKernel = make_kernel("neon-dotprod", cpu_has_dotprod);
+
+}  // namespace pystaged

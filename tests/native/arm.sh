@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Cross-compiles the kernels and their tests for 64-bit Arm and runs them under emulation, as CPUs of three generations.
+# Needs the Debian packages g++-aarch64-linux-gnu and qemu-user, and cmake. Usage: arm.sh [BUILD-FOLDER]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+build=${1:-build/arm}
+version=0.3.36
+sources=$build/llama_cpp_python-$version
+mkdir -p "$build"
+if [ ! -d "$sources" ]; then
+    pip download --quiet --no-binary :all: --no-deps --dest "$build" "llama-cpp-python==$version"
+    tar -xzf "$build/llama_cpp_python-$version.tar.gz" -C "$build"
+fi
+cmake -S tests/native -B "$build" -DCMAKE_TOOLCHAIN_FILE="$PWD/cmake/aarch64-linux-gnu.cmake" \
+    -DLLAMA_CPP="$(realpath "$sources")/vendor/llama.cpp"
+cmake --build "$build" --parallel
+
+run() {
+    echo "$1: ${*:2}"
+    qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu "$1" "$build/kernel_tests" "${@:2}"
+}
+run max neon-i8mm neon-dotprod neon scalar
+run cortex-a76 neon-dotprod neon scalar
+run cortex-a72 neon scalar
