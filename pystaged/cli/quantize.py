@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pystaged import hub
 from pystaged.cli.console import errors, progress_bars
 from pystaged.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
 from pystaged.quantize import quantize as quantize_file
@@ -14,7 +15,8 @@ from pystaged.quantize import quantize as quantize_file
 
 def quantize(
     source: Annotated[
-        Path, typer.Argument(help="GGUF file, or the folder of a GPT-2 checkpoint (safetensors).", metavar="IN")
+        str,
+        typer.Argument(help="A model as in generate, or the folder of a GPT-2 checkpoint (safetensors).", metavar="IN"),
     ],
     out: Annotated[Path, typer.Argument(help="GGUF file to write.")],
     quantization: Annotated[str, typer.Option("--type", help=f"One of {', '.join(FILE_TYPES)}.")] = DEFAULT_TYPE,
@@ -24,8 +26,8 @@ def quantize(
     Example: pystaged quantize gpt2.F16.gguf gpt2.Q4_0.gguf --type q4_0
     """
     with progress_bars() as progress:
-        if source.is_dir():
-            quantize_checkpoint(source, out, quantization, progress=progress)
+        if Path(source).is_dir():
+            quantize_checkpoint(Path(source), out, quantization, progress=progress)
         else:
-            quantize_file(source, out, quantization, progress=progress)
+            quantize_file(hub.resolve(source, progress), out, quantization, progress=progress)
     errors.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB", style="dim", markup=False)
