@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli import generate, info, models, ngram, pull, quantize, tune
+from pystaged.cli import bench, generate, info, models, ngram, pull, quantize, tune
 from pystaged.cli.console import errors
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command()(generate.generate)
 app.command()(pull.pull)
 app.command()(quantize.quantize)
 app.add_typer(models.app, name="models")
+app.command()(bench.bench)
 app.command()(tune.tune)
 app.command()(info.info)
 app.add_typer(ngrams, name="ngram")
