@@ -19,7 +19,7 @@ OURS = {
     "n-grams": "n-grams alone",
 }
 PROGRAMS = {
-    "llama-speculative": ["--draft-max", "8"],
+    "llama-speculative": [],
     "llama-speculative-simple": ["--spec-type", "draft-simple"],
     "llama-lookup": [],
 }

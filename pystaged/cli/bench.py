@@ -90,7 +90,7 @@ def bench(
         for part in found.terminal(console.width):
             console.print(part, soft_wrap=not console.is_terminal)
     if not found.outcome.complete:
-        errors.print("[yellow]interrupted: these are the results until then[/yellow]")
+        report("these are the results until then")
         raise typer.Exit(130)
 
 
