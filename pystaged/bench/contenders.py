@@ -60,9 +60,9 @@ class Pairing:
     n_ctx: int
 
     def setup(self, runner: str, **others: Any) -> dict[str, Any]:
-        """What a worker needs to know."""
+        """What a worker needs to know; its runner is a module beside this one."""
         return {
-            "runner": runner,
+            "runner": f"{__package__}.{runner}",
             "model": str(self.model),
             "draft": str(self.draft) if self.draft else None,
             "threads": self.threads,
@@ -73,16 +73,16 @@ class Pairing:
 
 def ours(pairing: Pairing) -> list[Contender]:
     """Our own ways."""
-    setups = [("", pairing.setup("pystaged", accept=[]))]
+    setups = [("", pairing.setup("ways", accept=[]))]
     ways = [way for way in OURS if pairing.draft or way not in ("tree", "chain")]
-    return [Contender(OURS[way], way, "pystaged", False, setups) for way in ways]
+    return [Contender(OURS[way], way, "ways", False, setups) for way in ways]
 
 
 def synthetic(pairing: Pairing, accept: list[float]) -> list[Contender]:
     """Plain decoding, and a drafter with a given acceptance at depth."""
-    setups = [("", pairing.setup("pystaged", accept=accept))]
+    setups = [("", pairing.setup("ways", accept=accept))]
     named = {"plain": OURS["plain"], "synthetic": f"synthetic, accept {', '.join(f'{rate:g}' for rate in accept)}"}
-    return [Contender(name, way, "pystaged", False, setups) for way, name in named.items()]
+    return [Contender(name, way, "ways", False, setups) for way, name in named.items()]
 
 
 def peers(pairing: Pairing, llama_cpp: Path | None) -> list[Contender]:
@@ -102,7 +102,7 @@ def _llama_cpp_python(pairing: Pairing) -> list[Contender]:
     for way, lookup in (("plain", False), ("prompt lookup", True)):
         key = f"llama-cpp-python, {way}"
         setups = [
-            (note, pairing.setup("llama-cpp-python", lookup=lookup, extra_buffers=extra))
+            (note, pairing.setup("peer_llama_cpp_python", lookup=lookup, extra_buffers=extra))
             for note, extra in (("repacked weights", True), ("plain weights", False))
         ]
         found.append(Contender(key, way, key, True, setups))
@@ -112,7 +112,7 @@ def _llama_cpp_python(pairing: Pairing) -> list[Contender]:
 def _transformers(pairing: Pairing) -> list[Contender]:
     absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
     missing = f"not installed: {', '.join(absent)}; pip install 'pystaged[peers]'" if absent else ""
-    setups = [("same weights in F32", pairing.setup("transformers"))]
+    setups = [("same weights in F32", pairing.setup("peer_transformers"))]
     ways = {"plain": "plain", "assisted": "assisted", "lookup": "prompt lookup"}
     return [
         Contender(f"transformers, {name}", way, "transformers", True, setups, missing)
@@ -138,7 +138,9 @@ def _programs(pairing: Pairing, folder: Path) -> list[Contender]:
         if path is None:
             found.append(Contender(key, way, key, True, missing=f"not in {folder.name}"))
             continue
-        setup = pairing.setup("llama.cpp", program=str(path), draft_share=pairing.draft_share if needs_draft else 0.0)
+        setup = pairing.setup(
+            "peer_llama_cpp", program=str(path), draft_share=pairing.draft_share if needs_draft else 0.0
+        )
         setup |= {} if needs_draft else {"draft": None}
         setups = [
             ("", setup | {"arguments": arguments}),

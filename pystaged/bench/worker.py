@@ -15,16 +15,9 @@ from typing import Any, Protocol, TextIO
 if sys.platform == "darwin":
     import resource
 
-RUNNERS = {
-    "pystaged": "pystaged.bench.ways",
-    "llama-cpp-python": "pystaged.bench.peer_llama_cpp_python",
-    "transformers": "pystaged.bench.peer_transformers",
-    "llama.cpp": "pystaged.bench.peer_llama_cpp",
-}
-
 
 class Runner(Protocol):
-    """What each module of RUNNERS has as `Runner`; it is made from a setup."""
+    """What the module that a setup names has as `Runner`; it is made from the setup."""
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """Continue one prompt; the reply is a Measurement's fields (see host.py)."""
@@ -55,7 +48,7 @@ def main() -> None:
     setup = json.loads(sys.stdin.readline())
     runner: Runner | None = None
     try:
-        runner = importlib.import_module(RUNNERS[setup["runner"]]).Runner(setup)
+        runner = importlib.import_module(setup["runner"]).Runner(setup)
         _reply(replies, {})
         for line in sys.stdin:
             _reply(replies, {"peak_bytes": peak_bytes()} | runner.run(json.loads(line)))
