@@ -74,7 +74,8 @@ class Worker:
             start_new_session=True,
         )
         self._replies: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         try:
             self._ask(setup, _SECONDS_TO_LOAD)
         except BaseException:
@@ -98,6 +99,9 @@ class Worker:
             self._process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             self._kill()
+        self._listener.join()
+        if self._process.stdout:
+            self._process.stdout.close()
         self._log.close()
 
     def _kill(self) -> None:
