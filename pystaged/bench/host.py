@@ -86,9 +86,13 @@ class Worker:
         """Have one prompt continued, within that many seconds.
 
         Raises:
-            WorkerError: it crashed, hung or failed; the worker is of no more use.
+            WorkerError: it crashed, hung or failed; the worker is closed.
         """
-        return Measurement(**self._ask(job, seconds))
+        try:
+            return Measurement(**self._ask(job, seconds))
+        except WorkerError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the process and what it started."""

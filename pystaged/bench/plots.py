@@ -47,16 +47,18 @@ def _speculating(tables: dict[str, list[Row]]) -> dict[str, Row]:
 def _speedups(axes: Axes, tables: dict[str, list[Row]]) -> None:
     """Figure 2 of Spector & Ré."""
     chosen = {name: row for name, row in _speculating(tables).items() if name.startswith(("staged", "synthetic"))}
-    axes.hist([row.speedups for row in chosen.values()], bins=16, label=list(chosen), color=_COLORS[: len(chosen)])
+    if chosen:  # an interrupted run may not have come so far
+        axes.hist([row.speedups for row in chosen.values()], bins=16, label=list(chosen), color=_COLORS[: len(chosen)])
+        axes.legend(fontsize=8)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set(title="Speed-up over plain decoding, by prompt", xlabel="tokens per second, over plain", ylabel="prompts")
-    axes.legend(fontsize=8)
 
 
 def _passes(axes: Axes, passes: dict[str, Any]) -> None:
     rows, times = [each["n"] for each in passes["passes"]], [each["ms"] for each in passes["passes"]]
     axes.plot(rows, times, marker="o", color=_COLORS[0], label="T(n)")
-    axes.axhline(passes["floor_ms"], color=_COLORS[1], linestyle="--", label="reading the weights once")
+    floor = [each["floor_ms"] for each in passes["passes"]]
+    axes.plot(rows, floor, color=_COLORS[1], linestyle="--", label="floor: reading the weights, or the products")
     axes.set(title="One pass of the target", xlabel="rows n", ylabel="ms", ylim=(0, None))
     axes.legend()
 
@@ -72,4 +74,4 @@ def _shares(axes: Axes, tables: dict[str, list[Row]], field: str, title: str) ->
     axes.invert_yaxis()
     axes.set(title=title, xlim=(0, 1))
     axes.tick_params(axis="y", labelsize=8)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4, fontsize=8)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, fontsize=8)

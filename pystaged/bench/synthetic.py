@@ -66,10 +66,18 @@ class ScriptedDrafter:
             self._session.close()
 
     def start(self, context: NDArray[np.int32]) -> None:
-        self._root, self._at, self._chain, self._missing = int(context[-1]), 0, [], []
+        self._root, self._at, self._chain = int(context[-1]), 0, []
+        self._missing = context[:-1].tolist()
         if self._session:
             self._session.truncate(0)
-            self._session.prefill(context[:-1])
+
+    def lag(self) -> float:
+        return 0.0
+
+    def catch_up(self) -> None:
+        if self._session and self._missing:
+            self._session.prefill(self._missing)
+            self._missing = []
 
     def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
         begin = time.perf_counter()

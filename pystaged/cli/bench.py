@@ -95,12 +95,13 @@ def bench(
 
 
 def _write(found: Report, folder: Path) -> None:
+    with whole_file(folder / "report.json") as path:
+        path.write_text(json.dumps(found.to_dict()), encoding="utf-8")
     names = []
     if find_spec("matplotlib"):
         names = import_module("pystaged.bench.plots").draw(folder, found.tables, found.passes)
-    for name, text in (("report.md", found.markdown(names)), ("report.json", json.dumps(found.to_dict()))):
-        with whole_file(folder / name) as path:
-            path.write_text(text, encoding="utf-8")
+    with whole_file(folder / "report.md") as path:
+        path.write_text(found.markdown(names), encoding="utf-8")
     report(f"{', '.join(['report.md', 'report.json', *names])} are in {folder}")
 
 
