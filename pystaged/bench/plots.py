@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def draw(folder: Path, tables: dict[str, list[Row]], passes: dict[str, Any]) -> 
         tables: rows by sampling.
         passes: as PassTimes.to_dict.
     """
-    pictures = {
+    pictures: dict[str, Callable[[Axes], None]] = {
         "speedup.png": lambda axes: _speedups(axes, tables),
         "passes.png": lambda axes: _passes(axes, passes),
         "stages.png": lambda axes: _shares(axes, tables, "emitted", "Share of the tokens, by stage"),

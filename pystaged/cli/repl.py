@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -136,7 +136,8 @@ class Repl:
         if name == "max_tokens":
             self._max_tokens = int(number)
         elif name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-            self._sampling = replace(self._sampling, **{name: number})
+            changed: dict[str, Any] = {name: number}
+            self._sampling = replace(self._sampling, **changed)
         else:
             raise ValueError(f"there is nothing called {name}; /help shows what can be set")
 
