@@ -32,7 +32,7 @@ class Contest:
     """
 
     model: str = "house"
-    draft: str | None = "house"
+    draft: str | Path | None = "house"
     quantization: str = "Q8_0"
     prompts: Path | None = None
     limit: int = 82

@@ -11,7 +11,6 @@ from rich.table import Table
 
 import pystaged
 from pystaged.cli.console import draft_name, errors, model_name, report
-from pystaged.cli.console import draft_name, errors, report
 from pystaged.cli.painting import Color, show, summary
 
 

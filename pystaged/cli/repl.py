@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli.console import draft_name, errors, report
+from pystaged.cli.console import draft_name, errors, model_name, report
 from pystaged.cli.painting import Color, show, summary
 from pystaged.config import SamplingConfig
 
@@ -23,7 +23,7 @@ A line that ends with \\ goes on with the next one. Ctrl-C stops the model and k
 
 
 def repl(
-    model: Annotated[str, typer.Option(help="Path of a GGUF file, or 'house'.")] = "house",
+    model: Annotated[str, typer.Option(help="As in generate.")] = "house",
     draft: Annotated[str, typer.Option(help="As in generate.")] = "auto",
     max_tokens: Annotated[int, typer.Option(help="New tokens at most in a turn.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
@@ -40,7 +40,7 @@ def repl(
     Example: pystaged repl --temperature 0.8 --top-p 0.95 --color stages
     """
     sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
-    with pystaged.load(model, draft=draft_name(draft), num_threads=threads, report=report) as engine:
+    with pystaged.load(model_name(model), draft=draft_name(draft), num_threads=threads, report=report) as engine:
         session = Repl(engine, sampling, max_tokens, color, show_tree=show_tree)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
