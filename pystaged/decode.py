@@ -22,10 +22,12 @@ _BLEND = 0.2  # weight of a new observation of what drafting takes
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """The tokens one step adds to the text, and who proposed each."""
+    """The tokens one step adds to the text, who proposed each, the tree that was verified and its accepted nodes."""
 
     tokens: list[int]
     stages: list[Stage]
+    tree: TokenTree
+    path: list[int]
 
 
 class Decoder:
@@ -122,9 +124,10 @@ class Decoder:
         stats.native_seconds += committed - drafted
         if self._cost:
             self._cost.observe(len(tree), evaluated - drafted)
+            stats.plain_seconds += len(emitted) * self._cost(1)
             seconds = drafted - begin + self._cost(len(tree))
             self._choice.record(chosen, len(emitted) * self._cost(1), seconds)
-        return Emitted(emitted, [*(Stage(tree.stages[node]) for node in nodes[1:]), Stage.TARGET])
+        return Emitted(emitted, [*(Stage(tree.stages[node]) for node in nodes[1:]), Stage.TARGET], tree, nodes)
 
     def _start_drafters(self, prompt: NDArray[np.int32]) -> None:
         for drafter in self.drafters:

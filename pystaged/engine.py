@@ -247,7 +247,7 @@ class Stream(Iterator[Piece]):
                 stats.new_tokens = len(tokens)
                 stats.decode_seconds += time.perf_counter() - begin
                 if new or piece:
-                    yield Piece(piece, tuple(step.tokens[:new]), tuple(step.stages[:new]))
+                    yield Piece(piece, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path))
             stats.finish(stages, before, decoder.drafting(), engine.model.weight_bytes)
         finally:
             engine._put_back(decoder)

@@ -6,25 +6,29 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pystaged.stats import GenerationStats
-from pystaged.tree import Stage
+from pystaged.tree import Stage, TokenTree
 
 FinishReason = Literal["stop", "length"]
 
 
 class Piece(str):
-    """Text as it comes from a stream: a string that knows the new tokens it came with, and who proposed each.
+    """Text as it comes from a stream: a string that knows the new tokens it came with, and who proposed each; the tree
+    that was verified for it, and the accepted nodes of that, root first.
 
     A character is never split over two pieces, so a piece may be empty while its tokens are not.
     """
 
-    __slots__ = ("stages", "tokens")
+    __slots__ = ("path", "stages", "tokens", "tree")
     tokens: tuple[int, ...]
     stages: tuple[Stage, ...]
+    tree: TokenTree
+    path: tuple[int, ...]
 
-    def __new__(cls, text: str, tokens: tuple[int, ...], stages: tuple[Stage, ...]) -> Piece:
+    def __new__(
+        cls, text: str, tokens: tuple[int, ...], stages: tuple[Stage, ...], tree: TokenTree, path: tuple[int, ...]
+    ) -> Piece:
         piece = super().__new__(cls, text)
-        piece.tokens = tokens
-        piece.stages = stages
+        piece.tokens, piece.stages, piece.tree, piece.path = tokens, stages, tree, path
         return piece
 
     @property

@@ -59,6 +59,7 @@ class GenerationStats:
     new_tokens: tokens emitted. steps: passes of the target that emitted them; rows: their tokens, roots included.
     prefill_seconds: until the prompt was in the context; decode_seconds: from there to the end;
     target_seconds: of these in passes of the target; native_seconds: in the engine altogether.
+    plain_seconds: what plain decoding of the same tokens would have taken by the measured costs, 0 where none are.
     lengths: how many steps accepted how many nodes. offered, taken: by depth, steps whose path reached the depth above
     and whose tree went on there, and those of them that accepted a node there.
     stages: by name. drafters: by name, the work of each. relative_weight_bytes: weights read per token, by target and
@@ -74,6 +75,7 @@ class GenerationStats:
     decode_seconds: float = 0.0
     target_seconds: float = 0.0
     native_seconds: float = 0.0
+    plain_seconds: float = 0.0
     relative_weight_bytes: float = 1.0
     lengths: Counter[int] = field(default_factory=Counter)
     offered: Counter[int] = field(default_factory=Counter)
@@ -144,6 +146,11 @@ class GenerationStats:
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property
+    def speedup_estimate(self) -> float | None:
+        """Over plain decoding by the measured costs; None where none are."""
+        return self.plain_seconds / self.decode_seconds if self.plain_seconds and self.decode_seconds > 0 else None
+
+    @property
     def python_share(self) -> float:
         """Part of the decoding time spent outside the engine."""
         return 1 - self.native_seconds / self.decode_seconds if self.decode_seconds > 0 else 0.0
@@ -163,6 +170,7 @@ class GenerationStats:
             "relative_weight_bytes": self.relative_weight_bytes,
             "python_share": self.python_share,
             "tokens_per_second": self.tokens_per_second,
+            "speedup_estimate": self.speedup_estimate,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "target_seconds": self.target_seconds,

@@ -10,11 +10,15 @@ import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli import generate, info, models, ngram, pull, quantize, tune
+from pystaged.cli import bench, generate, info, models, ngram, pull, quantize, repl, tune
 from pystaged.cli.console import errors
+
+_INTERRUPTED = 130
 
 app = typer.Typer(
     help="Staged speculative decoding for GGUF models on your own laptop.",
+    epilog="Exit status: 0 done, 1 failed (the reason is on standard error), 2 wrong usage, 130 interrupted by Ctrl-C, "
+    "141 nobody reads the output any more.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -25,6 +29,8 @@ app.command()(generate.generate)
 app.command()(pull.pull)
 app.command()(quantize.quantize)
 app.add_typer(models.app, name="models")
+app.command()(repl.repl)
+app.command()(bench.bench)
 app.command()(tune.tune)
 app.command()(info.info)
 app.add_typer(ngrams, name="ngram")
@@ -49,9 +55,11 @@ def main() -> None:
     """Run the command line; failures that a user can mend are one line, without a traceback."""
     try:
         app(prog_name=Path(sys.argv[0]).name)
-    except KeyboardInterrupt:
-        errors.print("[yellow]interrupted[/yellow]")
-        sys.exit(130)
+    except SystemExit as end:
+        # Typer turns Ctrl-C into this status without a word.
+        if end.code == _INTERRUPTED:
+            errors.print("[yellow]interrupted[/yellow]")
+        raise
     except BrokenPipeError:
         # Whoever read our output has enough; a second failure when Python closes it would print a traceback.
         sys.stdout = None

@@ -11,6 +11,7 @@ from rich.table import Table
 
 import pystaged
 from pystaged.cli.console import draft_name, errors, model_name, report
+from pystaged.cli.painting import Color, show, summary
 
 
 def generate(
@@ -29,6 +30,8 @@ def generate(
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
     threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
+    color: Annotated[Color, typer.Option(help="Paint each token by who proposed it; in terminals only.")] = Color.NONE,
+    show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw each tree, its accepted path bright.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what each stage did.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one object with text, tokens, finish_reason and stats.")
@@ -36,7 +39,13 @@ def generate(
 ) -> None:
     """Continue a prompt.
 
+    The text goes to standard output, everything else to standard error.
+
     Example: pystaged generate "def fibonacci(n):" --max-tokens 64
+
+    Example: pystaged generate "def fibonacci(n):" --color stages --show-tree
+
+    Example: pystaged generate - --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt > text.txt
     """
     # Before a model is loaded, which may take a while.
     pystaged.SamplingConfig(temperature, top_k, top_p, min_p, seed)
@@ -54,11 +63,7 @@ def generate(
             stop=stop or (),
             speculate=speculate,
         )
-        with stream:
-            for piece in stream:
-                if not as_json:
-                    typer.echo(piece.text, nl=False)
-            result = stream.result
+        result = stream.finish() if as_json else show(stream, engine.tokenizer, color, show_tree=show_tree)
     if as_json:
         fields = {
             "text": result.text,
@@ -69,14 +74,9 @@ def generate(
         }
         typer.echo(json.dumps(fields))
         return
-    typer.echo()
-    stats = result.stats
-    errors.print(
-        f"[dim]{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} per second, "
-        f"{stats.tokens_per_step:.2f} per step[/dim]"
-    )
+    errors.print(summary(result.stats, color))
     if verbose:
-        errors.print(_stats_table(stats))
+        errors.print(_stats_table(result.stats))
 
 
 def _stats_table(stats: pystaged.GenerationStats) -> Table:

@@ -1,0 +1,120 @@
+"""One benchmark: the files and prompts, who takes part, what is reported."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import TypeVar
+
+from pystaged import hub
+from pystaged._core import Model, Tokenizer
+from pystaged.bench import contenders, machine, models, passes, summary
+from pystaged.bench.contenders import Pairing
+from pystaged.bench.pairs import load_prompts
+from pystaged.bench.report import Report, describe_file, sha256
+from pystaged.bench.suite import Prompt, Suite
+from pystaged.config import SamplingConfig
+
+SAMPLINGS = {"greedy": SamplingConfig(), "T=1 top-k 50": SamplingConfig(temperature=1.0, top_k=50)}
+_TREE_ROOM = 64  # positions left for the last tree
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """What to measure; each field as the option of `pystaged bench`.
+
+    accept: acceptance at depth 1, 2, ... of the synthetic mode; empty for the usual benchmark.
+    """
+
+    model: str = "house"
+    draft: str | Path | None = "house"
+    quantization: str = "Q8_0"
+    prompts: Path | None = None
+    limit: int = 82
+    max_tokens: int = 128
+    repeats: int = 1
+    threads: int = 0
+    peers: bool = True
+    peer_limit: int = 10
+    llama_cpp: Path | None = None
+    accept: list[float] = field(default_factory=list)
+
+    def run(self, progress: Callable[[str, float, float], None]) -> Report:
+        """Measure everything, or until Ctrl-C.
+
+        Args:
+            progress: as in Suite.
+
+        Raises:
+            FileNotFoundError: no such model, draft, prompts or folder.
+            ValueError: prompts too long for the model, or none.
+        """
+        file = self.prompts or hub.house(hub.HOUSE_PROMPTS)
+        path, draft = models.find(self.model, self.quantization), hub.resolve_draft(self.model, self.draft)
+        tokenizer = Tokenizer(str(path))
+        prompts = [Prompt(text, tokenizer.encode(text)) for text in spread(load_prompts(file), self.limit)]
+        if not prompts:
+            raise ValueError(f"{file} has no prompts")
+        pairing, kernel = self._pairing(path, draft, max(len(prompt.tokens) for prompt in prompts))
+        taking_part = contenders.synthetic(pairing, self.accept) if self.accept else contenders.ours(pairing)
+        if self.peers and not self.accept:
+            taking_part += contenders.peers(pairing, self.llama_cpp)
+        has_peers = any(each.is_peer for each in taking_part)
+        peer_prompts = spread(range(len(prompts)), self.peer_limit) if has_peers else []
+        conditions = {
+            "machine": machine.describe(),
+            "versions": contenders.versions(),
+            "kernel": kernel,
+            "threads": pairing.threads,
+            "model": describe_file(path, self.model),
+            "draft": describe_file(draft, ""),
+            "prompts": {
+                "file": file.name,
+                "sha256": sha256(file),
+                "used": len(prompts),
+                "peers": len(peer_prompts),
+            },
+            "max_tokens": self.max_tokens,
+            "repeats": self.repeats,
+            "accept": self.accept,
+            "date": date.today().isoformat(),
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        }
+        progress("passes of the target", 0.0, 0.0)
+        times = passes.measure(path, repeats=5, num_threads=pairing.threads, peer=False)
+        suite = Suite(
+            taking_part,
+            prompts,
+            peer_prompts,
+            SAMPLINGS,
+            max_tokens=self.max_tokens,
+            repeats=self.repeats,
+            progress=progress,
+        )
+        outcome = suite.run()
+        tables = {sampling: summary.rows(taking_part, outcome, sampling) for sampling in SAMPLINGS}
+        return Report(conditions, tables, times.to_dict(), outcome)
+
+    def _pairing(self, path: Path, draft: Path | None, longest: int) -> tuple[Pairing, str]:
+        """The files with the settings that all get, and the kernel's name."""
+        target = Model(str(path), "", self.threads)
+        if longest + self.max_tokens > target.max_context:
+            raise ValueError(
+                f"the longest prompt has {longest} tokens; with {self.max_tokens} more that is beyond the model's "
+                f"context of {target.max_context}; choose a smaller --max-tokens"
+            )
+        share = Model(str(draft)).weight_bytes / target.weight_bytes if draft else 0.0
+        n_ctx = min(target.max_context, longest + self.max_tokens + _TREE_ROOM)
+        return Pairing(path, draft, share, target.num_threads, n_ctx), target.kernel
+
+
+def spread(items: Iterable[_Item], most: int) -> list[_Item]:
+    """At most so many of them, evenly spread."""
+    found = list(items)
+    number = min(most, len(found))
+    return [found[at * len(found) // number] for at in range(number)]

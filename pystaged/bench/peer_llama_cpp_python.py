@@ -1,0 +1,91 @@
+"""The runner of llama-cpp-python: plain, or with its LlamaPromptLookupDecoding."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from numpy.typing import NDArray
+
+_LOOKUP_TOKENS = 2  # what its documentation advises where there is only a CPU
+
+
+class _Counting(LlamaPromptLookupDecoding):
+    """Prompt lookup that counts its calls: one after each pass."""
+
+    calls = 0
+
+    def __call__(self, input_ids: NDArray[np.intc], /, **kwargs: Any) -> NDArray[np.intc]:
+        self.calls += 1
+        return super().__call__(input_ids, **kwargs)
+
+
+class Runner:
+    """Decodes with `Llama.generate`.
+
+    Args:
+        setup: model, threads, n_ctx; lookup: whether to look up; extra_buffers: whether weights may be repacked.
+    """
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        if not setup["extra_buffers"]:
+            _without_extra_buffers()
+        self._lookup = _Counting(num_pred_tokens=_LOOKUP_TOKENS) if setup["lookup"] else None
+        self._llama: Any = llama_cpp.Llama(
+            setup["model"],
+            n_ctx=setup["n_ctx"],
+            n_threads=setup["threads"],
+            n_threads_batch=setup["threads"],
+            draft_model=self._lookup,
+            verbose=False,
+        )
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        sampling = job["sampling"]
+        self._llama.reset()
+        self._llama.set_seed(sampling["seed"])
+        calls = self._lookup.calls if self._lookup else 0
+        begin = time.perf_counter()
+        tokens, first = list[int](), 0.0
+        for token in self._llama.generate(
+            job["prompt"],
+            temp=sampling["temperature"],
+            top_k=sampling["top_k"],
+            top_p=sampling["top_p"],
+            min_p=sampling["min_p"],
+            repeat_penalty=1.0,
+        ):
+            tokens.append(int(token))
+            first = first or time.perf_counter() - begin
+            if len(tokens) == job["max_tokens"]:
+                break
+        seconds = time.perf_counter() - begin - first
+        steps = len(tokens) - 1 if self._lookup is None else self._lookup.calls - calls
+        return {
+            # The first token came with the prompt.
+            "counted": len(tokens) - 1,
+            "seconds": seconds,
+            "first_token_seconds": first,
+            "tokens": tokens,
+            "steps": steps,
+            "relative_weight_bytes": steps / (len(tokens) - 1),
+        }
+
+    def close(self) -> None:
+        self._llama.close()
+
+
+def _without_extra_buffers() -> None:
+    # `Llama` has no argument for it.
+    defaults = llama_cpp.llama_model_default_params
+
+    def plain() -> Any:
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    llama_cpp.llama_model_default_params = plain
+    llama_cpp.llama_cpp.llama_model_default_params = plain

@@ -1,0 +1,100 @@
+"""The runner of Hugging Face transformers on the same weights, dequantized to F32: plain, assisted, prompt lookup."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+_LOOKUP_TOKENS = 10  # of its documentation's example
+
+
+class _Clock:
+    """A streamer that notes when how many tokens come; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, int]] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append((time.perf_counter(), int(value.numel())))
+
+    def end(self) -> None:
+        pass
+
+
+class Runner:
+    """Decodes with `generate`; all its ways share the weights.
+
+    Args:
+        setup: model, draft (path or None), threads.
+    """
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        torch.set_num_threads(setup["threads"])
+        self._model = _load(setup["model"])
+        self._draft = _load(setup["draft"]) if setup["draft"] else None
+        self._passes = {"target": 0, "draft": 0}
+        self._model.register_forward_hook(lambda *_: self._count("target"))
+        if self._draft:
+            self._draft.register_forward_hook(lambda *_: self._count("draft"))
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        sampling, clock = job["sampling"], _Clock()
+        prompt = torch.tensor([job["prompt"]])
+        options: dict[str, Any] = {"do_sample": False}
+        if sampling["temperature"] > 0:
+            torch.manual_seed(sampling["seed"])
+            options = {
+                "do_sample": True,
+                "temperature": sampling["temperature"],
+                "top_k": sampling["top_k"],
+                "top_p": sampling["top_p"],
+            }
+        if job["way"] == "assisted":
+            options["assistant_model"] = self._draft
+        if job["way"] == "lookup":
+            options["prompt_lookup_num_tokens"] = _LOOKUP_TOKENS
+        self._passes = {"target": 0, "draft": 0}
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            output = self._model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=job["max_tokens"],
+                eos_token_id=None,
+                pad_token_id=0,
+                streamer=clock,
+                **options,
+            )
+        tokens = output[0, len(job["prompt"]) :].tolist()
+        _, (first, num_first), *_, (last, _) = clock.times
+        # What came with the prompt is no decoding.
+        counted, steps = len(tokens) - num_first, self._passes["target"] - 1
+        read = steps + self._draft_share * self._passes["draft"]
+        return {
+            "counted": counted,
+            "seconds": last - first,
+            "first_token_seconds": first - begin,
+            "tokens": tokens,
+            "steps": steps,
+            "relative_weight_bytes": read / counted,
+        }
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def _draft_share(self) -> float:
+        """Weights of a draft pass over those of a target pass."""
+        return self._draft.num_parameters() / self._model.num_parameters() if self._draft else 0.0
+
+    def _count(self, model: str) -> None:
+        self._passes[model] += 1
+
+
+def _load(path: str) -> Any:
+    file = Path(path)
+    return AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()

@@ -1,0 +1,187 @@
+"""A benchmark's report: for the terminal, as JSON, as Markdown."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pystaged.bench.suite import Outcome
+from pystaged.bench.summary import Row
+
+# The more important ones first: a narrow terminal shows as many as it can.
+_COLUMNS = {
+    "tokens/s": "new tokens per second of decoding, the prompt apart",
+    "x plain": "over plain decoding on the same prompts, all tokens together",
+    "x best peer": "over the fastest peer under this sampling, on its prompts",
+    "per step": "tokens per pass of the target",
+    "x plain, by prompt": "least, median and most of a prompt",
+    "weights": "weight bytes read per token, relative to plain decoding (Spector & Ré's Table 1)",
+    "first ms": "median time to the first token",
+    "MB": "most memory of a process of its own; transformers' rows share one",
+}
+_ABOUT = {
+    "grown": "grown from the house target: it costs what GPT-2 Large costs and says what the small model says",
+    "random": "random weights: only its costs mean something, its acceptance does not",
+    "house": "the small target in the package",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was measured, and on what.
+
+    conditions: machine, versions, files and settings, for JSON. tables: rows by sampling. passes: T(n), as
+    PassTimes.to_dict.
+    """
+
+    conditions: dict[str, Any]
+    tables: dict[str, list[Row]]
+    passes: dict[str, Any]
+    outcome: Outcome
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, single runs too, for JSON."""
+        return {
+            "conditions": self.conditions,
+            "complete": self.outcome.complete,
+            "seconds": self.outcome.seconds,
+            "tables": {sampling: [row.to_dict() for row in rows] for sampling, rows in self.tables.items()},
+            "passes": self.passes,
+            "runs": [run.to_dict() for run in self.outcome.runs],
+        }
+
+    def terminal(self, width: int) -> Iterator[Table | Text]:
+        """A table and its notes for each sampling.
+
+        Args:
+            width: of the terminal, in characters.
+        """
+        for sampling, rows in self.tables.items():
+            columns = len(_COLUMNS)
+            while columns > 2 and _width(self._table(sampling, rows, columns)) > width:
+                columns -= 1
+            yield self._table(sampling, rows, columns)
+            for row in rows:
+                for note in row.notes:
+                    yield Text(f"{row.name}: {note}", style="dim")
+            yield Text()
+
+    def markdown(self, pictures: list[str]) -> str:
+        """The whole as a page.
+
+        Args:
+            pictures: names of files beside it.
+        """
+        lines = [f"# {self._heading()}", "", *self._conditions(), ""]
+        if not self.outcome.complete:
+            lines += ["**Interrupted: these are the results until then.**", ""]
+        for sampling, rows in self.tables.items():
+            lines += [f"## {self._title(sampling)}", "", f"| | {' | '.join(_COLUMNS)} | prompts |"]
+            lines.append("|---" + "|--:" * (len(_COLUMNS) + 1) + "|")
+            for row in rows:
+                name = f"**{row.name}**" if row.name == "staged" else row.name
+                lines.append(f"| {name} | {' | '.join(_cells(row))} | {row.prompts or '-'} |")
+            lines += ["", *_remarks(rows), ""]
+        lines += [f"- *{name}*: {meaning}." for name, meaning in _COLUMNS.items()]
+        lines += ["", *(f"![{name.partition('.')[0]}]({name})" for name in pictures)]
+        return "\n".join(lines) + "\n"
+
+    def _table(self, sampling: str, rows: list[Row], num_columns: int) -> Table:
+        table = Table(title=self._title(sampling), box=None, title_justify="left", pad_edge=False)
+        table.add_column("", no_wrap=True)
+        for heading in list(_COLUMNS)[:num_columns]:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in rows:
+            style = "bold" if row.name == "staged" else "dim" if row.is_peer else ""
+            table.add_row(row.name, *_cells(row)[:num_columns], style=style)
+        return table
+
+    def _heading(self) -> str:
+        model, draft = self.conditions["model"], self.conditions["draft"]
+        return f"{model['name']}, draft {draft['name'] if draft else 'none'}"
+
+    def _title(self, sampling: str) -> str:
+        return f"{sampling}, {self.conditions['prompts']['used']} prompts, {self.conditions['max_tokens']} tokens each"
+
+    def _conditions(self) -> list[str]:
+        found = self.conditions
+        machine, prompts = found["machine"], found["prompts"]
+        cores = f"{machine['logical_cores']} logical cores"
+        kernel = f"{found['threads']} threads, kernel {found['kernel']}"
+        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        peers = f"; the peers had {prompts['peers']} of them, evenly spread" if prompts["peers"] else ""
+        times = "once" if found["repeats"] == 1 else f"{found['repeats']} times"
+        return [
+            f"- machine: {machine['processor']}, {cores}, {machine['system']}; {kernel}",
+            f"- versions: Python {machine['python']}, {versions}",
+            *(_file_line(part, found[part]) for part in ("model", "draft") if found[part]),
+            f"- prompts: {prompts['used']} of {prompts['file']} (SHA-256 {prompts['sha256'][:16]}){peers}",
+            f"- everything in turn, {times}; {self.outcome.seconds / 60:.0f} minutes, {found['date']}",
+            f"- made by `{found['command']}`",
+        ]
+
+
+def describe_file(path: Path | None, named: str) -> dict[str, Any] | None:
+    """A model file, for the conditions.
+
+    Args:
+        named: what the user called it.
+    """
+    if path is None:
+        return None
+    about = _ABOUT.get(named, "")
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path), "about": about}
+
+
+def sha256(path: Path) -> str:
+    """Of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _file_line(part: str, file: dict[str, Any]) -> str:
+    about = f"; {file['about']}" if file["about"] else ""
+    return f"- {part}: {file['name']}, {file['bytes'] / 1e6:.1f} MB, SHA-256 {file['sha256'][:16]}{about}"
+
+
+def _remarks(rows: list[Row]) -> list[str]:
+    lines = [f"- {row.name}: {note}" for row in rows for note in row.notes]
+    for row in rows:
+        if row.acceptance_at_depth:
+            rates = ", ".join(f"{rate:.2f}" for rate in row.acceptance_at_depth)
+            lines.append(f"- {row.name}: acceptance at depth 1, 2, ...: {rates}")
+    different = [f"- {row.name}: {row.different} texts differ from plain decoding" for row in rows if row.different]
+    return lines + (different or ["- All of pystaged's texts are plain decoding's, token for token."])
+
+
+def _cells(row: Row) -> list[str]:
+    """In the order of _COLUMNS."""
+    return [
+        _number(row.tokens_per_second, ".1f"),
+        _number(row.speedup, ".2f"),
+        _number(row.over_best_peer, ".2f"),
+        _number(row.tokens_per_step, ".2f"),
+        "{:.2f} {:.2f} {:.2f}".format(*row.spread) if row.spread else "-",
+        _number(row.relative_weight_bytes, ".2f"),
+        _number(row.first_token_ms, ".0f"),
+        _number(row.peak_bytes / 1e6 if row.peak_bytes else None, ".0f"),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _width(table: Table) -> int:
+    """Characters that a table needs."""
+    return Console(width=1000).measure(table).maximum

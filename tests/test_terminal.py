@@ -1,0 +1,227 @@
+"""What the command line looks like in a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pystaged
+from pystaged import Stage, TokenTree, hub
+from pystaged._core import Tokenizer
+from pystaged.cli.painting import StageColors
+from pystaged.result import Piece
+from pystaged.tree import TreeBuilder
+
+if sys.platform == "win32":
+    pytest.skip("there are no pseudo-terminals", allow_module_level=True)
+
+from terminal import Terminal
+
+PROMPT = "def fibonacci(n):"
+PROGRAM = [sys.executable, "-m", "pystaged"]
+COLORS = {"target": "default", "draft": "green", "ngram": "brown"}  # pyte's names; brown is ANSI yellow
+
+
+def environment(**changes: str) -> dict[str, str]:
+    dropped = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "COLORTERM", "TTY_COMPATIBLE")
+    usual = {key: value for key, value in os.environ.items() if key not in dropped}
+    return usual | {"PYTHONUTF8": "1", "TERM": "xterm-256color"} | changes
+
+
+def terminal(*arguments: str, columns: int = 80, lines: int = 24, **changes: str) -> Terminal:
+    return Terminal([*PROGRAM, *arguments], environment(**changes), columns=columns, lines=lines)
+
+
+def piped(*arguments: str, stdin: str = "", **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PROGRAM, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        env=environment(**changes),
+        timeout=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def result() -> pystaged.GenerationResult:
+    return pystaged.generate(PROMPT, max_tokens=40)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _costs_are_known(result: pystaged.GenerationResult) -> None:
+    """So that no line about measuring them is on the screen."""
+
+
+# ---- Colours ----
+
+
+def test_each_token_has_its_stages_color(result: pystaged.GenerationResult) -> None:
+    window = terminal("generate", PROMPT, "--max-tokens", "40", "--color", "stages", columns=200, lines=60)
+    assert window.finish() == 0
+    lines = result.text.split("\n")
+    assert window.shown[: len(lines)] == [line.rstrip() for line in lines]
+    # The stages of this very run cannot be known, but its last line says them.
+    found = re.search(r"target (\d+), draft (\d+), n-gram (\d+)", " ".join(window.shown))
+    assert found
+    counts = dict(zip(COLORS, map(int, found.groups()), strict=True))
+    assert sum(counts.values()) == 40
+    seen = {window.color(y, x) for y, line in enumerate(lines) for x, each in enumerate(line) if not each.isspace()}
+    assert seen <= set(COLORS.values())
+    assert "default" in seen
+    assert len(seen) > 1
+    painted = len(re.findall(rb"\x1b\[3[23]m", window.output.partition(b" tokens, ")[0]))
+    # Line breaks are not painted.
+    assert 0 < painted <= counts["draft"] + counts["ngram"]
+
+
+def test_no_color_is_respected(result: pystaged.GenerationResult) -> None:
+    window = terminal("generate", PROMPT, "--max-tokens", "40", "--color", "stages", NO_COLOR="1")
+    assert window.finish() == 0
+    assert not re.search(rb"\x1b\[[0-9;]*3\dm", window.output)
+    assert result.text.rstrip().encode() in window.output.replace(b"\r\n", b"\n")
+
+
+@pytest.mark.parametrize("extra", [["--color", "stages"], ["--color", "stages", "--show-tree"], []], ids=str)
+def test_a_pipe_gets_the_text_alone(result: pystaged.GenerationResult, extra: list[str]) -> None:
+    done = piped("generate", PROMPT, "--max-tokens", "40", *extra)
+    assert (done.returncode, done.stdout) == (0, result.text + "\n")
+    assert "\x1b" not in done.stderr
+    assert re.search(r"40 tokens, [\d.]+ per second \(about [\d.]+x plain\), [\d.]+ per step", done.stderr)
+    assert ("\u2514" in done.stderr) == ("--show-tree" in extra)
+
+
+def piece(text: str, tokens: list[int], stages: list[Stage]) -> Piece:
+    tree: TokenTree = TreeBuilder(0).build([])
+    return Piece(text, tuple(tokens), tuple(stages), tree, (0,))
+
+
+def test_text_that_lags_keeps_its_stages() -> None:
+    """A stop string may hold text back, and a character may be spread over tokens."""
+    tokenizer = Tokenizer(str(hub.resolve("house")))
+    tokens = tokenizer.encode("ab \U0001f600c").tolist()
+    words = [tokenizer.token_bytes(token) for token in tokens]
+    assert b"".join(words) == "ab \U0001f600c".encode()
+    stages = [Stage(i % 3) for i in range(len(tokens))]
+    colors = StageColors(tokenizer)
+    found = [
+        *colors.split(piece("a", tokens[:-1], stages[:-1])),
+        *colors.split(piece("b \U0001f600c", tokens[-1:], stages[-1:])),
+    ]
+    assert "".join(text for text, _ in found) == "ab \U0001f600c"
+    assert found[0] == ("a", stages[0])
+    assert found[1][1] == stages[0]
+    assert found[-1] == ("c", stages[-1])
+    # The smiley is whole with the last of its bytes.
+    last = max(i for i, word in enumerate(words) if any(byte >= 0x80 for byte in word))
+    assert [stage for text, stage in found if "\U0001f600" in text] == [stages[last]]
+
+
+# ---- Trees ----
+
+
+@pytest.mark.parametrize("columns", [80, 24])
+def test_the_tree_goes_and_the_text_stays(result: pystaged.GenerationResult, columns: int) -> None:
+    window = terminal("generate", PROMPT, "--max-tokens", "40", "--show-tree", columns=columns, lines=60)
+    assert window.finish() == 0
+    assert "\u2514\u2500\u2500".encode() in window.output
+    shown = window.shown
+    assert not any("\u2514" in line or "\u251c" in line for line in shown)
+    wrapped = list(wrap(result.text, columns))
+    assert shown[: len(wrapped)] == wrapped
+    assert not window.screen.cursor.hidden
+
+
+def wrap(text: str, columns: int) -> Iterator[str]:
+    for line in text.split("\n"):
+        for start in range(0, max(1, len(line)), columns):
+            yield line[start : start + columns].rstrip()
+
+
+def test_a_window_that_changes_its_size() -> None:
+    window = terminal("generate", PROMPT, "--max-tokens", "200", "--show-tree", lines=30)
+    window.wait_for("\u2514".encode())
+    window.resize(30, 12)
+    window.wait_for(b" ")
+    window.resize(70, 20)
+    assert window.finish() == 0
+    assert not any("\u251c" in line for line in window.shown)
+    assert not window.screen.cursor.hidden
+    assert any("200 tokens" in line for line in window.shown)
+
+
+@pytest.mark.parametrize("extra", [[], ["--color", "stages"], ["--show-tree"]], ids=str)
+def test_ctrl_c_leaves_cursor_and_text(extra: list[str]) -> None:
+    expected = pystaged.generate(PROMPT, max_tokens=900).text
+    window = terminal("generate", PROMPT, "--max-tokens", "900", *extra, lines=200, columns=300)
+    # Stops in the middle: the first line of the text is there, the last is not.
+    window.wait_for(expected.split("\n")[1].strip().split()[-1].encode())
+    window.type(b"\x03")
+    assert window.finish() == 130
+    assert not window.screen.cursor.hidden
+    # The terminal itself shows ^C.
+    shown = "\n".join(window.shown).replace("^C", "").rstrip()
+    assert "Traceback" not in shown
+    text, said = shown.rsplit("\n", 1)
+    assert said == "interrupted"
+    written = text.rstrip().split("\n")
+    lines = [line.rstrip() for line in expected.split("\n")]
+    assert written[:-1] == lines[: len(written) - 1]
+    assert lines[len(written) - 1].startswith(written[-1])
+
+
+# ---- Sessions ----
+
+
+def test_repl_by_pipe() -> None:
+    first = pystaged.generate("def f(x):", max_tokens=8).text
+    second = pystaged.generate("def f(x):" + first, max_tokens=8).text
+    told = "def f(x):" + first + second
+    done = piped("repl", "--max-tokens", "8", stdin="def f(x):\n\n/text\n/undo\n/text\n/nonsense\n/quit\nnever\n")
+    assert done.returncode == 0
+    assert done.stdout == f"{first}\n{second}\n{told}\ndef f(x):{first}\n"
+    assert "there is no command /nonsense; /help shows" in done.stderr
+    # The second turn found all but the last token of the first in its context.
+    assert re.findall(r"read (\d+) new tokens", done.stderr)[1] in ("1", "2")
+
+
+def test_repl_settings_and_long_lines() -> None:
+    warm = {"temperature": 1.0, "seed": 5}
+    expected = pystaged.generate("a = 1\nb =", max_tokens=6, **warm).text  # type: ignore[arg-type]
+    lines = "/set temperature 1\n/set seed 5\n/set max_tokens 6\n/set top_p 7\n/set\na = 1\\\nb =\n"
+    done = piped("repl", stdin=lines)
+    assert (done.returncode, done.stdout) == (0, expected + "\n")
+    assert "error: top_p must be" in done.stderr
+    assert "write /set NAME VALUE" in done.stderr
+
+
+def test_ctrl_c_in_a_session_stops_the_turn_only() -> None:
+    window = terminal("repl", "--max-tokens", "900", lines=100)
+    window.wait_for(b"> ")
+    window.type(b"def fibonacci(n):\n")
+    window.wait_for(b"Returns")
+    window.type(b"\x03")
+    window.wait_for(b"stopped")
+    window.type(b"/text\n")
+    window.wait_for(b"/text\r\n")
+    window.type(b"/quit\n")
+    assert window.finish() == 0
+    assert "\n".join(window.shown).count("Returns the") >= 2
+
+
+# ---- Completion ----
+
+
+def test_completion() -> None:
+    changes = {"_PYSTAGED_COMPLETE": "complete_bash", "COMP_WORDS": "pystaged gen", "COMP_CWORD": "1"}
+    program = str(Path(sys.executable).with_name("pystaged"))
+    done = subprocess.run([program], capture_output=True, text=True, check=False, env=environment(**changes))
+    assert done.stdout.split() == ["generate"]
