@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli import generate, info, models, ngram, pull, quantize, tune
+from pystaged.cli import audit, generate, info, models, ngram, pull, quantize, rpc_server, tune
 from pystaged.cli.console import errors
 
 app = typer.Typer(
@@ -27,6 +27,8 @@ app.command()(quantize.quantize)
 app.add_typer(models.app, name="models")
 app.command()(tune.tune)
 app.command()(info.info)
+app.command()(audit.audit)
+app.command()(rpc_server.rpc_server)
 app.add_typer(ngrams, name="ngram")
 
 
