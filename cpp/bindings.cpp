@@ -13,7 +13,6 @@
 #include <variant>
 
 #include "error.h"
-#include "ggml-rpc.h"
 #include "memory.h"
 #include "session.h"
 #include "thread_pool.h"
@@ -186,7 +185,7 @@ PYBIND11_MODULE(_core, m) {
         }
         return result;
     });
-    m.def("rpc_version", [] { return py::make_tuple(RPC_PROTO_MAJOR_VERSION, RPC_PROTO_MINOR_VERSION); });
+    m.def("rpc_version", &rpc_version);
     m.def("serve_devices", &serve_devices, py::arg("endpoint"), py::arg("device"), py::arg("num_threads"),
           py::call_guard<py::gil_scoped_release>());
     m.def("gumbel", py::vectorize(&gumbel), py::arg("seed"), py::arg("position"), py::arg("token"));

@@ -105,6 +105,11 @@ Devices find_devices(const std::string& name) {
     return found;
 }
 
+std::pair<int, int> rpc_version() {
+    rpc();
+    return {RPC_PROTO_MAJOR_VERSION, RPC_PROTO_MINOR_VERSION};
+}
+
 void serve_devices(const std::string& endpoint, const std::string& device, int num_threads) {
     const auto start = reinterpret_cast<decltype(&ggml_backend_rpc_start_server)>(
         ggml_backend_reg_get_proc_address(rpc(), "ggml_backend_rpc_start_server"));

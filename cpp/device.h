@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ggml-backend.h"
@@ -26,6 +27,9 @@ std::vector<DeviceInfo> list_devices();
 // separated by commas, or "rpc:HOST:PORT,HOST:PORT". Throws DeviceError, with what there is instead.
 // For "rpc:" ggml ends the process when it cannot reach a server, so such a name belongs into a process of its own.
 Devices find_devices(const std::string& name);
+
+// Major and minor version of the RPC protocol spoken here. Throws DeviceError where ggml is built without RPC.
+std::pair<int, int> rpc_version();
 
 // Serves this machine's devices (find_devices) to other machines; returns only where it fails to.
 void serve_devices(const std::string& endpoint, const std::string& device, int num_threads);

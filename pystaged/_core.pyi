@@ -27,7 +27,11 @@ def devices() -> list[tuple[str, str, bool, int, int]]:
     """ggml's devices here: name, description, whether a GPU, bytes of memory free and in all."""
 
 def rpc_version() -> tuple[int, int]:
-    """Version of the RPC protocol that is spoken here."""
+    """Major and minor version of the RPC protocol spoken here.
+
+    Raises:
+        DeviceError: the installed llama-cpp-python is built without RPC.
+    """
 
 def serve_devices(endpoint: str, device: str, num_threads: int) -> None:
     """Lend a device of this machine to others over ggml's RPC, until the process ends.

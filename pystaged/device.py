@@ -61,6 +61,12 @@ def load_model(path: bytes, kernel: str, num_threads: int, device: str) -> Model
     return Model(path, kernel, num_threads, device)
 
 
+def close_model(model: Model) -> None:
+    """Hang up on RPC servers; their weights are freed. A model of this machine goes with its last session."""
+    if isinstance(model, RemoteModel):
+        model.worker.close()
+
+
 def open_session(model: Model, n_ctx: int = 0) -> Session:
     """A new context of a model, wherever that is; errors as Session."""
     if isinstance(model, RemoteModel):

@@ -151,6 +151,7 @@ class Engine:
             for decoder in self._idle:
                 decoder.close()
             self._idle.clear()
+            self._pair.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -16,7 +16,7 @@ from pystaged._core import Model, Tokenizer
 from pystaged.config import SamplingConfig
 from pystaged.cost import MEASURED_ROWS, CostStore, PassCost, measure
 from pystaged.decode import Decoder
-from pystaged.device import candidates, check, load_model, open_session
+from pystaged.device import candidates, check, close_model, load_model, open_session
 from pystaged.drafter import LOOKUP_SECONDS, Drafter, ModelDrafter, NgramDrafter
 from pystaged.ngram import NgramTable
 from pystaged.policy import FixedPolicy, GainPolicy, TreePolicy
@@ -77,6 +77,12 @@ class Pair:
             drafters = [model, *drafters] if model else drafters
             gains = [expected_gain(target_cost, draft_cost(1) + _PYTHON_SECONDS, _DRAFT_RATE), *gains]
         return Decoder(target, *drafters, cost=target_cost, gains=gains)
+
+    def close(self) -> None:
+        """Hang up on RPC servers."""
+        for model in (self.target, self.draft):
+            if model is not None:
+                close_model(model)
 
     def target_cost(self, *, again: bool = False) -> PassCost:
         """Seconds of a pass of the target, measured now or before."""

@@ -49,8 +49,10 @@ def check_server(endpoint: str) -> None:
     """Shake hands with a server and hang up.
 
     Raises:
-        DeviceError: nobody answers there, or not in the version of the protocol that is spoken here.
+        DeviceError: no RPC in the installed llama-cpp-python; nobody answers there, or in another version of the
+            protocol.
     """
+    own = _core.rpc_version()
     host, _, port = endpoint.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), _CONNECT_SECONDS) as connection:
@@ -66,7 +68,6 @@ def check_server(endpoint: str) -> None:
     if len(head) < 8 + 3 or not 3 <= struct.unpack("<Q", head[:8])[0] <= 1 << 10:
         raise DeviceError(f"{endpoint} is no RPC server of ggml; start one there with: pystaged rpc-server")
     major, minor = head[8], head[9]
-    own = _core.rpc_version()
     if major != own[0] or minor > own[1]:
         raise DeviceError(
             f"RPC server {endpoint} speaks version {major}.{minor} of the protocol, but here it is {own[0]}.{own[1]}; "
@@ -116,20 +117,23 @@ class Worker:
             if self._failure:
                 raise DeviceError(self._failure)
             number = next(self._numbers)
+            failure = ""
+            answered, good, value = -1, False, None
             try:
                 self._connection.send((number, name, args))
-                while True:
-                    if not self._connection.poll(self._timeout):
-                        self._fail(f"has been silent for {self._timeout:g} seconds")
-                    answered, good, value = self._connection.recv()
-                    # Signs of life, and answers to calls that were interrupted, are passed over.
-                    if answered == number:
-                        break
+                # Signs of life, and answers to calls that were interrupted, are passed over.
+                while answered != number and not failure:
+                    if self._connection.poll(self._timeout):
+                        answered, good, value = self._connection.recv()
+                    else:
+                        failure = f"has been silent for {self._timeout:g} seconds"
             except (EOFError, OSError):
-                self._fail("ended the connection")
-        if good:
-            return value
-        raise value
+                failure = "ended the connection"
+            if failure:
+                self._fail(failure)
+        if isinstance(value, BaseException) and not good:
+            raise value
+        return value
 
     def close(self) -> None:
         """End the process; later calls raise DeviceError."""
