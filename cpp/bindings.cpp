@@ -1,4 +1,5 @@
 // The Python face of the engine: conversions, the GIL, and errors; no logic.
+#include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -6,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <string_view>
 #include <variant>
@@ -164,6 +166,7 @@ PYBIND11_MODULE(_core, m) {
             PyErr_SetObject(model_error.ptr(), to_text(error.what()).ptr());
         }
     });
+    py::register_exception<DeviceError>(m, "DeviceError", PyExc_OSError);
     py::register_exception<ContextFullError>(m, "ContextFullError", PyExc_ValueError);
 
     m.def("kernels", [] {
@@ -174,6 +177,17 @@ PYBIND11_MODULE(_core, m) {
         return names;
     });
     m.def("physical_cores", &physical_cores);
+    m.def("devices", [] {
+        py::list result;
+        for (const DeviceInfo& info : list_devices()) {
+            result.append(
+                py::make_tuple(info.name, to_text(info.description), info.gpu, info.free_bytes, info.total_bytes));
+        }
+        return result;
+    });
+    m.def("rpc_version", &rpc_version);
+    m.def("serve_devices", &serve_devices, py::arg("endpoint"), py::arg("device"), py::arg("num_threads"),
+          py::call_guard<py::gil_scoped_release>());
     m.def("gumbel", py::vectorize(&gumbel), py::arg("seed"), py::arg("position"), py::arg("token"));
     m.def("multiply", &multiply, py::arg("type"), py::arg("weights"), py::arg("rows"), py::arg("x"),
           py::arg("kernel") = "", py::arg("num_threads") = 1);
@@ -187,7 +201,13 @@ PYBIND11_MODULE(_core, m) {
                  return sampling;
              }),
              py::arg("temperature") = 0.0f, py::arg("top_k") = 0, py::arg("top_p") = 1.0f, py::arg("min_p") = 0.0f,
-             py::arg("seed") = 0);
+             py::arg("seed") = 0)
+        .def(py::pickle(
+            [](const Sampling& s) { return py::make_tuple(s.temperature, s.top_k, s.top_p, s.min_p, s.seed); },
+            [](const py::tuple& s) {
+                return Sampling{s[0].cast<float>(), s[1].cast<int>(), s[2].cast<float>(), s[3].cast<float>(),
+                                s[4].cast<uint64_t>()};
+            }));
 
     py::class_<Tokenizer>(m, "Tokenizer")
         .def(py::init([](const std::string& path) {
@@ -217,11 +237,23 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("fingerprint", &Tokenizer::fingerprint);
 
     py::class_<Gpt2, std::shared_ptr<Gpt2>>(m, "Model")
-        .def(py::init([](const std::string& path, const std::string& kernel, int num_threads) {
+        .def(py::init([](const std::string& path, const std::string& kernel, int num_threads, const std::string& device,
+                         const std::function<void()>& progress) {
                  const py::gil_scoped_release release;
-                 return std::make_shared<Gpt2>(path, kernel, num_threads);
+                 return std::make_shared<Gpt2>(path, kernel, num_threads,
+                                               device == "cpu" ? Devices() : find_devices(device), progress);
              }),
-             py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0)
+             py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
+             py::arg("progress") = std::function<void()>())
+        .def_property_readonly("devices",
+                               [](const Gpt2& self) {
+                                   std::vector<std::string> names;
+                                   const DeviceMemory* memory = self.device_memory();
+                                   for (int i = 0; memory && i < memory->num_devices(); ++i) {
+                                       names.push_back(ggml_backend_dev_name(memory->devices()[i]));
+                                   }
+                                   return names;
+                               })
         .def_property_readonly("name", [](const Gpt2& self) { return to_text(self.name()); })
         .def_property_readonly("kernel", [](const Gpt2& self) { return self.kernel().name; })
         .def_property_readonly("num_threads", &Gpt2::num_threads)

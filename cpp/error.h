@@ -1,4 +1,4 @@
-// The two failures that are pystaged's own; everything else is a standard exception.
+// The three failures that are pystaged's own; everything else is a standard exception.
 // bindings.cpp maps them to Python; std::invalid_argument becomes ValueError there.
 #pragma once
 
@@ -9,6 +9,11 @@ namespace pystaged {
 
 // A model file that is missing, damaged, or of a kind this engine does not run.
 struct ModelError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// A device that is missing, has too little memory, or failed in a pass.
+struct DeviceError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 

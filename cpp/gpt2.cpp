@@ -49,12 +49,18 @@ std::vector<float> load_floats(const GgufFile& file, const std::string& name, in
 
 }  // namespace
 
-Gpt2::Gpt2(const std::string& path, const std::string& kernel, int num_threads)
+Gpt2::Gpt2(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
+           const std::function<void()>& progress)
     : kernel_(find_kernel(kernel)), num_threads_(checked_threads(num_threads)) {
     const GgufFile file(path);
     file_bytes_ = file.bytes();
     load_shape(file);
-    load_weights(file);
+    tied_ = !file.has_tensor("output.weight");
+    if (devices.empty()) {
+        load_weights(file);
+    } else {
+        load_on_devices(file, devices, progress);
+    }
 }
 
 void Gpt2::load_shape(const GgufFile& file) {
@@ -91,7 +97,6 @@ void Gpt2::load_weights(const GgufFile& file) {
         int rows, cols;
     };
     std::vector<Matrix> matrices = {{"token_embd", shape_.vocab_size, width}};
-    tied_ = !file.has_tensor("output.weight");
     if (!tied_) {
         matrices.push_back({"output", shape_.vocab_size, width});
     }
@@ -151,6 +156,67 @@ PackedMatrix Gpt2::load_matrix(const GgufFile& file, const std::string& name, in
     return matrix;
 }
 
+void Gpt2::load_on_devices(const GgufFile& file, const Devices& devices, const std::function<void()>& progress) {
+    const int width = shape_.width, ffn = shape_.ffn_width;
+    device_memory_ = std::make_unique<DeviceMemory>(devices);
+    DeviceMemory& memory = *device_memory_;
+    std::map<ggml_type, size_t> bytes_by_type;
+    // Lookups are by the CPU, so that only the rows looked up travel, not the table.
+    const int first = memory.cpu(), last = memory.num_devices() - 1;
+    const auto matrix = [&](const std::string& name, int rows, int cols, int device) {
+        const TensorView tensor = file.tensor(name, {cols, rows});
+        if (!DeviceMemory::can_multiply(tensor.type)) {
+            file.fail("tensor '" + name + "' is of type " + ggml_type_name(tensor.type) +
+                      ", which ggml cannot multiply");
+        }
+        bytes_by_type[tensor.type] += tensor.bytes;
+        return memory.place(tensor.type, cols, rows, device, tensor.data);
+    };
+    // ggml's backends add and scale in F32 alone.
+    std::vector<std::vector<float>> floats;
+    const auto vectors = [&](const std::string& name, int size, int rows, int device) {
+        std::vector<float> padded_rows = load_floats(file, name, size, rows), values(size_t(rows) * size);
+        for (int i = 0; i < rows; ++i) {
+            std::copy_n(padded_rows.data() + i * padded(size, kBlock), size, values.data() + size_t(i) * size);
+        }
+        floats.push_back(std::move(values));
+        return memory.place(GGML_TYPE_F32, size, rows, device, floats.back().data());
+    };
+    const auto norm = [&](const std::string& name, int device) {
+        LayerNorm result;
+        result.device = {vectors(name + ".weight", width, 1, device), vectors(name + ".bias", width, 1, device)};
+        return result;
+    };
+    const auto linear = [&](const std::string& name, int rows, int cols, int device) {
+        Linear result;
+        result.device = {matrix(name + ".weight", rows, cols, device), vectors(name + ".bias", rows, 1, device)};
+        weight_bytes_ += ggml_nbytes(result.device.weight);
+        num_weights_ += size_t(rows) * cols;
+        return result;
+    };
+    device_token_embedding_ = matrix("token_embd.weight", shape_.vocab_size, width, first);
+    device_position_embedding_ = vectors("position_embd.weight", width, shape_.max_context, first);
+    device_head_ = tied_ && first == last
+                       ? device_token_embedding_
+                       : matrix(tied_ ? "token_embd.weight" : "output.weight", shape_.vocab_size, width, last);
+    weight_bytes_ += ggml_nbytes(device_head_);
+    num_weights_ += size_t(shape_.vocab_size) * width;
+    output_norm_ = norm("output_norm", last);
+    for (int i = 0; i < shape_.num_layers; ++i) {
+        const std::string prefix = "blk." + std::to_string(i) + ".";
+        const int device = memory.device_of(i, shape_.num_layers);
+        layers_.push_back({norm(prefix + "attn_norm", device), norm(prefix + "ffn_norm", device),
+                           linear(prefix + "attn_qkv", 3 * width, width, device),
+                           linear(prefix + "attn_output", width, width, device),
+                           linear(prefix + "ffn_up", ffn, width, device),
+                           linear(prefix + "ffn_down", width, ffn, device)});
+    }
+    weight_type_ = ggml_type_name(std::max_element(bytes_by_type.begin(), bytes_by_type.end(), [](auto& a, auto& b) {
+                                      return a.second < b.second;
+                                  })->first);
+    memory.fill(progress);
+}
+
 template <class Size>
 size_t Gpt2::sum_over_pass(const Size& size) const {
     size_t sum = size(head());
@@ -163,10 +229,16 @@ size_t Gpt2::sum_over_pass(const Size& size) const {
 }
 
 size_t Gpt2::weight_bytes() const {
+    if (device_memory_) {
+        return weight_bytes_;
+    }
     return sum_over_pass([](const PackedMatrix& matrix) { return matrix.bytes(); });
 }
 
 size_t Gpt2::num_weights() const {
+    if (device_memory_) {
+        return num_weights_;
+    }
     return sum_over_pass([](const PackedMatrix& matrix) { return size_t(matrix.rows()) * matrix.cols(); });
 }
 

@@ -1,9 +1,13 @@
-// A GPT-2 model: hyperparameters and packed weights, immutable and shared by any number of sessions.
+// A GPT-2 model: hyperparameters and weights, immutable and shared by any number of sessions. Weights are packed for
+// our kernels, or lie as they are in the file in the memory of ggml's devices.
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "device.h"
 #include "gguf_file.h"
 #include "memory.h"
 #include "packed_matrix.h"
@@ -23,14 +27,22 @@ struct Gpt2Shape {
     int padded_width() const { return padded(width, kBlock); }
 };
 
+// A weight and its bias where they are on a device, null otherwise.
+struct OnDevice {
+    ggml_tensor* weight = nullptr;
+    ggml_tensor* bias = nullptr;
+};
+
 // Vectors are padded with zeros like the rows they meet.
 struct LayerNorm {
     std::vector<float> weight, bias;
+    OnDevice device{};
 };
 
 struct Linear {
     PackedMatrix weight;
     std::vector<float> bias;
+    OnDevice device{};
 };
 
 struct Gpt2Layer {
@@ -42,7 +54,10 @@ class Gpt2 {
 public:
     // Loads a GGUF file; `kernel` as in find_kernel(), `num_threads` 0 for one per physical core.
     // Throws ModelError for a file that is damaged, incomplete or not GPT-2; std::invalid_argument for the rest.
-    Gpt2(const std::string& path, const std::string& kernel, int num_threads);
+    // Weights are packed for the kernels where there are no `devices`; else layers are split over them by their memory,
+    // and `progress` is called after each tensor. Throws DeviceError where that memory is too small.
+    Gpt2(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
+         const std::function<void()>& progress = {});
 
     const Gpt2Shape& shape() const { return shape_; }
     const Kernel& kernel() const { return kernel_; }
@@ -56,6 +71,12 @@ public:
     const std::string& weight_type() const { return weight_type_; }
     const std::string& name() const { return name_; }
 
+    // Null where the weights are packed.
+    const DeviceMemory* device_memory() const { return device_memory_.get(); }
+    ggml_tensor* device_token_embedding() const { return device_token_embedding_; }
+    ggml_tensor* device_position_embedding() const { return device_position_embedding_; }
+    ggml_tensor* device_head() const { return device_head_; }
+
     const PackedMatrix& token_embedding() const { return token_embedding_; }
     const PackedMatrix& head() const { return tied_ ? token_embedding_ : output_; }
     const std::vector<float>& position_embedding() const { return position_embedding_; }  // [max_context][padded width]
@@ -67,6 +88,7 @@ private:
     size_t sum_over_pass(const Size& size) const;
     void load_shape(const GgufFile& file);
     void load_weights(const GgufFile& file);
+    void load_on_devices(const GgufFile& file, const Devices& devices, const std::function<void()>& progress);
     PackedMatrix load_matrix(const GgufFile& file, const std::string& name, int rows, int cols);
 
     const Kernel& kernel_;
@@ -81,6 +103,9 @@ private:
     std::vector<float> position_embedding_;
     std::vector<Gpt2Layer> layers_;
     LayerNorm output_norm_;
+    std::unique_ptr<DeviceMemory> device_memory_;
+    ggml_tensor *device_token_embedding_ = nullptr, *device_position_embedding_ = nullptr, *device_head_ = nullptr;
+    size_t weight_bytes_ = 0, num_weights_ = 0;  // of a pass, where they are on devices
 };
 
 }  // namespace pystaged

@@ -1,20 +1,15 @@
-// The ggml graph of one pass over rows of tokens: built once per (rows, outputs), then reused.
+// One pass of GPT-2 over rows of tokens as a ggml graph, and the cache it reads and writes.
 //
-// ggml runs the graph on one thread; the custom operations share their work over the thread pool themselves, so that a
-// layer has five joins and a busy machine does not stall at a spinning barrier.
+// The model is written down once, in build(); two operations have two forms each. PackedGraph has them as custom
+// operations of our kernels, bit-exact on the CPU; DeviceGraph as ggml's standard ones, on any device ggml knows.
 #pragma once
 
 #include <cstdint>
-#include <deque>
-#include <map>
-#include <memory>
 #include <utility>
 #include <vector>
 
-#include "ggml-alloc.h"
-#include "ggml-backend.h"
+#include "ggml.h"
 #include "gpt2.h"
-#include "kv_cache.h"
 
 namespace pystaged {
 
@@ -33,57 +28,48 @@ class Graph {
 public:
     static constexpr int kMaxRows = 64;
 
-    Graph(const Gpt2& model, KvCache& cache);
-    ~Graph();
+    virtual ~Graph() = default;
     Graph(const Graph&) = delete;
     Graph& operator=(const Graph&) = delete;
 
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
     size_t logits_stride() const { return padded(model_.shape().vocab_size, 64); }
+    virtual int num_cells() const = 0;
     // At most kMaxRows rows.
-    void compute(const Pass& pass);
+    virtual void compute(const Pass& pass) = 0;
+    // Moves cells, in order, each from .first to .second; what .second held is lost.
+    virtual void move(const std::vector<std::pair<int, int>>& cells) = 0;
 
-private:
-    struct Node;
-    struct Built;
+    // How many of a row's largest logits a pass brings back; 0 where it writes all of them to Pass::logits at once. The
+    // rest then stays on the device until read or until the next pass.
+    virtual int shortlist_size() const { return 0; }
+    // The largest logits of each row of the last pass, in no order: both [num_logits][shortlist_size()].
+    virtual void read_shortlist(int32_t*, float*) {}
+    // All logits of the last pass, [num_logits][logits_stride()].
+    virtual void read_logits(float*) {}
 
-    Built& built(int num_rows, int num_logits);
-    void build(Built& graph, int num_rows, int num_logits);
+protected:
+    explicit Graph(const Gpt2& model) : model_(model) {}
 
-    static void embed(ggml_tensor* out, int, int, void* node);
-    static void linear(ggml_tensor* out, int, int, void* node);
-    static void attention(ggml_tensor* out, int, int, void* node);
-    static void logits(ggml_tensor* out, int, int, void* node);
-
-    // Memory for the quantized rows of one operation's input.
-    struct Quantized {
-        std::vector<int8_t> quants;
-        std::vector<BlockFactors> factors;
-
-        void resize(size_t values);
-        QuantizedRows rows(int n, const PackedMatrix& weight);
+    // y = W norm(x) + b, then GELU or + residual.
+    struct Dense {
+        const Linear* weights = nullptr;
+        const LayerNorm* norm = nullptr;
+        bool gelu = false;
+        ggml_tensor* residual = nullptr;
+        const Linear* next = nullptr;  // the one that alone reads the result
     };
 
-    Activations activations(const Node& node, const PackedMatrix& weight, const ggml_tensor* x);
+    // The last tensor of a pass: the logits, or whatever ends it where none are needed.
+    ggml_tensor* build(ggml_context* c, int num_rows, int num_logits);
+
+    virtual ggml_tensor* embed(ggml_context* c, int num_rows) = 0;
+    virtual ggml_tensor* linear(ggml_context* c, ggml_tensor* x, const Dense& dense) = 0;
+    // Stores the keys and values of all rows; attends for those from `first_row` on, perhaps none. `next` as in Dense.
+    virtual ggml_tensor* attention(ggml_context* c, ggml_tensor* qkv, int layer, int first_row, const Linear* next) = 0;
+    virtual ggml_tensor* head(ggml_context* c, ggml_tensor* x) = 0;
 
     const Gpt2& model_;
-    KvCache& cache_;
-    const Pass* pass_ = nullptr;
-
-    struct FreeBackend {
-        void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
-    };
-    struct FreeAllocator {
-        void operator()(ggml_gallocr_t allocator) const { ggml_gallocr_free(allocator); }
-    };
-    std::unique_ptr<ggml_backend, FreeBackend> backend_;
-    std::unique_ptr<ggml_gallocr, FreeAllocator> allocator_;
-    std::map<std::pair<int, int>, std::unique_ptr<Built>> graphs_;
-
-    std::vector<float> normed_;
-    Quantized input_;                       // what an operation quantizes for itself
-    Quantized handed_;                      // what the operation before it has quantized already
-    std::vector<float> attention_scratch_;  // [threads][attention_scratch()]
 };
 
 }  // namespace pystaged

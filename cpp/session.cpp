@@ -6,7 +6,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "device_graph.h"
 #include "error.h"
+#include "packed_graph.h"
 #include "thread_pool.h"
 
 namespace pystaged {
@@ -26,14 +28,20 @@ int checked_context(const Gpt2& model, int context) {
     return context == 0 ? most : context;
 }
 
+// The form that fits where the weights are.
+std::unique_ptr<Graph> make_graph(const Gpt2& model, int num_cells) {
+    if (model.device_memory()) {
+        return std::make_unique<DeviceGraph>(model, num_cells);
+    }
+    return std::make_unique<PackedGraph>(model, num_cells);
+}
+
 }  // namespace
 
 Session::Session(std::shared_ptr<const Gpt2> model, int context)
     : model_(std::move(model)),
       context_(checked_context(*model_, context)),
-      cache_(std::make_unique<KvCache>(model_->shape().num_layers, model_->shape().num_heads,
-                                       model_->shape().head_dim(), context_ + kSpareCells)),
-      graph_(std::make_unique<Graph>(*model_, *cache_)),
+      graph_(make_graph(*model_, context_ + kSpareCells)),
       samplers_(model_->num_threads(), Sampler(model_->kernel())) {}
 
 void Session::check_open() const {
@@ -100,6 +108,7 @@ void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int
     const size_t start = pending_.size(), end = start + n;
     const size_t judged = end - (num_logits < 0 ? n : num_logits);
     const int slots = num_logits_;
+    read_logits();
     try {
         append(tokens, parents);
         for (size_t first = start; first < end; first += Graph::kMaxRows) {
@@ -108,6 +117,7 @@ void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int
         }
     } catch (...) {
         num_logits_ = slots;
+        num_unread_ = 0;
         drop_from(start);
         throw;
     }
@@ -132,9 +142,9 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
         if (row.position >= context_) {
             throw ContextFullError("the context of " + std::to_string(context_) + " tokens is full");
         }
-        if (cell >= cache_->num_cells()) {
+        if (cell >= graph_->num_cells()) {
             throw ContextFullError("the tree has more rows than the context has room for; at most " +
-                                   std::to_string(cache_->num_cells() - committed) + " fit now");
+                                   std::to_string(graph_->num_cells() - committed) + " fit now");
         }
         if (row.tail.empty() && cell == row.position) {
             row.direct = row.position + 1;
@@ -155,16 +165,33 @@ void Session::compute(size_t first, size_t last, int num_logits) {
         positions[i] = row.position;
         contexts[i] = {row.position + 1, row.direct, row.tail.data()};
     }
+    read_logits();
     float* logits = reserve_logits(num_logits);
     graph_->compute({n, tokens.data(), positions.data(), contexts.data(), static_cast<int>(committed_.size() + first),
                      num_logits, logits});
-    const int stride = static_cast<int>(graph_->logits_stride()), runs = stride / kRun;
-    ThreadPool::shared().run(num_logits, model_->num_threads(), [&](int i, int) {
-        model_->kernel().run_max(logits + size_t(i) * stride, stride, &maxima_[size_t(num_logits_ + i) * runs]);
-    });
+    num_unread_ = num_logits;
+    if (const size_t size = graph_->shortlist_size(); size > 0 && num_logits > 0) {
+        graph_->read_shortlist(&shortlist_tokens_[num_logits_ * size], &shortlist_logits_[num_logits_ * size]);
+    }
     for (int i = 0; i < num_logits; ++i) {
         pending_[last - num_logits + i].logits = num_logits_++;
     }
+    if (graph_->shortlist_size() == 0) {
+        read_logits();
+    }
+}
+
+// Brings back the logits that are still on the device, before another pass overwrites them or because they are needed.
+void Session::read_logits() {
+    const int stride = static_cast<int>(graph_->logits_stride()), runs = stride / kRun;
+    const int first = num_logits_ - num_unread_;
+    if (num_unread_ > 0) {
+        graph_->read_logits(logits_.get() + size_t(first) * stride);
+    }
+    ThreadPool::shared().run(num_unread_, model_->num_threads(), [&](int i, int) {
+        model_->kernel().run_max(&logits_[size_t(first + i) * stride], stride, &maxima_[size_t(first + i) * runs]);
+    });
+    num_unread_ = 0;
 }
 
 // Room for `num_rows` more rows of logits behind those in use.
@@ -175,6 +202,8 @@ float* Session::reserve_logits(int num_rows) {
         const int slots = std::max(needed, 2 * num_slots_);
         std::unique_ptr<float[]> larger(new float[slots * stride]);
         maxima_.resize(slots * stride / kRun);
+        shortlist_tokens_.resize(slots * size_t(graph_->shortlist_size()));
+        shortlist_logits_.resize(shortlist_tokens_.size());
         std::copy_n(logits_.get(), num_logits_ * stride, larger.get());
         logits_ = std::move(larger);
         num_slots_ = slots;
@@ -185,18 +214,50 @@ float* Session::reserve_logits(int num_rows) {
 void Session::drop_from(size_t first) {
     pending_.resize(std::min(first, pending_.size()));
     if (pending_.empty()) {
-        num_logits_ = 0;
+        num_logits_ = num_unread_ = 0;
     }
 }
 
-LogitsRow Session::logits_row(int row) const {
+int Session::slot_of(int row) const {
     const int slot = checked_row(row).logits;
     if (slot < 0) {
         throw std::invalid_argument("row " + std::to_string(row) + " was evaluated without logits");
     }
+    return slot;
+}
+
+LogitsRow Session::logits_row(int row) {
+    const int slot = slot_of(row);
+    if (slot >= num_logits_ - num_unread_) {
+        read_logits();
+    }
     const size_t stride = graph_->logits_stride();
     return {logits_.get() + slot * stride, maxima_.data() + slot * stride / kRun, model_->shape().vocab_size,
             static_cast<int>(stride)};
+}
+
+// Where the shortlist holds all that the sampling can choose, it alone is needed.
+LogitsRow Session::row_to_choose_from(const Sampling& sampling, int row) {
+    const int size = graph_->shortlist_size();
+    const bool enough = sampling.temperature == 0 || (sampling.top_k > 0 && sampling.top_k <= size);
+    return size > 0 && enough ? shortlisted_row(row) : logits_row(row);
+}
+
+LogitsRow Session::shortlisted_row(int row) {
+    const int size = graph_->shortlist_size(), stride = static_cast<int>(graph_->logits_stride());
+    const size_t first = size_t(slot_of(row)) * size;
+    sparse_logits_.resize(stride, -INFINITY);
+    sparse_maxima_.resize(stride / kRun, -INFINITY);
+    for (const int32_t token : sparse_tokens_) {
+        sparse_logits_[token] = sparse_maxima_[token / kRun] = -INFINITY;
+    }
+    sparse_tokens_.assign(&shortlist_tokens_[first], &shortlist_tokens_[first] + size);
+    for (int i = 0; i < size; ++i) {
+        const int32_t token = sparse_tokens_[i];
+        sparse_logits_[token] = shortlist_logits_[first + i];
+        sparse_maxima_[token / kRun] = std::max(sparse_maxima_[token / kRun], sparse_logits_[token]);
+    }
+    return {sparse_logits_.data(), sparse_maxima_.data(), model_->shape().vocab_size, stride};
 }
 
 void Session::candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k,
@@ -229,7 +290,8 @@ Followed Session::follow(const Sampling& sampling, int root) {
     checked_row(root);
     Followed result;
     for (int row = root; row >= 0;) {
-        const int32_t token = samplers_[0].choose(sampling, logits_row(row), pending_[row].position + 1);
+        const int32_t token =
+            samplers_[0].choose(sampling, row_to_choose_from(sampling, row), pending_[row].position + 1);
         result.path.push_back(row);
         result.tokens.push_back(token);
         const int parent = row;
@@ -258,13 +320,13 @@ void Session::commit(const std::vector<int32_t>& path) {
         committed_.push_back(pending_[row].token);
     }
     // Rows only move towards the front, so going along the path never overwrites one that is still to move.
-    ThreadPool::shared().run(model_->shape().num_layers, model_->num_threads(), [&](int layer, int) {
-        for (size_t i = 0; i < path.size(); ++i) {
-            if (path[i] != static_cast<int32_t>(i)) {
-                cache_->move(layer, committed + path[i], committed + static_cast<int>(i));
-            }
+    std::vector<std::pair<int, int>> moves;
+    for (int i = 0; i < static_cast<int>(path.size()); ++i) {
+        if (path[i] != i) {
+            moves.emplace_back(committed + path[i], committed + i);
         }
-    });
+    }
+    graph_->move(moves);
     drop_from(0);
 }
 
@@ -288,7 +350,6 @@ void Session::truncate(int length) {
 void Session::close() {
     std::lock_guard<std::mutex> lock(mutex_);
     graph_.reset();
-    cache_.reset();
     logits_.reset();
     pending_.clear();
     committed_.clear();

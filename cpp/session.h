@@ -72,12 +72,15 @@ private:
     void compute(size_t first, size_t last, int num_logits);
     float* reserve_logits(int num_rows);
     void drop_from(size_t first);
-    LogitsRow logits_row(int row) const;
+    int slot_of(int row) const;
+    void read_logits();
+    LogitsRow logits_row(int row);
+    LogitsRow shortlisted_row(int row);
+    LogitsRow row_to_choose_from(const Sampling& sampling, int row);
 
     std::mutex mutex_;
     std::shared_ptr<const Gpt2> model_;
     int context_;
-    std::unique_ptr<KvCache> cache_;
     std::unique_ptr<Graph> graph_;
     std::vector<Sampler> samplers_;  // one per thread
     std::vector<int32_t> committed_;
@@ -85,6 +88,12 @@ private:
     std::unique_ptr<float[]> logits_;  // [slots][logits stride]
     std::vector<float> maxima_;        // [slots][logits stride / 64]
     int num_slots_ = 0, num_logits_ = 0;
+    int num_unread_ = 0;                     // of the last of these slots: their logits are still on the device
+    std::vector<int32_t> shortlist_tokens_;  // [slots][shortlist size]
+    std::vector<float> shortlist_logits_;
+    // A row of logits that is -inf but for one shortlist.
+    std::vector<float> sparse_logits_, sparse_maxima_;
+    std::vector<int32_t> sparse_tokens_;
 };
 
 }  // namespace pystaged

@@ -1,11 +1,12 @@
 """Staged speculative decoding for quantized GGUF models: faster, and exactly the text the model alone would write."""
 
 from pystaged import _llama  # noqa: F401  first, so that the extension finds llama_cpp's libraries already loaded
-from pystaged._core import ContextFullError, ModelError
+from pystaged._core import ContextFullError, DeviceError, ModelError
 from pystaged.config import SamplingConfig
+from pystaged.device import Device, devices
 from pystaged.engine import Engine, generate, load, stream
 from pystaged.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
-from pystaged.result import GenerationResult, Piece
+from pystaged.result import DeviceLostError, GenerationResult, Piece
 from pystaged.stats import GenerationStats
 from pystaged.tree import Stage, TokenTree
 
@@ -13,6 +14,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ContextFullError",
+    "Device",
+    "DeviceError",
+    "DeviceLostError",
     "Engine",
     "FixedPolicy",
     "GainPolicy",
@@ -25,6 +29,7 @@ __all__ = [
     "Stage",
     "TokenTree",
     "TreePolicy",
+    "devices",
     "generate",
     "load",
     "stream",

@@ -1,6 +1,6 @@
 """The compiled engine. Every method that computes releases the GIL; sessions may be used from several threads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import overload
 
 import numpy as np
@@ -11,6 +11,9 @@ _Ints = Sequence[int] | NDArray[np.integer]
 class ModelError(OSError):
     """A model file that is missing, damaged, or of a kind this engine does not run."""
 
+class DeviceError(OSError):
+    """A device that is missing, has too little memory, or failed in a pass."""
+
 class ContextFullError(ValueError):
     """No position is left in the context for the tokens asked for."""
 
@@ -19,6 +22,23 @@ def kernels() -> list[str]:
 
 def physical_cores() -> int:
     """Physical cores this process may run on."""
+
+def devices() -> list[tuple[str, str, bool, int, int]]:
+    """ggml's devices here: name, description, whether a GPU, bytes of memory free and in all."""
+
+def rpc_version() -> tuple[int, int]:
+    """Major and minor version of the RPC protocol spoken here.
+
+    Raises:
+        DeviceError: the installed llama-cpp-python is built without RPC.
+    """
+
+def serve_devices(endpoint: str, device: str, num_threads: int) -> None:
+    """Lend a device of this machine to others over ggml's RPC, until the process ends.
+
+    Raises:
+        DeviceError: no such device, no RPC in the installed llama-cpp-python, or the port is taken.
+    """
 
 @overload
 def gumbel(seed: int, position: int, token: int) -> float: ...
@@ -72,21 +92,36 @@ class Tokenizer:
         """Names the vocabulary: equal for equal token bytes."""
 
 class Model:
-    """Weights of a GPT-2 GGUF file, repacked for the kernel; shared by any number of sessions.
+    """Weights of a GPT-2 GGUF file, repacked for the kernel or on ggml's devices; shared by any number of sessions.
 
     Args:
         path: GGUF file.
         kernel: a name from kernels(), "" for the best.
         num_threads: 0 for one per physical core.
+        device: "cpu" for our kernels; else the devices that hold layers, by ggml's operations: "ggml-cpu", "metal",
+            "gpu", names of ggml's registry, or "rpc:HOST:PORT,HOST:PORT", for which ggml ends the process when a server
+            fails.
+        progress: called after each tensor that was brought to a device.
 
     Raises:
+        DeviceError: no such device, or too little memory on it.
         ModelError: the file is damaged, incomplete, or not a GPT-2 model of supported types.
         ValueError: unknown kernel or number of threads.
     """
 
-    def __init__(self, path: str | bytes, kernel: str = "", num_threads: int = 0) -> None: ...
+    def __init__(
+        self,
+        path: str | bytes,
+        kernel: str = "",
+        num_threads: int = 0,
+        device: str = "cpu",
+        progress: Callable[[], None] | None = None,
+    ) -> None: ...
     @property
     def name(self) -> str: ...
+    @property
+    def devices(self) -> list[str]:
+        """ggml's names of the devices that hold layers; none for our own kernels."""
     @property
     def kernel(self) -> str: ...
     @property

@@ -11,13 +11,13 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Model, Tokenizer
+from pystaged._core import DeviceError, Model, Tokenizer
 from pystaged.config import GenerationConfig, SamplingConfig, stop_strings
 from pystaged.decode import Decoder
 from pystaged.drafter import common_prefix
 from pystaged.pair import Pair
 from pystaged.policy import TreePolicy
-from pystaged.result import FinishReason, GenerationResult, Piece
+from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece
 from pystaged.stats import GenerationStats
 from pystaged.text import TextBuffer
 from pystaged.tree import Stage
@@ -32,6 +32,10 @@ class Engine:
             "house".
         draft: a smaller model with the same vocabulary, named likewise, None for n-grams alone, or "auto": the house
             draft for the house model, else None.
+        device: where the target runs: "cpu" by this package's kernels, byte for byte exact; "metal", "gpu", "ggml-cpu"
+            or a name from devices() by ggml's operations; "rpc:HOST:PORT,HOST:PORT" with its layers split over RPC
+            servers; "auto" for the fastest of this machine, measured.
+        draft_device: the same for the draft.
         n_ctx: positions of a context, 0 for as many as the model was trained for.
         num_threads: 0 for one per physical core.
         policy: decides how trees grow; by default what measured costs make worth while.
@@ -40,6 +44,7 @@ class Engine:
     Raises:
         FileNotFoundError: no such file or repository; for hub ids also what hub.pull raises.
         ModelError: a file is damaged or of an unsupported kind.
+        DeviceError: no such device, too little memory on it, or an RPC server that cannot be used.
         ValueError: two vocabularies that differ, or an option out of range.
     """
 
@@ -48,12 +53,16 @@ class Engine:
         model: str | Path = "house",
         *,
         draft: str | Path | None = "auto",
+        device: str = "cpu",
+        draft_device: str = "cpu",
         n_ctx: int = 0,
         num_threads: int = 0,
         policy: TreePolicy | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        self._pair = Pair(model, draft, num_threads, report or (lambda _: None))
+        self._pair = Pair(
+            model, draft, num_threads, report or (lambda _: None), device=device, draft_device=draft_device
+        )
         self._n_ctx = n_ctx
         self._policy = policy
         self._closed = False
@@ -130,6 +139,7 @@ class Engine:
         Raises:
             ValueError: an empty prompt, or an option out of range.
             ContextFullError: the prompt is longer than the context.
+            DeviceLostError: a device failed; it has the text so far.
         """
         sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
         return Stream(self, prompt, sampling, GenerationConfig(max_tokens, stop_strings(stop), speculate))
@@ -141,6 +151,7 @@ class Engine:
             for decoder in self._idle:
                 decoder.close()
             self._idle.clear()
+            self._pair.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -179,6 +190,7 @@ class Stream(Iterator[Piece]):
             raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
         if len(tokens) == 0:
             raise ValueError("the prompt is empty; give at least one character to continue from")
+        self._prompt = prompt
         self._result: GenerationResult | None = None
         self._pieces = self._run(engine, tokens, sampling, config)
 
@@ -249,6 +261,8 @@ class Stream(Iterator[Piece]):
                 if new or piece:
                     yield Piece(piece, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path))
             stats.finish(stages, before, decoder.drafting(), engine.model.weight_bytes)
+        except DeviceError as error:
+            raise DeviceLostError(str(error), self._prompt, "".join(text), tokens) from error
         finally:
             engine._put_back(decoder)
         self._result = GenerationResult("".join(text), tokens, finish, stats, stages)
@@ -258,13 +272,24 @@ def load(
     model: str | Path = "house",
     *,
     draft: str | Path | None = "auto",
+    device: str = "cpu",
+    draft_device: str = "cpu",
     n_ctx: int = 0,
     num_threads: int = 0,
     policy: TreePolicy | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Engine:
     """Open a model and keep it open; arguments and errors as in Engine."""
-    return Engine(model, draft=draft, n_ctx=n_ctx, num_threads=num_threads, policy=policy, report=report)
+    return Engine(
+        model,
+        draft=draft,
+        device=device,
+        draft_device=draft_device,
+        n_ctx=n_ctx,
+        num_threads=num_threads,
+        policy=policy,
+        report=report,
+    )
 
 
 def generate(
@@ -272,6 +297,8 @@ def generate(
     *,
     model: str | Path = "house",
     draft: str | Path | None = "auto",
+    device: str = "cpu",
+    draft_device: str = "cpu",
     speculate: bool = True,
     max_tokens: int = 128,
     temperature: float = 0.0,
@@ -284,7 +311,7 @@ def generate(
     """Load a model, continue a prompt, close the model; `load` keeps it open for more. Errors as in Engine.stream."""
     sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
     config = GenerationConfig(max_tokens, stop_strings(stop), speculate)
-    with load(model, draft=draft) as engine:
+    with load(model, draft=draft, device=device, draft_device=draft_device) as engine:
         return Stream(engine, prompt, sampling, config).finish()
 
 
@@ -293,6 +320,8 @@ def stream(
     *,
     model: str | Path = "house",
     draft: str | Path | None = "auto",
+    device: str = "cpu",
+    draft_device: str = "cpu",
     speculate: bool = True,
     max_tokens: int = 128,
     temperature: float = 0.0,
@@ -305,4 +334,4 @@ def stream(
     """Load a model and continue a prompt piece by piece. Errors as in Engine.stream."""
     sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
     config = GenerationConfig(max_tokens, stop_strings(stop), speculate)
-    return Stream(load(model, draft=draft), prompt, sampling, config)
+    return Stream(load(model, draft=draft, device=device, draft_device=draft_device), prompt, sampling, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import platform
@@ -11,10 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from pystaged import hub
-from pystaged._core import Model, Session, Tokenizer
+from pystaged._core import Model, Tokenizer
 from pystaged.config import SamplingConfig
 from pystaged.cost import MEASURED_ROWS, CostStore, PassCost, measure
 from pystaged.decode import Decoder
+from pystaged.device import candidates, check, close_model, load_model, open_session
 from pystaged.drafter import LOOKUP_SECONDS, Drafter, ModelDrafter, NgramDrafter
 from pystaged.ngram import NgramTable
 from pystaged.policy import FixedPolicy, GainPolicy, TreePolicy
@@ -30,25 +32,40 @@ class Pair:
     """
 
     def __init__(
-        self, model: str | Path, draft: str | Path | None, num_threads: int, report: Callable[[str], None]
+        self,
+        model: str | Path,
+        draft: str | Path | None,
+        num_threads: int,
+        report: Callable[[str], None],
+        *,
+        device: str = "cpu",
+        draft_device: str = "cpu",
     ) -> None:
+        for name in (device, draft_device):
+            check(name)
         self._num_threads = num_threads
         self._report = report
         self._store = CostStore()
         progress = hub.announced(report)
         self._path = hub.resolve(model, progress)
         self._draft_path = hub.resolve_draft(model, draft, progress)
-        self.target, self.tokenizer = self._load(self._path)
-        self.draft: Model | None = None
+        self._costs: dict[tuple[Path, str], PassCost] = {}
+        # As bytes, because the name of a file need not be valid Unicode.
+        self.tokenizer = Tokenizer(os.fsencode(self._path))
+        targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device)}
+        drafts: dict[str, Model] = {}
         if self._draft_path:
-            self.draft, draft_tokenizer = self._load(self._draft_path)
+            draft_tokenizer = Tokenizer(os.fsencode(self._draft_path))
             check_vocabularies(self.tokenizer, draft_tokenizer)
+            drafts = {name: self._load(self._draft_path, draft_tokenizer, name) for name in candidates(draft_device)}
+        self.device, self.draft_device = self._fastest(targets, drafts)
+        self.target = targets[self.device]
+        self.draft = drafts[self.draft_device] if drafts else None
         self.table = house_table(self.tokenizer)
-        self._costs: dict[Path, PassCost] = {}
 
     def decoder(self, n_ctx: int, policy: TreePolicy | None) -> Decoder:
         """A new context with its drafters."""
-        target = Session(self.target, n_ctx)
+        target = open_session(self.target, n_ctx)
         if policy is not None:
             return Decoder(target, self._model_drafter(policy) or self._ngram_drafter(policy))
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
@@ -61,23 +78,45 @@ class Pair:
             gains = [expected_gain(target_cost, draft_cost(1) + _PYTHON_SECONDS, _DRAFT_RATE), *gains]
         return Decoder(target, *drafters, cost=target_cost, gains=gains)
 
+    def close(self) -> None:
+        """Hang up on RPC servers."""
+        for model in (self.target, self.draft):
+            if model is not None:
+                close_model(model)
+
     def target_cost(self, *, again: bool = False) -> PassCost:
         """Seconds of a pass of the target, measured now or before."""
-        return self._cost(self._path, self.target, again)
+        return self._cost(self._path, self.device, self.target, again)
 
     def draft_cost(self, *, again: bool = False) -> PassCost | None:
         """The same for the draft, None where there is none."""
-        return self._cost(self._draft_path, self.draft, again) if self.draft and self._draft_path else None
+        if self.draft is None or self._draft_path is None:
+            return None
+        return self._cost(self._draft_path, self.draft_device, self.draft, again)
 
-    def _load(self, path: Path) -> tuple[Model, Tokenizer]:
-        # As bytes, because the name of a file need not be valid Unicode.
-        tokenizer = Tokenizer(os.fsencode(path))
-        model = Model(os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), self._num_threads)
+    def _fastest(self, targets: dict[str, Model], drafts: dict[str, Model]) -> tuple[str, str]:
+        """The devices of target and draft that promise the most tokens per second by what passes cost on them."""
+        pairs = list(itertools.product(targets, drafts or ["cpu"]))
+        if len(pairs) == 1:
+            return pairs[0]
+
+        def rate(pair: tuple[str, str]) -> float:
+            target_cost = self._cost(self._path, pair[0], targets[pair[0]], again=False)
+            ngrams = expected_rate(target_cost, LOOKUP_SECONDS, _NGRAM_RATE)
+            if self._draft_path is None:
+                return ngrams
+            draft_cost = self._cost(self._draft_path, pair[1], drafts[pair[1]], again=False)
+            return max(ngrams, expected_rate(target_cost, draft_cost(1) + _PYTHON_SECONDS, _DRAFT_RATE))
+
+        return max(pairs, key=rate)
+
+    def _load(self, path: Path, tokenizer: Tokenizer, device: str) -> Model:
+        model = load_model(os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), self._num_threads, device)
         if tokenizer.num_tokens != model.vocab_size:
             raise ValueError(
                 f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"
             )
-        return model, tokenizer
+        return model
 
     def _ngram_drafter(self, policy: TreePolicy) -> NgramDrafter:
         return NgramDrafter(self.table, policy, self.target.vocab_size)
@@ -87,26 +126,26 @@ class Pair:
             return None
         # As the stage below it only extends paths, so no policy of its own matters.
         below = self._ngram_drafter(FixedPolicy(width=1, depth=1, budget=1))
-        return ModelDrafter(Session(self.draft), policy, below=below, cost=cost, vocab_size=self.target.vocab_size)
+        return ModelDrafter(open_session(self.draft), policy, below=below, cost=cost, vocab_size=self.target.vocab_size)
 
-    def _cost(self, path: Path, model: Model, again: bool) -> PassCost:
-        if path in self._costs and not again:
-            return self._costs[path]
+    def _cost(self, path: Path, device: str, model: Model, again: bool) -> PassCost:
+        if (path, device) in self._costs and not again:
+            return self._costs[path, device]
         info = path.stat()
-        machine = (platform.node(), platform.machine(), os.cpu_count(), model.kernel, model.num_threads)
+        machine = (platform.node(), platform.machine(), os.cpu_count(), device, model.kernel, model.num_threads)
         key = "|".join(map(str, (*machine, path, info.st_size, info.st_mtime_ns)))
         cost = None if again else self._store.load(key)
         if cost is None:
-            self._report(f"measuring passes of {path.name} on this machine, once")
+            self._report(f"measuring passes of {path.name} on {device}, once")
             cost = measure_passes(model)
             self._store.save(key, cost)
-        self._costs[path] = cost
+        self._costs[path, device] = cost
         return cost
 
 
 def measure_passes(model: Model) -> PassCost:
     """Time a model's passes, candidates included."""
-    session = Session(model)
+    session = open_session(model)
     greedy = SamplingConfig().native
 
     def run(num_rows: int) -> None:
@@ -159,4 +198,14 @@ def expected_gain(target_cost: PassCost, pass_seconds: float, rate: float) -> fl
         chance *= rate
         tokens += chance
         best = max(best, tokens * target_cost(1) - target_cost(depth + 1) - depth * pass_seconds)
+    return best
+
+
+def expected_rate(target_cost: PassCost, pass_seconds: float, rate: float) -> float:
+    """Tokens per second of plain decoding or of a chain of the best length, whichever is more; arguments as above."""
+    tokens, chance, best = 1.0, 1.0, 1 / target_cost(1)
+    for depth in range(1, 9):
+        chance *= rate
+        tokens += chance
+        best = max(best, tokens / (target_cost(depth + 1) + depth * pass_seconds))
     return best

@@ -5,10 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pystaged._core import DeviceError
 from pystaged.stats import GenerationStats
 from pystaged.tree import Stage, TokenTree
 
 FinishReason = Literal["stop", "length"]
+
+
+class DeviceLostError(DeviceError):
+    """A device failed in the middle of a generation. prompt, text and tokens: what there was by then; tokens are the
+    new ones."""
+
+    def __init__(self, message: str, prompt: str, text: str, tokens: list[int]) -> None:
+        super().__init__(message)
+        self.prompt = prompt
+        self.text = text
+        self.tokens = tokens
 
 
 class Piece(str):

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli import bench, generate, info, models, ngram, pull, quantize, repl, tune
+from pystaged.cli import audit, bench, generate, info, models, ngram, pull, quantize, repl, rpc_server, tune
 from pystaged.cli.console import errors
 
 _INTERRUPTED = 130
@@ -33,6 +33,8 @@ app.command()(repl.repl)
 app.command()(bench.bench)
 app.command()(tune.tune)
 app.command()(info.info)
+app.command()(audit.audit)
+app.command()(rpc_server.rpc_server)
 app.add_typer(ngrams, name="ngram")
 
 

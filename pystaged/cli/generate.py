@@ -21,6 +21,11 @@ def generate(
         str,
         typer.Option(help="Draft with the same vocabulary, named like the model; 'none' for n-grams alone, 'auto'."),
     ] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(help="Where the target runs: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name from info."),
+    ] = "cpu",
+    draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.")] = "cpu",
     speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
@@ -51,7 +56,14 @@ def generate(
     pystaged.SamplingConfig(temperature, top_k, top_p, min_p, seed)
     if prompt == "-":
         prompt = sys.stdin.read()
-    with pystaged.load(model_name(model), draft=draft_name(draft), num_threads=threads, report=report) as engine:
+    with pystaged.load(
+        model_name(model),
+        draft=draft_name(draft),
+        device=device,
+        draft_device=draft_device,
+        num_threads=threads,
+        report=report,
+    ) as engine:
         stream = engine.stream(
             prompt,
             max_tokens=max_tokens,

@@ -37,3 +37,10 @@ def info(
         }
     for name, value in rows.items():
         typer.echo(f"{name:<18}{value}")
+    typer.echo(f"{'device':<18}cpu: this package's kernels, byte for byte exact")
+    for device in pystaged.devices():
+        name = device.name if device.is_gpu else f"ggml-{device.name.lower()}"
+        typer.echo(
+            f"{'device':<18}{name}: {device.description}, "
+            f"{device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
+        )

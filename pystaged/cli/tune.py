@@ -15,13 +15,15 @@ from pystaged.pair import Pair
 def tune(
     model: Annotated[str, typer.Option(help="Path of a GGUF file, name in the cache, hub id, or 'house'.")] = "house",
     draft: Annotated[str, typer.Option(help="As in generate.")] = "auto",
+    device: Annotated[str, typer.Option(help="As in generate.")] = "cpu",
+    draft_device: Annotated[str, typer.Option(help="As in generate.")] = "cpu",
     threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
 ) -> None:
     """Measure again what passes cost on this machine, and show it.
 
     Example: pystaged tune --model path/to/model.gguf --draft path/to/draft.gguf
     """
-    pair = Pair(model_name(model), draft_name(draft), threads, report)
+    pair = Pair(model_name(model), draft_name(draft), threads, report, device=device, draft_device=draft_device)
     target, smaller = pair.target_cost(again=True), pair.draft_cost(again=True)
     table = Table(box=None, pad_edge=False)
     for heading in ("rows", "target ms", "T(n)/T(1)", *(("draft ms",) if smaller else ())):

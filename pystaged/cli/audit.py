@@ -1,0 +1,89 @@
+"""`pystaged audit`: replay a text row by row."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import pystaged
+from pystaged.audit import audit as replay
+from pystaged.cli.console import draft_name, model_name, report
+from pystaged.device import open_session
+
+
+def audit(
+    model: Annotated[str, typer.Argument(help="Path of a GGUF file, or 'house'.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
+    output: Annotated[
+        Path | None, typer.Option(help="What `generate --json` printed for that prompt; by default it is made now.")
+    ] = None,
+    draft: Annotated[str, typer.Option(help="As in generate.")] = "auto",
+    device: Annotated[str, typer.Option(help="As in generate; the replay runs there too.")] = "cpu",
+    draft_device: Annotated[str, typer.Option(help="As in generate.")] = "cpu",
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="As in generate, like the next four.")] = 0.0,
+    top_k: Annotated[int, typer.Option()] = 0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    min_p: Annotated[float, typer.Option()] = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
+) -> None:
+    """Check each token of an output against what the model chooses when it evaluates one row at a time.
+
+    Reports the first difference and the gap between the two best tokens there; leaves with status 1 if there is one.
+
+    Example: pystaged audit path/to/model.gguf --device metal --prompt "def fibonacci(n):"
+    """
+    sampling = pystaged.SamplingConfig(temperature, top_k, top_p, min_p, seed)
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    with pystaged.load(
+        model_name(model),
+        draft=draft_name(draft),
+        device=device,
+        draft_device=draft_device,
+        num_threads=threads,
+        report=report,
+    ) as engine:
+        if output:
+            tokens = _tokens(output)
+        else:
+            result = engine.generate(
+                prompt,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seed=seed,
+            )
+            tokens = result.tokens
+        session = open_session(engine.model)
+        difference = replay(session, engine.tokenizer.encode(prompt), tokens, sampling)
+        session.close()
+        if difference is None:
+            typer.echo(f"{len(tokens)} tokens, each the model's own choice when evaluated alone")
+            return
+        emitted, replayed = (
+            repr(engine.tokenizer.token_bytes(token).decode("utf-8", "replace"))
+            for token in (difference.emitted, difference.replayed)
+        )
+    typer.echo(
+        f"token {difference.index + 1} of {len(tokens)} differs: {emitted} was written, {replayed} is chosen when "
+        f"evaluated alone; there the two best tokens are {difference.gap:.2g} apart (log p)"
+    )
+    raise typer.Exit(1)
+
+
+def _tokens(path: Path) -> list[int]:
+    try:
+        tokens = json.loads(path.read_text("utf-8"))["tokens"]
+        if not all(isinstance(token, int) for token in tokens):
+            raise TypeError
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} is not what `pystaged generate --json` prints") from None
+    return list(tokens)

@@ -1,0 +1,43 @@
+"""`pystaged rpc-server`: lend this machine's devices to another."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+from typing import Annotated
+
+import typer
+
+from pystaged import _core
+from pystaged.cli.console import errors
+
+
+def rpc_server(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")
+    ] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 50052,
+    device: Annotated[
+        str, typer.Option(help="Device to lend: ggml-cpu, metal, gpu, or a name from info.")
+    ] = "ggml-cpu",
+    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
+) -> None:
+    """Lend this machine to a pystaged elsewhere, which names it with --device rpc:HOST:PORT.
+
+    Example: pystaged rpc-server --host 127.0.0.1 --port 50052
+    """
+    if not _is_loopback(host):
+        errors.print(
+            f"[bold yellow]warning:[/bold yellow] whoever reaches {host}:{port} can use this machine: the protocol "
+            "has neither passwords nor encryption. Listen only on a network you trust."
+        )
+    # The server waits in C++, where Python never gets to see Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _core.serve_devices(f"{host}:{port}", device, threads or _core.physical_cores())
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,252 @@
+"""Models on other machines: ggml's RPC client in a process of its own, and what stands in for model and sessions.
+
+ggml ends the whole process when a server dies or answers nonsense. So everything that speaks to one happens in a
+worker, whose end is an exception here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged import _core
+from pystaged._core import DeviceError, Sampling
+
+_CONNECT_SECONDS = 5.0
+_ANSWER_SECONDS = 60.0  # longest silence; PYSTAGED_RPC_TIMEOUT overrides it
+_ROWS = 64  # of one pass
+_HELLO = 14  # command number, the same in every version of the protocol
+_CAPABILITIES = 24  # bytes
+
+
+def endpoints(device: str) -> list[str]:
+    """The servers of "rpc:HOST:PORT,HOST:PORT".
+
+    Raises:
+        ValueError: a part is no HOST:PORT.
+    """
+    found = device.removeprefix("rpc:").split(",")
+    for endpoint in found:
+        host, _, port = endpoint.rpartition(":")
+        if not host or ":" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"'{endpoint}' in device '{device}' is no HOST:PORT; write rpc:192.168.0.7:50052")
+    return found
+
+
+def check_server(endpoint: str) -> None:
+    """Shake hands with a server and hang up.
+
+    Raises:
+        DeviceError: no RPC in the installed llama-cpp-python; nobody answers there, or in another version of the
+            protocol.
+    """
+    own = _core.rpc_version()
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), _CONNECT_SECONDS) as connection:
+            connection.sendall(struct.pack("<BQ", _HELLO, _CAPABILITIES) + bytes(_CAPABILITIES))
+            with connection.makefile("rb") as answer:
+                head = answer.read(8 + 3)
+    except TimeoutError:
+        raise DeviceError(
+            f"RPC server {endpoint} does not answer within {_CONNECT_SECONDS:g} seconds; does it serve another client?"
+        ) from None
+    except OSError as error:
+        raise DeviceError(f"RPC server {endpoint} cannot be reached: {error.strerror or error}") from None
+    if len(head) < 8 + 3 or not 3 <= struct.unpack("<Q", head[:8])[0] <= 1 << 10:
+        raise DeviceError(f"{endpoint} is no RPC server of ggml; start one there with: pystaged rpc-server")
+    major, minor = head[8], head[9]
+    if major != own[0] or minor > own[1]:
+        raise DeviceError(
+            f"RPC server {endpoint} speaks version {major}.{minor} of the protocol, but here it is {own[0]}.{own[1]}; "
+            "install the same llama-cpp-python on both machines"
+        )
+
+
+class Worker:
+    """A process that holds one model on RPC servers. Calls wait for their turn, and fail once it has ended.
+
+    Args:
+        device: "rpc:HOST:PORT,HOST:PORT".
+
+    Raises:
+        DeviceError: a server cannot be reached, or is of another version.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._endpoints = endpoints(device)
+        for endpoint in self._endpoints:
+            check_server(endpoint)
+        self._timeout = float(os.environ.get("PYSTAGED_RPC_TIMEOUT", _ANSWER_SECONDS))
+        self._connection, theirs = Pipe()
+        # A session of its own keeps Ctrl-C from it; without this variable ggml starts a debugger before it gives up.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pystaged.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+            start_new_session=True,
+        )
+        theirs.close()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._failure: str | None = None
+        self._end = weakref.finalize(self, _end, self._process, self._connection)
+
+    def call(self, name: str, *args: object) -> Any:
+        """What the worker's function of that name returns or raises.
+
+        Raises:
+            DeviceError: a server died or is silent; so does every later call.
+        """
+        with self._lock:
+            if self._failure:
+                raise DeviceError(self._failure)
+            number = next(self._numbers)
+            failure = ""
+            answered, good, value = -1, False, None
+            try:
+                self._connection.send((number, name, args))
+                # Signs of life, and answers to calls that were interrupted, are passed over.
+                while answered != number and not failure:
+                    if self._connection.poll(self._timeout):
+                        answered, good, value = self._connection.recv()
+                    else:
+                        failure = f"has been silent for {self._timeout:g} seconds"
+            except (EOFError, OSError):
+                failure = "ended the connection"
+            if failure:
+                self._fail(failure)
+        if isinstance(value, BaseException) and not good:
+            raise value
+        return value
+
+    def close(self) -> None:
+        """End the process; later calls raise DeviceError."""
+        self._failure = self._failure or "the connection to the RPC servers is closed"
+        self._end()
+
+    def _fail(self, what: str) -> None:
+        self._end()
+        lost = []
+        for endpoint in self._endpoints:
+            try:
+                check_server(endpoint)
+            except DeviceError:
+                lost.append(endpoint)
+        names = ", ".join(lost or self._endpoints)
+        self._failure = f"RPC server {names} {what}; start it again and load the model again"
+        raise DeviceError(self._failure) from None
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+class RemoteModel:
+    """Stands in for _core.Model."""
+
+    name: str
+    kernel: str
+    num_threads: int
+    file_bytes: int
+    weight_bytes: int
+    weight_type: str
+    vocab_size: int
+    max_context: int
+    width: int
+    num_layers: int
+    num_heads: int
+    devices: list[str]
+
+    def __init__(self, path: bytes, kernel: str, num_threads: int, device: str) -> None:
+        self.worker = Worker(device)
+        try:
+            vars(self).update(self.worker.call("load", path, kernel, num_threads, device))
+        except BaseException:
+            self.worker.close()
+            raise
+
+
+class RemoteSession:
+    """Stands in for _core.Session."""
+
+    def __init__(self, model: RemoteModel, n_ctx: int) -> None:
+        self.weight_bytes = model.weight_bytes
+        self.vocab_size = model.vocab_size
+        self._worker = model.worker
+        self._id, self.n_ctx = self._worker.call("open", n_ctx)
+
+    def prefill(self, tokens: NDArray[np.int32]) -> None:
+        length = len(self.tokens)
+        try:
+            # A call for each pass, so that each is a sign of life and Ctrl-C has its chance.
+            for first in range(0, len(tokens), _ROWS):
+                self._call("prefill", tokens[first : first + _ROWS])
+        except (KeyboardInterrupt, ValueError):
+            self.truncate(length)
+            raise
+
+    def evaluate(self, tokens: object, parents: object, num_logits: int | None = None) -> None:
+        self._call("evaluate", tokens, parents, num_logits)
+
+    def candidates(
+        self, rows: Sequence[int], k: int, sampling: Sampling | Sequence[Sampling]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        found: tuple[NDArray[np.int32], NDArray[np.float32]] = self._call("candidates", rows, k, sampling)
+        return found
+
+    def follow(self, sampling: Sampling, root: int = 0) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        followed: tuple[NDArray[np.int32], NDArray[np.int32]] = self._call("follow", sampling, root)
+        return followed
+
+    def commit(self, path: object) -> None:
+        self._call("commit", path)
+
+    def discard(self) -> None:
+        self._call("discard")
+
+    def truncate(self, length: int) -> None:
+        self._call("truncate", length)
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        values: NDArray[np.float32] = self._call("logits", row)
+        return values
+
+    def close(self) -> None:
+        try:
+            self._call("close")
+        except DeviceError:
+            return  # it went with its server
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        values: NDArray[np.int32] = self._worker.call("get", self._id, "tokens")
+        return values
+
+    @property
+    def num_pending(self) -> int:
+        return int(self._worker.call("get", self._id, "num_pending"))
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._worker.call("get", self._id, "closed"))
+
+    def _call(self, name: str, *args: object) -> Any:
+        return self._worker.call("call", self._id, name, *args)

@@ -1,0 +1,70 @@
+"""The process in which ggml speaks to RPC servers: it may end at any moment, and only a connection breaks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pystaged import _core
+
+_BEAT_SECONDS = 1.0
+_BEAT = (-1, True, None)
+
+
+class Host:
+    """One model and its sessions.
+
+    Args:
+        connection: told now and then that a long call is getting on.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._beaten = time.monotonic()
+        self._sessions: list[_core.Session] = []
+
+    def load(self, path: bytes, kernel: str, num_threads: int, device: str) -> dict[str, Any]:
+        """Load the model; returns its properties."""
+        self._model = _core.Model(path, kernel, num_threads, device, self._beat)
+        names = [name for name, value in vars(_core.Model).items() if isinstance(value, property)]
+        return {name: getattr(self._model, name) for name in names}
+
+    def open(self, n_ctx: int) -> tuple[int, int]:
+        """Open a session; returns its number and its positions."""
+        self._sessions.append(_core.Session(self._model, n_ctx))
+        return len(self._sessions) - 1, self._sessions[-1].n_ctx
+
+    def call(self, session: int, name: str, *args: object) -> Any:
+        """Call a method of a session."""
+        return getattr(self._sessions[session], name)(*args)
+
+    def get(self, session: int, name: str) -> Any:
+        """Read a property of a session."""
+        return getattr(self._sessions[session], name)
+
+    def _beat(self) -> None:
+        if time.monotonic() - self._beaten > _BEAT_SECONDS:
+            self._beaten = time.monotonic()
+            self._connection.send(_BEAT)
+
+
+def main() -> None:
+    """Answer calls until whoever makes them is gone."""
+    connection: Connection = Connection(int(sys.argv[1]))
+    host = Host(connection)
+    while True:
+        try:
+            number, name, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = (number, True, getattr(host, name)(*args))
+        except Exception as error:  # whatever it is, it belongs to the caller
+            answer = (number, False, error)
+        connection.send(answer)
+
+
+if __name__ == "__main__":
+    main()

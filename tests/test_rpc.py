@@ -1,0 +1,220 @@
+"""Layers split over RPC servers on loopback, and what happens when one goes: needs ggml built with RPC."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pystaged
+from pystaged import DeviceError, DeviceLostError, FixedPolicy, _core, rpc
+from pystaged._core import Model, Sampling, Session
+from pystaged.cli import rpc_server
+from pystaged.device import load_model, open_session
+
+PROMPT = "def fibonacci(n):"
+TREE = FixedPolicy(4, 5, 12)
+
+
+def has_rpc() -> bool:
+    try:
+        _core.rpc_version()
+    except DeviceError:
+        return False
+    return True
+
+
+needs_rpc = pytest.mark.skipif(not has_rpc(), reason="llama-cpp-python is built without RPC")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[], tuple[str, subprocess.Popen[bytes]]]]:
+    """A function that starts a server and gives its endpoint and process."""
+    processes = []
+
+    def run() -> tuple[str, subprocess.Popen[bytes]]:
+        port = free_port()
+        command = [sys.executable, "-m", "pystaged", "rpc-server", "--port", str(port), "--threads", "1"]
+        processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        endpoint = f"127.0.0.1:{port}"
+        for _ in range(300):
+            try:
+                rpc.check_server(endpoint)
+                break
+            except DeviceError:
+                time.sleep(0.1)
+        return endpoint, processes[-1]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.rpc
+@needs_rpc
+def test_two_servers_write_what_one_writes(start: Callable[..., tuple[str, subprocess.Popen[bytes]]]) -> None:
+    (one, _), (two, _) = start(), start()
+    texts = []
+    for device, devices in ((f"rpc:{one}", 1), (f"rpc:{one},{two}", 2)):
+        with pystaged.load(device=device, policy=TREE) as engine:
+            assert len(engine.model.devices) == devices
+            texts.append(engine.generate(PROMPT, max_tokens=48).text)
+    with pystaged.load(device="ggml-cpu", policy=TREE, num_threads=1) as engine:
+        texts.append(engine.generate(PROMPT, max_tokens=48).text)
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.rpc
+@needs_rpc
+def test_a_remote_session_is_a_session(
+    start: Callable[..., tuple[str, subprocess.Popen[bytes]]], random_gguf: Callable[..., Path]
+) -> None:
+    (one, _), (two, _) = start(), start()
+    path = random_gguf("F32", layers=5)
+    remote = load_model(str(path).encode(), "", 1, f"rpc:{one},{two}")
+    local = Model(str(path), device="ggml-cpu", num_threads=1)
+    assert (remote.weight_bytes, remote.width, remote.name) == (local.weight_bytes, local.width, local.name)
+    tokens = np.random.default_rng(0).integers(0, 257, 80).astype(np.int32)
+    for mine, theirs in [(open_session(remote), Session(local))]:
+        for session in (mine, theirs):
+            session.prefill(tokens)
+            session.evaluate([1, 2, 3], [-1, 0, 0])
+        assert np.array_equal(mine.logits(2), theirs.logits(2))
+        for k in (1, 5):
+            for a, b in zip(
+                mine.candidates([0, 2], k, Sampling(1.0)), theirs.candidates([0, 2], k, Sampling(1.0)), strict=True
+            ):
+                assert np.array_equal(a, b)
+        assert mine.num_pending == 3
+        mine.commit([0, 2])
+        assert mine.tokens.tolist() == [*tokens.tolist(), 1, 3]
+        with pytest.raises(ValueError, match="parent"):
+            mine.evaluate([1], [5])
+        with pytest.raises(pystaged.ContextFullError):
+            mine.prefill(np.zeros(90, np.int32))
+        assert len(mine.tokens) == 82
+        mine.close()
+        assert mine.closed
+
+
+@pytest.mark.rpc
+@needs_rpc
+def test_a_server_killed_in_mid_generation(start: Callable[..., tuple[str, subprocess.Popen[bytes]]]) -> None:
+    (one, _), (two, process) = start(), start()
+    with pystaged.load(device=f"rpc:{one},{two}", policy=TREE) as engine:
+        stream = engine.stream(PROMPT, max_tokens=200)
+        pieces = [next(stream) for _ in range(3)]
+        process.kill()
+        process.wait()
+        with pytest.raises(DeviceLostError, match=re.escape(two)) as lost:
+            pieces.extend(stream)
+        assert lost.value.prompt == PROMPT
+        assert lost.value.text == "".join(pieces)
+        assert len(lost.value.tokens) == sum(len(piece.tokens) for piece in pieces) > 0
+        with pytest.raises(DeviceError, match=re.escape(two)):
+            engine.generate(PROMPT)
+
+
+@pytest.mark.rpc
+@needs_rpc
+def test_a_server_that_hangs(
+    start: Callable[..., tuple[str, subprocess.Popen[bytes]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYSTAGED_RPC_TIMEOUT", "3")
+    monkeypatch.setattr(rpc, "_CONNECT_SECONDS", 1.0)
+    endpoint, process = start()
+    with pystaged.load(device=f"rpc:{endpoint}", policy=TREE) as engine:
+        stream = engine.stream(PROMPT, max_tokens=200)
+        next(stream)
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(DeviceLostError, match="silent for 3 seconds"):
+            stream.finish()
+    with pytest.raises(DeviceError, match="does not answer within 1 seconds"):
+        pystaged.load(device=f"rpc:{endpoint}")
+
+
+def impostor(answer: bytes) -> str:
+    """The endpoint of a server that gives every client the same answer."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with server:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 10)
+                connection.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.rpc
+@needs_rpc
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"\x1c" + bytes(7) + b"\x63\x00\x00" + bytes(25), "speaks version 99.0"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no RPC server"),
+        (b"", "no RPC server"),
+    ],
+    ids=["version", "http", "silence"],
+)
+def test_who_else_may_answer(answer: bytes, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        pystaged.load(device=f"rpc:{impostor(answer)}")
+
+
+@pytest.mark.rpc
+@needs_rpc
+def test_nobody_there() -> None:
+    with pytest.raises(DeviceError, match="cannot be reached: Connection refused"):
+        pystaged.load(device=f"rpc:127.0.0.1:{free_port()}")
+
+
+@pytest.mark.rpc
+@needs_rpc
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        command = [sys.executable, "-m", "pystaged", "rpc-server", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "is the port taken?" in done.stderr
+
+
+@pytest.mark.skipif(has_rpc(), reason="llama-cpp-python is built with RPC")
+def test_without_rpc() -> None:
+    with pytest.raises(DeviceError, match="GGML_RPC=on"):
+        pystaged.load(device="rpc:127.0.0.1:50052")
+
+
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_warning_before_others_can_connect(
+    host: str, warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bound = []
+    monkeypatch.setattr(_core, "serve_devices", lambda *arguments: bound.append(arguments))
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        rpc_server.rpc_server(host, 50052, "ggml-cpu", 1)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert bound == [(f"{host}:50052", "ggml-cpu", 1)]
+    assert ("neither passwords nor encryption" in capsys.readouterr().err) == warned
