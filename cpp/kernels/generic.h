@@ -464,7 +464,7 @@ template <class Block, int rows>
 void integer_tile(const uint8_t* group, int g, const Activations& x, int row, const Epilogue& e) {
     using Header = typename Block::Header;
     constexpr int turn = kUnits == 1 ? Header::blocks : 8;
-    static_assert(turn % Header::blocks == 0 && Header::blocks * turn <= 64, "a turn takes one header");
+    static_assert(Header::blocks == 1 || Header::blocks == turn, "a turn takes one header");
     const int8_t* quants = x.quantized.quants + size_t(row) * kBlock;
     const BlockFactors* factors = x.quantized.factors + row;
     F sums[kUnits][rows];
@@ -475,7 +475,7 @@ void integer_tile(const uint8_t* group, int g, const Activations& x, int row, co
         }
     }
     for (int left = x.cols / kBlock; left > 0; left -= turn) {
-        const int blocks = left < turn ? left : turn;
+        const int blocks = turn > Header::blocks && left < turn ? left : turn;
         for (int part = 0; part < kUnits; ++part) {
             F sum[rows];
 #pragma GCC unroll 16
