@@ -65,11 +65,11 @@ def show(
             for piece in stream:
                 with _uninterrupted():
                     view.show(piece)
-                keep(piece.text)
-    finally:
-        # Nothing more can be said where standard output is closed.
-        with contextlib.suppress(BrokenPipeError):
-            typer.echo()
+                    keep(piece.text)
+    except KeyboardInterrupt:
+        typer.echo()
+        raise
+    typer.echo()
     return stream.result
 
 
