@@ -36,7 +36,7 @@ def greedy_agreement(target: GPT, draft: GPT, prompts: list[list[int]], length: 
     agreed = 0
     for prompt in prompts:
         start = torch.tensor([prompt])
-        text = write_texts(target, start, torch.tensor([1e-4]), len(prompt) + length)
+        text = write_texts(target, start, torch.tensor([1e-4]), len(prompt) + length).texts
         hidden = draft.hidden(text[:, :-1])[0, len(prompt) - 1 :]
         agreed += int(((hidden @ draft.head().t()).argmax(1) == text[0, len(prompt) :]).sum())
     return agreed / (length * len(prompts))
@@ -71,7 +71,8 @@ def sample_texts(checkpoint: Checkpoint, vocab: Path, prompts: list[str], length
     texts = []
     for prompt in prompts:
         ids = checkpoint.numbers()[bpe.encode(prompt).ids]
-        text = write_texts(checkpoint.model, torch.from_numpy(ids)[None], torch.tensor([1e-4]), len(ids) + length)
+        prompts = torch.from_numpy(ids)[None]
+        text = write_texts(checkpoint.model, prompts, torch.tensor([1e-4]), len(ids) + length).texts
         written = text[0, len(ids) :].clamp(max=len(checkpoint.known) - 1).numpy()
         characters = "".join(tokens[i] for i in checkpoint.known[written] if i != END_OF_TEXT)
         texts.append(prompt + bytes(byte_level[c] for c in characters).decode(errors="replace"))

@@ -42,11 +42,13 @@ def add_metadata(writer: GGUFWriter, checkpoint: Checkpoint, name: str, kind: st
 
 
 def add_weights(writer: GGUFWriter, weights: dict[str, npt.NDArray[np.float32]], kind: str) -> None:
-    """Matrices in the file's type; vectors and positions in F32."""
+    """Matrices in the file's type, vectors in F32; positions, which are added to the residual stream, in F16."""
     quantization = GGMLQuantizationType[kind]
     for name, weight in weights.items():
-        if weight.ndim == 1 or name == "position_embd.weight":
+        if weight.ndim == 1 or kind == "F32":
             writer.add_tensor(name, np.ascontiguousarray(weight))
+        elif name == "position_embd.weight":
+            writer.add_tensor(name, weight.astype(np.float16))
         else:
             writer.add_tensor(name, quants.quantize(np.ascontiguousarray(weight), quantization), raw_dtype=quantization)
 

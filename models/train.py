@@ -18,41 +18,56 @@ import torch
 import torch.nn.functional as F
 from corpus import END_OF_TEXT, vocabulary
 from model import GPT, VOCABULARY, Checkpoint, Config, load
+from sample import best
 from torch import Tensor, nn
-from widen import widened
+from widen import deepened, widened
 from windows import Corpus, Samples, Tokens, Whitespace, stretch_indents
 
 # (windows, tokens each, share of the steps): the 512s carry most tokens, the short ones teach to begin
 WINDOWS = ((6, 512, 0.40), (3, 1024, 0.15), (24, 128, 0.25), (48, 64, 0.20))
 
 
+@dataclass(frozen=True)
+class Targets:
+    """What should come next at each row: a few tokens (int64[rows, k], none twice in a row) and their probabilities
+    (float32[rows, k]), which sum to 1, or to 0 where there is nothing to learn."""
+
+    tokens: Tensor
+    probabilities: Tensor
+
+    @classmethod
+    def labels(cls, labels: Tensor, silent: int) -> "Targets":
+        """Single tokens, int64[rows]; the silent one stands for none."""
+        return cls(labels.clamp(max=silent - 1)[:, None], (labels < silent).float()[:, None])
+
+
 class HeadLoss(torch.autograd.Function):
     """Cross-entropy of the tied head, with its gradient made on the way so that no full logits are kept.
 
-    Targets are labels (int64[rows], the silent token's number where there is none) or a teacher's distribution
-    (its hidden states and head).
+    A share `overlap` of the loss is the total variation distance instead: 1 - sum of min(p, q), which is how often a
+    guess from q is not what p would have said.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, teacher: tuple[Tensor, Tensor] | None, chunk: int = 512
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Targets, overlap: float = 0.0, chunk: int = 512
     ) -> Tensor:
-        known = (labels < len(head)).float() if teacher is None else torch.ones(len(hidden))
-        count = known.sum().clamp(min=1)
+        known = targets.probabilities.sum(1, keepdim=True)
+        known = known / known.sum().clamp(min=1)
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros(head.shape)
         total = torch.zeros(())
         for i in range(0, len(hidden), chunk):
             rows = slice(i, i + chunk)
+            tokens, p = targets.tokens[rows], targets.probabilities[rows]
             logprobs = F.log_softmax((hidden[rows] @ head.t()).float(), 1)
-            weight = known[rows, None] / count
-            if teacher is None:
-                label = labels[rows, None].clamp(max=len(head) - 1)
-                total -= (logprobs.gather(1, label) * weight).sum()
-                grad = logprobs.exp_().mul_(weight).scatter_add_(1, label, -weight)
-            else:
-                target = F.softmax((teacher[0][rows] @ teacher[1].t()).float(), 1)
-                total -= torch.dot(target.flatten(), logprobs.flatten()) / count
-                grad = logprobs.exp_().sub_(target).mul_(weight)
+            few = logprobs.gather(1, tokens)
+            q = few.exp()
+            missed = q * (q < p)
+            entropy, distance = -(p * few).sum(1), 1 - torch.minimum(p, q).sum(1)
+            total += torch.dot((1 - overlap) * entropy + overlap * distance, known[rows, 0])
+            scale = (1 - overlap) + overlap * missed.sum(1, keepdim=True)
+            grad = logprobs.exp_().mul_(scale * known[rows])
+            grad.scatter_add_(1, tokens, ((overlap - 1) * p - overlap * missed) * known[rows])
             low = grad.bfloat16()
             grad_hidden[rows] = low @ head
             grad_head += (low.t() @ hidden[rows]).float()
@@ -66,27 +81,25 @@ class HeadLoss(torch.autograd.Function):
 
 
 class Teacher:
-    """A frozen model in bfloat16 whose distribution is the target of a distillation."""
+    """A frozen model in bfloat16 whose distribution over its best tokens is the target of a distillation."""
 
     def __init__(self, model: GPT) -> None:
         self.model = model.bfloat16().eval()
-        self.head = self.model.head().detach()
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return self.model.hidden(ids).flatten(0, 1), self.head
+    def __call__(self, ids: Tensor, chunk: int = 512) -> Targets:
+        rows = self.model.hidden(ids).flatten(0, 1).split(chunk)
+        found = [best(part, self.model.head()) for part in rows]
+        tokens, logprobs = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return Targets(tokens, logprobs.exp())
 
 
-def batch_loss(model: GPT, batch: Tensor, teacher: Teacher | None = None, marked: Tensor | None = None) -> Tensor:
-    """Mean loss in nats over the known next tokens of a batch (with a teacher: over all).
-
-    marked: labels in place of the batch's own tokens.
-    """
-    ids, labels = batch[:, :-1], (batch if marked is None else marked)[:, 1:].flatten()
+def batch_loss(model: GPT, ids: Tensor, targets: Targets, overlap: float = 0.0) -> Tensor:
+    """Mean loss over the rows of ids, int64[windows, length], that have a target; in nats where overlap is 0."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.hidden(ids).flatten(0, 1).bfloat16()
     loss: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, model.head().bfloat16(), labels, teacher and teacher(ids)
+        hidden, model.head().bfloat16(), targets, overlap
     )
     return loss
 
@@ -95,7 +108,12 @@ def batch_loss(model: GPT, batch: Tensor, teacher: Teacher | None = None, marked
 def mean_loss(model: GPT, corpus: Corpus, shape: tuple[int, int], anchored: float, batches: int) -> float:
     """Mean loss over the same windows at every call."""
     rng = np.random.default_rng(0)
-    return sum(batch_loss(model, corpus.batch(rng, *shape, anchored)).item() for _ in range(batches)) / batches
+    total = 0.0
+    for _ in range(batches):
+        batch = corpus.batch(rng, *shape, anchored)
+        targets = Targets.labels(batch[:, 1:].flatten(), model.config.num_known)
+        total += batch_loss(model, batch[:, :-1], targets).item()
+    return total / batches
 
 
 def losses(model: GPT, corpus: Corpus, batches: int = 6) -> str:
@@ -199,6 +217,8 @@ def starting_point(args: argparse.Namespace, teacher: Checkpoint | None) -> Chec
         checkpoint = load(args.init)
         if args.width != checkpoint.model.config.width:
             checkpoint = widened(checkpoint, args.width, args.heads)
+        if args.layers != checkpoint.model.config.layers:
+            checkpoint = deepened(checkpoint, args.layers)
         checkpoint.model.reserve_channel()
         return checkpoint
     data = np.fromfile(args.data / "train.bin", np.uint16)
@@ -206,12 +226,26 @@ def starting_point(args: argparse.Namespace, teacher: Checkpoint | None) -> Chec
     return Checkpoint(GPT(Config(args.width, args.layers, args.heads, len(known))), known)
 
 
-def next_batch(rng: np.random.Generator, corpus: Corpus, samples: Samples | None, share: float) -> Tensor:
-    """A batch of the teacher's texts or of the corpus, in one of the window sizes."""
-    windows, length, _ = WINDOWS[rng.choice(len(WINDOWS), p=[weight for _, _, weight in WINDOWS])]
-    if samples and rng.random() < share:
-        return samples.batch(rng, windows * length)
-    return corpus.batch(rng, windows, length)
+class Batches:
+    """Rows to train on: the teacher's texts, or windows of the corpus in one of the sizes."""
+
+    def __init__(self, args: argparse.Namespace, corpus: Corpus, spaces: Whitespace, teacher: Teacher | None) -> None:
+        self.rng = np.random.default_rng(args.seed)
+        self.corpus, self.spaces, self.teacher = corpus, spaces, teacher
+        self.samples = Samples(args.samples, corpus.numbers) if args.samples else None
+        self.sample_share, self.stretch_share = args.sample_share, args.stretch_share
+
+    def next(self) -> tuple[Tensor, Targets]:
+        """ids, int64[windows, length], and the targets of its windows x length rows."""
+        windows, length, _ = WINDOWS[self.rng.choice(len(WINDOWS), p=[weight for _, _, weight in WINDOWS])]
+        if self.samples and self.rng.random() < self.sample_share:
+            ids, tokens, logprobs = self.samples.batch(self.rng, windows * length)
+            return ids, Targets(tokens.flatten(0, 1), logprobs.flatten(0, 1).exp())
+        batch = self.corpus.batch(self.rng, windows, length)
+        if self.teacher:
+            return batch[:, :-1], self.teacher(batch[:, :-1])
+        labels = stretch_indents(batch, self.spaces, self.rng) if self.rng.random() < self.stretch_share else batch
+        return batch[:, :-1], Targets.labels(labels[:, 1:].flatten(), self.spaces.silent)
 
 
 def arguments() -> argparse.Namespace:
@@ -221,8 +255,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=Path, required=True, help="any GGUF file with the GPT-2 vocabulary")
     parser.add_argument("--init", type=Path, help="go on from this .pt or .gguf, made as wide as asked for")
     parser.add_argument("--teacher", type=Path, help="distil from this .pt or .gguf")
-    parser.add_argument("--samples", type=Path, help="texts of the teacher, from sample.py")
+    parser.add_argument("--samples", type=Path, help="folder of the teacher's texts, from sample.py")
     parser.add_argument("--sample-share", type=float, default=0.35, help="share of the steps on the teacher's texts")
+    parser.add_argument("--overlap", type=float, default=0.0, help="share of the total variation in the loss")
     parser.add_argument("--stretch-share", type=float, default=0.0, help="share of the steps with stretched indents")
     parser.add_argument("--width", type=int, default=320)
     parser.add_argument("--layers", type=int, default=8)
@@ -242,7 +277,6 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    rng = np.random.default_rng(args.seed)
 
     parent = load(args.teacher) if args.teacher else None
     checkpoint = starting_point(args, parent)
@@ -250,21 +284,19 @@ def main() -> None:
     teacher = Teacher(parent.model) if parent else None
     tokens, _, _ = vocabulary(args.vocab)
     train, val = (Corpus(args.data / name, tokens, checkpoint.numbers()) for name in ("train.bin", "val.bin"))
-    samples = Samples(args.samples, checkpoint.numbers()) if args.samples else None
     print(f"{model.config}, {len(train.data) / 1e6:.1f}M tokens, {len(train.starts)} starts", flush=True)
 
-    spaces = Whitespace.of(tokens, checkpoint.numbers())
+    batches = Batches(args, train, Whitespace.of(tokens, checkpoint.numbers()), teacher)
     optimizers = Optimizers(model, args.lr, args.lr_scale, args.decay_from)
     progress = Progress(args.steps, args.minutes)
     average = None
     for done in progress:
-        batch = next_batch(rng, train, samples, args.sample_share)
-        marked = stretch_indents(batch, spaces, rng) if rng.random() < args.stretch_share else None
-        loss = batch_loss(model, batch, teacher, marked)
+        ids, targets = batches.next()
+        loss = batch_loss(model, ids, targets, args.overlap)
         loss.backward()  # type: ignore[no-untyped-call]
         model.mask_gradients()
         optimizers.step(progress.step, done)
-        progress.tokens += batch[:, 1:].numel()
+        progress.tokens += ids.numel()
         average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
         if progress.step % 20 == 19:
             print(progress.line(average), flush=True)

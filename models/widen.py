@@ -1,4 +1,4 @@
-"""Give a model more channels and heads and leave what it computes (nearly) as it was.
+"""Give a model more channels, heads or layers and leave what it computes (nearly) as it was.
 
 LayerNorm takes the mean away and divides by the deviation. With all that is added to the residual stream centred
 first, new channels that hold almost nothing leave the mean at 0 and scale the deviation by sqrt(old / new width),
@@ -53,5 +53,20 @@ def widened(checkpoint: Checkpoint, width: int, heads: int) -> Checkpoint:
                 fill(name, part, old_part, ratio)
         else:
             fill(name, new, weight, ratio)
+    model.reserve_channel()
+    return Checkpoint(model, checkpoint.known)
+
+
+@torch.no_grad()
+def deepened(checkpoint: Checkpoint, layers: int) -> Checkpoint:
+    """A deeper twin whose new last layers add nothing yet."""
+    old = checkpoint.model
+    if layers <= old.config.layers:
+        raise ValueError(f"cannot make {old.config} {layers} layers deep")
+    model = GPT(replace(old.config, layers=layers))
+    for block in model.blk[old.config.layers :]:
+        block.attn_output.weight.zero_()
+        block.ffn_down.weight.zero_()
+    model.load_state_dict(old.state_dict(), strict=False)
     model.reserve_channel()
     return Checkpoint(model, checkpoint.known)

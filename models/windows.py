@@ -22,6 +22,18 @@ def window_starts(data: Tokens, tokens: list[str]) -> npt.NDArray[np.int64]:
     return 1 + np.flatnonzero((before == END_OF_TEXT) | (newline[before] & statement[here]))
 
 
+def docstring_prompts(corpus: "Corpus", tokens: list[str], longest: int = 176) -> dict[int, npt.NDArray[np.int64]]:
+    """Where top-level statements begin whose first docstring ends within so many tokens, by tokens up to that end."""
+    quotes = np.flatnonzero(np.array(['""' in token for token in tokens])[corpus.data])
+    second = np.searchsorted(quotes, corpus.starts) + 1
+    begin, second = corpus.starts[second < len(quotes)], second[second < len(quotes)]
+    end = quotes[second] + 1
+    newline = np.array([token.startswith("Ċ") for token in tokens])
+    end += newline[corpus.data[np.minimum(end, len(corpus.data) - 1)]]
+    length = end - begin
+    return {int(n): begin[length == n] for n in np.unique(length) if 16 <= n <= longest}
+
+
 class Corpus:
     """Random windows of a token file."""
 
@@ -80,13 +92,17 @@ def stretch_indents(batch: Tensor, numbers: Whitespace, rng: np.random.Generator
 
 
 class Samples:
-    """Random windows from the start of a teacher's own texts."""
+    """Texts of a teacher and its distribution over the best next tokens, as sample.py wrote them."""
 
-    def __init__(self, path: Path, numbers: npt.NDArray[np.int64]) -> None:
-        self.rows = torch.from_numpy(numbers[np.load(path)])
+    def __init__(self, folder: Path, numbers: npt.NDArray[np.int64]) -> None:
+        self.files = [dict(np.load(path)) for path in sorted(folder.glob("*.npz"))]
+        self.numbers = numbers
 
-    def batch(self, rng: np.random.Generator, tokens: int) -> Tensor:
-        """int64[windows, length + 1] with about that many tokens."""
-        length = self.rows.shape[1] - 1
-        chosen = rng.integers(0, len(self.rows), max(1, tokens // length))
-        return self.rows[torch.from_numpy(chosen)]
+    def batch(self, rng: np.random.Generator, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """About that many tokens of texts of one file: ids, int64[texts, length], and after each of them the best
+        tokens, int64[texts, length, k], with their logprobs, float32[texts, length, k]."""
+        file = self.files[rng.integers(len(self.files))]
+        count, length = file["texts"].shape
+        chosen = rng.choice(count, min(count, max(1, tokens // length)), replace=False)
+        ids, best = (torch.from_numpy(self.numbers[file[name][chosen]]) for name in ("texts", "tokens"))
+        return ids[:, :-1], best, torch.from_numpy(file["logprobs"][chosen].astype(np.float32))
