@@ -47,7 +47,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
     path = Path(model).expanduser()
     if path.is_file():
         return path
-    if path.is_dir():
+    if str(model) and path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; make a model of a checkpoint with: pystaged quantize {path} OUT")
     if isinstance(model, str):
         cached = cache.find(model)

@@ -290,9 +290,11 @@ def test_options(path: Path, engine: Engine, options: dict[str, Any], error: typ
 
 
 def test_models(tmp_path: Path, path: Path) -> None:
-    for model in (tmp_path / "none.gguf", str(tmp_path / "none.gguf"), tmp_path, ""):
+    for model in (tmp_path / "none.gguf", str(tmp_path / "none.gguf"), ""):
         with pytest.raises(FileNotFoundError, match="there is no model file"):
             pystaged.load(model)
+    with pytest.raises(IsADirectoryError, match="is a folder; .* pystaged quantize"):
+        pystaged.load(tmp_path)
     (tmp_path / "bad.gguf").write_text("no model")
     with pytest.raises(ModelError, match=r"bad\.gguf"):
         pystaged.load(tmp_path / "bad.gguf")
