@@ -293,7 +293,7 @@ def test_models(tmp_path: Path, path: Path) -> None:
     for model in (tmp_path / "none.gguf", str(tmp_path / "none.gguf"), ""):
         with pytest.raises(FileNotFoundError, match="there is no model file"):
             pystaged.load(model)
-    with pytest.raises(IsADirectoryError, match="is a folder; .* pystaged quantize"):
+    with pytest.raises(IsADirectoryError, match=r"is a folder; .* pystaged quantize"):
         pystaged.load(tmp_path)
     (tmp_path / "bad.gguf").write_text("no model")
     with pytest.raises(ModelError, match=r"bad\.gguf"):
