@@ -8,7 +8,7 @@ version=0.3.36
 sources=$build/llama_cpp_python-$version
 mkdir -p "$build"
 if [ ! -d "$sources" ]; then
-    pip download --quiet --no-binary :all: --no-deps --dest "$build" "llama-cpp-python==$version"
+    pip download --quiet --no-binary llama-cpp-python --no-deps --dest "$build" "llama-cpp-python==$version"
     tar -xzf "$build/llama_cpp_python-$version.tar.gz" -C "$build"
 fi
 cmake -S tests/native -B "$build" -DCMAKE_TOOLCHAIN_FILE="$PWD/cmake/aarch64-linux-gnu.cmake" \
