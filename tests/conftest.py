@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from pystaged.bench.random_model import write_random_gpt2
 
 DATA = Path(__file__).parent / "data"
 KERNELS = _core.kernels()
+
+# A shell makes what it starts in the background ignore interrupts, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
