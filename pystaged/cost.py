@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import statistics
+import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,44 +15,60 @@ import platformdirs
 from pystaged.files import whole_file
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_LARGEST = MEASURED_ROWS[-1]
 _BUDGET = 0.8  # seconds for one model
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 15
-_BLEND = 0.05  # weight of a new observation
+_BLEND = 0.05  # weight of a new observation, for passes of any size
+_OWN_BLEND = 0.02  # and beyond that for passes of its own size
 
 
 class PassCost:
-    """T(n) of one model: seconds for a pass over n rows.
+    """T(n) of one model: seconds for a pass over n >= 1 rows, linear between the numbers of rows that were measured.
 
     Args:
-        seconds: by number of rows, at least for one row.
+        seconds: by number of rows.
     """
 
     def __init__(self, seconds: dict[int, float]) -> None:
-        rows = sorted(seconds)
-        self.measured = {n: seconds[n] for n in rows}
-        self._curve = [0.0] + [_interpolate(rows, seconds, n) for n in range(1, _LARGEST + 1)]
+        if len(seconds) == 1:
+            # One measurement says nothing of the slope: take rows to be worked off one after the other.
+            seconds = {factor * n: factor * value for n, value in seconds.items() for factor in (1, 2)}
+        self._rows = sorted(seconds)
+        self._knots = [seconds[n] for n in self._rows]
         # Fewer rows never cost more: what says so is noise, and noise only ever adds.
-        for n in range(_LARGEST - 1, 0, -1):
-            self._curve[n] = min(self._curve[n], self._curve[n + 1])
-        self._slope = max(0.0, (self._curve[-1] - self._curve[_LARGEST // 2]) / (_LARGEST - _LARGEST // 2))
-        self.scale = 1.0
+        for i in reversed(range(len(self._knots) - 1)):
+            self._knots[i] = min(self._knots[i], self._knots[i + 1])
+        self._scale = 1.0
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """What passes take as things go now, by the numbers of rows that were measured."""
+        return {n: self._scale * knot for n, knot in zip(self._rows, self._knots, strict=True)}
 
     def __call__(self, num_rows: int) -> float:
         """Seconds for a pass over that many rows, as things go now."""
-        if num_rows <= _LARGEST:
-            return self.scale * self._curve[num_rows]
-        return self.scale * (self._curve[-1] + (num_rows - _LARGEST) * self._slope)
+        i, share = self._place(num_rows)
+        low, high = self._knots[i], self._knots[i + 1]
+        rise = high - low if share <= 1 else max(0.0, high - low)
+        return self._scale * (low + share * rise)
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Learn from a pass that was made anyway: contexts grow and machines get busy."""
-        ratio = seconds / self(num_rows) if num_rows > 0 else 1.0
+        """Learn from a pass that was made anyway: contexts grow, machines get busy, and were when this was measured."""
         # One pass that the scheduler interrupted must not count for a hundred.
-        self.scale *= 1 + _BLEND * (min(max(ratio, 0.5), 2.0) - 1)
+        change = min(max(seconds / self(num_rows), 0.5), 2.0) - 1
+        i, share = self._place(num_rows)
+        share = min(share, 1.0)
+        self._scale *= 1 + _BLEND * change
+        self._knots[i] *= 1 + _OWN_BLEND * (1 - share) * change
+        self._knots[i + 1] *= 1 + _OWN_BLEND * share * change
+
+    def _place(self, num_rows: int) -> tuple[int, float]:
+        """The measurement before, and how far it is from there to the next; beyond the last one the line goes on."""
+        i = max(0, min(bisect_right(self._rows, num_rows), len(self._rows) - 1) - 1)
+        return i, (num_rows - self._rows[i]) / (self._rows[i + 1] - self._rows[i])
 
 
-def measure(run_pass: Callable[[int], None], *, most_rows: int = _LARGEST) -> PassCost:
-    """Time passes of 1 to `most_rows` rows, in turn, for less than a second.
+def measure(run_pass: Callable[[int], None], *, most_rows: int = MEASURED_ROWS[-1]) -> PassCost:
+    """Time passes of 1 to `most_rows` rows, in turn, for less than a second; the shortest of each counts.
 
     Args:
         run_pass: makes a pass over that many rows.
@@ -59,16 +76,18 @@ def measure(run_pass: Callable[[int], None], *, most_rows: int = _LARGEST) -> Pa
     rows = [n for n in MEASURED_ROWS if n <= most_rows]
     for n in rows:
         run_pass(n)
-    times: dict[int, list[float]] = {n: [] for n in rows}
+    seconds = dict.fromkeys(rows, math.inf)
     begin = time.perf_counter()
     for done in range(_MOST_ROUNDS):
         if done >= _LEAST_ROUNDS and time.perf_counter() - begin > _BUDGET:
             break
+        # Down and up again: so each number of rows follows its neighbours, not what large passes left in the caches.
+        rows.reverse()
         for n in rows:
             start = time.perf_counter()
             run_pass(n)
-            times[n].append(time.perf_counter() - start)
-    return PassCost({n: statistics.median(values) for n, values in times.items()})
+            seconds[n] = min(seconds[n], time.perf_counter() - start)
+    return PassCost(seconds)
 
 
 class CostStore:
@@ -96,19 +115,10 @@ class CostStore:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with whole_file(self._path(key)) as path:
-                path.write_text(json.dumps({"key": key, "seconds": cost.measured}))
+                path.write_text(json.dumps({"key": key, "seconds": cost.seconds}))
         except OSError:
             pass
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]
         return self._folder / f"{name}.json"
-
-
-def _interpolate(rows: list[int], seconds: dict[int, float], n: int) -> float:
-    above = next((m for m in rows if m >= n), rows[-1])
-    below = max((m for m in rows if m <= n), default=rows[0])
-    if above == below or n > rows[-1]:
-        return seconds[above] * max(1.0, n / above)
-    share = (n - below) / (above - below)
-    return (1 - share) * seconds[below] + share * seconds[above]

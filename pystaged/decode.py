@@ -18,6 +18,9 @@ from pystaged.stats import DrafterStats, GenerationStats
 from pystaged.tree import Stage, TokenTree
 
 _BLEND = 0.2  # weight of a new observation of what drafting takes
+_PLAIN_BLEND = 0.1  # of what a plain step takes
+_CHECK_STEPS = 64  # after so many with little gain come two plain steps, to see what those take now
+_LITTLE = 0.5  # of a plain step
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,10 @@ class Decoder:
         self._cost = cost
         self._choice = Choice(gains or [0.0] * len(drafters))
         self._prices = [0.0] * len(drafters)  # decayed average seconds of drafting, once caught up
+        # Of a step without drafting. Not the cost of a pass of one row, which is made after a draft has had the caches.
+        self._plain_seconds = cost(1) if cost else 0.0
+        self._unchecked = 0  # steps of little gain since it was seen
+        self._was_plain = False
         self._speculate = True
         self._root = -1
         self._length = 0
@@ -71,7 +78,7 @@ class Decoder:
         reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1)
         self.target.truncate(reused)
         self.target.prefill(prompt[reused:-1])
-        self._speculate = speculate
+        self._speculate, self._was_plain = speculate, False
         if speculate:
             self._start_drafters(prompt)
         self._root, self._length = int(prompt[-1]), len(prompt) - 1
@@ -124,9 +131,16 @@ class Decoder:
         stats.native_seconds += committed - drafted
         if self._cost:
             self._cost.observe(len(tree), evaluated - drafted)
-            stats.plain_seconds += len(emitted) * self._cost(1)
-            seconds = drafted - begin + self._cost(len(tree))
-            self._choice.record(chosen, len(emitted) * self._cost(1), seconds)
+            # The pass counts as it is on average: what the scheduler took away from this one is not the drafter's loss.
+            seconds = time.perf_counter() - begin - (evaluated - drafted) + self._cost(len(tree))
+            if chosen is None and self._was_plain:
+                change = min(max((committed - begin) / self._plain_seconds, 0.5), 2.0) - 1
+                self._plain_seconds *= 1 + _PLAIN_BLEND * change
+                self._unchecked = 0
+            self._was_plain = chosen is None
+            without = len(emitted) * self._plain_seconds
+            stats.plain_seconds += without
+            self._choice.record(chosen, without, seconds)
         return Emitted(emitted, [*(Stage(tree.stages[node]) for node in nodes[1:]), Stage.TARGET], tree, nodes)
 
     def _start_drafters(self, prompt: NDArray[np.int32]) -> None:
@@ -134,7 +148,7 @@ class Decoder:
             drafter.start(prompt)
         if self._cost is None:
             return
-        self._choice.open(self._cost(1))
+        self._choice.open(self._plain_seconds)
         # What will be used reads the prompt now, together with the target; a trial pays for it later.
         for drafter, gain in zip(self.drafters, self._choice.gains, strict=True):
             if gain > 0:
@@ -145,7 +159,12 @@ class Decoder:
         if self._cost is None:
             return 0 if self.drafters else None
         prices = zip(self.drafters, self._prices, strict=True)
-        return self._choice.choose([price + drafter.lag() for drafter, price in prices])
+        chosen = self._choice.choose([price + drafter.lag() for drafter, price in prices])
+        if chosen is not None and self._choice.gains[chosen] < _LITTLE * self._plain_seconds:
+            self._unchecked += 1
+            if self._unchecked > _CHECK_STEPS:
+                return None
+        return chosen
 
     def _draft(self, chosen: int, sampling: SamplingConfig, max_depth: int, begin: float) -> TokenTree:
         """A tree of which verifying loses no more than may be lost."""

@@ -49,7 +49,7 @@ class Pair:
         progress = hub.announced(report)
         self._path = hub.resolve(model, progress)
         self._draft_path = hub.resolve_draft(model, draft, progress)
-        self._costs: dict[tuple[Path, str], PassCost] = {}
+        self._costs: dict[tuple[Path, str], tuple[str, PassCost]] = {}  # with the names they are stored under
         # As bytes, because the name of a file need not be valid Unicode.
         self.tokenizer = Tokenizer(os.fsencode(self._path))
         targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device)}
@@ -79,7 +79,9 @@ class Pair:
         return Decoder(target, *drafters, cost=target_cost, gains=gains)
 
     def close(self) -> None:
-        """Hang up on RPC servers."""
+        """Keep what was learnt of costs, and hang up on RPC servers."""
+        for key, cost in self._costs.values():
+            self._store.save(key, cost)
         for model in (self.target, self.draft):
             if model is not None:
                 close_model(model)
@@ -130,7 +132,7 @@ class Pair:
 
     def _cost(self, path: Path, device: str, model: Model, again: bool) -> PassCost:
         if (path, device) in self._costs and not again:
-            return self._costs[path, device]
+            return self._costs[path, device][1]
         info = path.stat()
         machine = (platform.node(), platform.machine(), os.cpu_count(), device, model.kernel, model.num_threads)
         key = "|".join(map(str, (*machine, path, info.st_size, info.st_mtime_ns)))
@@ -139,7 +141,7 @@ class Pair:
             self._report(f"measuring passes of {path.name} on {device}, once")
             cost = measure_passes(model)
             self._store.save(key, cost)
-        self._costs[path, device] = cost
+        self._costs[path, device] = key, cost
         return cost
 
 

@@ -28,9 +28,9 @@ def tune(
     table = Table(box=None, pad_edge=False)
     for heading in ("rows", "target ms", "T(n)/T(1)", *(("draft ms",) if smaller else ())):
         table.add_column(heading, justify="right")
-    for n, seconds in target.measured.items():
-        row = [str(n), f"{1e3 * seconds:.2f}", f"{seconds / target.measured[1]:.2f}"]
+    for n, seconds in target.seconds.items():
+        row = [str(n), f"{1e3 * seconds:.2f}", f"{seconds / target(1):.2f}"]
         if smaller:
-            row.append(f"{1e3 * smaller.measured[n]:.2f}" if n in smaller.measured else "-")
+            row.append(f"{1e3 * smaller(n):.2f}")
         table.add_row(*row)
     Console(soft_wrap=True, highlight=False).print(table)
