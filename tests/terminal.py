@@ -33,6 +33,7 @@ class Terminal:
         if self._process == 0:
             # The size is set before the program can ask for it.
             _set_size(0, columns, lines)
+            _keep_output(0)
             os.execvpe(command[0], command, environment)
 
     def wait_for(self, words: bytes, seconds: float = 60.0) -> None:
@@ -83,3 +84,10 @@ class Terminal:
 
 def _set_size(descriptor: int, columns: int, lines: int) -> None:
     fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+
+def _keep_output(descriptor: int) -> None:
+    """On Ctrl-C a terminal drops what it has not shown yet, which would make the screen a matter of chance."""
+    attributes = termios.tcgetattr(descriptor)
+    attributes[3] |= termios.NOFLSH
+    termios.tcsetattr(descriptor, termios.TCSANOW, attributes)

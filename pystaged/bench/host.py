@@ -94,8 +94,14 @@ class Worker:
             self.close()
             raise
 
-    def close(self) -> None:
-        """End the process and what it started."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the process and what it started.
+
+        Args:
+            at_once: even in the middle of a job.
+        """
+        if at_once:
+            self._kill()
         with contextlib.suppress(OSError):
             if self._process.stdin:
                 self._process.stdin.close()
@@ -196,8 +202,8 @@ class Fallback:
                 self._failures.append(f"{note}: {error}" if note else str(error))
                 del self._left[0]
 
-    def close(self) -> None:
-        """End the worker."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the worker; as Worker.close."""
         if self._worker:
-            self._worker.close()
+            self._worker.close(at_once=at_once)
             self._worker = None

@@ -1,12 +1,10 @@
-"""Whole generations over a set of prompts: is staged output plain output, and how much faster does it come?"""
+"""Whole generations over a set of prompts: is it plain output whatever drafts, and what does each part bring?"""
 
 from __future__ import annotations
 
 import json
-import statistics
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +14,8 @@ from pystaged._core import Model, Session
 from pystaged.config import SamplingConfig
 from pystaged.decode import Decoder
 from pystaged.drafter import Drafter, ModelDrafter, NgramDrafter
-from pystaged.engine import Engine
 from pystaged.ngram import NgramTable
 from pystaged.policy import FixedPolicy, TreePolicy
-from pystaged.result import GenerationResult
 from pystaged.stats import DrafterStats, GenerationStats
 from pystaged.tree import Stage, TokenTree, TreeBuilder
 
@@ -43,107 +39,6 @@ def load_prompts(path: Path) -> list[str]:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: not a JSON object with a 'prompt'") from error
     return prompts
-
-
-@dataclass(slots=True)
-class Comparison:
-    """Plain and speculative decoding of the same prompts.
-
-    speedups: plain time over speculative time, per prompt; noise: plain time over plain time once more. plain_seconds,
-    seconds: decoding, altogether. offered and taken: as in GenerationStats. different: prompts whose tokens were not
-    the same.
-    """
-
-    tokens: int = 0
-    steps: int = 0
-    accepted: int = 0
-    plain_seconds: float = 0.0
-    seconds: float = 0.0
-    native_seconds: float = 0.0
-    weight_bytes: float = 0.0
-    passes: int = 0
-    guessed: int = 0
-    confirmed: int = 0
-    speedups: list[float] = field(default_factory=list)
-    noise: list[float] = field(default_factory=list)
-    offered: Counter[int] = field(default_factory=Counter)
-    taken: Counter[int] = field(default_factory=Counter)
-    different: list[int] = field(default_factory=list)
-
-    def add(self, prompt: int, rounds: Sequence[tuple[GenerationResult, GenerationResult, GenerationResult]]) -> None:
-        """Count one prompt: plain, speculative and plain results, round after round. The median times count."""
-        plain_seconds, seconds, again = (
-            statistics.median(result.stats.decode_seconds for result in way) for way in zip(*rounds, strict=True)
-        )
-        stats = rounds[0][1].stats
-        self.tokens += stats.new_tokens
-        self.steps += stats.steps
-        self.accepted += stats.accepted
-        self.plain_seconds += plain_seconds
-        self.seconds += seconds
-        self.native_seconds += seconds * (1 - stats.python_share)
-        self.weight_bytes += stats.relative_weight_bytes * stats.new_tokens
-        self.passes += sum(work.passes for work in stats.drafters.values())
-        self.guessed += sum(work.guessed for work in stats.drafters.values())
-        self.confirmed += sum(work.confirmed for work in stats.drafters.values())
-        self.speedups.append(plain_seconds / seconds)
-        self.noise.append(plain_seconds / again)
-        self.offered += stats.offered
-        self.taken += stats.taken
-        if any(staged.tokens != plain.tokens for plain, staged, _ in rounds):
-            self.different.append(prompt)
-
-    def summary(self) -> dict[str, float | int | list[float]]:
-        """The figures of a report."""
-        return {
-            "prompts": len(self.speedups),
-            "different": len(self.different),
-            "tokens": self.tokens,
-            "tokens_per_step": 1 + self.accepted / self.steps,
-            "speedup": self.plain_seconds / self.seconds,
-            "speedup_median": statistics.median(self.speedups),
-            "speedup_least": min(self.speedups),
-            "speedup_most": max(self.speedups),
-            "plain_to_plain": [min(self.noise), max(self.noise)],
-            "tokens_per_second": self.tokens / self.seconds,
-            "plain_tokens_per_second": self.tokens / self.plain_seconds,
-            "relative_weight_bytes": self.weight_bytes / self.tokens,
-            "python_share": 1 - self.native_seconds / self.seconds,
-            "draft_passes_per_token": self.passes / self.tokens,
-            "guesses_confirmed": self.confirmed / max(1, self.guessed),
-            "acceptance_at_depth": [
-                round(self.taken[depth] / self.offered[depth], 3) for depth in sorted(self.offered)[:8]
-            ],
-        }
-
-
-def compare(
-    engine: Engine,
-    prompts: Sequence[str],
-    sampling: SamplingConfig,
-    max_tokens: int,
-    repeats: int,
-    tick: Callable[[], None],
-) -> Comparison:
-    """Decode each prompt plainly, with speculation and plainly again, in turn, so that drift falls on all alike."""
-    comparison = Comparison()
-    for number, prompt in enumerate(prompts):
-
-        def run(speculate: bool, prompt: str = prompt) -> GenerationResult:
-            return engine.generate(
-                prompt,
-                max_tokens=max_tokens,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                seed=sampling.seed,
-                speculate=speculate,
-            )
-
-        comparison.add(number, [(run(False), run(True), run(False)) for _ in range(repeats)])
-        tick()
-    return comparison
 
 
 class LyingDrafter:
@@ -209,15 +104,16 @@ class UnsharedDrafter(ModelDrafter):
 
 def parts(target: Model, draft: Model, table: NgramTable | None, budget: int) -> dict[str, ModelDrafter]:
     """Drafting with trees of `budget` nodes, and the same without one of its parts."""
-    tree = FixedPolicy(width=4, depth=6, budget=budget)
+    vocab_size = target.vocab_size
+    tree = FixedPolicy(width=4, depth=8, budget=budget)
 
     def below() -> NgramDrafter:
-        return NgramDrafter(table, FixedPolicy(width=1, depth=1, budget=1), target.vocab_size)
+        return NgramDrafter(table, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
 
     return {
-        "shared noise, n-grams below": ModelDrafter(Session(draft), tree, below=below(), vocab_size=target.vocab_size),
-        "without n-grams below": ModelDrafter(Session(draft), tree, vocab_size=target.vocab_size),
-        "without shared noise": UnsharedDrafter(Session(draft), tree, below=below(), vocab_size=target.vocab_size),
+        "shared noise, n-grams below": ModelDrafter(Session(draft), tree, below=below(), vocab_size=vocab_size),
+        "without n-grams below": ModelDrafter(Session(draft), tree, vocab_size=vocab_size),
+        "without shared noise": UnsharedDrafter(Session(draft), tree, below=below(), vocab_size=vocab_size),
     }
 
 

@@ -160,6 +160,9 @@ def _remarks(rows: list[Row]) -> list[str]:
         if row.acceptance_at_depth:
             rates = ", ".join(f"{rate:.2f}" for rate in row.acceptance_at_depth)
             lines.append(f"- {row.name}: acceptance at depth 1, 2, ...: {rates}")
+        if total := sum(row.parts.values()):
+            shares = ", ".join(f"{part} {seconds / total:.1%}" for part, seconds in row.parts.items())
+            lines.append(f"- {row.name}: time by part: {shares}")
     different = [f"- {row.name}: {row.different} texts differ from plain decoding" for row in rows if row.different]
     return lines + (different or ["- All of pystaged's texts are plain decoding's, token for token."])
 

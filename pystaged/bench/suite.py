@@ -107,15 +107,19 @@ class Suite:
                     self._measure(sampling, prompt, self._contenders[key])
             self.outcome.complete = True
         except KeyboardInterrupt:
-            pass
+            # Whoever waits for a job to end presses Ctrl-C again, and loses the report.
+            self._close(at_once=True)
         finally:
             self.outcome.seconds = time.monotonic() - begin
-            for worker in self._workers.values():
-                worker.close()
+            self._close()
         for key, contender in self._contenders.items():
             if contender.worker in self._workers:
                 self.outcome.notes[key] += self._workers[contender.worker].notes
         return self.outcome
+
+    def _close(self, *, at_once: bool = False) -> None:
+        for worker in self._workers.values():
+            worker.close(at_once=at_once)
 
     def _plan(self, repeats: int, peer_prompts: set[int]) -> Iterator[tuple[str, int, str]]:
         """Sampling, prompt and contender of each job."""

@@ -12,6 +12,7 @@ import typer
 import pystaged
 from pystaged.audit import audit as replay
 from pystaged.cli.console import draft_name, model_name, report
+from pystaged.cli.options import DraftDevice, DraftName, MaxTokens, MinP, Seed, Temperature, Threads, TopK, TopP
 from pystaged.device import open_session
 
 
@@ -21,16 +22,16 @@ def audit(
     output: Annotated[
         Path | None, typer.Option(help="What `generate --json` printed for that prompt; by default it is made now.")
     ] = None,
-    draft: Annotated[str, typer.Option(help="As in generate.")] = "auto",
+    draft: DraftName = "auto",
     device: Annotated[str, typer.Option(help="As in generate; the replay runs there too.")] = "cpu",
-    draft_device: Annotated[str, typer.Option(help="As in generate.")] = "cpu",
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="As in generate, like the next four.")] = 0.0,
-    top_k: Annotated[int, typer.Option()] = 0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    min_p: Annotated[float, typer.Option()] = 0.0,
-    seed: Annotated[int, typer.Option()] = 0,
-    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
+    draft_device: DraftDevice = "cpu",
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    threads: Threads = 0,
 ) -> None:
     """Check each token of an output against what the model chooses when it evaluates one row at a time.
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from pystaged.bench.contest import Contest
 from pystaged.bench.report import Report
 from pystaged.cli.console import draft_name, errors, report
+from pystaged.cli.options import Json
 from pystaged.files import whole_file
 
 _WIDE = 160  # characters, where nobody says how many there are
@@ -39,7 +40,7 @@ def bench(
         typer.Option(help="Instead: what drafts with this acceptance at depth 1, 2, ... would gain; as 0.8,0.6,0.5."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for report.md, report.json and pictures.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure speed on this machine: our ways to decode, and what people would use instead.
 

@@ -11,36 +11,44 @@ from rich.table import Table
 
 import pystaged
 from pystaged.cli.console import draft_name, errors, model_name, report
+from pystaged.cli.options import (
+    Colors,
+    Device,
+    DraftDevice,
+    DraftName,
+    Json,
+    MaxTokens,
+    MinP,
+    ModelName,
+    Seed,
+    ShowTree,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+)
 from pystaged.cli.painting import Color, show, summary
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
-    model: Annotated[str, typer.Option(help="Path of a GGUF file, name in the cache, hub id, or 'house'.")] = "house",
-    draft: Annotated[
-        str,
-        typer.Option(help="Draft with the same vocabulary, named like the model; 'none' for n-grams alone, 'auto'."),
-    ] = "auto",
-    device: Annotated[
-        str,
-        typer.Option(help="Where the target runs: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name from info."),
-    ] = "cpu",
-    draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.")] = "cpu",
+    model: ModelName = "house",
+    draft: DraftName = "auto",
+    device: Device = "cpu",
+    draft_device: DraftDevice = "cpu",
     speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the fewest tokens that have this probability together.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the likeliest.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
-    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
-    color: Annotated[Color, typer.Option(help="Paint each token by who proposed it; in terminals only.")] = Color.NONE,
-    show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw each tree, its accepted path bright.")] = False,
+    threads: Threads = 0,
+    color: Colors = Color.NONE,
+    show_tree: ShowTree = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what each stage did.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one object with text, tokens, finish_reason and stats.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Continue a prompt.
 

@@ -14,6 +14,7 @@ from rich.progress import Progress, TextColumn
 
 from pystaged import _core, hub
 from pystaged.cli.console import errors, model_name
+from pystaged.cli.options import Threads
 from pystaged.ngram import NgramTable
 from pystaged.sample import sample_documents
 
@@ -26,7 +27,7 @@ def build(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to sample.")] = 1_000_000,
     temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.5,
     seed: Annotated[int, typer.Option(help="Same seed, same table.")] = 0,
-    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
+    threads: Threads = 0,
 ) -> None:
     """Sample text from a draft and count the n-grams that draft for it.
 

@@ -5,13 +5,28 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.text import Text
 
 import pystaged
 from pystaged.cli.console import draft_name, errors, model_name, report
+from pystaged.cli.options import (
+    Colors,
+    Device,
+    DraftDevice,
+    DraftName,
+    MaxTokens,
+    MinP,
+    ModelName,
+    Seed,
+    ShowTree,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+)
 from pystaged.cli.painting import Color, show, summary
 from pystaged.config import SamplingConfig
 
@@ -23,24 +38,33 @@ A line that ends with \\ goes on with the next one. Ctrl-C stops the model and k
 
 
 def repl(
-    model: Annotated[str, typer.Option(help="As in generate.")] = "house",
-    draft: Annotated[str, typer.Option(help="As in generate.")] = "auto",
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most in a turn.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the fewest tokens that have this probability together.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the likeliest.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
-    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
-    color: Annotated[Color, typer.Option(help="Paint each token by who proposed it; in terminals only.")] = Color.NONE,
-    show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw each tree, its accepted path bright.")] = False,
+    model: ModelName = "house",
+    draft: DraftName = "auto",
+    device: Device = "cpu",
+    draft_device: DraftDevice = "cpu",
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    color: Colors = Color.NONE,
+    show_tree: ShowTree = False,
 ) -> None:
     """Write a text in turns with the model, which stays loaded and reads only what is new.
 
     Example: pystaged repl --temperature 0.8 --top-p 0.95 --color stages
     """
     sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
-    with pystaged.load(model_name(model), draft=draft_name(draft), num_threads=threads, report=report) as engine:
+    with pystaged.load(
+        model_name(model),
+        draft=draft_name(draft),
+        device=device,
+        draft_device=draft_device,
+        num_threads=threads,
+        report=report,
+    ) as engine:
         session = Repl(engine, sampling, max_tokens, color, show_tree=show_tree)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):

@@ -10,6 +10,7 @@ import typer
 
 from pystaged import _core
 from pystaged.cli.console import errors
+from pystaged.cli.options import Threads
 
 
 def rpc_server(
@@ -20,7 +21,7 @@ def rpc_server(
     device: Annotated[
         str, typer.Option(help="Device to lend: ggml-cpu, metal, gpu, or a name from info.")
     ] = "ggml-cpu",
-    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
+    threads: Threads = 0,
 ) -> None:
     """Lend this machine to a pystaged elsewhere, which names it with --device rpc:HOST:PORT.
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from pystaged.cli.console import draft_name, model_name, report
+from pystaged.cli.options import Device, DraftDevice, DraftName, ModelName, Threads
 from pystaged.pair import Pair
 
 
 def tune(
-    model: Annotated[str, typer.Option(help="Path of a GGUF file, name in the cache, hub id, or 'house'.")] = "house",
-    draft: Annotated[str, typer.Option(help="As in generate.")] = "auto",
-    device: Annotated[str, typer.Option(help="As in generate.")] = "cpu",
-    draft_device: Annotated[str, typer.Option(help="As in generate.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="0 takes one per physical core.")] = 0,
+    model: ModelName = "house",
+    draft: DraftName = "auto",
+    device: Device = "cpu",
+    draft_device: DraftDevice = "cpu",
+    threads: Threads = 0,
 ) -> None:
     """Measure again what passes cost on this machine, and show it.
 
