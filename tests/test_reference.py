@@ -20,6 +20,7 @@ from reference import Gpt2Reference
 from pystaged import _core, hub
 from pystaged.bench.grow import grow
 from pystaged.bench.llama_passes import decode
+from pystaged.quantize import quantize
 
 Floats = npt.NDArray[np.float32]
 
@@ -84,16 +85,8 @@ def llama_logits(path: Path, windows: list[list[int]]) -> list[Floats]:
     return results
 
 
-# As llama-quantize writes them; each mixes types, and falls back to others where rows are no multiple of 256.
-FILE_TYPES = {
-    "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
-    "Q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
-    "Q5_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_0,
-    "Q5_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_1,
-    "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
-    "Q5_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_M,
-    "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
-}
+# Each mixes types, and falls back to others where rows are no multiple of 256.
+FILE_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q4_k_m", "q5_k_m", "q6_k")
 
 
 @pytest.mark.parametrize("width", [256, 320])
@@ -107,9 +100,7 @@ def test_quantized_files_against_llama_cpp(
 ) -> None:
     caplog.set_level(logging.ERROR, "llama-cpp-python")
     source, path = random_gguf("F32", width=width, layers=4, heads=width // 64), tmp_path / "quantized.gguf"
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.nthread = FILE_TYPES[file_type], 1
-    assert llama_cpp.llama_model_quantize(bytes(source), bytes(path), params) == 0
+    quantize(source, path, file_type)
     windows = np.random.default_rng(0).integers(0, 257, (2, 80)).tolist()
     actual = np.concatenate([engine_logits(path, window) for window in windows])
     expected = np.concatenate(llama_logits(path, windows))
