@@ -56,7 +56,8 @@ class Decoder:
         self._prices = [0.0] * len(drafters)  # decayed average seconds of drafting, once caught up
         # Of a step without drafting. Not the cost of a pass of one row, which is made after a draft has had the caches.
         self._plain_seconds = cost(1) if cost else 0.0
-        self._unchecked = 0  # steps of little gain since it was seen
+        self._plain_seen = 1  # observations it is the mean of
+        self._unchecked = _CHECK_STEPS  # steps of little gain since it was seen
         self._was_plain = False
         self._speculate = True
         self._root = -1
@@ -135,7 +136,8 @@ class Decoder:
             seconds = time.perf_counter() - begin - (evaluated - drafted) + self._cost(len(tree))
             if chosen is None and self._was_plain:
                 change = min(max((committed - begin) / self._plain_seconds, 0.5), 2.0) - 1
-                self._plain_seconds *= 1 + _PLAIN_BLEND * change
+                self._plain_seen += 1
+                self._plain_seconds *= 1 + max(_PLAIN_BLEND, 1 / self._plain_seen) * change
                 self._unchecked = 0
             self._was_plain = chosen is None
             without = len(emitted) * self._plain_seconds
