@@ -1,0 +1,207 @@
+// Matrix products. A unit is F::lanes outputs: a whole group, or a part of one where vectors are shorter. A part of
+// generic.h.
+#pragma once
+
+#include "blocks.h"
+
+inline void finish(F sum, const Epilogue& e, int row, int unit) {
+    const size_t column = size_t(unit) * F::lanes, at = row * e.stride + column;
+    if (e.bias) {
+        sum = sum + F::load(e.bias + column);
+    }
+    if (e.gelu) {
+        sum = gelu(sum);
+    }
+    if (e.residual) {
+        sum = sum + F::load(e.residual + at);
+    }
+    sum.store(e.out + at);
+}
+
+// Every `step`th line of what comes kPrefetchBlocks blocks later.
+template <class Block>
+inline void prefetch(const uint8_t* data, int bytes, int first, int step) {
+    if constexpr (kPrefetchBlocks > 0) {
+        for (int line = first; 64 * line < bytes; line += step) {
+            __builtin_prefetch(data + kPrefetchBlocks * Block::bytes + 64 * line, 0, kPrefetchLocality);
+        }
+    }
+}
+
+// Adds a block of every row to its sum.
+template <class Block, int rows>
+inline void add_rows(const Block& block, F* sum, const int8_t* quants, const BlockFactors* factors) {
+    constexpr int paired = kRowPairs ? rows / 2 * 2 : 0;
+    if constexpr (paired > 0) {
+#pragma GCC unroll 16
+        for (int r = 0; r < paired; r += 2) {
+            block.template add<2>(sum + r, quants + r * kBlock, factors + r);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = paired; r < rows; ++r) {
+        block.template add<1>(sum + r, quants + r * kBlock, factors + r);
+    }
+}
+
+// A group times `rows` rows of int8 activations; the weights of a block are loaded once for all of them. Units take
+// turns after a few blocks, so that weights come from memory evenly and once.
+template <class Block, int rows>
+void integer_tile(const uint8_t* group, int g, const Activations& x, int row, const Epilogue& e) {
+    using Header = typename Block::Header;
+    constexpr int turn = kUnits == 1 ? Header::blocks : 8;
+    static_assert(Header::blocks == 1 || Header::blocks == turn, "a turn takes one header");
+    const int8_t* quants = x.quantized.quants + size_t(row) * kBlock;
+    const BlockFactors* factors = x.quantized.factors + row;
+    F sums[kUnits][rows];
+    for (int part = 0; part < kUnits; ++part) {
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r) {
+            sums[part][r] = F::set(0);
+        }
+    }
+    for (int left = x.cols / kBlock; left > 0; left -= turn) {
+        const int blocks = turn > Header::blocks && left < turn ? left : turn;
+        for (int part = 0; part < kUnits; ++part) {
+            F sum[rows];
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; ++r) {
+                sum[r] = sums[part][r];
+            }
+            const Header header(group, part);
+            prefetch<Block>(group, Header::bytes, part, kUnits);
+            const uint8_t* data = group + Header::bytes;
+            const int8_t* q = quants;
+            const BlockFactors* f = factors;
+            for (int b = 0; b < blocks; ++b) {
+                const Block block(header, data, part);
+                prefetch<Block>(data, Block::bytes, part, kUnits);
+                add_rows<Block, rows>(block, sum, q, f);
+                data += Block::bytes;
+                q += size_t(x.n) * kBlock;
+                f += x.n;
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; ++r) {
+                sums[part][r] = sum[r];
+            }
+        }
+        group += Header::bytes + blocks * Block::bytes;
+        quants += size_t(blocks) * x.n * kBlock;
+        factors += size_t(blocks) * x.n;
+    }
+    for (int part = 0; part < kUnits; ++part) {
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r) {
+            finish(sums[part][r], e, row + r, g * kUnits + part);
+        }
+    }
+}
+
+template <class Block, int rows>
+inline void integer_rows(const uint8_t* group, int g, const Activations& x, int row, int n, const Epilogue& e) {
+    if constexpr (rows == kIntegerRows) {
+        for (; n >= rows; n -= rows, row += rows) {
+            integer_tile<Block, rows>(group, g, x, row, e);
+        }
+    } else if (n == rows) {
+        integer_tile<Block, rows>(group, g, x, row, e);
+        return;
+    }
+    if constexpr (rows > 1) {
+        integer_rows<Block, rows - 1>(group, g, x, row, n, e);
+    }
+}
+
+template <class Block>
+void integer_matmul(const uint8_t* weights, int first, int last, const Activations& x, const Epilogue& e) {
+    using Header = typename Block::Header;
+    const size_t group_bytes =
+        size_t(x.cols / kBlock) * Block::bytes + size_t(x.cols / kBlock / Header::blocks) * Header::bytes;
+    for (int g = first; g < last; ++g) {
+        integer_rows<Block, kIntegerRows>(weights + g * group_bytes, g, x, 0, x.n, e);
+    }
+}
+
+// `units` units times `rows` rows of float activations: enough sums in flight to hide the latency of a multiply-add.
+template <class Weight, int units, int rows>
+void float_tile(const typename Weight::type* weights, int unit, const Activations& x, int row, const Epilogue& e) {
+    const typename Weight::type* base[units];
+    F sum[units][rows];
+#pragma GCC unroll 8
+    for (int u = 0; u < units; ++u) {
+        base[u] = weights + size_t((unit + u) / kUnits) * x.cols * kLanes + (unit + u) % kUnits * F::lanes;
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r) {
+            sum[u][r] = F::set(0);
+        }
+    }
+    const float* values = x.values + size_t(row) * x.cols;
+    for (int i = 0; i < x.cols; ++i) {
+        F w[units];
+#pragma GCC unroll 8
+        for (int u = 0; u < units; ++u) {
+            w[u] = Weight::load(base[u] + size_t(i) * kLanes);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r) {
+            const F value = F::set(values[size_t(r) * x.cols + i]);
+#pragma GCC unroll 8
+            for (int u = 0; u < units; ++u) {
+                sum[u][r] = fma(w[u], value, sum[u][r]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int u = 0; u < units; ++u) {
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r) {
+            finish(sum[u][r], e, row + r, unit + u);
+        }
+    }
+}
+
+template <class Weight, int rows>
+void float_rows(const typename Weight::type* weights, int first, int last, const Activations& x, int row, int n,
+                const Epilogue& e) {
+    const auto tile = [&](int at) {
+        constexpr int units = kFloatSums / rows > 4 ? 4 : (kFloatSums / rows > 0 ? kFloatSums / rows : 1);
+        int unit = first;
+        for (; unit + units <= last; unit += units) {
+            float_tile<Weight, units, rows>(weights, unit, x, at, e);
+        }
+        for (; unit < last; ++unit) {
+            float_tile<Weight, 1, rows>(weights, unit, x, at, e);
+        }
+    };
+    if constexpr (rows == kFloatRows) {
+        for (; n >= rows; n -= rows, row += rows) {
+            tile(row);
+        }
+    } else if (n == rows) {
+        tile(row);
+        return;
+    }
+    if constexpr (rows > 1) {
+        float_rows<Weight, rows - 1>(weights, first, last, x, row, n, e);
+    }
+}
+
+template <class Weight>
+void float_matmul(const uint8_t* weights, int first, int last, const Activations& x, const Epilogue& e) {
+    const auto* w = reinterpret_cast<const typename Weight::type*>(weights);
+    float_rows<Weight, kFloatRows>(w, first * kUnits, last * kUnits, x, 0, x.n, e);
+}
+
+struct WeightF32 {
+    using type = float;
+    static F load(const float* p) { return F::load(p); }
+};
+struct WeightF16 {
+    using type = uint16_t;
+    static F load(const uint16_t* p) { return F::load_f16(p); }
+};
+struct WeightBf16 {
+    using type = uint16_t;
+    static F load(const uint16_t* p) { return F::load_bf16(p); }
+};

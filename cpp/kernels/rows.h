@@ -1,0 +1,115 @@
+// Operations on single rows of floats. A part of generic.h.
+#pragma once
+
+#include "vector.h"
+
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int cols, int padded_cols,
+                float* y) {
+    Row sum = Row::set(0);
+    for (int i = 0; i < cols; i += kLanes) {
+        sum = sum + Row::load(x + i);
+    }
+    const Row mean = Row::set(fold_sum(sum) / static_cast<float>(cols));
+    Row squares = Row::set(0);
+    for (int i = 0; i < cols; i += kLanes) {
+        Row d = Row::load(x + i) - mean;
+        if (cols - i < kLanes) {
+            d = first_lanes(d, cols - i);
+        }
+        squares = fma(d, d, squares);
+    }
+    const Row rstd = Row::set(1.0f / __builtin_sqrtf(fold_sum(squares) / static_cast<float>(cols) + eps));
+    for (int i = 0; i < padded_cols; i += kLanes) {
+        fma((Row::load(x + i) - mean) * rstd, Row::load(weight + i), Row::load(bias + i)).store(y + i);
+    }
+}
+
+inline float round_to_f16(float x) {
+    uint16_t halves[F::lanes];
+    F::set(x).store_f16(halves);
+    float floats[F::lanes];
+    F::load_f16(halves).store(floats);
+    return floats[0];
+}
+
+// Scales are rounded as ggml rounds its own, which keeps the two engines' choices together; quants are not affected.
+void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
+    static_assert(kBlock == 2 * kLanes, "a block is two rows of lanes");
+    for (int b = 0; b < cols / kBlock; ++b, x += kBlock) {
+        const size_t at = size_t(b) * to.n + row;
+        // Rows that are multiplied in pairs lie in turns of eight bytes; one left over lies as all others do.
+        const bool paired = kRowPairs && (row | 1) < to.n;
+        int8_t own[kBlock];
+        int8_t* out = paired ? own : to.quants + at * kBlock;
+        const Row lo = Row::load(x), hi = Row::load(x + kLanes);
+        const float largest = fold_max(max(abs(lo), abs(hi)));
+        const Row inverse = Row::set(largest > 1e-30f ? 127.0f / largest : 0.0f);
+        // The order of max's operands turns NaN into a number.
+        const Row least = Row::set(-127), most = Row::set(127);
+        const int first = min(max(lo * inverse, least), most).store_i8(out);
+        const int second = min(max(hi * inverse, least), most).store_i8(out + kLanes);
+        for (int i = 0; paired && i < kBlock; i += 8) {
+            __builtin_memcpy(to.quants + (at - row % 2) * kBlock + row % 2 * 8 + 2 * i, own + i, 8);
+        }
+        const float scale = round_to_f16(largest / 127.0f);
+        const int zero = zero_point(to.packing);
+        const bool halves = to.packing == Packing::q6_k;
+        to.factors[at] = {scale,
+                          scale * static_cast<float>(first + second),
+                          {-zero * (halves ? first : first + second), -zero * second}};
+    }
+}
+
+void to_f16(const float* x, int n, uint16_t* out) {
+    int i = 0;
+    for (; i + F::lanes <= n; i += F::lanes) {
+        F::load(x + i).store_f16(out + i);
+    }
+    if (i < n) {
+        float rest[F::lanes] = {};
+        uint16_t halves[F::lanes];
+        __builtin_memcpy(rest, x + i, (n - i) * sizeof(float));
+        F::load(rest).store_f16(halves);
+        __builtin_memcpy(out + i, halves, (n - i) * sizeof(uint16_t));
+    }
+}
+
+// NaN counts as absent: where max() meets one it returns its second operand.
+void run_max(const float* x, int n, float* maxima) {
+    for (int i = 0; i < n; i += 4 * kLanes) {
+        Row most = Row::set(-__builtin_inff());
+        for (int j = 0; j < 4; ++j) {
+            most = max(Row::load(x + i + j * kLanes), most);
+        }
+        *maxima++ = fold_max(most);
+    }
+}
+
+double sum_exp(const float* x, int n, float top, float factor) {
+    const Row t = Row::set(top), f = Row::set(factor);
+    double total = 0;
+    // Few enough at a time that float rounds nothing that matters.
+    for (int i = 0; i < n;) {
+        Row sum = Row::set(0);
+        for (const int end = n - i < 32 * kLanes ? n : i + 32 * kLanes; i < end; i += kLanes) {
+            sum = sum + exp((Row::load(x + i) - t) * f);
+        }
+        total += static_cast<double>(fold_sum(sum));
+    }
+    return total;
+}
+
+uint64_t read_bytes(const uint8_t* data, size_t bytes) {
+    uint64_t sums[8] = {};
+    const uint64_t* words = reinterpret_cast<const uint64_t*>(data);
+    for (size_t i = 0; i + 8 <= bytes / 8; i += 8) {
+        for (int j = 0; j < 8; ++j) {
+            sums[j] += words[i + j];
+        }
+    }
+    uint64_t total = 0;
+    for (const uint64_t s : sums) {
+        total += s;
+    }
+    return total;
+}
