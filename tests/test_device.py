@@ -49,6 +49,14 @@ def all_logits(session: Session, tokens: list[int]) -> Floats:
     return found
 
 
+@pytest.fixture(scope="module")
+def float_target(house_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The house target with its weights as float32."""
+    path, shape = tmp_path_factory.mktemp("float") / "target.gguf", Model(str(house_target))
+    grow(house_target, path, width=shape.width, layers=shape.num_layers, quantization="F32")
+    return path
+
+
 @pytest.mark.parametrize(
     "shape",
     [{}, {"tie": False}, {"width": 33, "heads": 3, "layers": 1, "vocab_size": 257}, {"width": 320, "heads": 5}],
@@ -62,11 +70,10 @@ def test_random_models_against_numpy(random_gguf: Callable[..., Path], shape: di
 
 
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
-def test_house_target_against_llama_cpp_and_our_kernels(house_target: Path, tmp_path: Path, quantization: str) -> None:
-    path = house_target
-    if quantization == "F32":
-        path, shape = tmp_path / "target.gguf", Model(str(house_target))
-        grow(house_target, path, width=shape.width, layers=shape.num_layers, quantization=quantization)
+def test_house_target_against_llama_cpp_and_our_kernels(
+    house_target: Path, float_target: Path, quantization: str
+) -> None:
+    path = float_target if quantization == "F32" else house_target
     text = "\n".join(
         json.loads(line)["prompt"] for line in hub.house(hub.HOUSE_PROMPTS).read_text("utf-8").splitlines()
     )
@@ -152,8 +159,12 @@ def test_errors_leave_a_session_as_it_was(random_gguf: Callable[..., Path]) -> N
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 50}, {"temperature": 0.8, "top_p": 0.95}])
-def test_staged_decoding_is_the_models_own(sampling: dict[str, Any]) -> None:
-    with pystaged.load(device=DEVICE, draft_device="cpu", policy=FixedPolicy(4, 5, 12)) as engine:
+@pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
+def test_staged_decoding_is_the_models_own(
+    house_target: Path, float_target: Path, quantization: str, sampling: dict[str, Any]
+) -> None:
+    path = float_target if quantization == "F32" else house_target
+    with pystaged.load(path, draft="house", device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
         assert engine.model.devices
         assert engine.draft is not None
         assert engine.draft.devices == []
@@ -162,8 +173,9 @@ def test_staged_decoding_is_the_models_own(sampling: dict[str, Any]) -> None:
         session = Session(engine.model)
         prompt = engine.tokenizer.encode(PROMPT)
         difference = audit(session, prompt, result.tokens, SamplingConfig(**sampling))
-        # Not promised to the bit. ggml's logits of this Q8_0 model vary by up to 0.6 with the rows of a pass.
-        assert difference is None or difference.gap < 1.2
+        # Not promised to the bit. ggml's logits of the Q8_0 model vary by up to 0.6 with the rows of a pass, so two of
+        # them may come that much closer to each other from either side.
+        assert difference is None or difference.gap < (2 * TOLERANCE if quantization == "F32" else 1.2)
 
 
 def test_an_audit_finds_a_wrong_token(house_target: Path) -> None:

@@ -108,7 +108,8 @@ class Report:
         return f"{model['name']}, draft {draft['name'] if draft else 'none'}"
 
     def _title(self, sampling: str) -> str:
-        return f"{sampling}, {self.conditions['prompts']['used']} prompts, {self.conditions['max_tokens']} tokens each"
+        used, tokens = self.conditions["prompts"]["used"], self.conditions["max_tokens"]
+        return f"{sampling}, {used} prompt{'s' if used > 1 else ''}, {tokens} tokens each"
 
     def _conditions(self) -> list[str]:
         found = self.conditions
