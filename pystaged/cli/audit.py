@@ -11,7 +11,7 @@ import typer
 
 import pystaged
 from pystaged.audit import audit as replay
-from pystaged.cli.console import draft_name, model_name, report
+from pystaged.cli.console import open_engine
 from pystaged.cli.options import DraftDevice, DraftName, MaxTokens, MinP, Seed, Temperature, Threads, TopK, TopP
 from pystaged.device import open_session
 
@@ -42,14 +42,7 @@ def audit(
     sampling = pystaged.SamplingConfig(temperature, top_k, top_p, min_p, seed)
     if prompt == "-":
         prompt = sys.stdin.read()
-    with pystaged.load(
-        model_name(model),
-        draft=draft_name(draft),
-        device=device,
-        draft_device=draft_device,
-        num_threads=threads,
-        report=report,
-    ) as engine:
+    with open_engine(model, draft, device, draft_device, threads) as engine:
         if output:
             tokens = _tokens(output)
         else:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+import pystaged
 from pystaged import convert, hub
 
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -53,3 +54,15 @@ def draft_name(name: str) -> str | Path | None:
     if name == "none":
         return None
     return name if name == "auto" else model_name(name)
+
+
+def open_engine(model: str, draft: str, device: str, draft_device: str, threads: int) -> pystaged.Engine:
+    """The engine that a command's options ask for; errors as in pystaged.load."""
+    return pystaged.load(
+        model_name(model),
+        draft=draft_name(draft),
+        device=device,
+        draft_device=draft_device,
+        num_threads=threads,
+        report=report,
+    )

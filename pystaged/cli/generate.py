@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 import pystaged
-from pystaged.cli.console import draft_name, errors, model_name, report
+from pystaged.cli.console import errors, open_engine
 from pystaged.cli.options import (
     Colors,
     Device,
@@ -64,14 +64,7 @@ def generate(
     pystaged.SamplingConfig(temperature, top_k, top_p, min_p, seed)
     if prompt == "-":
         prompt = sys.stdin.read()
-    with pystaged.load(
-        model_name(model),
-        draft=draft_name(draft),
-        device=device,
-        draft_device=draft_device,
-        num_threads=threads,
-        report=report,
-    ) as engine:
+    with open_engine(model, draft, device, draft_device, threads) as engine:
         stream = engine.stream(
             prompt,
             max_tokens=max_tokens,

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli.console import draft_name, errors, model_name, report
+from pystaged.cli.console import errors, open_engine, report
 from pystaged.cli.options import (
     Colors,
     Device,
@@ -57,14 +57,7 @@ def repl(
     Example: pystaged repl --temperature 0.8 --top-p 0.95 --color stages
     """
     sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
-    with pystaged.load(
-        model_name(model),
-        draft=draft_name(draft),
-        device=device,
-        draft_device=draft_device,
-        num_threads=threads,
-        report=report,
-    ) as engine:
+    with open_engine(model, draft, device, draft_device, threads) as engine:
         session = Repl(engine, sampling, max_tokens, color, show_tree=show_tree)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
