@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 import pystaged
 from pystaged import Stage, hub
 from pystaged._core import ContextFullError, Model, Session, Tokenizer, gumbel
-from pystaged.bench.pairs import check_decoder, continuation, drafters, expect, load_prompts
+from pystaged.bench.pairs import LyingDrafter, check_decoder, continuation, drafters, expect, load_prompts
 from pystaged.config import SamplingConfig
+from pystaged.cost import PassCost
 from pystaged.decode import Decoder
 from pystaged.drafter import ModelDrafter
 from pystaged.ngram import NgramTable
@@ -283,3 +284,19 @@ def test_candidates_are_ranked_under_the_shared_noise(draft: Model) -> None:
     order = np.argsort(-(log_p + noise), kind="stable")[:4]
     np.testing.assert_array_equal(tokens[0], order)
     np.testing.assert_allclose(scores[0], (log_p + noise)[order], atol=1e-4)
+
+
+@pytest.mark.parametrize(("gain", "plain_steps"), [(0.1, 2), (0.9, 0)])
+def test_what_plain_steps_take_is_seen_before_drafting_that_gains_little(
+    target: Model, prompts: list[NDArray[np.int32]], gain: float, plain_steps: int
+) -> None:
+    # By this cost a plain step takes a second, which the first one seen contradicts.
+    decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=PassCost({1: 1.0, 32: 1.0}), gains=[gain])
+    decoder.start(prompts[0])
+    stats = GenerationStats()
+    sizes = [len(decoder.step(GREEDY, 50, stats).tree) for _ in range(plain_steps + 1)]
+    assert sizes[:-1] == [1] * plain_steps
+    assert sizes[-1] > 1
+    # The second plain step is believed by half, and not to have been less than half as long.
+    assert stats.plain_seconds == pytest.approx(1 + 0.75 + 0.75 if plain_steps else 1)
+    decoder.close()
