@@ -191,9 +191,14 @@ ggml_tensor* DeviceGraph::attention(ggml_context* c, ggml_tensor* qkv, int layer
     }
     const float scale = 1 / std::sqrt(static_cast<float>(head_dim));
     if (flash_[layer]) {
-        return ggml_reshape_2d(c, ggml_flash_attn_ext(c, q, k, v, mask, scale, 0.0f, 0.0f), width, num_out);
+        ggml_tensor* mixed = ggml_flash_attn_ext(c, q, k, v, mask, scale, 0.0f, 0.0f);
+        // As in llama.cpp: a GPU's sums in half precision would show in the logits.
+        ggml_flash_attn_ext_set_prec(mixed, GGML_PREC_F32);
+        return ggml_reshape_2d(c, mixed, width, num_out);
     }
-    ggml_tensor* weights = ggml_soft_max_ext(c, ggml_mul_mat(c, k, q), mask, scale, 0.0f);
+    ggml_tensor* scores = ggml_mul_mat(c, k, q);
+    ggml_mul_mat_set_prec(scores, GGML_PREC_F32);
+    ggml_tensor* weights = ggml_soft_max_ext(c, scores, mask, scale, 0.0f);
     ggml_tensor* mixed = ggml_mul_mat(c, ggml_cont(c, ggml_transpose(c, v)), weights);
     return ggml_cont_2d(c, ggml_permute(c, mixed, 0, 2, 1, 3), width, num_out);
 }

@@ -212,10 +212,11 @@ def test_repl_settings_and_long_lines() -> None:
 
 
 def test_ctrl_c_in_a_session_stops_the_turn_only() -> None:
+    sentence = pystaged.generate(PROMPT, max_tokens=900).text.split("\n")[2].strip()
     window = terminal("repl", "--max-tokens", "900", lines=100)
     window.wait_for(b"> ")
-    window.type(b"def fibonacci(n):\n")
-    window.wait_for(b"Returns")
+    window.type(PROMPT.encode() + b"\n")
+    window.wait_for(sentence.encode())
     window.type(b"\x03")
     window.wait_for(b"stopped")
     window.type(b"/text\n")
@@ -223,7 +224,7 @@ def test_ctrl_c_in_a_session_stops_the_turn_only() -> None:
     window.type(b"/quit\n")
     assert window.finish() == 0
     # What was on the screen when it stopped is in the text.
-    assert "\n".join(window.shown).count("Returns") == 2
+    assert "\n".join(window.shown).count(sentence) == 2
 
 
 # ---- Completion ----
