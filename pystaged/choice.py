@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_OPENING = 1.5  # passes that drafting may lose in a text before it has gained anything
+_OPENING = 2.2  # passes that drafting may lose in a text before it has gained anything
 _SHARE = 0.005  # of the time of going without that may be lost beyond that
 _MOST = 8.0  # passes of gains, or of a purse, that are kept: what turned wrong must end soon
 _BLEND = 0.08  # weight of a new observation; what turned wrong is ended by the credit, not by this

@@ -125,6 +125,7 @@ class Decoder:
         nodes, emitted = path.tolist(), tokens.tolist()
         for drafter in self.drafters if self._speculate else ():
             drafter.advance(emitted)
+        advanced = time.perf_counter()
         self._root = emitted[-1]
         self._length += len(nodes)
         stats.record(tree, nodes)
@@ -132,10 +133,12 @@ class Decoder:
         stats.native_seconds += committed - drafted
         if self._cost:
             self._cost.observe(len(tree), evaluated - drafted)
+            step = time.perf_counter() - begin
             # The pass counts as it is on average: what the scheduler took away from this one is not the drafter's loss.
-            seconds = time.perf_counter() - begin - (evaluated - drafted) + self._cost(len(tree))
+            seconds = step - (evaluated - drafted) + self._cost(len(tree))
             if chosen is None and self._was_plain:
-                change = min(max((committed - begin) / self._plain_seconds, 0.5), 2.0) - 1
+                # Plain decoding has no drafters to tell.
+                change = min(max((step - (advanced - committed)) / self._plain_seconds, 0.5), 2.0) - 1
                 self._plain_seen += 1
                 self._plain_seconds *= 1 + max(_PLAIN_BLEND, 1 / self._plain_seen) * change
                 self._unchecked = 0
