@@ -213,7 +213,8 @@ def test_repl_settings_and_long_lines() -> None:
 
 def test_ctrl_c_in_a_session_stops_the_turn_only() -> None:
     sentence = pystaged.generate(PROMPT, max_tokens=900).text.split("\n")[2].strip()
-    window = terminal("repl", "--max-tokens", "900", lines=100)
+    # The slowest kernel, so that there is a turn left to stop.
+    window = terminal("repl", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
     window.wait_for(b"> ")
     window.type(PROMPT.encode() + b"\n")
     window.wait_for(sentence.encode())
