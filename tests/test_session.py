@@ -594,3 +594,14 @@ def test_model_takes_the_memory_of_its_file(tmp_path: Path) -> None:
     assert done.stderr == ""
     after, peak = map(int, done.stdout.split())
     assert 0.9 * size < after <= peak <= 1.2 * size
+
+
+def test_ctrl_c_while_tokens_are_converted_is_not_a_wrong_argument(random_gguf: Callable[..., Path]) -> None:
+    class Interrupted:
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
+            raise KeyboardInterrupt
+
+    session = _core.Session(_core.Model(str(random_gguf("F32"))))
+    with pytest.raises(KeyboardInterrupt):
+        session.prefill(Interrupted())
+    session.prefill([1, 2])
