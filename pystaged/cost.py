@@ -53,8 +53,7 @@ class PassCost:
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Learn from a pass that was made anyway: contexts grow, machines get busy, and were when this was measured."""
-        # One pass that the scheduler interrupted must not count for a hundred.
-        change = min(max(seconds / self(num_rows), 0.5), 2.0) - 1
+        change = surprise(seconds, self(num_rows))
         i, share = self._place(num_rows)
         share = min(share, 1.0)
         self._scale *= 1 + _BLEND * change
@@ -65,6 +64,12 @@ class PassCost:
         """The measurement before, and how far it is from there to the next; beyond the last one the line goes on."""
         i = max(0, min(bisect_right(self._rows, num_rows), len(self._rows) - 1) - 1)
         return i, (num_rows - self._rows[i]) / (self._rows[i + 1] - self._rows[i])
+
+
+def surprise(seconds: float, believed: float) -> float:
+    """By what share something took longer than believed, between -0.5 and 1: one that the scheduler interrupted must
+    not count for a hundred."""
+    return min(max(seconds / believed, 0.5), 2.0) - 1
 
 
 def measure(run_pass: Callable[[int], None], *, most_rows: int = MEASURED_ROWS[-1]) -> PassCost:

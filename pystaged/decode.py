@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pystaged._core import ContextFullError, Session
 from pystaged.choice import Choice
 from pystaged.config import SamplingConfig
-from pystaged.cost import PassCost
+from pystaged.cost import PassCost, surprise
 from pystaged.drafter import Drafter, common_prefix
 from pystaged.stats import DrafterStats, GenerationStats
 from pystaged.tree import Stage, TokenTree
@@ -138,7 +138,7 @@ class Decoder:
             seconds = step - (evaluated - drafted) + self._cost(len(tree))
             if chosen is None and self._was_plain:
                 # Plain decoding has no drafters to tell.
-                change = min(max((step - (advanced - committed)) / self._plain_seconds, 0.5), 2.0) - 1
+                change = surprise(step - (advanced - committed), self._plain_seconds)
                 self._plain_seen += 1
                 self._plain_seconds *= 1 + max(_PLAIN_BLEND, 1 / self._plain_seen) * change
                 self._unchecked = 0
