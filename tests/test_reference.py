@@ -55,15 +55,16 @@ def test_random_models_against_numpy(random_gguf: Callable[..., Path], shape: di
 
 
 @contextmanager
-def llama_context(path: Path) -> Iterator[Any]:
+def llama_context(path: Path, gpu_layers: int = 0) -> Iterator[Any]:
     """A context of llama.cpp, without the repacked weights that crash on some CPUs."""
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
     model_params.use_extra_bufts = False
-    model_params.n_gpu_layers = 0
+    model_params.n_gpu_layers = gpu_layers
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = 256
+    params.n_seq_max, params.kv_unified = 8, True
     params.n_threads = params.n_threads_batch = _core.physical_cores()
     context = llama_cpp.llama_init_from_model(model, params)
     try:
@@ -73,15 +74,26 @@ def llama_context(path: Path) -> Iterator[Any]:
         llama_cpp.llama_model_free(model)
 
 
+def llama_pass(context: Any, tokens: list[int], position: int) -> Floats:
+    """Logits after each token of one pass of llama.cpp."""
+    decode(context, tokens, position)
+    return llama_output(context, len(tokens))
+
+
+def llama_output(context: Any, num_rows: int) -> Floats:
+    """The logits of llama.cpp's last pass."""
+    vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(context)))
+    found: Floats = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (num_rows, vocab_size))
+    return found.copy()
+
+
 def llama_logits(path: Path, windows: list[list[int]]) -> list[Floats]:
     """Logits after each token of each window, by llama.cpp."""
-    vocab_size, results = _core.Model(str(path)).vocab_size, []
+    results = []
     with llama_context(path) as context:
         for tokens in windows:
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-            decode(context, tokens, 0)
-            found = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (len(tokens), vocab_size))
-            results.append(found.copy())
+            results.append(llama_pass(context, tokens, 0))
     return results
 
 
