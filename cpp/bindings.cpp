@@ -25,7 +25,7 @@ namespace {
 
 // Integers only: a float array would be truncated silently by a plain cast.
 std::vector<int32_t> to_ints(const py::object& values, const char* name) {
-    py::array array;
+    std::optional<py::array> array;
     try {
         array = py::array(values);
     } catch (py::error_already_set& error) {
@@ -33,15 +33,15 @@ std::vector<int32_t> to_ints(const py::object& values, const char* name) {
         if (!error.matches(PyExc_Exception)) {
             throw;
         }
+    }
+    const char kind = array && array->size() > 0 ? array->dtype().kind() : 'i';
+    if (!array || array->ndim() != 1 || (kind != 'i' && kind != 'u')) {
         throw py::type_error(std::string(name) + " must be a one-dimensional array or list of integers");
     }
-    if (array.ndim() != 1 || (array.size() > 0 && array.dtype().kind() != 'i' && array.dtype().kind() != 'u')) {
-        throw py::type_error(std::string(name) + " must be a one-dimensional array or list of integers");
-    }
-    if (array.size() > 0 && array.dtype().kind() == 'u' && array.attr("max")().cast<uint64_t>() > INT32_MAX) {
+    if (kind == 'u' && array->attr("max")().cast<uint64_t>() > INT32_MAX) {
         throw py::value_error(std::string(name) + " holds a number that is out of range");
     }
-    const py::array_t<int64_t, py::array::c_style | py::array::forcecast> wide(array);
+    const py::array_t<int64_t, py::array::c_style | py::array::forcecast> wide(*array);
     std::vector<int32_t> result(wide.size());
     for (py::ssize_t i = 0; i < wide.size(); ++i) {
         const int64_t value = wide.data()[i];

@@ -3,12 +3,8 @@
 
 #include "vector.h"
 
-// Raw scores of `rows` rows against `blocks` blocks of cells. A score is one chain over the head's dimensions, so it
-// does not depend on the lane its cell lies in.
-template <int rows, int blocks>
-void score_tile(const HeadPass& p, int row, int block, float* scores, size_t stride) {
-    constexpr int units = blocks * kUnits;
-    F sum[rows][units];
+template <int rows, int units>
+inline void clear(F (&sum)[rows][units]) {
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 16
@@ -16,6 +12,15 @@ void score_tile(const HeadPass& p, int row, int block, float* scores, size_t str
             sum[r][u] = F::set(0);
         }
     }
+}
+
+// Raw scores of `rows` rows against `blocks` blocks of cells. A score is one chain over the head's dimensions, so it
+// does not depend on the lane its cell lies in.
+template <int rows, int blocks>
+void score_tile(const HeadPass& p, int row, int block, float* scores, size_t stride) {
+    constexpr int units = blocks * kUnits;
+    F sum[rows][units];
+    clear(sum);
     const uint16_t* k = p.k + size_t(block) * p.head_dim * kLanes;
     // The values of these cells are wanted next, and take as long to come as the keys.
     const uint16_t* v = p.v + size_t(block) * p.head_dim * kLanes;
@@ -77,13 +82,7 @@ void mix_tile(const HeadPass& p, int row, int dim, const float* weights, size_t 
     }
     constexpr int units = vectors * kUnits;
     F sum[rows][units];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 16
-        for (int u = 0; u < units; ++u) {
-            sum[r][u] = F::set(0);
-        }
-    }
+    clear(sum);
     for (int c = 0; c < shared; ++c) {
         if (row == 0 && dim == 0 && p.upcoming) {
             __builtin_prefetch(p.upcoming + size_t(c) * p.head_dim, 0, 2);
