@@ -19,8 +19,9 @@ from pystaged.tree import Stage, TokenTree
 
 _BLEND = 0.2  # weight of a new observation of what drafting takes
 _PLAIN_BLEND = 0.1  # of what a plain step takes
-_CHECK_STEPS = 64  # after so many with little gain come two plain steps, to see what those take now
-_LITTLE = 0.5  # of a plain step
+# After so many steps with little gain come two plain ones, to see what those take: often at first, rarely in the end.
+_FIRST_CHECK, _LAST_CHECK = 4, 128
+_LITTLE = 1.0  # plain steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +44,27 @@ class Decoder:
         *drafters: propose the trees, each for as long as it gains most; none for plain decoding.
         cost: seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses the first
             drafter.
-        gains: seconds that each drafter is believed to gain per step before it has been tried; 0 by default.
+        uses: tokens of a step with each drafter and its time in plain steps, as believed before it has been tried; by
+            default it gains nothing.
     """
 
     def __init__(
-        self, target: Session, *drafters: Drafter, cost: PassCost | None = None, gains: Sequence[float] = ()
+        self,
+        target: Session,
+        *drafters: Drafter,
+        cost: PassCost | None = None,
+        uses: Sequence[tuple[float, float]] = (),
     ) -> None:
         self.target = target
         self.drafters = drafters
         self._cost = cost
-        self._choice = Choice(gains or [0.0] * len(drafters))
-        self._prices = [0.0] * len(drafters)  # decayed average seconds of drafting, once caught up
+        self._choice = Choice(uses or [(1.0, 1.0)] * len(drafters))
+        self._prices = [0.0] * len(drafters)  # decayed average of what drafting takes once caught up, in plain steps
         # Of a step without drafting. Not the cost of a pass of one row, which is made after a draft has had the caches.
         self._plain_seconds = cost(1) if cost else 0.0
         self._plain_seen = 1  # observations it is the mean of
-        self._unchecked = _CHECK_STEPS  # steps of little gain since it was seen
+        self._check_after = 0
+        self._unchecked = 0  # steps of little gain since it was seen
         self._was_plain = False
         self._speculate = True
         self._root = -1
@@ -134,18 +141,17 @@ class Decoder:
         if self._cost:
             self._cost.observe(len(tree), evaluated - drafted)
             step = time.perf_counter() - begin
-            # The pass counts as it is on average: what the scheduler took away from this one is not the drafter's loss.
-            seconds = step - (evaluated - drafted) + self._cost(len(tree))
             if chosen is None and self._was_plain:
                 # Plain decoding has no drafters to tell.
                 change = surprise(step - (advanced - committed), self._plain_seconds)
                 self._plain_seen += 1
                 self._plain_seconds *= 1 + max(_PLAIN_BLEND, 1 / self._plain_seen) * change
+                if self._unchecked > self._check_after:
+                    self._check_after = min(max(2 * self._check_after, _FIRST_CHECK), _LAST_CHECK)
                 self._unchecked = 0
             self._was_plain = chosen is None
-            without = len(emitted) * self._plain_seconds
-            stats.plain_seconds += without
-            self._choice.record(chosen, without, seconds)
+            stats.plain_seconds += len(emitted) * self._plain_seconds
+            self._choice.record(chosen, len(emitted), step / self._plain_seconds)
         return Emitted(emitted, [*(Stage(tree.stages[node]) for node in nodes[1:]), Stage.TARGET], tree, nodes)
 
     def _start_drafters(self, prompt: NDArray[np.int32]) -> None:
@@ -153,33 +159,36 @@ class Decoder:
             drafter.start(prompt)
         if self._cost is None:
             return
-        self._choice.open(self._plain_seconds)
+        best = self._choice.open()
         # What will be used reads the prompt now, together with the target; a trial pays for it later.
-        for drafter, gain in zip(self.drafters, self._choice.gains, strict=True):
-            if gain > 0:
-                drafter.catch_up()
+        if best is not None:
+            self.drafters[best].catch_up()
 
     def _choose(self) -> int | None:
         """The drafter to use for this step, None where none pays."""
         if self._cost is None:
             return 0 if self.drafters else None
         prices = zip(self.drafters, self._prices, strict=True)
-        chosen = self._choice.choose([price + drafter.lag() for drafter, price in prices])
-        if chosen is not None and self._choice.gains[chosen] < _LITTLE * self._plain_seconds:
+        chosen = self._choice.choose([price + drafter.lag() / self._plain_seconds for drafter, price in prices])
+        if chosen is not None and self._choice.gain(chosen) < _LITTLE:
             self._unchecked += 1
-            if self._unchecked > _CHECK_STEPS:
+            if self._unchecked > self._check_after:
                 return None
         return chosen
 
     def _draft(self, chosen: int, sampling: SamplingConfig, max_depth: int, begin: float) -> TokenTree:
         """A tree of which verifying loses no more than may be lost."""
-        lag = self.drafters[chosen].lag()
-        tree = self.drafters[chosen].draft(sampling, max_depth)
+        drafter = self.drafters[chosen]
         if self._cost is None:
-            return tree
-        seconds = time.perf_counter() - begin
-        self._prices[chosen] += _BLEND * (max(0.0, seconds - lag) - self._prices[chosen])
+            return drafter.draft(sampling, max_depth)
+        lag = drafter.lag() / self._plain_seconds
+        tree = drafter.draft(sampling, max_depth)
+        spent = (time.perf_counter() - begin) / self._plain_seconds
+        price = self._prices[chosen]
+        # One that the scheduler interrupted must not put the drafter beyond all credit, where it is never seen again.
+        observed = min(max(0.0, spent - lag), max(2 * price, 1.0))
+        self._prices[chosen] = price + _BLEND * (observed - price)
         rows = len(tree)
-        while rows > 1 and seconds + self._cost(rows) - self._cost(1) > self._choice.credit:
+        while rows > 1 and spent + (self._cost(rows) - self._cost(1)) / self._plain_seconds > self._choice.credit:
             rows -= 1
         return tree.head(rows)

@@ -247,7 +247,7 @@ class ModelDrafter(TreeDrafter):
         self.below = below
         self._cost = cost
         self._vocab_size = vocab_size
-        self._choice = Choice([_GUESS_GAIN * cost(1)] if cost else [0.0])
+        self._choice = Choice([(1 + _GUESS_GAIN, 1.0)] if cost else [])
         self._length = 0  # tokens committed in the session
         self._missing: list[int] = []  # tokens of the context that the session has not seen
         self._root = 0
@@ -263,7 +263,7 @@ class ModelDrafter(TreeDrafter):
         if self.below:
             self.below.start(context)
         if self._cost:
-            self._choice.open(self._cost(1))
+            self._choice.open()
 
     def lag(self) -> float:
         return self._cost(len(self._missing)) if self._cost and self._missing else 0.0
@@ -363,16 +363,16 @@ class ModelDrafter(TreeDrafter):
             confirmed += 1
         if self._cost:
             # Every guess that came true is a pass saved; the others are rows and a lookup for nothing.
-            alone = self._cost(len(tokens) - len(guesses))
-            with_guesses = self._cost(len(tokens)) + looked_up - begin
-            self._choice.record(0 if use_below else None, alone + confirmed * self._cost(1), with_guesses)
+            alone = self._cost(len(tokens) - len(guesses)) / self._cost(1)
+            with_guesses = (self._cost(len(tokens)) + looked_up - begin) / self._cost(1)
+            self._choice.record(0 if use_below else None, alone + confirmed, with_guesses)
             self._cost.observe(len(tokens), time.perf_counter() - begin)
         self.stats.guessed += len(guesses)
         self.stats.confirmed += confirmed
 
     def _choose_below(self) -> bool:
         """Whether guesses from below are worth having in the next pass."""
-        return self._cost is None or self._choice.choose([_GUESSES * LOOKUP_SECONDS]) == 0
+        return self._cost is None or self._choice.choose([_GUESSES * LOOKUP_SECONDS / self._cost(1)]) == 0
 
     def _add(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float]) -> None:
         # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import platform
 from collections.abc import Callable
@@ -71,12 +70,12 @@ class Pair:
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
         drafters: list[Drafter] = [self._ngram_drafter(GainPolicy(target_cost, lambda width: width * LOOKUP_SECONDS))]
-        gains = [expected_gain(target_cost, LOOKUP_SECONDS, _NGRAM_RATE)]
+        uses = [expected_use(target_cost, LOOKUP_SECONDS, _NGRAM_RATE)]
         if draft_cost:
             model = self._model_drafter(GainPolicy(target_cost, draft_cost), draft_cost)
             drafters = [model, *drafters] if model else drafters
-            gains = [expected_gain(target_cost, draft_cost(1) + _PYTHON_SECONDS, _DRAFT_RATE), *gains]
-        return Decoder(target, *drafters, cost=target_cost, gains=gains)
+            uses = [expected_use(target_cost, draft_cost(1) + _PYTHON_SECONDS, _DRAFT_RATE), *uses]
+        return Decoder(target, *drafters, cost=target_cost, uses=uses)
 
     def close(self) -> None:
         """Keep what was learnt of costs, and hang up on RPC servers."""
@@ -104,11 +103,11 @@ class Pair:
 
         def rate(pair: tuple[str, str]) -> float:
             target_cost = self._cost(self._path, pair[0], targets[pair[0]], again=False)
-            ngrams = expected_rate(target_cost, LOOKUP_SECONDS, _NGRAM_RATE)
-            if self._draft_path is None:
-                return ngrams
-            draft_cost = self._cost(self._draft_path, pair[1], drafts[pair[1]], again=False)
-            return max(ngrams, expected_rate(target_cost, draft_cost(1) + _PYTHON_SECONDS, _DRAFT_RATE))
+            uses = [(1.0, 1.0), expected_use(target_cost, LOOKUP_SECONDS, _NGRAM_RATE)]
+            if self._draft_path is not None:
+                draft_cost = self._cost(self._draft_path, pair[1], drafts[pair[1]], again=False)
+                uses.append(expected_use(target_cost, draft_cost(1) + _PYTHON_SECONDS, _DRAFT_RATE))
+            return max(tokens / steps for tokens, steps in uses) / target_cost(1)
 
         return max(pairs, key=rate)
 
@@ -188,26 +187,15 @@ def house_table(tokenizer: Tokenizer) -> NgramTable | None:
     return table if table.vocab_hash == tokenizer.fingerprint else None
 
 
-def expected_gain(target_cost: PassCost, pass_seconds: float, rate: float) -> float:
-    """Seconds that a step with a chain of the best length gains over plain decoding; negative where none does.
+def expected_use(target_cost: PassCost, pass_seconds: float, rate: float) -> tuple[float, float]:
+    """Tokens of a step and its time in plain steps, with a chain of the length that gives most tokens per second.
 
     Args:
         pass_seconds: of drafting one more node.
         rate: acceptance of each.
     """
-    tokens, chance, best = 1.0, 1.0, -math.inf
+    uses, tokens = [], 1.0
     for depth in range(1, 9):
-        chance *= rate
-        tokens += chance
-        best = max(best, tokens * target_cost(1) - target_cost(depth + 1) - depth * pass_seconds)
-    return best
-
-
-def expected_rate(target_cost: PassCost, pass_seconds: float, rate: float) -> float:
-    """Tokens per second of plain decoding or of a chain of the best length, whichever is more; arguments as above."""
-    tokens, chance, best = 1.0, 1.0, 1 / target_cost(1)
-    for depth in range(1, 9):
-        chance *= rate
-        tokens += chance
-        best = max(best, tokens / (target_cost(depth + 1) + depth * pass_seconds))
-    return best
+        tokens += rate**depth
+        uses.append((tokens, (target_cost(depth + 1) + depth * pass_seconds) / target_cost(1)))
+    return max(uses, key=lambda use: use[0] / use[1])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pystaged.calibration import Calibration
 from pystaged.choice import Choice
 from pystaged.cost import CostStore, PassCost, measure
-from pystaged.pair import expected_gain
+from pystaged.pair import expected_use
 from pystaged.policy import FixedPolicy, GainPolicy, Growth
 
 TARGET = PassCost({1: 0.030, 2: 0.031, 4: 0.033, 8: 0.040, 16: 0.055, 32: 0.095})
@@ -150,13 +150,18 @@ def test_cells_tell_stage_rank_and_share() -> None:
     assert calibration.cells(1, [0.0, -float("inf")])[0][2] > cells[0][2]
 
 
+def believing(*gains: float) -> Choice:
+    """A choice among drafters of which a use, as long as a plain step, is believed to gain so much."""
+    return Choice([(1.0 + gain, 1.0) for gain in gains])
+
+
 def lost(choice: Choice, gain_at: Callable[[int], Sequence[float]], prices: Sequence[float], tokens: int) -> float:
-    """The largest share of the time of plain decoding that a text has lost at its end; a pass takes a second.
+    """The share of the time of plain decoding that a text has lost at its end.
 
     Args:
         gain_at: what each drafter would gain in a step; the step's tokens are as many as make that true.
     """
-    choice.open(1.0)
+    choice.open()
     plain = seconds = 0.0
     step = 0
     while plain < tokens:
@@ -175,31 +180,31 @@ def lost(choice: Choice, gain_at: Callable[[int], Sequence[float]], prices: Sequ
 @pytest.mark.parametrize("believed", [-1.0, 0.0, 0.3, 5.0])
 @pytest.mark.parametrize("tokens", [96, 300, 2000])
 def test_always_wrong_drafters_lose_less_than_three_percent_of_any_text(believed: float, tokens: int) -> None:
-    choice = Choice([believed, believed])
+    choice = believing(believed, believed)
     for _ in range(10):
         assert lost(choice, lambda _: (-0.7, -0.4), (0.3, 0.1), tokens) < 0.03
 
 
 @pytest.mark.parametrize("turn", [1, 3, 10, 40])
 def test_drafters_that_turn_wrong_lose_less_than_three_percent_of_any_text(turn: int) -> None:
-    choice = Choice([1.0])
+    choice = believing(1.0)
     assert lost(choice, lambda step: (2.0 if step < turn else -0.5,), (0.2,), 96) < 0.03
     # In the next text it is wrong from the beginning, whatever it has gained before.
-    assert lost(Choice([1.0]), lambda _: (2.0,), (0.2,), 500) < -0.4
+    assert lost(believing(1.0), lambda _: (2.0,), (0.2,), 500) < -0.4
     assert lost(choice, lambda _: (-0.5,), (0.2,), 96) < 0.03
 
 
 @given(st.lists(st.tuples(st.floats(-1.5, 4), st.floats(-1.5, 4)), min_size=1, max_size=50), st.floats(0.01, 1))
 @settings(derandomize=True, deadline=None)
 def test_whatever_drafters_do_no_text_loses_three_percent(gains: list[tuple[float, float]], price: float) -> None:
-    choice = Choice([0.5, 0.5])
+    choice = believing(0.5, 0.5)
     for _ in range(4):
         assert lost(choice, lambda step: gains[step % len(gains)], (price, price), 96) < 0.03
 
 
 def test_the_drafter_that_gains_most_is_used() -> None:
-    choice = Choice([0.1, 0.3])
-    choice.open(1.0)
+    choice = believing(0.1, 0.3)
+    choice.open()
     used = []
     for _ in range(3000):
         chosen = choice.choose((0.1, 0.1))
@@ -211,16 +216,33 @@ def test_the_drafter_that_gains_most_is_used() -> None:
     assert 0 < used[1000:].count(1) < 40
 
 
+def test_the_faster_drafter_is_used_where_a_slower_one_gains_more_in_a_step() -> None:
+    choice = believing(0.5, 0.5)
+    choice.open()
+    used = []
+    for _ in range(3000):
+        chosen = choice.choose((0.1, 0.1))
+        used.append(chosen)
+        choice.record(chosen, *((1.0, 1.0) if chosen is None else ((5.0, 3.0), (2.5, 1.0))[chosen]))
+    assert used[-100:].count(1) > 90
+
+
 def test_what_costs_more_than_may_be_lost_is_not_tried() -> None:
-    choice = Choice([5.0])
-    choice.open(1.0)
+    choice = believing(5.0)
+    choice.open()
     for _ in range(100):
         assert choice.choose((50.0,)) is None
         choice.record(None, 1.0, 1.0)
     assert choice.choose((0.5,)) == 0
 
 
-def test_expected_gain() -> None:
-    assert expected_gain(TARGET, DRAFT(1), 0.75) > 0.03
-    assert expected_gain(TARGET, TARGET(1), 0.75) < 0
-    assert expected_gain(PassCost({1: 1.0}), 0.0, 0.5) < 0
+def test_expected_use() -> None:
+    def gain(cost: PassCost, pass_seconds: float, rate: float) -> float:
+        tokens, steps = expected_use(cost, pass_seconds, rate)
+        return tokens - steps
+
+    assert gain(TARGET, DRAFT(1), 0.75) > 0.03
+    assert gain(TARGET, TARGET(1), 0.75) < 0
+    assert gain(PassCost({1: 1.0}), 0.0, 0.5) < 0
+    # Nothing is lost by a longer chain that costs nothing.
+    assert expected_use(PassCost({1: 3.0, 32: 3.0}), 0.0, 0.5) == (pytest.approx(2 - 0.5**8), 1.0)

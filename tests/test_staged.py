@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from pystaged.ngram import NgramTable
 from pystaged.pair import check_vocabularies, house_table
 from pystaged.policy import FixedPolicy
 from pystaged.stats import GenerationStats
+from pystaged.tree import TokenTree
 
 GREEDY = SamplingConfig()
 SAMPLINGS = {
@@ -286,17 +288,37 @@ def test_candidates_are_ranked_under_the_shared_noise(draft: Model) -> None:
     np.testing.assert_allclose(scores[0], (log_p + noise)[order], atol=1e-4)
 
 
-@pytest.mark.parametrize(("gain", "plain_steps"), [(0.1, 2), (0.9, 0)])
+@pytest.mark.parametrize(("gain", "plain_steps"), [(0.1, 2), (1.9, 0)])
 def test_what_plain_steps_take_is_seen_before_drafting_that_gains_little(
     target: Model, prompts: list[NDArray[np.int32]], gain: float, plain_steps: int
 ) -> None:
-    # By this cost a plain step takes a second, which the first one seen contradicts.
-    decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=PassCost({1: 1.0, 32: 1.0}), gains=[gain])
+    # By this cost a plain step takes a second, which the second one contradicts: it is believed by half, and to have
+    # been no less than half as long.
+    cost, stats = PassCost({1: 1.0, 32: 1.0}), GenerationStats()
+    decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=cost, uses=[(1 + gain, 1.0)])
     decoder.start(prompts[0])
-    stats = GenerationStats()
     sizes = [len(decoder.step(GREEDY, 50, stats).tree) for _ in range(plain_steps + 1)]
     assert sizes[:-1] == [1] * plain_steps
     assert sizes[-1] > 1
-    # The second plain step is believed by half, and not to have been less than half as long.
     assert stats.plain_seconds == pytest.approx(1 + 0.75 + 0.75 if plain_steps else 1)
+    decoder.close()
+
+
+def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompts: list[NDArray[np.int32]]) -> None:
+    class Interrupted(LyingDrafter):
+        def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
+            if not stats.steps:
+                time.sleep(0.1)
+            return super().draft(sampling, max_depth)
+
+    stats = GenerationStats()
+    decoder = Decoder(
+        Session(target), Interrupted(target.vocab_size), cost=PassCost({1: 1e-3, 32: 1e-3}), uses=[(9.0, 1.0)]
+    )
+    sizes = []
+    for prompt in prompts[:2]:
+        decoder.start(prompt)
+        sizes.append(len(decoder.step(GREEDY, 50, stats).tree))
+    # A tree that came so late is not worth verifying.
+    assert sizes[0] == 1 < sizes[1]
     decoder.close()
