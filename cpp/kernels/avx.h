@@ -60,6 +60,8 @@ struct F {
 };
 
 constexpr int kIntegerRows = 8;
+// One by one, rows would need every word loaded for each: there are 16 registers.
+constexpr int kRowsTogether = 4;
 constexpr bool kRowPairs = false;
 constexpr int kFloatRows = 6;
 constexpr int kFloatSums = 12;

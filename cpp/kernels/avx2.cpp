@@ -8,31 +8,48 @@ namespace {
 
 #include "avx.h"
 
-template <int bits, int count>
-inline F dot_words(const Bytes* words, const int8_t* x, int32_t offset) {
+// GCC would make all products first and add them up as trees, for which there are not registers enough.
+inline __m256i in_order(__m256i sum) {
+    asm("" : "+x"(sum));
+    return sum;
+}
+
+template <int bits, int count, int rows>
+inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
+    // As many words as the 16-bit sums hold: words * 2 * (2^bits - 1) * 127 < 2^15. With 8 bits not even one is safe,
+    // so there the weight's sign goes to the activation; the zero point cancels out and the offset is not needed.
+    constexpr int together = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+    static_assert(count % together == 0);
     const __m256i ones = _mm256_set1_epi16(1);
-    if constexpr (bits == 8) {
-        // An unsigned byte times a signed one would overflow the 16-bit sums, so the weight's sign goes to the
-        // activation first. The zero point cancels out and `offset` is not needed.
-        __m256i sum = _mm256_setzero_si256();
-        for (int i = 0; i < count; ++i) {
-            const __m256i w = _mm256_xor_si256(words[i].x, _mm256_set1_epi8(-128));
-            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(broadcast4(x + 4 * i), w));
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-        }
-        return {_mm256_cvtepi32_ps(sum)};
+    __m256i sum[rows];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+        sum[r] = _mm256_set1_epi32(bits == 8 ? 0 : offsets[r]);
     }
-    // As many words as the 16-bit sums hold: words * 2 * (2^bits - 1) * 127 < 2^15.
-    constexpr int together = bits == 4 ? 8 : bits == 5 ? 4 : 2;
-    __m256i sum = _mm256_set1_epi32(offset);
+#pragma GCC unroll 8
     for (int i = 0; i < count; i += together) {
-        __m256i pairs = _mm256_maddubs_epi16(words[i].x, broadcast4(x + 4 * i));
-        for (int j = i + 1; j < i + together && j < count; ++j) {
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(words[j].x, broadcast4(x + 4 * j)));
+        __m256i pairs[rows];
+#pragma GCC unroll 8
+        for (int j = 0; j < together; ++j) {
+            const __m256i w = bits == 8 ? _mm256_xor_si256(words[i + j].x, _mm256_set1_epi8(-128)) : words[i + j].x;
+            const __m256i magnitude = bits == 8 ? _mm256_abs_epi8(w) : w;
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; ++r) {
+                const __m256i values = broadcast4(x + r * kBlock + 4 * (i + j));
+                const __m256i products =
+                    _mm256_maddubs_epi16(magnitude, bits == 8 ? _mm256_sign_epi8(values, w) : values);
+                pairs[r] = in_order(j == 0 ? products : _mm256_add_epi16(pairs[r], products));
+            }
         }
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+            sum[r] = in_order(_mm256_add_epi32(sum[r], _mm256_madd_epi16(pairs[r], ones)));
+        }
     }
-    return {_mm256_cvtepi32_ps(sum)};
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+        out[r] = {_mm256_cvtepi32_ps(sum[r])};
+    }
 }
 
 #include "generic.h"

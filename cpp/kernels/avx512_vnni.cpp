@@ -57,6 +57,7 @@ struct F {
 };
 
 constexpr int kIntegerRows = 16;
+constexpr int kRowsTogether = 1;
 constexpr bool kRowPairs = false;
 constexpr int kFloatRows = 16;
 constexpr int kFloatSums = 24;
@@ -87,14 +88,16 @@ inline __m512i dot4(__m512i sum, __m512i weights, const int8_t* four) {
 }
 
 // vpdpbusd multiplies unsigned weights by signed activations.
-template <int bits, int count>
-inline F dot_words(const Bytes* words, const int8_t* x, int32_t offset) {
-    __m512i sum = _mm512_set1_epi32(offset);
+template <int bits, int count, int rows>
+inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
+    for (int r = 0; r < rows; ++r) {
+        __m512i sum = _mm512_set1_epi32(offsets[r]);
 #pragma GCC unroll 8
-    for (int i = 0; i < count; ++i) {
-        sum = dot4(sum, words[i].x, x + 4 * i);
+        for (int i = 0; i < count; ++i) {
+            sum = dot4(sum, words[i].x, x + r * kBlock + 4 * i);
+        }
+        out[r] = {_mm512_cvtepi32_ps(sum)};
     }
-    return {_mm512_cvtepi32_ps(sum)};
 }
 
 #include "generic.h"

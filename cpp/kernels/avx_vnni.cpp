@@ -18,14 +18,24 @@ inline __m256i dot4(__m256i sum, __m256i weights, __m256i values) {
 }
 
 // vpdpbusd multiplies unsigned weights by signed activations.
-template <int bits, int count>
-inline F dot_words(const Bytes* words, const int8_t* x, int32_t offset) {
-    __m256i sum = _mm256_set1_epi32(offset);
+template <int bits, int count, int rows>
+inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
+    __m256i sum[rows];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+        sum[r] = _mm256_set1_epi32(offsets[r]);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < count; ++i) {
-        sum = dot4(sum, words[i].x, broadcast4(x + 4 * i));
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+            sum[r] = dot4(sum[r], words[i].x, broadcast4(x + r * kBlock + 4 * i));
+        }
     }
-    return {_mm256_cvtepi32_ps(sum)};
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+        out[r] = {_mm256_cvtepi32_ps(sum[r])};
+    }
 }
 
 #include "generic.h"

@@ -3,11 +3,6 @@
 
 #include "vector.h"
 
-// What a file with kRowPairs adds to dot_words(): out[r] = offsets[r] + the products of row r of a pair, whose quants
-// lie at x as quantize() stores them.
-template <int bits, int count>
-void dot_words_of_two(const Bytes* words, const int8_t* x, const int32_t (&offsets)[2], F (&out)[2]);
-
 // The unsigned weights of one unit and block: words[i] has inputs 4 i to 4 i + 3 of every lane. Above four bits, the
 // fifth bits are one more vector of bytes, bit i for words[i]; the fifth and sixth are two, with two bits for each
 // word.
@@ -66,11 +61,8 @@ private:
         for (int r = 0; offset >= 0 && r < rows; ++r) {
             offsets[r] = row[r].offsets[offset < 0 ? 0 : offset];
         }
-        if constexpr (rows == 1) {
-            out[0] = dot_words<bits, count>(words + first, x + 4 * first, offsets[0]);
-        } else {
-            dot_words_of_two<bits, count>(words + first, x + 8 * first, offsets, out);
-        }
+        constexpr int bytes_of_word = kRowPairs && rows == 2 ? 8 : 4;
+        dot_words<bits, count, rows>(words + first, x + bytes_of_word * first, offsets, out);
     }
 
     // Bits 4 and up of each word, `width` of them at a time from `high`.
@@ -94,8 +86,8 @@ inline void add_scaled(F* sum, F scale, const BlockFactors* row, const F (&dot)[
     }
 }
 
-// The blocks of the packings. Each covers kBlock inputs and adds its products with some rows, one or a pair, to their
-// sums; `Header` is what several in a row share.
+// The blocks of the packings. Each covers kBlock inputs and adds its products with some rows to their sums; `Header` is
+// what several in a row share.
 struct NoHeader {
     static constexpr int bytes = 0, blocks = 1;
     NoHeader(const uint8_t*, int) {}
@@ -192,10 +184,9 @@ struct HalvesBlock {
 };
 
 uint64_t dots(int rounds) {
-    constexpr int rows = 8;
+    constexpr int rows = 8, together = kRowsTogether;
     alignas(64) uint8_t weights[Quants<4>::bytes] = {};
     alignas(64) int8_t x[rows * kBlock] = {};
-    constexpr int together = kRowPairs ? 2 : 1;
     const BlockFactors factors[together] = {};
     const Quants<4> quants(weights, 0);
     F sums[rows];

@@ -31,16 +31,13 @@ inline void prefetch(const uint8_t* data, int bytes, int first, int step) {
 // Adds a block of every row to its sum.
 template <class Block, int rows>
 inline void add_rows(const Block& block, F* sum, const int8_t* quants, const BlockFactors* factors) {
-    constexpr int paired = kRowPairs ? rows / 2 * 2 : 0;
-    if constexpr (paired > 0) {
+    constexpr int left = rows % kRowsTogether, whole = rows - left;
 #pragma GCC unroll 16
-        for (int r = 0; r < paired; r += 2) {
-            block.template add<2>(sum + r, quants + r * kBlock, factors + r);
-        }
+    for (int r = 0; r < whole; r += kRowsTogether) {
+        block.template add<kRowsTogether>(sum + r, quants + r * kBlock, factors + r);
     }
-#pragma GCC unroll 16
-    for (int r = paired; r < rows; ++r) {
-        block.template add<1>(sum + r, quants + r * kBlock, factors + r);
+    if constexpr (left > 0) {
+        block.template add<left>(sum + whole, quants + whole * kBlock, factors + whole);
     }
 }
 

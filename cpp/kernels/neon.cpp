@@ -9,6 +9,7 @@ namespace {
 #include "neon.h"
 
 constexpr int kIntegerRows = 8;
+constexpr int kRowsTogether = 1;
 constexpr bool kRowPairs = false;
 
 // A word of activations for every lane of weights.
@@ -18,24 +19,25 @@ inline int8x16_t broadcast4(const int8_t* p) {
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
 
-template <int bits, int count>
-inline F dot_words(const Bytes* words, const int8_t* x, int32_t offset) {
+template <int bits, int count, int rows>
+inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
     // As many words as the 16-bit sums hold: words * 127 * the largest weight < 2^15.
     constexpr int together = bits == 8 ? 2 : bits == 6 ? 4 : 8;
-    int32x4_t lo = vdupq_n_s32(0), hi = lo;  // two sums for each lane
+    for (int r = 0; r < rows; ++r) {
+        int32x4_t lo = vdupq_n_s32(0), hi = lo;  // two sums for each lane
 #pragma GCC unroll 8
-    for (int i = 0; i < count; i += together) {
-        const int8x16_t w = signed_weights<bits>(words[i]), four = broadcast4(x + 4 * i);
-        int16x8_t lo_pairs = vmull_s8(vget_low_s8(w), vget_low_s8(four)), hi_pairs = vmull_high_s8(w, four);
-        for (int j = i + 1; j < i + together && j < count; ++j) {
-            const int8x16_t w = signed_weights<bits>(words[j]), four = broadcast4(x + 4 * j);
-            lo_pairs = vmlal_s8(lo_pairs, vget_low_s8(w), vget_low_s8(four));
-            hi_pairs = vmlal_high_s8(hi_pairs, w, four);
+        for (int i = 0; i < count; i += together) {
+            int16x8_t lo_pairs = vdupq_n_s16(0), hi_pairs = lo_pairs;
+            for (int j = i; j < i + together && j < count; ++j) {
+                const int8x16_t w = signed_weights<bits>(words[j]), four = broadcast4(x + r * kBlock + 4 * j);
+                lo_pairs = vmlal_s8(lo_pairs, vget_low_s8(w), vget_low_s8(four));
+                hi_pairs = vmlal_high_s8(hi_pairs, w, four);
+            }
+            lo = vpadalq_s16(lo, lo_pairs);
+            hi = vpadalq_s16(hi, hi_pairs);
         }
-        lo = vpadalq_s16(lo, lo_pairs);
-        hi = vpadalq_s16(hi, hi_pairs);
+        out[r] = {vcvtq_f32_s32(vaddq_s32(start<bits>(offsets[r]), vpaddq_s32(lo, hi)))};
     }
-    return {vcvtq_f32_s32(vaddq_s32(start<bits>(offset), vpaddq_s32(lo, hi)))};
 }
 
 #include "generic.h"

@@ -10,20 +10,23 @@ namespace {
 #include "neon.h"
 
 constexpr int kIntegerRows = 8;
+constexpr int kRowsTogether = 1;
 constexpr bool kRowPairs = false;
 
-template <int bits, int count>
-inline F dot_words(const Bytes* words, const int8_t* x, int32_t offset) {
-    int32x4_t sum = start<bits>(offset);
+template <int bits, int count, int rows>
+inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
+    for (int r = 0; r < rows; ++r) {
+        int32x4_t sum = start<bits>(offsets[r]);
 #pragma GCC unroll 2
-    for (int i = 0; i < count; i += 4) {
-        const int8x16_t values = vld1q_s8(x + 4 * i);
-        sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i]), values, 0);
-        sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i + 1]), values, 1);
-        sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i + 2]), values, 2);
-        sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i + 3]), values, 3);
+        for (int i = 0; i < count; i += 4) {
+            const int8x16_t values = vld1q_s8(x + r * kBlock + 4 * i);
+            sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i]), values, 0);
+            sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i + 1]), values, 1);
+            sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i + 2]), values, 2);
+            sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i + 3]), values, 3);
+        }
+        out[r] = {vcvtq_f32_s32(sum)};
     }
-    return {vcvtq_f32_s32(sum)};
 }
 
 #include "generic.h"

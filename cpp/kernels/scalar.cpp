@@ -49,7 +49,8 @@ struct F {
 };
 
 constexpr int kIntegerRows = 4;    // rows of one integer tile
-constexpr bool kRowPairs = false;  // whether rows are multiplied in pairs
+constexpr int kRowsTogether = 1;   // of them, those that a block is multiplied by at once
+constexpr bool kRowPairs = false;  // whether quantize() interleaves rows in pairs
 constexpr int kFloatRows = 4;      // rows of one float tile
 constexpr int kFloatSums = 4;      // sums a float tile keeps in registers
 constexpr int kAttendRows = 1;     // rows that attention takes at a time
@@ -79,14 +80,18 @@ inline Bytes shift(Bytes a) {
     return {left >= 0 ? a.x << (left & 31) : a.x >> (-left & 31)};
 }
 
-// offset + the sum over `count` words of their unsigned bytes, below 2^bits, times the signed bytes at x.
-template <int bits, int count>
-inline F dot_words(const Bytes* words, const int8_t* x, int32_t offset) {
-    int sum = offset;
-    for (int i = 0; i < 4 * count; ++i) {
-        sum += static_cast<int>(words[i / 4].x >> 8 * (i % 4) & 255) * x[i];
+// Of `rows` rows, 1 to kRowsTogether: the offset and the sum over `count` words of their unsigned bytes, below 2^bits,
+// times the row's signed bytes. Those begin at x, kBlock apart; with kRowPairs those of two rows take turns after
+// eight.
+template <int bits, int count, int rows>
+inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
+    for (int r = 0; r < rows; ++r) {
+        int sum = offsets[r];
+        for (int i = 0; i < 4 * count; ++i) {
+            sum += static_cast<int>(words[i / 4].x >> 8 * (i % 4) & 255) * x[r * kBlock + i];
+        }
+        out[r] = {static_cast<float>(sum)};
     }
-    return {static_cast<float>(sum)};
 }
 
 #include "generic.h"
