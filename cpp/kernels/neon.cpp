@@ -23,12 +23,14 @@ template <int bits, int count, int rows>
 inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
     // As many words as the 16-bit sums hold: words * 127 * the largest weight < 2^15.
     constexpr int together = bits == 8 ? 2 : bits == 6 ? 4 : 8;
+    static_assert(count % together == 0);
     for (int r = 0; r < rows; ++r) {
         int32x4_t lo = vdupq_n_s32(0), hi = lo;  // two sums for each lane
 #pragma GCC unroll 8
         for (int i = 0; i < count; i += together) {
             int16x8_t lo_pairs = vdupq_n_s16(0), hi_pairs = lo_pairs;
-            for (int j = i; j < i + together && j < count; ++j) {
+#pragma GCC unroll 8
+            for (int j = i; j < i + together; ++j) {
                 const int8x16_t w = signed_weights<bits>(words[j]), four = broadcast4(x + r * kBlock + 4 * j);
                 lo_pairs = vmlal_s8(lo_pairs, vget_low_s8(w), vget_low_s8(four));
                 hi_pairs = vmlal_high_s8(hi_pairs, w, four);
