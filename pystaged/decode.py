@@ -19,9 +19,9 @@ from pystaged.tree import Stage, TokenTree
 
 _BLEND = 0.2  # weight of a new observation of what drafting takes
 _PLAIN_BLEND = 0.1  # of what a plain step takes
-# After so many steps with little gain come two plain ones, to see what those take: often at first, rarely in the end.
-_FIRST_CHECK, _LAST_CHECK = 4, 128
-_LITTLE = 1.0  # plain steps
+# After so many drafted steps come two plain ones, to see what those take: often at first, and rarely where drafting
+# gains more than a plain step.
+_FIRST_CHECK, _LAST_CHECK, _RARE_CHECK = 4, 128, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Decoder:
         self._plain_seconds = cost(1) if cost else 0.0
         self._plain_seen = 1  # observations it is the mean of
         self._check_after = 0
-        self._unchecked = 0  # steps of little gain since it was seen
+        self._unchecked = 0  # steps since it was seen
         self._was_plain = False
         self._speculate = True
         self._root = -1
@@ -170,9 +170,9 @@ class Decoder:
             return 0 if self.drafters else None
         prices = zip(self.drafters, self._prices, strict=True)
         chosen = self._choice.choose([price + drafter.lag() / self._plain_seconds for drafter, price in prices])
-        if chosen is not None and self._choice.gain(chosen) < _LITTLE:
+        if chosen is not None:
             self._unchecked += 1
-            if self._unchecked > self._check_after:
+            if self._unchecked > (self._check_after if self._choice.gain(chosen) < 1 else _RARE_CHECK):
                 return None
         return chosen
 

@@ -308,12 +308,12 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
     class Interrupted(LyingDrafter):
         def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
             if not stats.steps:
-                time.sleep(0.1)
+                time.sleep(0.25)
             return super().draft(sampling, max_depth)
 
     stats = GenerationStats()
     decoder = Decoder(
-        Session(target), Interrupted(target.vocab_size), cost=PassCost({1: 1e-3, 32: 1e-3}), uses=[(9.0, 1.0)]
+        Session(target), Interrupted(target.vocab_size), cost=PassCost({1: 5e-3, 32: 5e-3}), uses=[(9.0, 1.0)]
     )
     sizes = []
     for prompt in prompts[:2]:
