@@ -23,6 +23,7 @@ from pystaged import pair as pairs
 from pystaged._core import ContextFullError, Model, Sampling, Session
 from pystaged.audit import audit
 from pystaged.bench.grow import grow
+from pystaged.bench.pairs import load_prompts
 from pystaged.cli import app
 from pystaged.config import SamplingConfig
 from pystaged.cost import PassCost
@@ -74,9 +75,7 @@ def test_random_models_against_numpy(random_gguf: Callable[..., Path], shape: di
 @pytest.fixture(scope="module")
 def code(house_target: Path) -> list[int]:
     """Three whole passes of real code."""
-    text = "\n".join(
-        json.loads(line)["prompt"] for line in hub.house(hub.HOUSE_PROMPTS).read_text("utf-8").splitlines()
-    )
+    text = "\n".join(load_prompts(hub.house(hub.HOUSE_PROMPTS)))
     return pystaged._core.Tokenizer(str(house_target)).encode(text).tolist()[: 3 * ROWS]
 
 

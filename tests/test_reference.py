@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from reference import Gpt2Reference
 from pystaged import _core, hub
 from pystaged.bench.grow import grow
 from pystaged.bench.llama_passes import decode
+from pystaged.bench.pairs import load_prompts
 from pystaged.quantize import quantize
 
 Floats = npt.NDArray[np.float32]
@@ -132,8 +132,7 @@ def trained_tokens(path: Path) -> npt.NDArray[np.intp]:
 @pytest.fixture(scope="module")
 def windows(house_target: Path) -> list[list[int]]:
     """Stretches of real code."""
-    lines = hub.house(hub.HOUSE_PROMPTS).read_text("utf-8").splitlines()
-    text = "\n".join(json.loads(line)["prompt"] for line in lines)
+    text = "\n".join(load_prompts(hub.house(hub.HOUSE_PROMPTS)))
     tokens = _core.Tokenizer(str(house_target)).encode(text).tolist()
     return [tokens[start : start + WINDOW] for start in range(0, NUM_WINDOWS * WINDOW, WINDOW)]
 

@@ -3,17 +3,6 @@
 
 #include "vector.h"
 
-template <int rows, int units>
-inline void clear(F (&sum)[rows][units]) {
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 16
-        for (int u = 0; u < units; ++u) {
-            sum[r][u] = F::set(0);
-        }
-    }
-}
-
 // Raw scores of `rows` rows against `blocks` blocks of cells. A score is one chain over the head's dimensions, so it
 // does not depend on the lane its cell lies in.
 template <int rows, int blocks>

@@ -51,12 +51,7 @@ void integer_tile(const uint8_t* group, int g, const Activations& x, int row, co
     const int8_t* quants = x.quantized.quants + size_t(row) * kBlock;
     const BlockFactors* factors = x.quantized.factors + row;
     F sums[kUnits][rows];
-    for (int part = 0; part < kUnits; ++part) {
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) {
-            sums[part][r] = F::set(0);
-        }
-    }
+    clear(sums);
     for (int left = x.cols / kBlock; left > 0; left -= turn) {
         const int blocks = turn > Header::blocks && left < turn ? left : turn;
         for (int part = 0; part < kUnits; ++part) {
@@ -125,13 +120,10 @@ template <class Weight, int units, int rows>
 void float_tile(const typename Weight::type* weights, int unit, const Activations& x, int row, const Epilogue& e) {
     const typename Weight::type* base[units];
     F sum[units][rows];
+    clear(sum);
 #pragma GCC unroll 8
     for (int u = 0; u < units; ++u) {
         base[u] = weights + size_t((unit + u) / kUnits) * x.cols * kLanes + (unit + u) % kUnits * F::lanes;
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) {
-            sum[u][r] = F::set(0);
-        }
     }
     const float* values = x.values + size_t(row) * x.cols;
     for (int i = 0; i < x.cols; ++i) {

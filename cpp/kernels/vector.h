@@ -51,6 +51,17 @@ inline Row first_lanes(Row v, int count) {
     return Row::load(a);
 }
 
+template <int rows, int units>
+inline void clear(F (&sums)[rows][units]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            sums[r][u] = F::set(0);
+        }
+    }
+}
+
 // Cephes' expf: relative error about 1e-7 on [-87, 88], to which the argument is clamped.
 template <class V>
 inline V exp(V x) {
