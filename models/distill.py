@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
 from train import Optimizers
 
-from pystaged import _core, hub
+from pystaged import _core
+from pystaged.loading import names
 
 TOP_K = 50
 PROMPT_LENGTHS = (1, 4, 16, 48)
@@ -183,7 +184,7 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads or _core.physical_cores())
     torch.manual_seed(args.seed)
-    path = hub.resolve(args.target)
+    path = names.resolve(args.target)
     tokenizer = _core.Tokenizer(str(path))
     target = load(path)
     saved = args.out.with_suffix(".pt")

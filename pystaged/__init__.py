@@ -4,12 +4,12 @@ from pystaged import _source  # noqa: F401, I001  first, for it finds out which 
 from pystaged import _llama  # noqa: F401  then, so that the extension finds llama_cpp's libraries already loaded
 from pystaged._core import ContextFullError, DeviceError, ModelError
 from pystaged.config import SamplingConfig
-from pystaged.device import Device, devices
+from pystaged.backends.devices import Device, devices
 from pystaged.engine import Engine, generate, load, stream
-from pystaged.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
+from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
 from pystaged.result import DeviceLostError, GenerationResult, Piece
 from pystaged.stats import GenerationStats
-from pystaged.tree import Stage, TokenTree
+from pystaged.decoding.tree import Stage, TokenTree
 
 __version__ = "0.1.0"
 

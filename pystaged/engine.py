@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from pystaged._core import DeviceError, Model, Tokenizer
 from pystaged.config import GenerationConfig, SamplingConfig, stop_strings
-from pystaged.decode import Decoder
-from pystaged.drafter import common_prefix
-from pystaged.pair import Pair
-from pystaged.policy import TreePolicy
+from pystaged.decoding.drafter import common_prefix
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import TreePolicy
+from pystaged.decoding.tree import Stage
+from pystaged.loading.pair import Pair
 from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece
 from pystaged.stats import GenerationStats
 from pystaged.text import TextBuffer
-from pystaged.tree import Stage
 
 
 class Engine:

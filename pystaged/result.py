@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pystaged._core import DeviceError
+from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import GenerationStats
-from pystaged.tree import Stage, TokenTree
 
 FinishReason = Literal["stop", "length"]
 

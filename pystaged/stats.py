@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from pystaged.tree import Stage, TokenTree
+from pystaged.decoding.tree import Stage, TokenTree
 
 
 @dataclass(slots=True)

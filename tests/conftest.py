@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pystaged import _core, hub
+from pystaged import _core
 from pystaged.bench.random_model import write_random_gpt2
+from pystaged.loading import names
 
 DATA = Path(__file__).parent / "data"
 KERNELS = _core.kernels()
@@ -62,9 +63,9 @@ def random_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def house_target() -> Path:
-    return hub.resolve("house")
+    return names.resolve("house")
 
 
 @pytest.fixture(scope="session")
 def house_draft() -> Path:
-    return hub.house("draft.Q8_0.gguf")
+    return names.house("draft.Q8_0.gguf")

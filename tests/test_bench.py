@@ -19,7 +19,6 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from pystaged import hub
 from pystaged._core import Model, Session
 from pystaged.bench import contenders, summary, worker
 from pystaged.bench.contenders import Contender, Pairing
@@ -30,7 +29,8 @@ from pystaged.bench.suite import Outcome, Prompt, Run, Suite
 from pystaged.bench.synthetic import ScriptedDrafter
 from pystaged.bench.ways import Runner
 from pystaged.config import SamplingConfig
-from pystaged.decode import Decoder
+from pystaged.decoding.loop import Decoder
+from pystaged.loading import names
 from pystaged.stats import GenerationStats
 
 GREEDY = SamplingConfig()
@@ -282,7 +282,7 @@ def test_report(report: Report, prompts: Path) -> None:
             assert row.tokens_per_second > 0
             assert len(row.speedups) == 2
     conditions = report.conditions
-    assert conditions["model"]["sha256"] == worker_sha(hub.resolve("house"))
+    assert conditions["model"]["sha256"] == worker_sha(names.resolve("house"))
     assert conditions["prompts"] == {"file": "two.jsonl", "sha256": worker_sha(prompts), "used": 2, "peers": 0}
     page = report.markdown(["speedup.png"])
     for words in (

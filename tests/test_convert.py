@@ -28,8 +28,8 @@ from test_reference import engine_logits, llama_logits
 
 from pystaged import _core
 from pystaged.bench.random_model import END_OF_TEXT
-from pystaged.convert import convert
-from pystaged.quantize import quantize_checkpoint
+from pystaged.loading.convert import convert
+from pystaged.loading.quantize import quantize_checkpoint
 
 Floats = npt.NDArray[np.float32]
 

@@ -18,16 +18,17 @@ from test_reference import llama_context, llama_output, llama_pass, trained_toke
 from typer.testing import CliRunner
 
 import pystaged
-from pystaged import DeviceError, FixedPolicy, hub
-from pystaged import pair as pairs
+from pystaged import DeviceError, FixedPolicy
 from pystaged._core import ContextFullError, Model, Sampling, Session
-from pystaged.audit import audit
+from pystaged.backends.audit import audit
+from pystaged.backends.devices import candidates
 from pystaged.bench.grow import grow
 from pystaged.bench.pairs import load_prompts
 from pystaged.cli import app
 from pystaged.config import SamplingConfig
-from pystaged.cost import PassCost
-from pystaged.device import candidates
+from pystaged.decoding.cost import PassCost
+from pystaged.loading import names
+from pystaged.loading import pair as pairs
 
 Floats = npt.NDArray[np.float32]
 
@@ -75,7 +76,7 @@ def test_random_models_against_numpy(random_gguf: Callable[..., Path], shape: di
 @pytest.fixture(scope="module")
 def code(house_target: Path) -> list[int]:
     """Three whole passes of real code."""
-    text = "\n".join(load_prompts(hub.house(hub.HOUSE_PROMPTS)))
+    text = "\n".join(load_prompts(names.house(names.HOUSE_PROMPTS)))
     return pystaged._core.Tokenizer(str(house_target)).encode(text).tolist()[: 3 * ROWS]
 
 

@@ -21,8 +21,8 @@ from huggingface_hub import constants
 from test_cli import assert_refused, run
 
 import pystaged
-from pystaged import cache, hub
-from pystaged.convert import convert
+from pystaged.loading import cache, hub, names
+from pystaged.loading.convert import convert
 
 TINY = "someone/tiny"
 GGUFS = "someone/tiny-GGUF"
@@ -359,7 +359,7 @@ def test_offline(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.pull(TINY)
     online.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert hub.resolve(TINY).name == "tiny.Q8_0.gguf"
+    assert names.resolve(TINY).name == "tiny.Q8_0.gguf"
     assert hub.pull(TINY, "f16").name == "tiny.F16.gguf"
     with pytest.raises(ConnectionError, match=r"someone/other is not in the cache, and HF_HUB_OFFLINE forbids asking"):
         hub.pull("someone/other")
@@ -386,8 +386,8 @@ def test_names_in_the_cache(online: Hub) -> None:
     hub.pull(TINY, "q4_0")
     online.requests.clear()
     for name in (TINY, "tiny", "tiny:q8_0", f"{TINY}:Q8_0", f"{TINY}:tiny.Q8_0.gguf"):
-        assert hub.resolve(name).name == "tiny.Q8_0.gguf"
-    assert hub.resolve("tiny:q4_0").name == "tiny.Q4_0.gguf"
+        assert names.resolve(name).name == "tiny.Q8_0.gguf"
+    assert names.resolve("tiny:q4_0").name == "tiny.Q4_0.gguf"
     assert online.requests == []
 
 
@@ -396,19 +396,19 @@ def test_ambiguous_names() -> None:
     hub.pull(TINY, "f16")
     hub.pull(TINY, "f32")
     with pytest.raises(ValueError, match="'tiny' may be any of someone/tiny:f16, someone/tiny:f32; name one of them"):
-        hub.resolve("tiny")
+        names.resolve("tiny")
 
 
 @pytest.mark.parametrize("name", ["nothing", "folder/model.gguf", "/nowhere/model.gguf"])
 def test_paths_are_never_looked_up(online: Hub, name: str) -> None:
     with pytest.raises(FileNotFoundError, match="there is no model file"):
-        hub.resolve(name)
+        names.resolve(name)
     assert online.requests == []
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="make a model of a checkpoint with: pystaged quantize"):
-        hub.resolve(tmp_path)
+        names.resolve(tmp_path)
 
 
 # ---- The cache ----

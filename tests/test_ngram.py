@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pystaged.katz import estimate
-from pystaged.ngram import ContextNgrams, NgramTable
+from pystaged.drafting.context import ContextNgrams
+from pystaged.drafting.katz import estimate
+from pystaged.drafting.table import NgramTable
 
 VOCAB_SIZE = 6
 ROUNDING = 3 / 32 + 1e-6  # one log-probability and two backoffs, each rounded to 1/16

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pystaged.calibration import Calibration
-from pystaged.choice import Choice
-from pystaged.cost import CostStore, PassCost, measure
-from pystaged.pair import expected_use
-from pystaged.policy import FixedPolicy, GainPolicy, Growth
+from pystaged.decoding.budget import Choice
+from pystaged.decoding.calibration import Calibration
+from pystaged.decoding.cost import PassCost, measure
+from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
+from pystaged.loading.costs import CostStore
+from pystaged.loading.pair import expected_use
 
 TARGET = PassCost({1: 0.030, 2: 0.031, 4: 0.033, 8: 0.040, 16: 0.055, 32: 0.095})
 DRAFT = PassCost({1: 0.0004, 8: 0.0006, 32: 0.002})

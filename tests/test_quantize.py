@@ -12,8 +12,8 @@ from reference import Gpt2Reference
 from test_cli import assert_refused, run
 from test_reference import engine_logits, llama_logits
 
-from pystaged.convert import convert
-from pystaged.quantize import FILE_TYPES, quantize, quantize_checkpoint
+from pystaged.loading.convert import convert
+from pystaged.loading.quantize import FILE_TYPES, quantize, quantize_checkpoint
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 40).tolist()
 MATRIX_TYPES = {"q4_k_m": "Q4_K", "q4_k_s": "Q4_K", "q5_k_m": "Q5_K", "q5_k_s": "Q5_K"}

@@ -15,7 +15,7 @@ from test_reference import engine_logits, llama_logits
 
 import pystaged
 from pystaged.bench.random_model import write_random_gpt2
-from pystaged.convert import convert
+from pystaged.loading.convert import convert
 
 REPOSITORY = Path(__file__).parent.parent
 TOKENS = [5, 17, 255, 0, 298, 42, 42, 7, 130, 61, 3]

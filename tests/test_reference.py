@@ -16,11 +16,12 @@ import pytest
 from gguf import GGUFReader
 from reference import Gpt2Reference
 
-from pystaged import _core, hub
+from pystaged import _core
 from pystaged.bench.grow import grow
 from pystaged.bench.llama_passes import decode
 from pystaged.bench.pairs import load_prompts
-from pystaged.quantize import quantize
+from pystaged.loading import names
+from pystaged.loading.quantize import quantize
 
 Floats = npt.NDArray[np.float32]
 
@@ -132,7 +133,7 @@ def trained_tokens(path: Path) -> npt.NDArray[np.intp]:
 @pytest.fixture(scope="module")
 def windows(house_target: Path) -> list[list[int]]:
     """Stretches of real code."""
-    text = "\n".join(load_prompts(hub.house(hub.HOUSE_PROMPTS)))
+    text = "\n".join(load_prompts(names.house(names.HOUSE_PROMPTS)))
     tokens = _core.Tokenizer(str(house_target)).encode(text).tolist()
     return [tokens[start : start + WINDOW] for start in range(0, NUM_WINDOWS * WINDOW, WINDOW)]
 

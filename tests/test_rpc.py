@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 import pystaged
-from pystaged import DeviceError, DeviceLostError, FixedPolicy, _core, rpc
+from pystaged import DeviceError, DeviceLostError, FixedPolicy, _core
 from pystaged._core import Model, Sampling, Session
+from pystaged.backends import rpc
+from pystaged.backends.devices import load_model, open_session
 from pystaged.cli import rpc_server
-from pystaged.device import load_model, open_session
 
 PROMPT = "def fibonacci(n):"
 TREE = FixedPolicy(4, 5, 12)

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pystaged import SamplingConfig, _core
-from pystaged.decode import Decoder
-from pystaged.drafter import ModelDrafter
-from pystaged.policy import FixedPolicy
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import FixedPolicy
+from pystaged.drafting.model import ModelDrafter
 from pystaged.stats import GenerationStats
 
 Doubles = npt.NDArray[np.float64]

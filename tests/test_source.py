@@ -29,7 +29,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     "arguments",
     [
         ["-c", "import pystaged; print(pystaged.generate('import os', max_tokens=4).text)"],
-        ["-c", "from pystaged.cost import PassCost; print(PassCost({1: 1.0})(1))"],
+        ["-c", "from pystaged.decoding.cost import PassCost; print(PassCost({1: 1.0})(1))"],
         ["-m", "pystaged", "info"],
         ["-m", "pystaged.bench", "passes", "--help"],
     ],

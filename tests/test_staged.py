@@ -11,18 +11,19 @@ import pytest
 from numpy.typing import NDArray
 
 import pystaged
-from pystaged import Stage, hub
+from pystaged import Stage
 from pystaged._core import ContextFullError, Model, Session, Tokenizer, gumbel
 from pystaged.bench.pairs import LyingDrafter, check_decoder, continuation, drafters, expect, load_prompts
 from pystaged.config import SamplingConfig
-from pystaged.cost import PassCost
-from pystaged.decode import Decoder
-from pystaged.drafter import ModelDrafter
-from pystaged.ngram import NgramTable
-from pystaged.pair import check_vocabularies, house_table
-from pystaged.policy import FixedPolicy
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.tree import TokenTree
+from pystaged.drafting.model import ModelDrafter
+from pystaged.drafting.table import NgramTable
+from pystaged.loading import names
+from pystaged.loading.pair import check_vocabularies, house_table
 from pystaged.stats import GenerationStats
-from pystaged.tree import TokenTree
 
 GREEDY = SamplingConfig()
 SAMPLINGS = {
@@ -51,7 +52,7 @@ def tokenizer(house_target: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
-    texts = load_prompts(hub.house(hub.HOUSE_PROMPTS))[::16]
+    texts = load_prompts(names.house(names.HOUSE_PROMPTS))[::16]
     return [tokenizer.encode(text) for text in texts]
 
 

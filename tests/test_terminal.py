@@ -14,11 +14,12 @@ import platformdirs
 import pytest
 
 import pystaged
-from pystaged import Stage, TokenTree, hub
+from pystaged import Stage, TokenTree
 from pystaged._core import Tokenizer
 from pystaged.cli.painting import StageColors
+from pystaged.decoding.tree import TreeBuilder
+from pystaged.loading import names
 from pystaged.result import Piece
-from pystaged.tree import TreeBuilder
 
 if sys.platform == "win32":
     pytest.skip("there are no pseudo-terminals", allow_module_level=True)
@@ -114,7 +115,7 @@ def piece(text: str, tokens: list[int], stages: list[Stage]) -> Piece:
 
 def test_text_that_lags_keeps_its_stages() -> None:
     """A stop string may hold text back, and a character may be spread over tokens."""
-    tokenizer = Tokenizer(str(hub.resolve("house")))
+    tokenizer = Tokenizer(str(names.resolve("house")))
     tokens = tokenizer.encode("ab \U0001f600c").tolist()
     words = [tokenizer.token_bytes(token) for token in tokens]
     assert b"".join(words) == "ab \U0001f600c".encode()

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pystaged.tree import Stage, TokenTree, TreeBuilder
+from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 
 CELL = (1, 0, 0)
 

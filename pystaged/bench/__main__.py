@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pystaged import hub
 from pystaged._core import Model, Session
 from pystaged.bench import models, pairs, passes
 from pystaged.cli.options import Json, Threads
-from pystaged.decode import Decoder
-from pystaged.pair import Pair
+from pystaged.decoding.loop import Decoder
+from pystaged.loading import names
+from pystaged.loading.pair import Pair
 
 app = typer.Typer(help="Measure pystaged on this machine.", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -139,7 +139,7 @@ def _open(
     pair = Pair(models.find(model, quantization.upper()), draft, 0, Console(stderr=True).print)
     if pair.draft is None:
         raise typer.BadParameter("a draft is needed")
-    lines = pairs.load_prompts(prompts or hub.house(hub.HOUSE_PROMPTS))[:limit]
+    lines = pairs.load_prompts(prompts or names.house(names.HOUSE_PROMPTS))[:limit]
     return pair, pair.draft, [pair.tokenizer.encode(line) for line in lines]
 
 

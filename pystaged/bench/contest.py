@@ -10,7 +10,6 @@ from datetime import date
 from pathlib import Path
 from typing import TypeVar
 
-from pystaged import hub
 from pystaged._core import Model, Tokenizer
 from pystaged.bench import contenders, machine, models, passes, summary
 from pystaged.bench.contenders import Pairing
@@ -18,6 +17,7 @@ from pystaged.bench.pairs import load_prompts
 from pystaged.bench.report import Report, describe_file, sha256
 from pystaged.bench.suite import Prompt, Suite
 from pystaged.config import SamplingConfig
+from pystaged.loading import names
 
 SAMPLINGS = {"greedy": SamplingConfig(), "T=1 top-k 50": SamplingConfig(temperature=1.0, top_k=50)}
 _TREE_ROOM = 64  # positions left for the last tree
@@ -54,8 +54,8 @@ class Contest:
             FileNotFoundError: no such model, draft, prompts or folder.
             ValueError: prompts too long for the model, or none.
         """
-        file = self.prompts or hub.house(hub.HOUSE_PROMPTS)
-        path, draft = models.find(self.model, self.quantization), hub.resolve_draft(self.model, self.draft)
+        file = self.prompts or names.house(names.HOUSE_PROMPTS)
+        path, draft = models.find(self.model, self.quantization), names.resolve_draft(self.model, self.draft)
         tokenizer = Tokenizer(str(path))
         prompts = [Prompt(text, tokenizer.encode(text)) for text in spread(load_prompts(file), self.limit)]
         if not prompts:

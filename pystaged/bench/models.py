@@ -6,9 +6,9 @@ from pathlib import Path
 
 import platformdirs
 
-from pystaged import hub
 from pystaged.bench.grow import grow
 from pystaged.bench.random_model import write_random_gpt2
+from pystaged.loading import names
 
 WIDTH, LAYERS, HEADS, CONTEXT = 1280, 36, 20, 1024  # of GPT-2 Large
 
@@ -18,7 +18,7 @@ def find(model: str, quantization: str) -> Path:
 
     Args:
         model: "random" for a GPT-2 Large of random weights, "grown" for one that says what the house target says
-            (see grow.py), else as in hub.resolve.
+            (see grow.py), else as in names.resolve.
         quantization: type of a model to be made: F32, F16, Q8_0, Q4_0 (random also BF16).
 
     Raises:
@@ -26,10 +26,10 @@ def find(model: str, quantization: str) -> Path:
         ValueError: a type that cannot be made.
     """
     if model not in ("random", "grown"):
-        return hub.resolve(model)
+        return names.resolve(model)
     folder = Path(platformdirs.user_cache_dir("pystaged")) / "bench"
     path = folder / f"gpt2-large-{model}.{quantization}.gguf"
-    house = hub.resolve("house")
+    house = names.resolve("house")
     # A model grown from an older house target would not be that of this version.
     if not path.exists() or path.stat().st_mtime < house.stat().st_mtime:
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from pystaged._core import Model, Session
 from pystaged.config import SamplingConfig
-from pystaged.decode import Decoder
-from pystaged.drafter import Drafter, ModelDrafter, NgramDrafter
-from pystaged.ngram import NgramTable
-from pystaged.policy import FixedPolicy, TreePolicy
+from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import FixedPolicy, TreePolicy
+from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
+from pystaged.drafting.model import ModelDrafter
+from pystaged.drafting.ngrams import NgramDrafter
+from pystaged.drafting.table import NgramTable
 from pystaged.stats import DrafterStats, GenerationStats
-from pystaged.tree import Stage, TokenTree, TreeBuilder
 
 MODES = {
     "greedy": SamplingConfig(),

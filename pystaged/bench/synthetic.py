@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from pystaged._core import Session
 from pystaged.config import SamplingConfig
+from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.stats import DrafterStats
-from pystaged.tree import Stage, TokenTree, TreeBuilder
 
 
 class ScriptedDrafter:

@@ -10,12 +10,13 @@ import numpy as np
 from pystaged._core import Session
 from pystaged.bench.synthetic import ScriptedDrafter
 from pystaged.config import SamplingConfig
-from pystaged.decode import Decoder
-from pystaged.drafter import LOOKUP_SECONDS, ModelDrafter, NgramDrafter
-from pystaged.pair import Pair
-from pystaged.policy import GainPolicy
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import GainPolicy
+from pystaged.decoding.tree import Stage
+from pystaged.drafting.model import ModelDrafter
+from pystaged.drafting.ngrams import LOOKUP_SECONDS, NgramDrafter
+from pystaged.loading.pair import Pair
 from pystaged.stats import GenerationStats
-from pystaged.tree import Stage
 
 
 class Runner:

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 import pystaged
-from pystaged.audit import audit as replay
+from pystaged.backends.audit import audit as replay
+from pystaged.backends.devices import open_session
 from pystaged.cli.console import open_engine
 from pystaged.cli.options import DraftDevice, DraftName, MaxTokens, MinP, Seed, Temperature, Threads, TopK, TopP
-from pystaged.device import open_session
 
 
 def audit(

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 import pystaged
-from pystaged import convert, hub
+from pystaged.loading import convert, names
 
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -46,7 +46,7 @@ def model_name(name: str) -> str | Path:
     if name == "house":
         return name
     with progress_bars() as progress:
-        return hub.resolve(name, progress)
+        return names.resolve(name, progress)
 
 
 def draft_name(name: str) -> str | Path | None:

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 import pystaged
-from pystaged import _core, _llama, hub
+from pystaged import _core, _llama
 from pystaged.cli.console import model_name
-from pystaged.policy import FixedPolicy
+from pystaged.decoding.policy import FixedPolicy
+from pystaged.loading import names
 
 
 def info(
@@ -19,7 +20,7 @@ def info(
 
     Example: pystaged info path/to/model.gguf
     """
-    path = hub.resolve(model_name(model))
+    path = names.resolve(model_name(model))
     with pystaged.load(path, draft=None, policy=FixedPolicy(width=1, depth=0, budget=0)) as engine:
         loaded = engine.model
         rows = {

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pystaged import cache
 from pystaged.cli.console import report
+from pystaged.loading import cache
 
 app = typer.Typer(help="Models in the cache.", invoke_without_command=True)
 

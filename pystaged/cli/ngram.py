@@ -12,11 +12,12 @@ import typer
 from numpy.typing import NDArray
 from rich.progress import Progress, TextColumn
 
-from pystaged import _core, hub
+from pystaged import _core
 from pystaged.cli.console import errors, model_name
 from pystaged.cli.options import Threads
-from pystaged.ngram import NgramTable
-from pystaged.sample import sample_documents
+from pystaged.drafting.corpus import sample_documents
+from pystaged.drafting.table import NgramTable
+from pystaged.loading import names
 
 
 def build(
@@ -33,7 +34,7 @@ def build(
 
     Example: pystaged ngram build --model draft.gguf --tokens 1000000 --out draft.ngram.npz
     """
-    path = hub.resolve_draft("house", "house") if model == "house-draft" else hub.resolve(model_name(model))
+    path = names.resolve_draft("house", "house") if model == "house-draft" else names.resolve(model_name(model))
     if path is None:
         raise FileNotFoundError("there is no house draft in this installation")
     tokenizer = _core.Tokenizer(str(path))

@@ -21,10 +21,10 @@ from rich.tree import Tree
 
 from pystaged._core import Tokenizer
 from pystaged.cli.console import errors
+from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.engine import Stream
 from pystaged.result import GenerationResult, Piece
 from pystaged.stats import GenerationStats
-from pystaged.tree import Stage, TokenTree
 
 STAGE_STYLES = {Stage.TARGET: Style.null(), Stage.DRAFT: Style(color="green"), Stage.NGRAM: Style(color="yellow")}
 STAGE_NAMES = {Stage.TARGET: "target", Stage.DRAFT: "draft", Stage.NGRAM: "n-gram"}

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from pystaged import hub
 from pystaged.cli.console import progress_bars
-from pystaged.quantize import DEFAULT_TYPE, FILE_TYPES
+from pystaged.loading import hub
+from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES
 
 
 def pull(

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from pystaged import hub
 from pystaged.cli.console import errors, progress_bars
-from pystaged.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
-from pystaged.quantize import quantize as quantize_file
+from pystaged.loading import names
+from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
+from pystaged.loading.quantize import quantize as quantize_file
 
 
 def quantize(
@@ -29,5 +29,5 @@ def quantize(
         if Path(source).is_dir():
             quantize_checkpoint(Path(source), out, quantization, progress=progress)
         else:
-            quantize_file(hub.resolve(source, progress), out, quantization, progress=progress)
+            quantize_file(names.resolve(source, progress), out, quantization, progress=progress)
     errors.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB", style="dim", markup=False)

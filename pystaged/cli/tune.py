@@ -7,7 +7,7 @@ from rich.table import Table
 
 from pystaged.cli.console import draft_name, model_name, report
 from pystaged.cli.options import Device, DraftDevice, DraftName, ModelName, Threads
-from pystaged.pair import Pair
+from pystaged.loading.pair import Pair
 
 
 def tune(

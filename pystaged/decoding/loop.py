@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, Session
-from pystaged.choice import Choice
 from pystaged.config import SamplingConfig
-from pystaged.cost import PassCost, surprise
-from pystaged.drafter import Drafter, common_prefix
+from pystaged.decoding.budget import Choice
+from pystaged.decoding.cost import PassCost, surprise
+from pystaged.decoding.drafter import Drafter, common_prefix
+from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import DrafterStats, GenerationStats
-from pystaged.tree import Stage, TokenTree
 
 _BLEND = 0.2  # weight of a new observation of what drafting takes
 _PLAIN_BLEND = 0.1  # of what a plain step takes

@@ -7,7 +7,7 @@ from typing import cast
 
 from pystaged import _core
 from pystaged._core import Model, Session
-from pystaged.rpc import RemoteModel, RemoteSession, endpoints
+from pystaged.backends.rpc import RemoteModel, RemoteSession, endpoints
 
 
 @dataclass(frozen=True, slots=True)

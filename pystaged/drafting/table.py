@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged.katz import LARGEST_VOCABULARY, estimate
+from pystaged.drafting.katz import LARGEST_VOCABULARY, estimate
 
 _FORMAT_VERSION = 1
 _STORED = {  # arrays of a file: kind, most bytes per item, dimensions
@@ -26,9 +24,6 @@ _STORED = {  # arrays of a file: kind, most bytes per item, dimensions
     "log_backoffs": ("i", 2, 1),  # steps of 1/16
 }
 _STEPS_PER_NAT = 16  # log-probabilities are kept in steps of 1/16 nat: one byte each
-
-_MAX_ORDER = 4  # longest n-gram of the running context
-_WINDOW = 32  # most recent occurrences looked at, to bound the time of a lookup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,73 +173,6 @@ class NgramTable:
                 "use the model's own table or build one from its text"
             )
         return table
-
-
-class ContextNgrams:
-    """The n-grams of orders 1 to 4 of the committed tokens, and what followed them.
-
-    An n-gram maps to the positions of the tokens that followed it, so truncating restores the earlier state exactly.
-    The `tail` of a lookup is the committed tokens and then perhaps a hypothetical path; its last 4 tokens suffice.
-    """
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._followers: dict[tuple[int, ...], list[int]] = {}
-
-    def __len__(self) -> int:
-        """Number of committed tokens."""
-        return len(self._tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Commit tokens, each in constant time."""
-        for token in tokens:
-            for gram in _suffixes(self._tokens):
-                self._followers.setdefault(gram, []).append(len(self._tokens))
-            self._tokens.append(int(token))
-
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from position `length` on.
-
-        Raises:
-            ValueError: length is negative or above the number of committed tokens.
-        """
-        _require(0 <= length <= len(self), f"cannot truncate {len(self)} tokens to {length}")
-        while len(self._tokens) > length:
-            self._tokens.pop()
-            for gram in _suffixes(self._tokens):
-                self._followers[gram].pop()
-                if not self._followers[gram]:
-                    del self._followers[gram]
-
-    def candidates(self, tail: Sequence[int], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32], int]:
-        """What followed the longest suffix of `tail`, at most 4 tokens, that has been followed by anything.
-
-        Returns:
-            tokens: int32[m], m <= k, the most frequent first, then the most recent; scores: float32[m], natural log of
-            count / (occurrences + 1) among the 32 most recent occurrences; order: tokens matched, 0 for no match.
-
-        Raises:
-            ValueError: k is below 1.
-        """
-        _require(k >= 1, "k must be at least 1")
-        positions, order = self._match(tail)
-        counts = Counter([self._tokens[position] for position in reversed(positions)])
-        best = sorted(counts.items(), key=lambda item: -item[1])[:k]
-        scores = [math.log(count / (len(positions) + 1)) for _, count in best]
-        return np.array([token for token, _ in best], np.int32), np.array(scores, np.float32), order
-
-    def _match(self, tail: Sequence[int]) -> tuple[list[int], int]:
-        """Positions that followed the longest known suffix of `tail`, oldest first, and its order."""
-        for gram in _suffixes(tail):
-            if gram in self._followers:
-                return self._followers[gram][-_WINDOW:], len(gram)
-        return [], 0
-
-
-def _suffixes(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    """The last 4, 3, 2 and 1 tokens, as far as there are so many."""
-    last = tuple(tokens[-_MAX_ORDER:])
-    return [last[skip:] for skip in range(len(last))]
 
 
 def _log_steps(probabilities: NDArray[np.float64]) -> NDArray[np.float32]:

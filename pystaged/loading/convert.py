@@ -17,7 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileTy
 from safetensors import SafetensorError, safe_open
 
 from pystaged.files import check_room, whole_file
-from pystaged.vocabulary import Vocabulary, read_json, read_vocabulary
+from pystaged.loading.vocabulary import Vocabulary, read_json, read_vocabulary
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is."""

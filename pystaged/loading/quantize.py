@@ -16,9 +16,9 @@ from pathlib import Path
 import llama_cpp
 from gguf import LlamaFileType
 
-from pystaged.convert import FILE_TYPES as FLOAT_TYPES
-from pystaged.convert import Progress, convert
 from pystaged.files import whole_file
+from pystaged.loading.convert import FILE_TYPES as FLOAT_TYPES
+from pystaged.loading.convert import Progress, convert
 
 FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,
@@ -73,7 +73,7 @@ def quantize(source: Path, out: Path, quantization: str, *, progress: Progress =
         command = [
             sys.executable,
             "-m",
-            "pystaged.quantize",
+            "pystaged.loading.quantize",
             str(source),
             str(part),
             str(int(FILE_TYPES[quantization])),

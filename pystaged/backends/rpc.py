@@ -93,7 +93,7 @@ class Worker:
         self._connection, theirs = Pipe()
         # A session of its own keeps Ctrl-C from it; without this variable ggml starts a debugger before it gives up.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pystaged.worker", str(theirs.fileno())],
+            [sys.executable, "-m", "pystaged.backends.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -1,18 +1,11 @@
-"""What passes cost on this machine: measured when a model is first used, kept in a file, refined while running."""
+"""What passes cost: measured once, refined while running."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from pathlib import Path
-
-import platformdirs
-
-from pystaged.files import whole_file
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _BUDGET = 0.8  # seconds for one model
@@ -93,37 +86,3 @@ def measure(run_pass: Callable[[int], None], *, most_rows: int = MEASURED_ROWS[-
             run_pass(n)
             seconds[n] = min(seconds[n], time.perf_counter() - start)
     return PassCost(seconds)
-
-
-class CostStore:
-    """Measured costs in the user's cache folder, by machine, model, kernel and threads.
-
-    Args:
-        folder: where to keep them; the user's cache folder by default.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or Path(platformdirs.user_cache_dir("pystaged")) / "costs"
-
-    def load(self, key: str) -> PassCost | None:
-        """What was measured under a key; None where nothing was, or where the file cannot be used."""
-        try:
-            stored = json.loads(self._path(key).read_text())
-            seconds = {int(n): float(value) for n, value in stored["seconds"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-        usable = stored.get("key") == key and 1 in seconds and all(0 < value < 3600 for value in seconds.values())
-        return PassCost(seconds) if usable else None
-
-    def save(self, key: str, cost: PassCost) -> None:
-        """Keep a measurement. Costs are a convenience: where they cannot be written they are measured again."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with whole_file(self._path(key)) as path:
-                path.write_text(json.dumps({"key": key, "seconds": cost.seconds}))
-        except OSError:
-            pass
-
-    def _path(self, key: str) -> Path:
-        name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]
-        return self._folder / f"{name}.json"

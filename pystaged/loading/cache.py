@@ -15,7 +15,7 @@ import platformdirs
 from gguf import LlamaFileType
 
 from pystaged.files import whole_file
-from pystaged.quantize import DEFAULT_TYPE
+from pystaged.loading.quantize import DEFAULT_TYPE
 
 _SOURCE = "source.json"
 

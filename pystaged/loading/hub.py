@@ -12,71 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from pystaged import cache
-from pystaged.convert import CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS, Progress, Shape, shard_names
 from pystaged.files import check_room
-from pystaged.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
-from pystaged.vocabulary import read_json
+from pystaged.loading import cache
+from pystaged.loading.convert import CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS, Progress, Shape, shard_names
+from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
+from pystaged.loading.vocabulary import read_json
 
-_HOUSE_TARGET = "target.Q8_0.gguf"
-_HOUSE_DRAFT = "draft.Q8_0.gguf"
-HOUSE_TABLE = "draft.ngram.npz"
-HOUSE_PROMPTS = "humaneval_prompts.jsonl"
-_HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<wanted>.+))?")
+HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<wanted>.+))?")
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git for small files, SHA-256 for large ones
 _PART_OF_MODEL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _ATTEMPTS = 4
 _CHUNK = 1 << 22
 
 T = TypeVar("T")
-
-
-def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
-    """The GGUF file of a model: "house", a path, a name in the cache, or a hub id, which is downloaded first.
-
-    Args:
-        model: a hub id is "owner/name", optionally with ":FILE.gguf" or ":TYPE".
-        progress: as in pull.
-
-    Raises:
-        FileNotFoundError: no such file, name or repository.
-        ValueError, OSError: as in pull.
-    """
-    if model == "house":
-        return house(_HOUSE_TARGET)
-    path = Path(model).expanduser()
-    if path.is_file():
-        return path
-    if str(model) and path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; make a model of a checkpoint with: pystaged quantize {path} OUT")
-    if isinstance(model, str):
-        cached = cache.find(model)
-        if cached:
-            return cached
-        if _HUB_ID.fullmatch(model) and (":" in model or not model.endswith(".gguf")):
-            return pull(model, progress=progress)
-    raise FileNotFoundError(
-        f"there is no model file {path}; give the path of a GGUF file, a name that `pystaged models` lists, "
-        "a hub id such as openai-community/gpt2, or 'house'"
-    )
-
-
-def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progress = lambda *_: None) -> Path | None:
-    """The GGUF file of a draft: "house" for the one in the package, "auto" for that one if the model is "house" too.
-
-    Raises:
-        FileNotFoundError, ValueError, OSError: as in resolve.
-    """
-    if draft == "house" or (draft == "auto" and model == "house"):
-        return house(_HOUSE_DRAFT)
-    return None if draft is None or draft == "auto" else resolve(draft, progress)
-
-
-def house(name: str) -> Path:
-    """A file of the models in the package; in an editable install they are where the repository has them."""
-    package = Path(__file__).parent
-    installed = package / "models" / name
-    return installed if installed.exists() else package.parent / "models" / name
 
 
 def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None) -> Path:
@@ -100,7 +48,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
         ValueError: a malformed name, type or checkpoint, or another architecture.
         OSError: a wrong checksum, a full disk.
     """
-    match = _HUB_ID.fullmatch(name)
+    match = HUB_ID.fullmatch(name)
     if not match:
         raise ValueError(
             f"{name!r} is no hub id; it should look like owner/name, owner/name:TYPE or owner/name:FILE.gguf"

@@ -8,17 +8,17 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
-from pystaged import hub
 from pystaged._core import Model, Tokenizer
-from pystaged.config import SamplingConfig
-from pystaged.cost import MEASURED_ROWS, CostStore, PassCost, measure
-from pystaged.decode import Decoder
-from pystaged.device import candidates, check, close_model, load_model, open_session
-from pystaged.drafter import LOOKUP_SECONDS, Drafter, ModelDrafter, NgramDrafter
-from pystaged.ngram import NgramTable
-from pystaged.policy import FixedPolicy, GainPolicy, TreePolicy
+from pystaged.backends.devices import candidates, check, close_model, load_model, open_session
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
+from pystaged.drafting.model import ModelDrafter
+from pystaged.drafting.ngrams import LOOKUP_SECONDS, NgramDrafter
+from pystaged.drafting.table import NgramTable
+from pystaged.loading import hub, names
+from pystaged.loading.costs import CostStore, measure_passes
 
 _PYTHON_SECONDS = 120e-6  # around one pass of a draft, until measured
 _DRAFT_RATE, _NGRAM_RATE = 0.75, 0.5  # acceptance by which drafters are judged before they have run
@@ -46,8 +46,8 @@ class Pair:
         self._report = report
         self._store = CostStore()
         progress = hub.announced(report)
-        self._path = hub.resolve(model, progress)
-        self._draft_path = hub.resolve_draft(model, draft, progress)
+        self._path = names.resolve(model, progress)
+        self._draft_path = names.resolve_draft(model, draft, progress)
         self._costs: dict[tuple[Path, str], tuple[str, PassCost]] = {}  # with the names they are stored under
         # As bytes, because the name of a file need not be valid Unicode.
         self.tokenizer = Tokenizer(os.fsencode(self._path))
@@ -144,22 +144,6 @@ class Pair:
         return cost
 
 
-def measure_passes(model: Model) -> PassCost:
-    """Time a model's passes, candidates included."""
-    session = open_session(model)
-    greedy = SamplingConfig().native
-
-    def run(num_rows: int) -> None:
-        session.evaluate(np.zeros(num_rows, np.int32), np.arange(-1, num_rows - 1, dtype=np.int32))
-        session.candidates([num_rows - 1], 1, greedy)
-        session.discard()
-
-    try:
-        return measure(run, most_rows=min(MEASURED_ROWS[-1], session.n_ctx))
-    finally:
-        session.close()
-
-
 def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
     """Refuse a draft whose tokens mean something else; a padded vocabulary is no difference.
 
@@ -180,7 +164,7 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
 
 def house_table(tokenizer: Tokenizer) -> NgramTable | None:
     """The n-gram table in the package, None where it is for another vocabulary."""
-    path = hub.house(hub.HOUSE_TABLE)
+    path = names.house(names.HOUSE_TABLE)
     if not path.exists():
         return None
     table = NgramTable.load(path)

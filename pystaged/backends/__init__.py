@@ -1,0 +1,1 @@
+"""Where a model runs: our kernels, ggml's devices, other machines."""

@@ -1,0 +1,1 @@
+"""One step after the other: draft a tree, verify it, emit what stands."""

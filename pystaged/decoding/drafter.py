@@ -1,0 +1,60 @@
+"""What the loop asks of whoever proposes tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged.config import SamplingConfig
+from pystaged.decoding.tree import TokenTree
+from pystaged.stats import DrafterStats
+
+
+class Drafter(Protocol):
+    """Proposes what comes after a context that it follows step by step."""
+
+    def work(self) -> dict[str, DrafterStats]:
+        """What it and the drafters below it have done so far, by name."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+    def start(self, context: NDArray[np.int32]) -> None:
+        """Begin a text: all its tokens so far, int32[n], the last of which is the root."""
+        ...
+
+    def lag(self) -> float:
+        """Seconds that catching up with the text will take, about."""
+        ...
+
+    def catch_up(self) -> None:
+        """Read what it has not read of the text yet; drafting does that too."""
+        ...
+
+    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
+        """A tree below the root, at most max_depth deep; the root alone where there is nothing to propose."""
+        ...
+
+    def prepare(self, sampling: SamplingConfig, max_depth: int) -> None:
+        """Get ready for `extend`, as the drafter below another one."""
+        ...
+
+    def extend(self, path: list[int], length: int) -> list[int]:
+        """At most `length` tokens that may follow the root and a path below it."""
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Follow the target, which emitted these tokens after the root; the last of them is the next root."""
+        ...
+
+
+def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(a), len(b))
+    different = np.nonzero(a[:length] != b[:length])[0]
+    return int(different[0]) if len(different) else length

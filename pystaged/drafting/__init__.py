@@ -1,0 +1,1 @@
+"""Who proposes tokens: a draft model, n-grams."""

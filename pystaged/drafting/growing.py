@@ -1,0 +1,62 @@
+"""What drafters have in common: a tree that grows under a policy, and what its outcome teaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pystaged.decoding.calibration import Calibration
+from pystaged.decoding.policy import Growth, TreePolicy
+from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
+from pystaged.stats import DrafterStats
+
+CANDIDATES = 6  # per node; even where fewer become children, the others tell how sure the first one is
+
+
+class TreeDrafter:
+    """What drafters have in common: a tree that grows under a policy, and what its outcome teaches.
+
+    Args:
+        stage: who the proposals are by.
+        policy: decides how the tree grows.
+    """
+
+    def __init__(self, stage: Stage, policy: TreePolicy) -> None:
+        self.stats = DrafterStats()
+        self._stage = stage
+        self._policy = policy
+        self._calibrations = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
+        self._calibration = self._calibrations[True]
+        self._builder: TreeBuilder | None = None
+
+    def work(self) -> dict[str, DrafterStats]:
+        return {self._stage.name.lower(): replace(self.stats)}
+
+    def close(self) -> None:
+        pass
+
+    def _expand(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float]) -> None:
+        """Add a node's candidates, best first, as its children."""
+        believed = builder.nodes[node].score
+        cells = self._calibration.cells(self._stage, scores)
+        for token, cell in zip(tokens[: self._policy.children], cells, strict=False):
+            builder.add(node, token, believed * self._calibration.rates[cell], self._stage, cell)
+
+    def _finish(self, builder: TreeBuilder, growth: Growth) -> TokenTree:
+        self._builder = builder
+        return builder.build(builder.best()[: self._policy.keep(growth)])
+
+    def _learn(self, tokens: Sequence[int]) -> list[int]:
+        """Compare what was proposed along the target's path with what it chose; returns the nodes on that path."""
+        if self._builder is None:
+            return []
+        nodes = [0]
+        for chosen in tokens:
+            children = self._builder.children[nodes[-1]]
+            for token, child in children.items():
+                self._calibration.update(self._builder.nodes[child].cell, token == chosen)
+            if chosen not in children:
+                return nodes
+            nodes.append(children[chosen])
+        # The last token is the next root; it is not part of the context yet.
+        return nodes[:-1]

@@ -1,0 +1,122 @@
+"""Drafts from n-grams: those of a table, and those of the running context."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import gumbel
+from pystaged.config import SamplingConfig
+from pystaged.decoding.policy import Growth, TreePolicy
+from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
+from pystaged.drafting.context import ContextNgrams
+from pystaged.drafting.growing import CANDIDATES, TreeDrafter
+from pystaged.drafting.table import NgramTable
+
+_TAIL = 4  # tokens an n-gram lookup can use
+LOOKUP_SECONDS = 60e-6  # of one n-gram lookup with all that Python does around it
+_READ_SECONDS = 2e-6  # a token's n-grams
+
+
+class NgramDrafter(TreeDrafter):
+    """Drafts from a table of n-grams and from the n-grams of the running context, ranked under the target's own noise.
+
+    Args:
+        table: Katz trigram of the draft's text (Spector & Ré 2023), None for the context alone.
+        policy: decides how a tree for the target grows; a "pass" is one lookup.
+        vocab_size: tokens from here on are never proposed.
+    """
+
+    def __init__(self, table: NgramTable | None, policy: TreePolicy, vocab_size: int) -> None:
+        super().__init__(Stage.NGRAM, policy)
+        self._table = table
+        self._vocab_size = min(vocab_size, table.vocab_size) if table else vocab_size
+        self._grams = ContextNgrams()
+        self._context: list[int] = []
+        self._sampling = SamplingConfig()
+
+    def start(self, context: NDArray[np.int32]) -> None:
+        self._context = context.tolist()
+        self._grams = ContextNgrams()
+        self._builder = None
+
+    def lag(self) -> float:
+        return _READ_SECONDS * (len(self._context) - len(self._grams))
+
+    def catch_up(self) -> None:
+        self._grams.extend(self._context[len(self._grams) :])
+
+    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
+        begin = time.perf_counter()
+        self.prepare(sampling, max_depth)
+        builder = TreeBuilder(self._context[-1])
+        leaves = [0]
+        passes = 0
+        while True:
+            scores = [builder.nodes[node].score for node in builder.best()]
+            growth = Growth(scores, [builder.nodes[leaf].score for leaf in leaves], passes, time.perf_counter() - begin)
+            width = self._policy.expand(growth)
+            if width == 0 or not leaves:
+                break
+            batch, leaves = leaves[:width], leaves[width:]
+            for node in batch:
+                tokens, guesses = self._candidates(builder.path(node), max(CANDIDATES, self._policy.children))
+                if tokens:
+                    self._expand(builder, node, tokens, guesses)
+                    leaves += builder.children[node].values()
+            passes += len(batch)
+            leaves = [leaf for leaf in leaves if builder.nodes[leaf].depth < max_depth]
+            leaves.sort(key=lambda leaf: -builder.nodes[leaf].score)
+        self.stats.passes += passes
+        self.stats.seconds += time.perf_counter() - begin
+        return self._finish(builder, growth)
+
+    def prepare(self, sampling: SamplingConfig, max_depth: int) -> None:
+        del max_depth
+        self._sampling = sampling
+        self._calibration = self._calibrations[sampling.is_greedy]
+        self._builder = None
+        self.catch_up()
+
+    def extend(self, path: list[int], length: int) -> list[int]:
+        found: list[int] = []
+        for _ in range(length):
+            tokens, _ = self._candidates(path + found, 1)
+            if not tokens:
+                break
+            found.append(tokens[0])
+        return found
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._learn(tokens)
+        self._builder = None
+        self._context += tokens
+
+    def _candidates(self, path: list[int], k: int) -> tuple[list[int], list[float]]:
+        """The k best next tokens after the context and a path, with their scores, best first."""
+        tail = (self._context[-_TAIL:] + path)[-_TAIL:]
+        chances: dict[int, float] = {}
+        order = 0
+        if len(self._grams):
+            tokens, scores, order = self._grams.candidates(tail, 8)
+            # The longer the match, the more it counts beside the table.
+            weight = (0.0, 0.25, 0.5, 0.75, 0.9)[order] if self._table else 1.0
+            for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):
+                chances[token] = weight * math.exp(score)
+        if self._table and max(tail[-2:]) < self._vocab_size:
+            weight = (1.0, 0.75, 0.5, 0.25, 0.1)[order]
+            tokens, scores = self._table.candidates(tail, min(8, self._table.max_successors))
+            for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):
+                chances[token] = chances.get(token, 0.0) + weight * math.exp(score)
+        ranked = [(math.log(chance), token) for token, chance in chances.items() if token < self._vocab_size]
+        temperature = self._sampling.temperature
+        if temperature > 0 and ranked:
+            ids = np.array([token for _, token in ranked], np.int32)
+            noise = gumbel(self._sampling.seed, len(self._context) + len(path), ids).tolist()
+            ranked = [(score / temperature + g, token) for (score, token), g in zip(ranked, noise, strict=True)]
+        ranked.sort(key=lambda item: (-item[0], item[1]))
+        return [token for _, token in ranked[:k]], [score for score, _ in ranked[:k]]

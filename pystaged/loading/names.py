@@ -1,0 +1,61 @@
+"""From the name of a model to its file: "house", a path, a name in the cache, or a hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pystaged.loading import cache
+from pystaged.loading.hub import HUB_ID, Progress, pull
+
+_HOUSE_TARGET = "target.Q8_0.gguf"
+_HOUSE_DRAFT = "draft.Q8_0.gguf"
+HOUSE_TABLE = "draft.ngram.npz"
+HOUSE_PROMPTS = "humaneval_prompts.jsonl"
+
+
+def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
+    """The GGUF file of a model: "house", a path, a name in the cache, or a hub id, which is downloaded first.
+
+    Args:
+        model: a hub id is "owner/name", optionally with ":FILE.gguf" or ":TYPE".
+        progress: as in pull.
+
+    Raises:
+        FileNotFoundError: no such file, name or repository.
+        ValueError, OSError: as in pull.
+    """
+    if model == "house":
+        return house(_HOUSE_TARGET)
+    path = Path(model).expanduser()
+    if path.is_file():
+        return path
+    if str(model) and path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; make a model of a checkpoint with: pystaged quantize {path} OUT")
+    if isinstance(model, str):
+        cached = cache.find(model)
+        if cached:
+            return cached
+        if HUB_ID.fullmatch(model) and (":" in model or not model.endswith(".gguf")):
+            return pull(model, progress=progress)
+    raise FileNotFoundError(
+        f"there is no model file {path}; give the path of a GGUF file, a name that `pystaged models` lists, "
+        "a hub id such as openai-community/gpt2, or 'house'"
+    )
+
+
+def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progress = lambda *_: None) -> Path | None:
+    """The GGUF file of a draft: "house" for the one in the package, "auto" for that one if the model is "house" too.
+
+    Raises:
+        FileNotFoundError, ValueError, OSError: as in resolve.
+    """
+    if draft == "house" or (draft == "auto" and model == "house"):
+        return house(_HOUSE_DRAFT)
+    return None if draft is None or draft == "auto" else resolve(draft, progress)
+
+
+def house(name: str) -> Path:
+    """A file of the models in the package; in an editable install they are where the repository has them."""
+    package = Path(__file__).parents[1]
+    installed = package / "models" / name
+    return installed if installed.exists() else package.parent / "models" / name
