@@ -173,7 +173,7 @@ class Stream(Iterator[Piece]):
     def __init__(self, engine: Engine, prompt: Prompt, config: GenerationConfig) -> None:
         tokens = engine.encode(prompt)
         self._engine, self._seed = engine, config.sampling.seed
-        self._written = _Written(GenerationStats(prompt_tokens=len(tokens)))
+        self._written = _Written(GenerationStats())
         # It must not hold the stream, or dropping one would be the collector's work.
         self._pieces = _pieces(engine, prompt, tokens, config, self._written)
         self._turn = threading.Lock()
@@ -279,9 +279,9 @@ def _pieces(
                     new += 1
                     if buffer.stopped:
                         break
-                if step.finish:
-                    piece += buffer.finish(cut=step.finish == "length")
-                written.finish = "stop" if buffer.stopped else step.finish
+                if step.finish_reason:
+                    piece += buffer.finish(cut=step.finish_reason == "length")
+                written.finish = "stop" if buffer.stopped else step.finish_reason
                 written.text.append(piece)
                 written.tokens += step.tokens[:new]
                 written.stages += step.stages[:new]
