@@ -553,12 +553,21 @@ def test_commands(online: Hub, tmp_path: Path) -> None:
     done = run("generate", "the tree", "--model", TINY, "--draft", GGUFS, "--max-tokens", "4", **home)
     assert done.returncode == 0, done.stderr
     assert b"downloading tiny.Q8_0.gguf" in done.stderr
-    listed = run("models", **home).stdout.decode().splitlines()
+    done = run("models", **home)
+    assert done.stderr == b""
+    listed = done.stdout.decode().splitlines()
     assert listed[0].split() == ["name", "MB", "type", "shape", "license"]
     assert [line.split()[0] for line in listed[1:]] == ["someone/tiny-GGUF:q8_0", "someone/tiny:q8_0"]
     assert run("info", "tiny", **home).returncode == 0
-    assert b"MB freed" in run("models", "remove", "tiny", **home).stderr
+    unfinished = path.with_name(f"{path.name}.{'0' * 16}.part")
+    unfinished.write_bytes(bytes(3_000_000))
+    assert b"1 unfinished file of writers that were killed, 3.0 MB" in run("models", **home).stderr
+    assert run("models", "remove", "--leftovers", **home).stderr == b"removed 1 unfinished file, 3.0 MB freed\n"
+    assert not unfinished.exists()
+    assert b"removed, 0." in run("models", "remove", "tiny", **home).stderr
     assert not path.exists()
+    done = run("models", "remove", **home)
+    assert (done.returncode, b"name a model, or --leftovers" in done.stderr) == (2, True)
     assert_refused(run("models", "remove", "tiny", **home), "there is no model 'tiny' in the cache")
     assert_refused(run("pull", "someone/nothing", **home), "there is no model someone/nothing")
 
