@@ -80,9 +80,11 @@ def read_small(path: Path, most_bytes: int) -> bytes:
         ValueError: it is no regular file, or larger than `most_bytes`.
     """
     # Opening a pipe would wait for its writer, and a device need not end.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError(f"{path} is no regular file")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is no regular file")
+    with os.fdopen(descriptor, "rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise ValueError(f"{path} is larger than {most_bytes / 1e6:g} MB")
@@ -129,12 +131,12 @@ def _locked_part(path: Path) -> tuple[Path, BinaryIO]:
 
 def _is_leftover(part: Path, *, remove: bool) -> bool:
     try:
-        with os.fdopen(os.open(part, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return False
+        if not stat.S_ISREG(part.lstat().st_mode):
+            return False
+        with part.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if remove:
                 part.unlink()
             return True
-    except OSError:  # locked, gone, a link, another user's
+    except OSError:  # locked, gone, another user's
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -153,11 +154,11 @@ def save_link(repository: str, name: str, file: Path) -> Path:
 
 def _forget_download(snapshot: Path) -> int:
     """Remove a file of a snapshot in Hugging Face's cache; its content too, unless another snapshot has it."""
-    from huggingface_hub import errors, scan_cache_dir  # noqa: PLC0415
+    from huggingface_hub import constants, errors, scan_cache_dir  # noqa: PLC0415
 
     place = Path(os.path.realpath(snapshot.parent)) / snapshot.name
     try:
-        found = scan_cache_dir()
+        found = scan_cache_dir(constants.HF_HUB_CACHE)
     except errors.CacheNotFound:
         return 0
     files = [
@@ -246,7 +247,11 @@ def _metadata(path: Path) -> dict[str, str]:
 
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode("utf-8", "surrogateescape"), params)
+    logger = logging.getLogger("llama-cpp-python")  # prints what libllama says, unless its level is high
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    logger.setLevel(level)
     if not model:
         return {}
     try:
