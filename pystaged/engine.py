@@ -288,6 +288,7 @@ def _pieces(
                 if new or piece:
                     yield Piece(piece, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path))
                 if buffer.stopped:
+                    written.stats.retract(step.stages[new:])
                     break
     except DeviceError as error:
         context = None

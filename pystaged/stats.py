@@ -106,6 +106,12 @@ class GenerationStats:
         if path[-1] in tree.parents:
             self.offered[accepted + 1] += 1
 
+    def retract(self, stages: Sequence[Stage]) -> None:
+        """Uncount emitted tokens: the text ends before them."""
+        self.new_tokens -= len(stages)
+        for stage in stages:
+            self.stages[stage.name.lower()].emitted -= 1
+
     def finish(
         self, before: dict[str, DrafterStats], after: dict[str, DrafterStats], target_weight_bytes: int
     ) -> None:

@@ -194,6 +194,8 @@ def test_stop_strings_anywhere(engine: Engine, options: dict[str, Any]) -> None:
             assert result.text == whole.text[: whole.text.index(stop)]
             assert result.tokens == whole.tokens[: len(result.tokens)]
             assert result.finish_reason == "stop"
+            assert result.stats.new_tokens == len(result.tokens)
+            assert sum(stage.emitted for stage in result.stats.stages.values()) == len(result.tokens)
             stream = engine.stream(PROMPT, max_tokens=60, stop=(stop,), **options)
             assert "".join(stream) == result.text
             assert stream.result.tokens == result.tokens
