@@ -81,14 +81,13 @@ def read_small(path: Path, most_bytes: int) -> bytes:
     """
     # Opening a pipe would wait for its writer, and a device need not end.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode) or info.st_size > most_bytes:
         os.close(descriptor)
-        raise ValueError(f"{path} is no regular file")
+        problem = f"larger than {most_bytes / 1e6:g} MB" if stat.S_ISREG(info.st_mode) else "no regular file"
+        raise ValueError(f"{path} is {problem}")
     with os.fdopen(descriptor, "rb") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(f"{path} is larger than {most_bytes / 1e6:g} MB")
-    return content
+        return file.read(info.st_size)
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
