@@ -5,14 +5,14 @@ from __future__ import annotations
 import codecs
 import contextlib
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli.console import errors, open_engine, prompt_of, report
+from pystaged.cli.console import errors, open_engine, report
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import (
     Color,
@@ -133,9 +133,7 @@ class Repl:
                     line = "\n" + line
                 if line:
                     tokens = [*before, *self._engine.tokenizer.encode(line).tolist()]
-                stream = self._engine.stream(
-                    prompt_of(self._engine, tokens), max_tokens=self._max_tokens, **asdict(self._sampling)
-                )
+                stream = self._engine.stream(tokens, max_tokens=self._max_tokens, sampling=self._sampling.config())
                 tokens = list(tokens)
 
                 def keep(piece: Piece) -> None:
