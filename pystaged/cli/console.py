@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pystaged import Engine
     from pystaged.cli.options import LoadOptions
-    from pystaged.loading.convert import Progress
+    from pystaged.loading.progress import Progress
 
 
 class _Errors(Console):

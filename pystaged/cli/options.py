@@ -82,7 +82,8 @@ class SamplingOptions:
         """The same for the engine. Raises ValueError naming the option that is out of range."""
         from pystaged import SamplingConfig  # noqa: PLC0415
 
-        return SamplingConfig(self.temperature, self.top_k, self.top_p, self.min_p, None if self.seed == -1 else self.seed)
+        seed = None if self.seed == -1 else self.seed
+        return SamplingConfig(self.temperature, self.top_k, self.top_p, self.min_p, seed)
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
