@@ -126,8 +126,8 @@ class GenerationConfig:
         object.__setattr__(self, "speculate", bool(speculate))
 
 
-def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(stop, (str, Sequence)) or isinstance(stop, bytes):
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    if isinstance(stop, bytes) or not isinstance(stop, Sequence):
         raise TypeError(f"stop must be a string or a sequence of strings, not {type(stop).__name__}")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) for text in strings):

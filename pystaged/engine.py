@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from pystaged._core import ContextFullError, DeviceError, Model, Tokenizer
 from pystaged.config import GenerationConfig, TextOptions
 from pystaged.contexts import ContextPool
-from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.tree import Stage
 from pystaged.loading.pair import Pair
@@ -261,7 +260,8 @@ def _pieces(
 ) -> Generator[Piece, None, None]:
     """The text of the target's tokens, cut at stop strings."""
     tokenizer, buffer = engine.tokenizer, TextBuffer(config.stop)
-    context: Decoder | None = engine._contexts.take(tokens)
+    context = engine._contexts.take(tokens)
+    lost = False
     try:
         steps = context.generate(
             tokens,
@@ -291,12 +291,12 @@ def _pieces(
                 if buffer.stopped:
                     break
     except DeviceError as error:
-        context = None
+        lost = True
         engine._contexts.forget()
         words = prompt if isinstance(prompt, str) else tokens.tolist()
         raise DeviceLostError(str(error), words, "".join(written.text), written.tokens) from error
     finally:
-        if context:
+        if not lost:
             engine._contexts.give_back(context)
 
 
