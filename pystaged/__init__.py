@@ -1,7 +1,6 @@
 """Staged speculative decoding for quantized GGUF models: faster, and exactly the text the model alone would write."""
 
-from pystaged import _source  # noqa: F401, I001  first, for it finds out which pystaged this is
-from pystaged import _llama  # noqa: F401  then, so that the extension finds llama_cpp's libraries already loaded
+from pystaged import _llama  # noqa: F401, I001  first, so that the extension finds llama_cpp's libraries already loaded
 from pystaged._core import ContextFullError, DeviceError, ModelError
 from pystaged.config import SamplingConfig
 from pystaged.backends.devices import Device, devices

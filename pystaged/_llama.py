@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 VERSION = "0.3.36"
 
@@ -41,6 +43,13 @@ def _installed() -> str | None:
         return None
 
 
+# Python finds the source's folder before an installed package when it is started beside it.
+if find_spec("pystaged._core") is None:
+    folder = Path(__file__).resolve().parents[1]
+    raise ImportError(
+        f"{folder} holds pystaged's source without its compiled module; run: pip install -e {folder}, "
+        "or start Python in another folder if pystaged is installed"
+    )
 check(_installed(), os.environ.get("LLAMA_CPP_LIB_PATH"))
 
 import llama_cpp  # noqa: E402, F401
