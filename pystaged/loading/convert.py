@@ -1,11 +1,11 @@
-"""GPT-2 checkpoints of Hugging Face (safetensors) as GGUF files."""
+"""Checkpoints of Hugging Face (safetensors) as GGUF files."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,100 +17,23 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileTy
 from safetensors import SafetensorError, safe_open
 
 from pystaged.files import check_room, whole_file
+from pystaged.loading.families import Floats, Shape, Wanted, language_part
 from pystaged.loading.progress import Progress
-from pystaged.loading.vocabulary import Vocabulary, read_json, read_vocabulary
+from pystaged.loading.vocabulary import read_json, read_vocabulary
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
 FILE_TYPES = {
     "F32": LlamaFileType.ALL_F32,
     "F16": LlamaFileType.MOSTLY_F16,
     "BF16": LlamaFileType.MOSTLY_BF16,
 }
-_MOST = 1 << 24  # far beyond any model
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-# What older versions of transformers saved and never loaded: the causal mask.
-_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-_LAYER = {
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
-
-Floats = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What config.json says about a GPT-2."""
-
-    width: int
-    layers: int
-    heads: int
-    context: int
-    ffn_width: int
-    epsilon: float
-    tied: bool
-    scale_scores: bool
-    scale_by_layer: bool
-
-    @classmethod
-    def of(cls, config: dict[str, Any], path: Path) -> Shape:
-        """Read and check it.
-
-        Raises:
-            ValueError: another architecture, a variant that GGUF cannot express, or an impossible shape.
-        """
-        architecture = config.get("model_type")
-        if architecture != "gpt2":
-            raise ValueError(f"{path}: the architecture {architecture!r} is not supported, only 'gpt2'")
-        if config.get("add_cross_attention"):
-            raise ValueError(f"{path}: GPT-2 with cross-attention is not supported")
-        activation = config.get("activation_function", "gelu_new")
-        if activation not in _TANH_GELU:
-            raise ValueError(f"{path}: the activation {activation!r} is not supported, only {', '.join(_TANH_GELU)}")
-
-        def number(name: str, default: int | None = None) -> int:
-            value = config.get(name, default)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
-                raise ValueError(f"{path}: {name} is {value!r}, but must be a whole number between 1 and {_MOST}")
-            return value
-
-        width, heads = number("n_embd"), number("n_head")
-        epsilon = config.get("layer_norm_epsilon", 1e-5)
-        if not isinstance(epsilon, float) or not 0 < epsilon < 1:
-            raise ValueError(f"{path}: layer_norm_epsilon is {epsilon!r}, but must be between 0 and 1")
-        if width % heads:
-            raise ValueError(f"{path}: a width (n_embd) of {width} does not split into {heads} heads (n_head)")
-        return cls(
-            width=width,
-            layers=number("n_layer"),
-            heads=heads,
-            context=number("n_positions", config.get("n_ctx")),
-            ffn_width=4 * width if config.get("n_inner") is None else number("n_inner"),
-            epsilon=epsilon,
-            tied=config.get("tie_word_embeddings", True) is not False,
-            scale_scores=config.get("scale_attn_weights", True) is not False,
-            scale_by_layer=config.get("scale_attn_by_inverse_layer_idx", False) is True,
-        )
-
-    def query_scale(self, layer: int) -> float:
-        """What queries are multiplied by so that dividing scores by sqrt(head width) is all that is left to do."""
-        unscaled = 1.0 if self.scale_scores else float(np.sqrt(self.width // self.heads))
-        return unscaled / (layer + 1 if self.scale_by_layer else 1)
+_PREFIXES = ("", "transformer.", "model.", "language_model.model.", "model.language_model.")
+# What older versions of transformers saved and never loaded: causal masks, and angles of rotary positions.
+_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_CHUNK = 1 << 24  # numbers that are converted at once
 
 
 @dataclass(frozen=True)
@@ -122,25 +45,32 @@ class Stored:
     shape: tuple[int, ...]
     offset: int
 
-    def read(self) -> Floats:
-        """Its numbers."""
-        raw = np.fromfile(self.path, _DTYPES[self.dtype], count=int(np.prod(self.shape)), offset=self.offset)
+    def read(self, start: int, stop: int) -> Floats:
+        """The numbers of some of its rows."""
+        dtype, row = np.dtype(_DTYPES[self.dtype]), int(np.prod(self.shape[1:]))
+        offset = self.offset + start * row * dtype.itemsize
+        raw = np.fromfile(self.path, dtype, count=(stop - start) * row, offset=offset)
         if self.dtype == "BF16":
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
-        return raw.astype(np.float32).reshape(self.shape)
+        return raw.astype(np.float32).reshape(stop - start, *self.shape[1:])
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of the GGUF file and what it is made from."""
+    """One tensor of the GGUF file and what it is made from.
+
+    Args:
+        together: rows that are changed together.
+        change: from numbers of the checkpoint to those of the file.
+    """
 
     name: str
     source: str
     shape: tuple[int, ...]
     stored: Stored
-    transposed: bool
-    query_scale: float
     quantization: GGMLQuantizationType
+    together: int
+    change: Callable[[Floats], Floats]
 
     @property
     def nbytes(self) -> int:
@@ -148,23 +78,22 @@ class Tensor:
         block, size = GGML_QUANT_SIZES[self.quantization]
         return int(np.prod(self.shape)) // block * size
 
-    def data(self) -> npt.NDArray[Any]:
-        """Its numbers as the file holds them.
+    def data(self) -> Iterator[npt.NDArray[Any]]:
+        """Its numbers as the file holds them, some rows at a time.
 
         Raises:
             ValueError: numbers that are not finite, or too large for the type.
         """
-        values = self.stored.read()
-        if not np.isfinite(values).all():
-            raise ValueError(f"{self.stored.path}: tensor {self.source!r} holds numbers that are not finite")
-        if self.transposed:
-            values = np.ascontiguousarray(values.T)
-        if self.query_scale != 1:
-            values[: len(values) // 3] *= np.float32(self.query_scale)
-        if self.quantization is GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
-            raise ValueError(f"{self.stored.path}: tensor {self.source!r} is too large for F16; choose BF16 or F32")
-        packed: npt.NDArray[Any] = quants.quantize(values, self.quantization)
-        return packed
+        rows = self.stored.shape[0]
+        groups = max(1, _CHUNK // (self.together * int(np.prod(self.stored.shape[1:]))))
+        for start in range(0, rows, groups * self.together):
+            values = self.stored.read(start, min(rows, start + groups * self.together))
+            if not np.isfinite(values).all():
+                raise ValueError(f"{self.stored.path}: tensor {self.source!r} holds numbers that are not finite")
+            values = np.ascontiguousarray(self.change(values))
+            if self.quantization is GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
+                raise ValueError(f"{self.stored.path}: tensor {self.source!r} is too large for F16; choose BF16 or F32")
+            yield quants.quantize(values, self.quantization)
 
 
 def convert(
@@ -177,7 +106,7 @@ def convert(
     source_url: str = "",
     progress: Progress = lambda *_: None,
 ) -> None:
-    """Write a GPT-2 checkpoint as a GGUF file that llama.cpp loads too.
+    """Write a checkpoint as a GGUF file that llama.cpp loads too.
 
     Args:
         folder: with config.json, model.safetensors or its index and shards, and the tokenizer's files.
@@ -188,7 +117,7 @@ def convert(
         progress: called with bytes.
 
     Raises:
-        ValueError: a checkpoint that is damaged, incomplete, or not a GPT-2.
+        ValueError: a checkpoint that is damaged, incomplete, or of a family that is not supported.
         OSError: a file cannot be read or written.
     """
     about = {"name": name, "license_name": license_name, "source_url": source_url}
@@ -212,17 +141,21 @@ def write_gguf(
     config_path = folder / CONFIG
     if not config_path.is_file():
         raise ValueError(f"{folder} holds no checkpoint: it has no {CONFIG}")
-    config = read_json(config_path)
+    config = language_part(read_json(config_path))
     shape = Shape.of(config, config_path)
-    tensors, num_rows = _plan(folder, shape, GGMLQuantizationType[quantization])
+    tensors, num_rows = _plan(folder, shape, quantization)
     vocabulary = read_vocabulary(folder, num_rows, config)
-    check_room(out.parent, sum(tensor.nbytes for tensor in tensors))
+    total = sum(tensor.nbytes for tensor in tensors)
+    check_room(out.parent, total)
     about = {"add_name": name or folder.resolve().name, "add_license": license_name, "add_source_url": source_url}
-    with closing(GGUFWriter(out, "gpt2")) as writer:
+    with closing(GGUFWriter(out, shape.family.architecture)) as writer:
         for method, value in about.items():
             if value:
                 getattr(writer, method)(value)
-        _write_metadata(writer, shape, vocabulary, FILE_TYPES[quantization])
+        _write_metadata(writer, shape, num_rows, FILE_TYPES[quantization])
+        vocabulary.write(writer)
+        for computed, factors in shape.computed.items():
+            writer.add_tensor(computed, factors)
         for tensor in tensors:
             writer.add_tensor_info(
                 tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.quantization
@@ -230,11 +163,16 @@ def write_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        done, total = 0, sum(tensor.nbytes for tensor in tensors)
+        for factors in shape.computed.values():
+            writer.write_tensor_data(factors)
+        file, done = writer.fout[0], 0
         for tensor in tensors:
-            progress("converting", done, total)
-            writer.write_tensor_data(tensor.data())
-            done += tensor.nbytes
+            writer.write_padding(file, file.tell())
+            for rows in tensor.data():
+                progress("converting", done, total)
+                rows.tofile(file)
+                done += rows.nbytes
+        writer.write_padding(file, file.tell())
         progress("converting", done, total)
 
 
@@ -260,70 +198,85 @@ def is_plain_name(name: str) -> bool:
     return bool(name) and name not in (".", "..") and not re.search(r"[/\\:\0]", name)
 
 
-def _write_metadata(writer: GGUFWriter, shape: Shape, vocabulary: Vocabulary, file_type: LlamaFileType) -> None:
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.width)
-    writer.add_feed_forward_length(shape.ffn_width)
-    writer.add_block_count(shape.layers)
-    writer.add_head_count(shape.heads)
-    writer.add_layer_norm_eps(shape.epsilon)
+def _write_metadata(writer: GGUFWriter, shape: Shape, num_rows: int, file_type: LlamaFileType) -> None:
+    metadata: dict[str, int | float | str] = {
+        "vocab_size": num_rows,
+        "context_length": shape.context,
+        "embedding_length": shape.width,
+        "feed_forward_length": shape.ffn_width,
+        "block_count": shape.layers,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        f"attention.layer_norm_{'rms_' if shape.family.ropes else ''}epsilon": shape.epsilon,
+        **shape.metadata,
+    }
+    for key, value in metadata.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{shape.family.architecture}.{key}", value)
     writer.add_file_type(file_type)
-    vocabulary.write(writer)
 
 
-def _plan(folder: Path, shape: Shape, quantization: GGMLQuantizationType) -> tuple[list[Tensor], int]:
+def _plan(folder: Path, shape: Shape, quantization: str) -> tuple[list[Tensor], int]:
     """The tensors of the GGUF file in its order, and the number of rows of the embedding."""
-    stored = _stored_tensors(folder)
-    prefix = "transformer." if "transformer.wte.weight" in stored else ""
-    embedding = stored.get(f"{prefix}wte.weight")
-    num_rows = embedding.shape[0] if embedding and embedding.shape else 0
+    stored, family = _stored_tensors(folder), shape.family
+    embedding = f"{family.others['token_embd']}.weight"
+    prefix = next((prefix for prefix in _PREFIXES if prefix + embedding in stored), "")
+    found = stored.get(prefix + embedding)
+    num_rows = found.shape[0] if found and found.shape else 0
     tensors = []
-    used = set()
-    for name, part, sizes, layer in _expected(shape, num_rows):
-        source = part if part == "lm_head.weight" else prefix + part
+    used = {"lm_head.weight"}  # a tied head is the embedding, whatever else was saved under its name
+    for wanted in shape.tensors(num_rows):
+        source = wanted.source if wanted.source == "lm_head.weight" else prefix + wanted.source
         if source not in stored:
             raise ValueError(f"{folder}: tensor {source!r} is missing")
-        transposed = len(sizes) == 2 and layer is not None
-        wanted = sizes[::-1] if transposed else sizes
-        if stored[source].shape != wanted:
-            raise ValueError(f"{folder}: tensor {source!r} has shape {list(stored[source].shape)}, not {list(wanted)}")
-        if stored[source].dtype not in _DTYPES:
-            raise ValueError(f"{folder}: tensor {source!r} is of type {stored[source].dtype}, which is not supported")
-        plain = len(sizes) == 1 or part == "wpe.weight"
-        scale = shape.query_scale(layer) if layer is not None and ".attn_qkv." in name else 1.0
-        kind = GGMLQuantizationType.F32 if plain else quantization
-        tensors.append(Tensor(name, source, sizes, stored[source], transposed, scale, kind))
+        tensors.append(_tensor(folder, shape, wanted, source, stored[source], quantization))
         used.add(source)
-    # A tied head is the embedding, whatever else was saved under its name.
-    unknown = [
-        source
-        for source in sorted(stored.keys() - used - {"lm_head.weight"})
-        if not _BUFFERS.fullmatch(source.removeprefix(prefix))
-    ]
-    if unknown:
-        raise ValueError(f"{folder}: tensor {unknown[0]!r} has no place in a GPT-2")
+    for source in sorted(stored.keys() - used):
+        if not _BUFFERS.fullmatch(source.removeprefix(prefix)) and not source.startswith(family.skipped):
+            raise ValueError(f"{folder}: tensor {source!r} has no place in a {family.architecture}")
     return tensors, num_rows
 
 
-def _expected(shape: Shape, num_rows: int) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
-    """Names in the GGUF file and in the checkpoint, sizes with outputs before inputs, and the layer.
+def _tensor(folder: Path, shape: Shape, wanted: Wanted, source: str, stored: Stored, quantization: str) -> Tensor:
+    """A tensor of the GGUF file, made from one of the checkpoint.
 
-    One by one, so that an absurd number of layers ends at the first missing tensor.
+    Raises:
+        ValueError: one of another shape or type.
     """
-    width, ffn = shape.width, shape.ffn_width
-    yield "token_embd.weight", "wte.weight", (num_rows, width), None
-    yield "position_embd.weight", "wpe.weight", (shape.context, width), None
-    yield "output_norm.weight", "ln_f.weight", (width,), None
-    yield "output_norm.bias", "ln_f.bias", (width,), None
-    if not shape.tied:
-        yield "output.weight", "lm_head.weight", (num_rows, width), None
-    outputs = {"attn_qkv": 3 * width, "ffn_up": ffn}
-    for layer in range(shape.layers):
-        for source, name in _LAYER.items():
-            rows = outputs.get(name, width)
-            sizes = (rows,) if "norm" in name else (rows, ffn if name == "ffn_down" else width)
-            yield f"blk.{layer}.{name}.weight", f"h.{layer}.{source}.weight", sizes, layer
-            yield f"blk.{layer}.{name}.bias", f"h.{layer}.{source}.bias", (rows,), layer
+    name = wanted.name.split(".")[-2]
+    transposed = shape.family.transposed and len(wanted.shape) == 2 and wanted.layer is not None
+    sizes = wanted.shape[::-1] if transposed else wanted.shape
+    if stored.shape != sizes:
+        raise ValueError(f"{folder}: tensor {source!r} has shape {list(stored.shape)}, not {list(sizes)}")
+    if stored.dtype not in _DTYPES:
+        raise ValueError(f"{folder}: tensor {source!r} is of type {stored.dtype}, which is not supported")
+    together, change = 1, _as_it_is
+    if shape.family.transposed and wanted.layer is not None:
+        scale = np.float32(shape.query_scale(wanted.layer) if name == "attn_qkv" else 1)
+        together, change = sizes[0], lambda values: _scaled_queries(values.T, scale)
+    elif shape.family.adjacent and name in ("attn_q", "attn_k"):
+        together, change = shape.head_width, lambda values: _adjacent(values, shape.head_width)
+    elif shape.family.norm_offset and name.endswith("norm"):
+        change = lambda values: values + np.float32(shape.family.norm_offset)  # noqa: E731
+    plain = len(sizes) == 1 or name == "position_embd"
+    kind = GGMLQuantizationType["F32" if plain else quantization]
+    return Tensor(wanted.name, source, wanted.shape, stored, kind, together, change)
+
+
+def _as_it_is(values: Floats) -> Floats:
+    return values
+
+
+def _scaled_queries(values: Floats, scale: np.float32) -> Floats:
+    """Q, K and V of which Q is scaled."""
+    if scale != 1:
+        values[: len(values) // 3] *= scale
+    return values
+
+
+def _adjacent(values: Floats, head_width: int) -> Floats:
+    """Rows of whole heads, of which those that rotate together stood half a head apart."""
+    return values.reshape(-1, 2, head_width // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _stored_tensors(folder: Path) -> dict[str, Stored]:

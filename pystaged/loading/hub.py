@@ -86,8 +86,9 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
 
 def _convert(name: str, repository: _Repository, kind: str, progress: Progress) -> Path:
     """A checkpoint of the hub as a model in the cache."""
-    from pystaged.loading.convert import CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS, Shape, shard_names  # noqa: PLC0415
-    from pystaged.loading.vocabulary import read_json  # noqa: PLC0415
+    from pystaged.loading.convert import CONFIG, INDEX, WEIGHTS, shard_names  # noqa: PLC0415
+    from pystaged.loading.families import Shape  # noqa: PLC0415
+    from pystaged.loading.vocabulary import TOKENIZER_FILES, read_json  # noqa: PLC0415
 
     stem = name.rpartition("/")[2]
     out = cache.repository_folder(name) / f"{stem}.{kind.upper()}.gguf"

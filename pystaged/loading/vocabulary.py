@@ -1,9 +1,12 @@
-"""The tokenizer of a Hugging Face checkpoint: byte-level BPE as GPT-2 has it, as GGUF wants it."""
+"""The tokenizer of a Hugging Face checkpoint as GGUF wants it: byte-level BPE, or the BPE of SentencePiece."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,40 @@ from gguf import GGUFWriter, TokenType
 from pystaged.files import read_small
 
 END_OF_TEXT = "<|endoftext|>"
+SENTENCEPIECE = "tokenizer.model"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    SENTENCEPIECE,
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _MOST_BYTES = 1 << 28  # far beyond any vocabulary
-_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "mask")
+# Spellings of tokens that are special though their tokenizers do not say so.
+_SPECIAL = re.compile(r"<[|\uff5c].*[|\uff5c]>|<unused\d+>|<pad>|<mask>", re.DOTALL)
+_SPACE = "\u2581"  # SentencePiece's
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_HEAD, _TAIL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# How texts are split before merging, and llama.cpp's name for it; the second where whole words that are tokens stay
+# whole, whatever the merges say.
+_SPLITS = {
+    rf"{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_BLANKS}": ("smaug-bpe", "llama-bpe"),
+    rf"{_WORDS}|\p{{N}}|{_MARKS}|{_BLANKS}": ("qwen2", None),
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+": (
+        "dbrx",
+        "llama-bpe",
+    ),
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_HEAD}*{_TAIL}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_HEAD}+{_TAIL}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}": ("gpt-4o", None),
+}
 
 
 @dataclass(frozen=True)
@@ -21,33 +56,64 @@ class Vocabulary:
     """Tokens by their ids, merges in their order, and the tokens that begin and end a text.
 
     Args:
-        tokens: spelled with GPT-2's 256 characters for bytes; added tokens as they are.
+        model: gguf's kind of vocabulary: gpt2 for byte-level BPE, llama for SentencePiece.
+        pre: gguf's name for how texts are split.
+        tokens: with byte-level BPE spelled with GPT-2's 256 characters for bytes; added tokens as they are.
         kinds: gguf's kind of each.
-        merges: two halves with a space between.
-        add_bos: a text is preceded by the token `bos`.
+        scores: of SentencePiece's tokens, the highest being merged first; else none.
+        merges: two halves with a space between; none with SentencePiece.
+        ends: ids by role: bos, eos, unk and the like.
+        flags: whether bos and eos are added to a text, and a space before it, by GGUF's keys.
+        template: Jinja's for chats, or several by name.
     """
 
+    model: str
+    pre: str
     tokens: list[str]
     kinds: list[TokenType]
+    scores: list[float]
     merges: list[str]
-    bos: int
-    eos: int
-    add_bos: bool
+    ends: dict[str, int]
+    flags: dict[str, bool]
+    template: str | list[dict[str, str]] | None = None
 
     def write(self, writer: GGUFWriter) -> None:
         """Put it into the metadata of a GGUF file."""
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
+        writer.add_tokenizer_model(self.model)
+        writer.add_tokenizer_pre(self.pre)
         writer.add_token_list(self.tokens)
         writer.add_token_types([int(kind) for kind in self.kinds])
-        writer.add_token_merges(self.merges)
-        writer.add_bos_token_id(self.bos)
-        writer.add_eos_token_id(self.eos)
-        writer.add_add_bos_token(self.add_bos)
+        if self.scores:
+            writer.add_token_scores(self.scores)
+        if self.merges:
+            writer.add_token_merges(self.merges)
+        for role, token in self.ends.items():
+            getattr(writer, f"add_{role}_token_id")(token)
+        for key, value in self.flags.items():
+            writer.add_bool(f"tokenizer.ggml.{key}", value)
+        if self.template:
+            writer.add_chat_template(self.template)
+
+
+@dataclass
+class _Model:
+    """The vocabulary proper, without added tokens."""
+
+    path: Path
+    pre: str
+    ids: dict[str, Any]
+    merges: list[str] = field(default_factory=list)
+    kinds: dict[str, TokenType] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
+    space_first: bool = False
+
+    @property
+    def is_sentencepiece(self) -> bool:
+        return bool(self.scores)
 
 
 def read_vocabulary(folder: Path, num_rows: int, config: dict[str, Any]) -> Vocabulary:
-    """The vocabulary in tokenizer.json, or else in vocab.json and merges.txt, padded to the rows of the embedding.
+    """The vocabulary in tokenizer.json, tokenizer.model, or vocab.json and merges.txt, padded to the embedding's rows.
 
     Args:
         folder: of the checkpoint.
@@ -59,27 +125,47 @@ def read_vocabulary(folder: Path, num_rows: int, config: dict[str, Any]) -> Voca
         OSError: a file cannot be read.
     """
     settings = _read(folder / "special_tokens_map.json") | _read(folder / "tokenizer_config.json")
-    if settings.get("add_prefix_space") is True:
+    whole = _read(folder / "tokenizer.json")
+    model = _model(folder, whole)
+    space_first = settings.get("add_prefix_space", model.space_first)
+    if space_first is True and not model.is_sentencepiece:
         raise ValueError(f"{folder}: a tokenizer that puts a space before every text cannot be written as GGUF")
-    whole = folder / "tokenizer.json"
-    path = whole if whole.is_file() else folder / "vocab.json"
-    ids, merges, added = _tokenizer_json(path) if path == whole else _vocab_and_merges(folder)
-    for content, token, special in _added_tokens(folder, settings):
-        ids.setdefault(content, token)
-        added.setdefault(content, special)
-    added |= dict.fromkeys(_special_tokens(settings) & ids.keys(), True)
-    _check_ids(path, ids, num_rows)
-    _check_merges(path, merges, ids)
+    added: dict[str, bool] = {}
+    for content, token, special in _added_tokens(folder, whole, settings):
+        model.ids.setdefault(content, token)
+        added.setdefault(content, special or bool(_SPECIAL.fullmatch(content)))
+    added |= dict.fromkeys(_special_tokens(settings) & model.ids.keys(), True)
+    _check_ids(model.path, model.ids, num_rows)
+    _check_merges(model)
 
     tokens = [f"[PAD{token}]" for token in range(num_rows)]
-    kinds = [TokenType.UNUSED] * num_rows
-    for content, token in ids.items():
-        tokens[token] = content
-        kinds[token] = TokenType.NORMAL
+    kinds, scores = [TokenType.UNUSED] * num_rows, [-10000.0] * num_rows
+    for content, token in model.ids.items():
+        tokens[token], kinds[token] = content, model.kinds.get(content, TokenType.NORMAL)
+        scores[token] = model.scores.get(content, -1000.0)
         if content in added:
             kinds[token] = TokenType.CONTROL if added[content] else TokenType.USER_DEFINED
-    bos, eos = (_end(path, name, ids, settings, config) for name in ("bos_token", "eos_token"))
-    return Vocabulary(tokens, kinds, merges, bos, eos, settings.get("add_bos_token") is True)
+            scores[token] = -1000.0
+        if kinds[token] == TokenType.USER_DEFINED and model.is_sentencepiece:
+            tokens[token] = content.replace(_SPACE, " ")
+    if len(set(tokens)) < num_rows:
+        twice = next(token for token in tokens if tokens.count(token) > 1)
+        raise ValueError(f"{model.path}: two tokens would be spelled {twice!r}")
+    ends = _ends(model, settings, config)
+    flags = _adds(model, whole, settings, tokens, ends)
+    if model.is_sentencepiece:
+        flags["add_space_prefix"] = space_first is True
+    return Vocabulary(
+        model="llama" if model.is_sentencepiece else "gpt2",
+        pre=model.pre,
+        tokens=tokens,
+        kinds=kinds,
+        scores=scores if model.is_sentencepiece else [],
+        merges=model.merges,
+        ends=ends,
+        flags=flags,
+        template=_chat_template(folder, settings),
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -102,28 +188,53 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _tokenizer_json(path: Path) -> tuple[dict[str, int], list[str], dict[str, bool]]:
-    """Ids by token, merges, and whether each added token is special."""
-    found = read_json(path)
-    model, splitter = found.get("model"), found.get("pre_tokenizer")
-    splitter = splitter if isinstance(splitter, dict) else {}
+# ---- Kinds of vocabularies ----
+
+
+def _model(folder: Path, whole: dict[str, Any]) -> _Model:
+    """The vocabulary in whichever files hold it; tokenizer.json first, unless it is a copy of SentencePiece's."""
+    sentencepiece = folder / SENTENCEPIECE
+    if sentencepiece.is_file() and not any(splitter.get("type") == "ByteLevel" for splitter in _splitters(whole)):
+        return _sentencepiece(sentencepiece)
+    return _byte_level(folder / "tokenizer.json", whole) if whole else _vocab_and_merges(folder)
+
+
+def _splitters(whole: dict[str, Any]) -> list[dict[str, Any]]:
+    """What tokenizer.json does to a text before merging, one after the other."""
+    found = whole.get("pre_tokenizer")
+    steps = found.get("pretokenizers") if isinstance(found, dict) and found.get("type") == "Sequence" else [found]
+    return [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+
+
+def _byte_level(path: Path, whole: dict[str, Any]) -> _Model:
+    model = whole.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
-        raise ValueError(f"{path} holds no byte-level BPE vocabulary, the only kind GPT-2 has")
-    odd = [name for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(name)]
-    odd += [name for name in ("byte_fallback", "ignore_merges") if model.get(name)]
-    if splitter.get("type") != "ByteLevel":
-        odd.append("pre_tokenizer")
-    if model.get("type", "BPE") != "BPE" or odd or found.get("normalizer"):
-        raise ValueError(f"{path}: this tokenizer is not GPT-2's byte-level BPE, so GGUF files cannot say what it does")
-    if splitter.get("add_prefix_space") or splitter.get("use_regex") is False:
-        raise ValueError(f"{path}: this tokenizer splits texts otherwise than GPT-2's, which GGUF files cannot say")
-    ids, added = dict(model["vocab"]), {}
-    for token in found.get("added_tokens") or ():
-        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
-            raise ValueError(f"{path} is damaged: added_tokens")
-        ids[token["content"]] = token.get("id")
-        added[token["content"]] = token.get("special") is True
-    return ids, [_merge(path, merge) for merge in model.get("merges") or ()], added
+        raise ValueError(f"{path} holds no byte-level BPE vocabulary")
+    if model.get("byte_fallback"):
+        raise ValueError(f"{path} is made from a SentencePiece model: put its {SENTENCEPIECE} beside it")
+    odd = any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
+    pre = _splitting(_splitters(whole), model.get("ignore_merges") is True)
+    # Qwen composes characters first, llama.cpp does not: texts are in composed form nearly always.
+    normalizer = whole.get("normalizer") or {"type": "NFC"}
+    if model.get("type", "BPE") != "BPE" or odd or not pre or normalizer.get("type") != "NFC":
+        raise ValueError(f"{path}: GGUF files cannot say how this tokenizer splits texts")
+    merges = [_merge(path, merge) for merge in model.get("merges") or ()]
+    return _Model(path, pre, dict(model["vocab"]), merges)
+
+
+def _splitting(steps: list[dict[str, Any]], whole_words: bool) -> str | None:
+    """llama.cpp's name for a way of splitting texts, if it has one."""
+    if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
+        return None
+    regex = steps[-1].get("use_regex") is not False
+    match steps[:-1]:
+        case []:
+            return "gpt-2" if regex and not whole_words else None
+        case [{"type": "Digits", "individual_digits": True}]:
+            return "smollm" if regex and not whole_words else None
+        case [{"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}]:
+            return None if regex else _SPLITS.get(pattern, (None, None))[whole_words]
+    return None
 
 
 def _merge(path: Path, merge: object) -> str:
@@ -135,32 +246,106 @@ def _merge(path: Path, merge: object) -> str:
     return merge
 
 
-def _vocab_and_merges(folder: Path) -> tuple[dict[str, int], list[str], dict[str, bool]]:
+def _vocab_and_merges(folder: Path) -> _Model:
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     for path in (vocab, merges):
         if not path.is_file():
-            raise ValueError(f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt")
+            raise ValueError(
+                f"{folder} has no tokenizer: neither tokenizer.json nor {SENTENCEPIECE} nor vocab.json with merges.txt"
+            )
     try:
         lines = merges.read_text("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{merges} is damaged: {error}; get it again") from None
-    return read_json(vocab), [line for line in lines if line and not line.startswith("#version")], {}
+    return _Model(
+        vocab, "gpt-2", read_json(vocab), [line for line in lines if line and not line.startswith("#version")]
+    )
 
 
-def _added_tokens(folder: Path, settings: dict[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Added tokens outside the vocabulary itself: content, id, and whether it is special."""
-    found = [(content, token, False) for content, token in _read(folder / "added_tokens.json").items()]
+def _sentencepiece(path: Path) -> _Model:
+    """The pieces of a SentencePiece model of kind BPE (sentencepiece_model.proto in its sources)."""
+    model, kind, first, composed, collapsed = _Model(path, "default", {}), 1, 1, b"", 1
+    try:
+        for number, value in _fields(read_small(path, _MOST_BYTES)):
+            if number == 1:
+                piece = {1: b"", 2: b"\0\0\0\0", 3: int(TokenType.NORMAL)} | dict(_fields(value))
+                content = piece[1].decode("utf-8")
+                if content in model.ids:
+                    raise ValueError(f"two pieces are spelled {content!r}")
+                model.ids[content] = len(model.ids)
+                model.kinds[content] = TokenType(piece[3])
+                (model.scores[content],) = struct.unpack("<f", piece[2])
+            elif number == 2:
+                kind = dict(_fields(value)).get(3, kind)
+            elif number == 3:
+                normalizer = {2: composed, 3: first, 4: collapsed} | dict(_fields(value))
+                composed, first, collapsed = normalizer[2], normalizer[3], normalizer[4]
+    except (ValueError, TypeError, AttributeError, struct.error) as error:
+        raise ValueError(f"{path} is damaged: {error}; get it again") from None
+    if kind != 2 or composed or collapsed:
+        raise ValueError(f"{path}: GGUF files can hold SentencePiece models of kind BPE that keep texts as they are")
+    if list(model.kinds.values()).count(TokenType.BYTE) != 256:
+        raise ValueError(f"{path} has no tokens for bytes, so llama.cpp cannot write all texts with it")
+    model.space_first = bool(first)
+    return model
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Numbers and values of a protobuf message: integers, and bytes for all other kinds.
+
+    Raises:
+        ValueError: no such message.
+    """
+    place, end = 0, len(data)
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while place < end and shift < 64:
+            byte = data[place]
+            place += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+        raise ValueError("it ends within a number")
+
+    while place < end:
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+            continue
+        if key & 7 not in (1, 2, 5):
+            raise ValueError(f"fields of kind {key & 7}")
+        size = varint() if key & 7 == 2 else 8 if key & 7 == 1 else 4
+        if size > end - place:
+            raise ValueError("it ends within a field")
+        yield key >> 3, data[place : place + size]
+        place += size
+
+
+# ---- Added tokens ----
+
+
+def _added_tokens(folder: Path, whole: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Tokens beside the vocabulary proper: content, id, and whether it is special."""
+    path = folder / "tokenizer.json"
+    for token in whole.get("added_tokens") or ():
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            raise ValueError(f"{path} is damaged: added_tokens")
+        yield token["content"], token.get("id"), token.get("special") is True
     decoder = settings.get("added_tokens_decoder")
-    for token, entry in decoder.items() if isinstance(decoder, dict) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and token.isdecimal():
-            found.insert(0, (entry["content"], int(token), entry.get("special") is True))
-    return found
+    for number, token in decoder.items() if isinstance(decoder, dict) else ():
+        if isinstance(token, dict) and isinstance(token.get("content"), str) and number.isdecimal():
+            yield token["content"], int(number), token.get("special") is True
+    for content, number in _read(folder / "added_tokens.json").items():
+        yield content, number, False
 
 
 def _special_tokens(settings: dict[str, Any]) -> set[str]:
     """What the tokenizer recognizes in a text and never writes."""
     more = settings.get("additional_special_tokens")
-    named = [settings.get(role) for role in _ROLES] + (more if isinstance(more, list) else [])
+    named = [settings.get(f"{role}_token") for role in _ROLES] + (more if isinstance(more, list) else [])
     return {END_OF_TEXT} | {content for content in map(_content, named) if content}
 
 
@@ -168,6 +353,9 @@ def _content(token: object) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+# ---- Checks ----
 
 
 def _check_ids(path: Path, ids: dict[str, Any], num_rows: int) -> None:
@@ -184,23 +372,71 @@ def _check_ids(path: Path, ids: dict[str, Any], num_rows: int) -> None:
         seen[token] = content
 
 
-def _check_merges(path: Path, merges: list[str], ids: dict[str, Any]) -> None:
-    if not merges:
-        raise ValueError(f"{path}: the tokenizer has no merges")
-    for merge in merges:
+def _check_merges(model: _Model) -> None:
+    if not model.merges and not model.is_sentencepiece:
+        raise ValueError(f"{model.path}: the tokenizer has no merges")
+    for merge in model.merges:
         halves = merge.split(" ")
-        if len(halves) != 2 or not all(part in ids for part in (*halves, "".join(halves))):
-            raise ValueError(f"{path} is damaged: the merge {merge!r} is not of tokens in the vocabulary")
+        if len(halves) != 2 or not all(part in model.ids for part in (*halves, "".join(halves))):
+            raise ValueError(f"{model.path} is damaged: the merge {merge!r} is not of tokens in the vocabulary")
 
 
-def _end(path: Path, name: str, ids: dict[str, int], settings: dict[str, Any], config: dict[str, Any]) -> int:
-    """The token at an end of a text."""
-    content = _content(settings.get(name))
-    if content in ids:
-        return ids[content]
-    token = config.get(f"{name}_id")
-    if isinstance(token, int) and token in ids.values():
-        return token
-    if END_OF_TEXT not in ids:
-        raise ValueError(f"{path} does not say which token ends a text ({name})")
-    return ids[END_OF_TEXT]
+# ---- Ends of a text ----
+
+
+def _ends(model: _Model, settings: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:
+    """Ids of the tokens that have a role.
+
+    Raises:
+        ValueError: nothing says which token ends a text.
+    """
+    known = set(model.ids.values())
+    ends = {}
+    for role in _ROLES:
+        content, token = _content(settings.get(f"{role}_token")), config.get(f"{role}_token_id")
+        token = token[0] if isinstance(token, list) and token else token
+        if content in model.ids:
+            ends[role] = model.ids[content]
+        elif isinstance(token, int) and token in known:
+            ends[role] = token
+    end = ends.get("eos", model.ids.get(END_OF_TEXT))
+    if end is None:
+        raise ValueError(f"{model.path} does not say which token ends a text (eos_token)")
+    return {"bos": model.ids.get(END_OF_TEXT, end), "eos": end} | ends
+
+
+def _adds(
+    model: _Model, whole: dict[str, Any], settings: dict[str, Any], tokens: list[str], ends: dict[str, int]
+) -> dict[str, bool]:
+    """Whether texts begin with bos and end with eos."""
+    found = whole.get("post_processor")
+    steps = found.get("processors", [found]) if isinstance(found, dict) else []
+    flags = {"add_bos_token": model.is_sentencepiece, "add_eos_token": False}
+    for step in steps if isinstance(steps, list) else ():
+        if isinstance(step, dict) and step.get("type") == "TemplateProcessing":
+            single = [_template_token(part) for part in step.get("single") or ()]
+            flags["add_bos_token"] = single[:1] == [tokens[ends["bos"]]]
+            flags["add_eos_token"] = single[-1:] == [tokens[ends["eos"]]]
+    return {key: settings[key] if isinstance(settings.get(key), bool) else value for key, value in flags.items()}
+
+
+def _template_token(part: object) -> str | None:
+    """The special token in a part of a template for texts."""
+    token = part.get("SpecialToken") if isinstance(part, dict) else None
+    return token.get("id") if isinstance(token, dict) else None
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | list[dict[str, str]] | None:
+    """Where a chat's template lies: in the tokenizer's settings, or in a file of its own."""
+    found = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
+    path = folder / "chat_template.jinja"
+    if not found and path.is_file():
+        try:
+            found = read_small(path, _MOST_BYTES).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is damaged: {error}; get it again") from None
+    several = isinstance(found, list) and all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+        for entry in found
+    )
+    return found if isinstance(found, str) or several else None
