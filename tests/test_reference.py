@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
+from grow import grow
 from reference import Gpt2Reference
 
 from pystaged import _core
-from pystaged.bench.grow import grow
 from pystaged.bench.llama_passes import decode
 from pystaged.bench.pairs import load_prompts
 from pystaged.loading import names

@@ -21,9 +21,9 @@ import pytest
 from conftest import KERNELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_gpt2 import write_random_gpt2
 
 from pystaged import ContextFullError, _core, _llama
-from pystaged.bench.random_model import write_random_gpt2
 
 Floats = npt.NDArray[np.float32]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 from pystaged._core import Model, Session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.drafter import Drafter
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.loop import Decoder, Emitted
 from pystaged.decoding.policy import FixedPolicy, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.drafting.table import NgramTable
-from pystaged.stats import DrafterStats, GenerationStats
+from pystaged.stats import GenerationStats
 
 MODES = {
     "greedy": SamplingConfig(),
@@ -43,7 +42,7 @@ def load_prompts(path: Path) -> list[str]:
     return prompts
 
 
-class LyingDrafter:
+class LyingDrafter(NgramDrafter):
     """Proposes random tokens: what no drafter may do to the output.
 
     Args:
@@ -52,47 +51,17 @@ class LyingDrafter:
     """
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
-        self._vocab_size = vocab_size
+        super().__init__(None, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
         self._random = np.random.default_rng(seed)
-        self._root = 0
-
-    def work(self) -> dict[str, DrafterStats]:
-        return {"draft": DrafterStats()}
-
-    def close(self) -> None:
-        pass
-
-    def start(self, context: NDArray[np.int32]) -> None:
-        self._root = int(context[-1])
-
-    def lag(self) -> float:
-        return 0.0
-
-    def catch_up(self) -> None:
-        pass
 
     def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
         del sampling
-        builder = TreeBuilder(self._root)
-        kept: list[int] = []
+        builder = TreeBuilder(self._context[-1])
         for _ in range(12):
             parent = int(self._random.integers(len(builder.nodes)))
             if builder.nodes[parent].depth < max_depth:
-                token = int(self._random.integers(self._vocab_size))
-                node = builder.add(parent, token, 0.5, Stage.DRAFT, (1, 0, 0))
-                if node not in kept:
-                    kept.append(node)
-        return builder.build(kept)
-
-    def prepare(self, sampling: SamplingConfig, max_depth: int) -> None:
-        del sampling, max_depth
-
-    def extend(self, path: list[int], length: int) -> list[int]:
-        del path, length
-        return []
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        self._root = tokens[-1]
+                builder.add(parent, int(self._random.integers(self._vocab_size)), 0.5, Stage.DRAFT, (1, 0, 0))
+        return builder.build(range(1, len(builder.nodes)))
 
 
 class UnsharedDrafter(ModelDrafter):
@@ -119,25 +88,6 @@ def parts(target: Model, draft: Model, table: NgramTable | None, budget: int) ->
     }
 
 
-def run_texts(
-    decoder: Decoder, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
-) -> GenerationStats:
-    """Continue prompts one after the other; the figures of all of them together."""
-    stats = GenerationStats()
-    before = decoder.drafting()
-    stages: list[Stage] = []
-    for prompt in prompts:
-        decoder.start(prompt)
-        written = 0
-        while written < max_tokens and not decoder.is_full:
-            step = decoder.step(sampling, max_tokens - written, stats)
-            written += len(step.tokens)
-            stages += step.stages
-    stats.new_tokens = len(stages)
-    stats.finish(stages, before, decoder.drafting(), decoder.target.weight_bytes)
-    return stats
-
-
 def drafters(target: Model, draft: Model, table: NgramTable | None) -> dict[str, Drafter]:
     """Ways to draft that differ as much as they can: what the output must not depend on."""
     vocab_size = target.vocab_size
@@ -162,42 +112,32 @@ def drafters(target: Model, draft: Model, table: NgramTable | None) -> dict[str,
     }
 
 
-def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
-    """The tokens a decoder writes after a prompt, end of text or not."""
-    decoder.start(prompt)
-    return list(_tokens(decoder, sampling, max_tokens))[:max_tokens]
-
-
-def _tokens(decoder: Decoder, sampling: SamplingConfig, max_tokens: int) -> Iterator[int]:
-    stats = GenerationStats()
+def steps(decoder: Decoder, sampling: SamplingConfig, max_tokens: int, stats: GenerationStats) -> Iterator[Emitted]:
+    """The steps after a start, end of text or not."""
     written = 0
     while written < max_tokens and not decoder.is_full:
         step = decoder.step(sampling, max_tokens - written, stats)
         written += len(step.tokens)
-        yield from step.tokens
+        yield step
 
 
-def check_decoder(decoder: Decoder, texts: Sequence[Expected], max_tokens: int) -> list[Expected]:
-    """The texts that a decoder does not write; there should be none."""
-    return [
-        text for text in texts if continuation(decoder, text.prompt, text.sampling, max_tokens) != list(text.tokens)
-    ]
+def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
+    """The tokens a decoder writes after a prompt, end of text or not."""
+    decoder.start(prompt)
+    found = [token for step in steps(decoder, sampling, max_tokens, GenerationStats()) for token in step.tokens]
+    return found[:max_tokens]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Expected:
-    """What plain decoding writes after a prompt."""
-
-    prompt: NDArray[np.int32]
-    sampling: SamplingConfig
-    tokens: tuple[int, ...]
-
-
-def expect(
-    target: Session, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
-) -> list[Expected]:
-    """Decode prompts plainly."""
-    decoder = Decoder(target)
-    return [
-        Expected(prompt, sampling, tuple(continuation(decoder, prompt, sampling, max_tokens))) for prompt in prompts
-    ]
+def run_texts(
+    decoder: Decoder, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
+) -> GenerationStats:
+    """Continue prompts one after the other; the figures of all of them together."""
+    stats, stages = GenerationStats(), list[Stage]()
+    before = decoder.drafting()
+    for prompt in prompts:
+        decoder.start(prompt)
+        for step in steps(decoder, sampling, max_tokens, stats):
+            stages += step.stages
+    stats.new_tokens = len(stages)
+    stats.finish(stages, before, decoder.drafting(), decoder.target.weight_bytes)
+    return stats

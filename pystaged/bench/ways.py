@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from pystaged._core import Session
+from pystaged.bench.pairs import steps
 from pystaged.bench.synthetic import ScriptedDrafter
+from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import GainPolicy
@@ -31,12 +33,12 @@ class Runner:
         self._n_ctx = setup["n_ctx"]
         self._accept = setup["accept"]
         self._decoders: dict[str, Decoder] = {}
-        self._sampling: dict[str, Any] = {}
+        self._sampling: SamplingConfig | None = None
         # Now, not while another way is being timed.
         self._pair.target_cost()
         self._pair.draft_cost()
 
-    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+    def run(self, job: dict[str, Any]) -> Measurement:
         if job["sampling"] != self._sampling:
             # Nothing learnt under one sampling helps the next.
             self.close()
@@ -80,7 +82,7 @@ class Runner:
         session = Session(pair.draft, self._n_ctx)
         return Decoder(target, ModelDrafter(session, policy, cost=draft_cost, vocab_size=pair.target.vocab_size))
 
-    def _generate(self, decoder: Decoder, job: dict[str, Any]) -> dict[str, Any]:
+    def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
         prompt = np.array(job["prompt"], np.int32)
         # Forget the last text, so that no way finds a part of this prompt in its context.
         decoder.start(prompt[:1])
@@ -88,7 +90,7 @@ class Runner:
             if isinstance(drafter, ScriptedDrafter):
                 drafter.script = job["script"]
         before = decoder.drafting()
-        sampling, stats = SamplingConfig(**job["sampling"]), GenerationStats(prompt_tokens=len(prompt))
+        stats = GenerationStats(prompt_tokens=len(prompt))
         tokens, stages, first = list[int](), list[Stage](), 0.0
         begin = time.perf_counter()
         decoder.start(prompt)
@@ -98,8 +100,7 @@ class Runner:
                 drafter.catch_up()
         prefilled = time.perf_counter()
         # Past the end of text too, so that all ways write as many tokens.
-        while len(tokens) < job["max_tokens"] and not decoder.is_full:
-            step = decoder.step(sampling, job["max_tokens"] - len(tokens), stats)
+        for step in steps(decoder, job["sampling"], job["max_tokens"], stats):
             tokens += step.tokens
             stages += step.stages
             first = first or time.perf_counter() - begin
@@ -109,20 +110,20 @@ class Runner:
         engine = stats.native_seconds
         stats.finish(stages, before, decoder.drafting(), self._pair.target.weight_bytes)
         drafting = stats.native_seconds - engine
-        return {
-            "counted": len(tokens),
-            "seconds": stats.decode_seconds,
-            "first_token_seconds": first,
-            "tokens": tokens,
-            "steps": stats.steps,
-            "relative_weight_bytes": stats.relative_weight_bytes,
-            "parts": {
+        return Measurement(
+            len(tokens),
+            stats.decode_seconds,
+            first,
+            tokens,
+            stats.steps,
+            stats.relative_weight_bytes,
+            parts={
                 "target passes": stats.target_seconds,
                 "draft passes": drafting,
                 "following, committing": engine - stats.target_seconds,
                 "n-grams, policy, Python": stats.decode_seconds - stats.native_seconds,
             },
-            "emitted": {name: stage.emitted for name, stage in stats.stages.items()},
-            "offered": dict(stats.offered),
-            "taken": dict(stats.taken),
-        }
+            emitted={name: stage.emitted for name, stage in stats.stages.items()},
+            offered=dict(stats.offered),
+            taken=dict(stats.taken),
+        )
