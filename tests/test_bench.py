@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pystaged._core import Model, Session
-from pystaged.bench import contenders, summary, worker
+from pystaged.bench import contenders, models, summary, worker
 from pystaged.bench.contenders import Contender, Pairing
 from pystaged.bench.contest import Contest, spread
 from pystaged.bench.report import Report
@@ -387,6 +387,34 @@ def test_refusals(arguments: list[str], words: str) -> None:
     assert (child.returncode, said) == (1, "")
     assert words in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("program", [["pystaged", "bench"], ["pystaged.bench"]])
+def test_parts_of_the_benchmark_are_commands_of_both_names(program: list[str], prompts: Path) -> None:
+    ask = [sys.executable, "-m", *program, "lossless", "--prompts", prompts, "--max-tokens", "6", "--seeds", "1"]
+    done = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "texts that differ from plain decoding" in done.stdout
+    assert all(set(line.split()[-3:]) <= {"0"} for line in done.stdout.splitlines() if line.startswith("tree "))
+
+
+def test_options_before_the_name_of_a_part_are_not_lost() -> None:
+    child = command("--model", "grown", "passes")
+    said, errors = child.communicate(timeout=60)
+    assert (child.returncode, said) == (2, "")
+    assert "the options of passes stand after its name" in errors
+
+
+@pytest.mark.parametrize("made", ["grown", "random"])
+def test_models_made_once(made: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in {"WIDTH": 640, "LAYERS": 9, "HEADS": 10, "CONTEXT": 64}.items():
+        monkeypatch.setattr(models, name, value)
+    path = models.find(made, "Q8_0")
+    model = Model(str(path))
+    assert (model.width, model.num_layers, model.weight_type) == (640, 9, "Q8_0")
+    written = path.stat().st_mtime_ns
+    assert models.find(made, "Q8_0").stat().st_mtime_ns == written
 
 
 # ---- Peers ----
