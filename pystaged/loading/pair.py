@@ -15,12 +15,12 @@ from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.drafting.model import ModelDrafter
-from pystaged.drafting.ngrams import LOOKUP_SECONDS, NgramDrafter
+from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import hub, names
 from pystaged.loading.costs import CostStore, measure_passes
 
-_PYTHON_SECONDS = 120e-6  # around one pass of a draft, until measured
+_PYTHON_LOOKUPS = 2  # Python around one pass of a draft takes about as long as so many n-gram lookups
 _DRAFT_RATE, _NGRAM_RATE = 0.75, 0.5  # acceptance by which drafters are judged before they have run
 
 
@@ -57,10 +57,11 @@ class Pair:
             draft_tokenizer = Tokenizer(os.fsencode(self._draft_path))
             check_vocabularies(self.tokenizer, draft_tokenizer)
             drafts = {name: self._load(self._draft_path, draft_tokenizer, name) for name in candidates(draft_device)}
+        self.table = house_table(self.tokenizer)
+        self.ngram_cost = measure_ngrams(self.table, self.tokenizer.num_tokens)
         self.device, self.draft_device = self._fastest(targets, drafts)
         self.target = targets[self.device]
         self.draft = drafts[self.draft_device] if drafts else None
-        self.table = house_table(self.tokenizer)
 
     def decoder(self, n_ctx: int, policy: TreePolicy | None) -> Decoder:
         """A new context with its drafters."""
@@ -69,12 +70,13 @@ class Pair:
             return Decoder(target, self._model_drafter(policy) or self._ngram_drafter(policy))
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
-        drafters: list[Drafter] = [self._ngram_drafter(GainPolicy(target_cost, lambda width: width * LOOKUP_SECONDS))]
-        uses = [expected_use(target_cost, LOOKUP_SECONDS, _NGRAM_RATE)]
+        lookup = self.ngram_cost.lookup
+        drafters: list[Drafter] = [self._ngram_drafter(GainPolicy(target_cost, lookup), self.ngram_cost)]
+        uses = [expected_use(target_cost, lookup(1), _NGRAM_RATE)]
         if draft_cost:
             model = self._model_drafter(GainPolicy(target_cost, draft_cost), draft_cost)
             drafters = [model, *drafters] if model else drafters
-            uses = [expected_use(target_cost, draft_cost(1) + _PYTHON_SECONDS, _DRAFT_RATE), *uses]
+            uses = [expected_use(target_cost, self._draft_pass(draft_cost), _DRAFT_RATE), *uses]
         return Decoder(target, *drafters, cost=target_cost, uses=uses)
 
     def close(self) -> None:
@@ -103,10 +105,10 @@ class Pair:
 
         def rate(pair: tuple[str, str]) -> float:
             target_cost = self._cost(self._path, pair[0], targets[pair[0]], again=False)
-            uses = [(1.0, 1.0), expected_use(target_cost, LOOKUP_SECONDS, _NGRAM_RATE)]
+            uses = [(1.0, 1.0), expected_use(target_cost, self.ngram_cost.lookup(1), _NGRAM_RATE)]
             if self._draft_path is not None:
                 draft_cost = self._cost(self._draft_path, pair[1], drafts[pair[1]], again=False)
-                uses.append(expected_use(target_cost, draft_cost(1) + _PYTHON_SECONDS, _DRAFT_RATE))
+                uses.append(expected_use(target_cost, self._draft_pass(draft_cost), _DRAFT_RATE))
             return max(tokens / steps for tokens, steps in uses) / target_cost(1)
 
         return max(pairs, key=rate)
@@ -119,14 +121,18 @@ class Pair:
             )
         return model
 
-    def _ngram_drafter(self, policy: TreePolicy) -> NgramDrafter:
-        return NgramDrafter(self.table, policy, self.target.vocab_size)
+    def _draft_pass(self, draft_cost: PassCost) -> float:
+        """Seconds of a draft's pass with the Python around it."""
+        return draft_cost(1) + _PYTHON_LOOKUPS * self.ngram_cost.lookup(1)
+
+    def _ngram_drafter(self, policy: TreePolicy, cost: NgramCost | None = None) -> NgramDrafter:
+        return NgramDrafter(self.table, policy, self.target.vocab_size, cost=cost)
 
     def _model_drafter(self, policy: TreePolicy, cost: PassCost | None = None) -> ModelDrafter | None:
         if self.draft is None:
             return None
         # As the stage below it only extends paths, so no policy of its own matters.
-        below = self._ngram_drafter(FixedPolicy(width=1, depth=1, budget=1))
+        below = self._ngram_drafter(FixedPolicy(width=1, depth=1, budget=1), self.ngram_cost if cost else None)
         return ModelDrafter(open_session(self.draft), policy, below=below, cost=cost, vocab_size=self.target.vocab_size)
 
     def _cost(self, path: Path, device: str, model: Model, again: bool) -> PassCost:
