@@ -1,15 +1,20 @@
 """Staged speculative decoding for quantized GGUF models: faster, and exactly the text the model alone would write."""
 
-from pystaged import _source  # noqa: F401, I001  first, for it finds out which pystaged this is
+from importlib import import_module  # noqa: I001
+from typing import TYPE_CHECKING, Any
+
+from pystaged import _source  # noqa: F401  first, for it finds out which pystaged this is
 from pystaged import _llama  # noqa: F401  then, so that the extension finds llama_cpp's libraries already loaded
-from pystaged._core import ContextFullError, DeviceError, ModelError
-from pystaged.config import SamplingConfig
-from pystaged.backends.devices import Device, devices
-from pystaged.engine import Engine, generate, load, stream
-from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
-from pystaged.result import DeviceLostError, GenerationResult, Piece
-from pystaged.stats import GenerationStats
-from pystaged.decoding.tree import Stage, TokenTree
+
+if TYPE_CHECKING:
+    from pystaged._core import ContextFullError, DeviceError, ModelError
+    from pystaged.backends.devices import Device, devices
+    from pystaged.config import SamplingConfig
+    from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
+    from pystaged.decoding.tree import Stage, TokenTree
+    from pystaged.engine import Engine, generate, load, stream
+    from pystaged.result import DeviceLostError, GenerationResult, Piece
+    from pystaged.stats import GenerationStats
 
 __version__ = "0.1.0"
 
@@ -35,3 +40,27 @@ __all__ = [
     "load",
     "stream",
 ]
+
+# Imported when first used, so that the command line can say what it offers without loading what it runs.
+_MODULES = {
+    "_core": ("ContextFullError", "DeviceError", "ModelError"),
+    "backends.devices": ("Device", "devices"),
+    "config": ("SamplingConfig",),
+    "decoding.policy": ("FixedPolicy", "GainPolicy", "Growth", "TreePolicy"),
+    "decoding.tree": ("Stage", "TokenTree"),
+    "engine": ("Engine", "generate", "load", "stream"),
+    "result": ("DeviceLostError", "GenerationResult", "Piece"),
+    "stats": ("GenerationStats",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"pystaged.{module}"), name)
+            return value
+    raise AttributeError(f"module 'pystaged' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

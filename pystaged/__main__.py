@@ -1,5 +1,5 @@
 """`python -m pystaged` is the command line."""
 
-from pystaged.cli import main
+from pystaged._program import main
 
 main()

@@ -5,8 +5,10 @@ Their ABI moves with every release, and loading them in the other order would pu
 
 from __future__ import annotations
 
+import ctypes
 import os
-from importlib import metadata
+from importlib import util
+from pathlib import Path
 
 VERSION = "0.3.36"
 
@@ -34,13 +36,30 @@ def check(installed: str | None, redirected: str | None) -> None:
         )
 
 
-def _installed() -> str | None:
+def _package() -> Path | None:
+    """The folder of llama_cpp."""
+    spec = util.find_spec("llama_cpp")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _installed(package: Path) -> str | None:
+    if (package.parent / f"llama_cpp_python-{VERSION}.dist-info").is_dir():
+        return VERSION
+    from importlib import metadata  # noqa: PLC0415  reads what the name of a folder usually says, in a tenth of a second
+
     try:
         return metadata.version("llama-cpp-python")
     except metadata.PackageNotFoundError:
         return None
 
 
-check(_installed(), os.environ.get("LLAMA_CPP_LIB_PATH"))
+def _load(package: Path) -> None:
+    """Load the very file that `import llama_cpp` loads, without the rest of that package, which takes longer."""
+    names = ("libllama.so", "libllama.dylib")
+    ctypes.CDLL(str(next(file for file in (package / "lib" / name for name in names) if file.exists())))
 
-import llama_cpp  # noqa: E402, F401
+
+_folder = _package()
+check(_installed(_folder) if _folder else None, os.environ.get("LLAMA_CPP_LIB_PATH"))
+if _folder:
+    _load(_folder)

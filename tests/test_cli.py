@@ -125,7 +125,7 @@ def test_text_is_not_markup(path: Path, tmp_path: Path) -> None:
         (["."], ["bad.gguf", "GGUF"]),
         ([PROMPT, "--temperature", "-1"], ["temperature must be"]),
         ([PROMPT, "--top-p", "0"], ["top_p must be"]),
-        ([PROMPT, "--seed", "-1"], ["seed must be"]),
+        ([PROMPT, "--seed", "-2"], ["seed must be"]),
         ([PROMPT, "--max-tokens", "0"], ["max_tokens must be"]),
         ([PROMPT, "--stop", ""], ["stop string must not be empty"]),
         ([PROMPT, "--threads", "-1"], ["threads must be"]),

@@ -2,7 +2,7 @@
 
 import sys
 
-from pystaged.cli import main
+from pystaged._program import main
 
 sys.argv[:1] = ["pystaged", "bench"]
 main()

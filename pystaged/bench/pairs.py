@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from pystaged._core import Model, Session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.drafter import Drafter
-from pystaged.decoding.loop import Decoder, Emitted
+from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
@@ -54,8 +55,8 @@ class LyingDrafter(NgramDrafter):
         super().__init__(None, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
         self._random = np.random.default_rng(seed)
 
-    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
-        del sampling
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        del sampling, seconds
         builder = TreeBuilder(self._context[-1])
         for _ in range(12):
             parent = int(self._random.integers(len(builder.nodes)))
@@ -68,9 +69,9 @@ class UnsharedDrafter(ModelDrafter):
     """Ranks by probability alone, whatever noise the target's tokens are drawn with: what shared noise is compared
     with."""
 
-    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
         del sampling
-        return super().draft(SamplingConfig(), max_depth)
+        return super().draft(SamplingConfig(), max_depth, seconds)
 
 
 def parts(target: Model, draft: Model, table: NgramTable | None, budget: int) -> dict[str, ModelDrafter]:
@@ -112,32 +113,17 @@ def drafters(target: Model, draft: Model, table: NgramTable | None) -> dict[str,
     }
 
 
-def steps(decoder: Decoder, sampling: SamplingConfig, max_tokens: int, stats: GenerationStats) -> Iterator[Emitted]:
-    """The steps after a start, end of text or not."""
-    written = 0
-    while written < max_tokens and not decoder.is_full:
-        step = decoder.step(sampling, max_tokens - written, stats)
-        written += len(step.tokens)
-        yield step
-
-
 def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
     """The tokens a decoder writes after a prompt, end of text or not."""
-    decoder.start(prompt)
-    found = [token for step in steps(decoder, sampling, max_tokens, GenerationStats()) for token in step.tokens]
-    return found[:max_tokens]
+    return [token for step in decoder.generate(prompt, sampling, max_tokens) for token in step.tokens]
 
 
 def run_texts(
     decoder: Decoder, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
 ) -> GenerationStats:
     """Continue prompts one after the other; the figures of all of them together."""
-    stats, stages = GenerationStats(), list[Stage]()
-    before = decoder.drafting()
+    stats = GenerationStats()
     for prompt in prompts:
-        decoder.start(prompt)
-        for step in steps(decoder, sampling, max_tokens, stats):
-            stages += step.stages
-    stats.new_tokens = len(stages)
-    stats.finish(stages, before, decoder.drafting(), decoder.target.weight_bytes)
+        for _ in decoder.generate(prompt, sampling, max_tokens, stats=stats):
+            pass
     return stats

@@ -6,19 +6,28 @@ import time
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pystaged._core import Session
-from pystaged.bench.pairs import steps
 from pystaged.bench.synthetic import ScriptedDrafter
 from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import GainPolicy
-from pystaged.decoding.tree import Stage
 from pystaged.drafting.model import ModelDrafter
-from pystaged.drafting.ngrams import LOOKUP_SECONDS, NgramDrafter
+from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.loading.pair import Pair
 from pystaged.stats import GenerationStats
+
+
+class _Ready(Decoder):
+    """Its drafters read the prompt before decoding is timed: they draft whatever it gains."""
+
+    def start(self, prompt: NDArray[np.int32], *, speculate: bool = True) -> int:
+        reused = super().start(prompt, speculate=speculate)
+        for drafter in self.drafters:
+            drafter.catch_up()
+        return reused
 
 
 class Runner:
@@ -57,59 +66,35 @@ class Runner:
         pair = self._pair
         if way == "staged":
             return pair.decoder(self._n_ctx, None)
-        target = Session(pair.target, self._n_ctx)
+        target, vocab_size = Session(pair.target, self._n_ctx), pair.target.vocab_size
         if way == "plain":
             return Decoder(target)
         if way == "n-grams":
-            policy = GainPolicy(pair.target_cost(), lambda width: width * LOOKUP_SECONDS)
-            return Decoder(target, NgramDrafter(pair.table, policy, pair.target.vocab_size))
-        draft_cost = pair.draft_cost()
+            policy = GainPolicy(pair.target_cost(), pair.ngram_cost.lookup)
+            return _Ready(target, NgramDrafter(pair.table, policy, vocab_size))
+        draft = Session(pair.draft, self._n_ctx) if pair.draft else None
+        draft_cost = pair.draft_cost() or (lambda _: 0.0)
         if way == "synthetic":
-            session = Session(pair.draft, self._n_ctx) if pair.draft else None
-            return Decoder(
-                target,
-                ScriptedDrafter(
-                    self._accept,
-                    session,
-                    pair.target_cost(),
-                    draft_cost or (lambda _: 0.0),
-                    vocab_size=pair.target.vocab_size,
-                ),
-            )
-        if pair.draft is None or draft_cost is None:
+            costs = pair.target_cost(), draft_cost
+            return _Ready(target, ScriptedDrafter(self._accept, draft, *costs, vocab_size=vocab_size))
+        if draft is None:
             raise ValueError(f"{way} needs a draft")
         policy = GainPolicy(pair.target_cost(), draft_cost, children={"tree": 4, "chain": 1}[way])
-        session = Session(pair.draft, self._n_ctx)
-        return Decoder(target, ModelDrafter(session, policy, cost=draft_cost, vocab_size=pair.target.vocab_size))
+        return _Ready(target, ModelDrafter(draft, policy, cost=pair.draft_cost(), vocab_size=vocab_size))
 
     def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
-        prompt = np.array(job["prompt"], np.int32)
+        prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()
         # Forget the last text, so that no way finds a part of this prompt in its context.
         decoder.start(prompt[:1])
         for drafter in decoder.drafters:
             if isinstance(drafter, ScriptedDrafter):
                 drafter.script = job["script"]
-        before = decoder.drafting()
-        stats = GenerationStats(prompt_tokens=len(prompt))
-        tokens, stages, first = list[int](), list[Stage](), 0.0
+        tokens, first = list[int](), 0.0
         begin = time.perf_counter()
-        decoder.start(prompt)
-        if job["way"] != "staged":
-            # The others draft whatever it gains, so each reads the prompt before it is timed.
-            for drafter in decoder.drafters:
-                drafter.catch_up()
-        prefilled = time.perf_counter()
         # Past the end of text too, so that all ways write as many tokens.
-        for step in steps(decoder, job["sampling"], job["max_tokens"], stats):
-            tokens += step.tokens
-            stages += step.stages
+        for step in decoder.generate(prompt, job["sampling"], job["max_tokens"], stats=stats):
             first = first or time.perf_counter() - begin
-        stats.decode_seconds = time.perf_counter() - prefilled
-        del tokens[job["max_tokens"] :], stages[job["max_tokens"] :]
-        stats.new_tokens = len(tokens)
-        engine = stats.native_seconds
-        stats.finish(stages, before, decoder.drafting(), self._pair.target.weight_bytes)
-        drafting = stats.native_seconds - engine
+            tokens += step.tokens
         return Measurement(
             len(tokens),
             stats.decode_seconds,
@@ -119,8 +104,7 @@ class Runner:
             stats.relative_weight_bytes,
             parts={
                 "target passes": stats.target_seconds,
-                "draft passes": drafting,
-                "following, committing": engine - stats.target_seconds,
+                "draft passes": stats.native_seconds - stats.target_seconds,
                 "n-grams, policy, Python": stats.decode_seconds - stats.native_seconds,
             },
             emitted={name: stage.emitted for name, stage in stats.stages.items()},

@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from pathlib import Path
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
-from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 import pystaged
-from pystaged.cli import audit, bench, generate, info, models, ngram, pull, quantize, repl, rpc_server, tune
-from pystaged.cli.console import errors
+from pystaged import _program
 
-_INTERRUPTED = 130
+# What `pystaged --help` says of each command. Its module, of the same name, is imported when the command is run; in it
+# `app` holds several commands, or a function of that name is the command.
+_COMMANDS = {
+    "generate": "Continue a prompt.",
+    "pull": "Download a model into the cache and print its path.",
+    "quantize": "Write a model in another type, with llama.cpp's quantizer.",
+    "repl": "Write a text in turns with the model, which stays loaded and reads only what is new.",
+    "bench": "Measure speed on this machine: our ways to decode, and what people would use instead.",
+    "tune": "Measure again what passes cost on this machine, and show it.",
+    "info": "Show what this build and machine offer, and what a model is.",
+    "audit": "Check each token of an output against what the model chooses when it evaluates one row at a time.",
+    "rpc-server": "Lend this machine to a pystaged elsewhere, which names it with --device rpc:HOST:PORT.",
+    "models": "Models in the cache.",
+    "ngram": "Tables of n-grams, the lowest stage.",
+}
+
+
+class _Commands(TyperGroup):
+    """Lists commands without importing them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, line in _COMMANDS.items():
+            self.add_command(TyperCommand(name, help=line))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name, the real one."""
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, listed and _command(listed.name or ""), rest
+
+
+def _command(name: str) -> Any:
+    """Import a command."""
+    module = import_module(f"pystaged.cli.{name.replace('-', '_')}")
+    parent = typer.Typer()
+    if hasattr(module, "app"):
+        parent.add_typer(module.app, name=name)
+    else:
+        parent.command()(getattr(module, module.__name__.rpartition(".")[2]))
+    return typer.main.get_group(parent).commands[name]
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="Staged speculative decoding for GGUF models on your own laptop.",
     epilog="Exit status: 0 done, 1 failed (the reason is on standard error), 2 wrong usage, 130 interrupted by Ctrl-C, "
     "141 nobody reads the output any more.",
@@ -23,19 +65,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-ngrams = typer.Typer(help="Tables of n-grams, the lowest stage.", no_args_is_help=True)
-ngrams.command()(ngram.build)
-app.command()(generate.generate)
-app.command()(pull.pull)
-app.command()(quantize.quantize)
-app.add_typer(models.app, name="models")
-app.command()(repl.repl)
-app.add_typer(bench.app, name="bench")
-app.command()(tune.tune)
-app.command()(info.info)
-app.command()(audit.audit)
-app.command()(rpc_server.rpc_server)
-app.add_typer(ngrams, name="ngram")
 
 
 def _version(wanted: bool) -> None:
@@ -51,21 +80,45 @@ def _main(
     ] = False,
 ) -> None:
     del version
+    # The command's module has been imported.
+    _program.let_tidy_up()
 
 
 def main() -> None:
-    """Run the command line; failures that a user can mend are one line, without a traceback."""
+    """Run the command line and leave with its exit status; failures that a user can mend are one line, without a
+    traceback."""
+    status = 0
     try:
-        app(prog_name=Path(sys.argv[0]).name)
+        _run()
     except SystemExit as end:
-        # Typer turns Ctrl-C into this status without a word.
-        if end.code == _INTERRUPTED:
-            errors.print("[yellow]interrupted[/yellow]")
-        raise
-    except BrokenPipeError:
-        # Whoever read our output has enough; a second failure when Python closes it would print a traceback.
-        sys.stdout = None
-        sys.exit(141)
+        status = end.code if isinstance(end.code, int) else 0
+        if status == _program.INTERRUPTED:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _say("interrupted", "yellow")
     except (OSError, ValueError) as error:
-        errors.print(Text.assemble(("error: ", "bold red"), str(error)))
-        sys.exit(1)
+        status = 1
+        _say("error: ", "bold red", str(error))
+    if status:
+        # Lest Python tries again to write what could not be written, and complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(status)
+
+
+def _run() -> None:
+    for number, argument in enumerate(sys.argv[1:], 1):
+        try:
+            argument.encode()
+        except UnicodeError:
+            raise ValueError(f"argument {number} is not valid UTF-8 text: {argument!a}") from None
+    try:
+        app(prog_name="pystaged")
+    finally:
+        sys.stdout.flush()
+
+
+def _say(word: str, style: str, more: str = "") -> None:
+    from rich.text import Text  # noqa: PLC0415
+
+    from pystaged.cli.console import errors  # noqa: PLC0415
+
+    errors.print(Text.assemble((word, style), more))

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import pystaged
 from pystaged.backends.audit import audit as replay
 from pystaged.backends.devices import open_session
-from pystaged.cli.console import open_engine
-from pystaged.cli.options import DraftDevice, DraftName, MaxTokens, MinP, Seed, Temperature, Threads, TopK, TopP
+from pystaged.cli.console import open_engine, read_prompt
+from pystaged.cli.options import LoadOptions, MaxTokens, SamplingOptions, grouped
 
 
+@grouped
 def audit(
     model: Annotated[str, typer.Argument(help="Path of a GGUF file, or 'house'.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
+    loading: LoadOptions,
+    sampling: SamplingOptions,
     output: Annotated[
         Path | None, typer.Option(help="What `generate --json` printed for that prompt; by default it is made now.")
     ] = None,
-    draft: DraftName = "auto",
-    device: Annotated[str, typer.Option(help="As in generate; the replay runs there too.")] = "cpu",
-    draft_device: DraftDevice = "cpu",
     max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    seed: Seed = 0,
-    threads: Threads = 0,
 ) -> None:
     """Check each token of an output against what the model chooses when it evaluates one row at a time.
 
@@ -39,25 +32,15 @@ def audit(
 
     Example: pystaged audit path/to/model.gguf --device metal --prompt "def fibonacci(n):"
     """
-    sampling = pystaged.SamplingConfig(temperature, top_k, top_p, min_p, seed)
-    if prompt == "-":
-        prompt = sys.stdin.read()
-    with open_engine(model, draft, device, draft_device, threads) as engine:
+    config = sampling.config()
+    prompt = read_prompt(prompt)
+    with open_engine(model, loading) as engine:
         if output:
             tokens = _tokens(output)
         else:
-            result = engine.generate(
-                prompt,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                seed=seed,
-            )
-            tokens = result.tokens
+            tokens = engine.generate(prompt, max_tokens=max_tokens, **asdict(sampling)).tokens
         session = open_session(engine.model)
-        difference = replay(session, engine.tokenizer.encode(prompt), tokens, sampling)
+        difference = replay(session, engine.tokenizer.encode(prompt), tokens, config)
         session.close()
         if difference is None:
             typer.echo(f"{len(tokens)} tokens, each the model's own choice when evaluated alone")

@@ -1,19 +1,31 @@
-"""What the commands share: the console of standard error, and words of their options."""
+"""What the commands share: the console of standard error, what options name, standard input."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-import pystaged
-from pystaged.loading import convert, names
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    from pystaged import Engine
+    from pystaged.cli.options import LoadOptions
+    from pystaged.loading.convert import Progress
+
+
+class _Errors(Console):
+    def on_broken_pipe(self) -> None:
+        """Messages that nobody reads get lost; the text still counts."""
+        self.quiet = True
+
+
+errors = _Errors(stderr=True, highlight=False, soft_wrap=True)
 
 
 def report(line: str) -> None:
@@ -22,10 +34,17 @@ def report(line: str) -> None:
 
 
 @contextmanager
-def progress_bars() -> Iterator[convert.Progress]:
+def progress_bars() -> Iterator[Progress]:
     """A bar on standard error for each thing that is being done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    bars = Progress(*columns, console=errors)
+    from rich import progress as rich_progress  # noqa: PLC0415
+
+    columns = (
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.TaskProgressColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    bars = rich_progress.Progress(*columns, console=errors)
     tasks: dict[str, TaskID] = {}
 
     def progress(what: str, done: int, total: int) -> None:
@@ -45,6 +64,8 @@ def model_name(name: str) -> str | Path:
     """The model an option names, downloaded first where it is a hub id that is not in the cache."""
     if name == "house":
         return name
+    from pystaged.loading import names  # noqa: PLC0415
+
     with progress_bars() as progress:
         return names.resolve(name, progress)
 
@@ -56,13 +77,29 @@ def draft_name(name: str) -> str | Path | None:
     return name if name == "auto" else model_name(name)
 
 
-def open_engine(model: str, draft: str, device: str, draft_device: str, threads: int) -> pystaged.Engine:
+def open_engine(model: str, options: LoadOptions) -> Engine:
     """The engine that a command's options ask for; errors as in pystaged.load."""
-    return pystaged.load(
+    from pystaged import load  # noqa: PLC0415
+
+    more: dict[str, Any] = {"ngrams": options.ngrams} if options.ngrams else {}
+    return load(
         model_name(model),
-        draft=draft_name(draft),
-        device=device,
-        draft_device=draft_device,
-        num_threads=threads,
+        draft=draft_name(options.draft),
+        device=options.device,
+        draft_device=options.draft_device,
+        num_threads=options.threads,
         report=report,
+        **more,
     )
+
+
+def prompt_of(engine: Engine, tokens: list[int]) -> Any:
+    """Token ids as `engine.stream` takes them."""
+    if hasattr(engine, "encode"):
+        return tokens
+    return b"".join(map(engine.tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt a command was given; - reads it from standard input."""
+    return sys.stdin.read() if prompt == "-" else prompt

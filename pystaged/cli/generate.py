@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
 import pystaged
-from pystaged.cli.console import errors, open_engine
+from pystaged.cli.console import errors, open_engine, read_prompt, report
 from pystaged.cli.options import (
+    Color,
     Colors,
-    Device,
-    DraftDevice,
-    DraftName,
     Json,
+    LoadOptions,
     MaxTokens,
-    MinP,
     ModelName,
-    Seed,
+    SamplingOptions,
     ShowTree,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
+    grouped,
 )
-from pystaged.cli.painting import Color, show, summary
+from pystaged.cli.painting import show, summary
 
 
+@grouped
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    loading: LoadOptions,
+    sampling: SamplingOptions,
     model: ModelName = "house",
-    draft: DraftName = "auto",
-    device: Device = "cpu",
-    draft_device: DraftDevice = "cpu",
     speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
     max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    seed: Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
-    threads: Threads = 0,
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what each stage did.")] = False,
@@ -61,21 +50,10 @@ def generate(
     Example: pystaged generate - --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt > text.txt
     """
     # Before a model is loaded, which may take a while.
-    pystaged.SamplingConfig(temperature, top_k, top_p, min_p, seed)
-    if prompt == "-":
-        prompt = sys.stdin.read()
-    with open_engine(model, draft, device, draft_device, threads) as engine:
-        stream = engine.stream(
-            prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop=stop or (),
-            speculate=speculate,
-        )
+    sampling.config()
+    prompt = read_prompt(prompt)
+    with open_engine(model, loading) as engine:
+        stream = engine.stream(prompt, max_tokens=max_tokens, stop=stop or (), speculate=speculate, **asdict(sampling))
         result = stream.finish() if as_json else show(stream, engine.tokenizer, color, show_tree=show_tree)
     if as_json:
         fields = {
@@ -83,6 +61,7 @@ def generate(
             "tokens": result.tokens,
             "stages": [stage.name.lower() for stage in result.stages],
             "finish_reason": result.finish_reason,
+            "seed": sampling.seed,
             "stats": result.stats.to_dict(),
         }
         typer.echo(json.dumps(fields))
@@ -90,6 +69,7 @@ def generate(
     errors.print(summary(result.stats, color))
     if verbose:
         errors.print(_stats_table(result.stats))
+        report(f"seed {sampling.seed}")
 
 
 def _stats_table(stats: pystaged.GenerationStats) -> Table:

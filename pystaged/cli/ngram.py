@@ -19,7 +19,10 @@ from pystaged.drafting.corpus import sample_documents
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
 
+app = typer.Typer(help="Tables of n-grams, the lowest stage.", no_args_is_help=True)
 
+
+@app.command()
 def build(
     model: Annotated[
         str, typer.Option(help="The draft whose text is counted: path, name in the cache, hub id, or 'house-draft'.")

@@ -1,31 +1,104 @@
-"""Options that several commands have."""
+"""Options that several commands have, declared once; groups of them are dataclasses."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from pystaged.cli.painting import Color
+if TYPE_CHECKING:
+    from pystaged import SamplingConfig
+
+
+class Color(str, Enum):
+    """What generated text is painted by."""
+
+    NONE = "none"
+    STAGES = "stages"
+
 
 ModelName = Annotated[str, typer.Option("--model", help="Path of a GGUF file, name in the cache, hub id, or 'house'.")]
-DraftName = Annotated[
-    str,
-    typer.Option(
-        "--draft", help="Draft with the same vocabulary, named like the model; 'none' for n-grams alone, 'auto'."
-    ),
-]
-Device = Annotated[
-    str, typer.Option(help="Where the target runs: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name from info.")
-]
-DraftDevice = Annotated[str, typer.Option(help="Where the draft runs, likewise.")]
 MaxTokens = Annotated[int, typer.Option(help="New tokens at most.")]
-Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
-TopK = Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")]
-TopP = Annotated[float, typer.Option(help="Keep the fewest tokens that have this probability together.")]
-MinP = Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the likeliest.")]
-Seed = Annotated[int, typer.Option(help="Same seed, same text.")]
 Threads = Annotated[int, typer.Option(help="0 takes one per physical core.")]
 Colors = Annotated[Color, typer.Option("--color", help="Paint each token by who proposed it; in terminals only.")]
 ShowTree = Annotated[bool, typer.Option("--show-tree", help="Draw each tree, its accepted path bright.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+@dataclass
+class PairOptions:
+    """What drafts for the model, and where both run."""
+
+    draft: Annotated[
+        str,
+        typer.Option(help="Draft with the same vocabulary, named like the model; 'none' for n-grams alone, 'auto'."),
+    ] = "auto"
+    device: Annotated[
+        str, typer.Option(help="Where the target runs: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name from info.")
+    ] = "cpu"
+    draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.")] = "cpu"
+    threads: Threads = 0
+
+
+@dataclass
+class LoadOptions(PairOptions):
+    """The same and the lowest stage."""
+
+    ngrams: Annotated[
+        Path | None,
+        typer.Option(help="Table of n-grams that drafts for the draft; by default the one beside the draft's file."),
+    ] = None
+
+
+@dataclass
+class SamplingOptions:
+    """How tokens are chosen; the fields are those of SamplingConfig."""
+
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Keep the fewest tokens that have this probability together.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the likeliest.")] = 0.0
+    seed: Annotated[int, typer.Option(help="Same seed, same text; -1 draws one.")] = 0
+
+    def __post_init__(self) -> None:
+        if self.seed == -1:
+            self.seed = secrets.randbits(32)
+
+    def config(self) -> SamplingConfig:
+        """The same for the engine. Raises ValueError naming the option that is out of range."""
+        from pystaged import SamplingConfig  # noqa: PLC0415
+
+        return SamplingConfig(**asdict(self))
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command as Typer reads it: where a parameter is a dataclass, its fields become the options."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        found = {name: parameter.default}
+        if is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            found = {option.name: option.default for option in fields(hints[name])}
+            hints |= get_type_hints(hints[name], include_extras=True)
+        for each, default in found.items():
+            parameters.append(
+                inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each])
+            )
+
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{option.name: values.pop(option.name) for option in fields(group)})
+        command(**values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
-import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from enum import Enum
 from types import TracebackType
 
 import typer
@@ -21,6 +18,8 @@ from rich.tree import Tree
 
 from pystaged._core import Tokenizer
 from pystaged.cli.console import errors
+from pystaged.cli.interrupts import uninterrupted
+from pystaged.cli.options import Color
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.engine import Stream
 from pystaged.result import GenerationResult, Piece
@@ -32,27 +31,20 @@ _LEAST_TREE_LINES = 4
 _NODE_STYLES = {True: Style(bold=True), False: Style(dim=True)}  # by whether the node is accepted
 
 
-class Color(str, Enum):
-    """What generated text is painted by."""
-
-    NONE = "none"
-    STAGES = "stages"
-
-
 def show(
     stream: Stream,
     tokenizer: Tokenizer,
     color: Color,
     *,
     show_tree: bool,
-    keep: Callable[[str], object] = lambda _: None,
+    keep: Callable[[Piece], object] = lambda _: None,
 ) -> GenerationResult:
     """Write a text as it comes, and end its line, also when interrupted.
 
     Args:
         tokenizer: of the target.
         show_tree: draw each step's tree too.
-        keep: called with each piece of the text.
+        keep: called with each piece that was written.
     """
     console = Console(highlight=False)
     view: Plain | Painted | WithTree = Plain()
@@ -63,27 +55,15 @@ def show(
     try:
         with stream, view:
             for piece in stream:
-                with _uninterrupted():
+                # Lest half a drawing stays on the screen.
+                with uninterrupted():
                     view.show(piece)
-                    keep(piece.text)
+                    keep(piece)
     except KeyboardInterrupt:
         typer.echo()
         raise
     typer.echo()
     return stream.result
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block, lest half a drawing stays on the screen."""
-    waiting: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: waiting.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if waiting:
-        raise KeyboardInterrupt
 
 
 def summary(stats: GenerationStats, color: Color) -> Text:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli.console import errors, open_engine, report
+from pystaged.cli.console import errors, open_engine, prompt_of, report
+from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import (
+    Color,
     Colors,
-    Device,
-    DraftDevice,
-    DraftName,
+    LoadOptions,
     MaxTokens,
-    MinP,
     ModelName,
-    Seed,
+    SamplingOptions,
     ShowTree,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
+    grouped,
 )
-from pystaged.cli.painting import Color, show, summary
-from pystaged.config import SamplingConfig
+from pystaged.cli.painting import show, summary
+from pystaged.result import Piece
 
 _HELP = """A line you type is added to the text, which the model then continues; an empty line only continues it.
 A line that ends with \\ goes on with the next one. Ctrl-C stops the model and keeps what it wrote.
@@ -37,18 +34,12 @@ A line that ends with \\ goes on with the next one. Ctrl-C stops the model and k
 /help   show this          /quit   leave, as does Ctrl-D"""
 
 
+@grouped
 def repl(
+    loading: LoadOptions,
+    sampling: SamplingOptions,
     model: ModelName = "house",
-    draft: DraftName = "auto",
-    device: Device = "cpu",
-    draft_device: DraftDevice = "cpu",
     max_tokens: MaxTokens = 64,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    seed: Seed = 0,
-    threads: Threads = 0,
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
 ) -> None:
@@ -56,14 +47,14 @@ def repl(
 
     Example: pystaged repl --temperature 0.8 --top-p 0.95 --color stages
     """
-    sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
-    with open_engine(model, draft, device, draft_device, threads) as engine:
-        session = Repl(engine, sampling, max_tokens, color, show_tree=show_tree)
+    sampling.config()
+    with open_engine(model, loading) as engine, Interrupts() as interrupts:
+        session = Repl(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401, PLC0415  gives `input` editing and a history where there is one
             report("type /help for help")
-        while (line := _read()) is not None:
+        while (line := _read(interrupts)) is not None:
             try:
                 if not session.take(line):
                     break
@@ -72,24 +63,33 @@ def repl(
 
 
 class Repl:
-    """The text so far and how it is continued.
+    """The tokens so far and how they are continued.
 
     Args:
         engine: stays open.
         sampling, max_tokens: until /set changes them.
         color, show_tree: as in generate.
+        interrupts: entered.
     """
 
     def __init__(
-        self, engine: pystaged.Engine, sampling: SamplingConfig, max_tokens: int, color: Color, *, show_tree: bool
+        self,
+        engine: pystaged.Engine,
+        sampling: SamplingOptions,
+        max_tokens: int,
+        color: Color,
+        interrupts: Interrupts,
+        *,
+        show_tree: bool,
     ) -> None:
         self._engine = engine
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._color = color
+        self._interrupts = interrupts
         self._show_tree = show_tree
-        self._text = ""
-        self._earlier: list[str] = []
+        self._tokens: list[int] = []
+        self._earlier: list[list[int]] = []
 
     def take(self, line: str) -> bool:
         """Do what a line says; False when it says to leave.
@@ -103,14 +103,14 @@ class Repl:
         if command == "/help":
             errors.print(_HELP, style="dim", markup=False)
         elif command == "/text":
-            typer.echo(self._text)
+            typer.echo(self._text())
         elif command == "/new":
-            self._earlier.append(self._text)
-            self._text = ""
+            self._earlier.append(self._tokens)
+            self._tokens = []
         elif command == "/undo":
             if not self._earlier:
                 raise ValueError("there is nothing to undo")
-            self._text = self._earlier.pop()
+            self._tokens = self._earlier.pop()
         elif command == "/set":
             self._set(words)
         elif command:
@@ -119,29 +119,36 @@ class Repl:
             self._turn(line)
         return True
 
+    def _text(self) -> str:
+        """What the tokens say, without the beginning of a character at their end."""
+        data = b"".join(map(self._engine.tokenizer.token_bytes, self._tokens))
+        return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
+
     def _turn(self, line: str) -> None:
-        text = self._text
-        if line:
-            text += "\n" + line if text and not text.endswith("\n") else line
-        stream = self._engine.stream(
-            text,
-            max_tokens=self._max_tokens,
-            temperature=self._sampling.temperature,
-            top_k=self._sampling.top_k,
-            top_p=self._sampling.top_p,
-            min_p=self._sampling.min_p,
-            seed=self._sampling.seed,
-        )
-        written: list[str] = []
+        before = tokens = self._tokens
         about = Text("stopped", "dim")
         try:
-            result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=written.append)
-            about = summary(result.stats, self._color)
-            about.append(f"; read {result.stats.prompt_tokens - result.stats.reused_tokens} new tokens")
+            with self._interrupts.allowed():
+                if line and before and not self._text().endswith("\n"):
+                    line = "\n" + line
+                if line:
+                    tokens = [*before, *self._engine.tokenizer.encode(line).tolist()]
+                stream = self._engine.stream(
+                    prompt_of(self._engine, tokens), max_tokens=self._max_tokens, **asdict(self._sampling)
+                )
+                tokens = list(tokens)
+
+                def keep(piece: Piece) -> None:
+                    tokens.extend(piece.tokens)
+                    self._interrupts.check()
+
+                result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=keep)
+                about = summary(result.stats, self._color)
+                about.append(f"; read {result.stats.prompt_tokens - result.stats.reused_tokens} new tokens")
         except KeyboardInterrupt:
             pass
-        self._earlier.append(self._text)
-        self._text = text + "".join(written)
+        self._earlier.append(before)
+        self._tokens = tokens
         errors.print(about)
 
     def _set(self, words: list[str]) -> None:
@@ -154,17 +161,20 @@ class Repl:
             self._max_tokens = int(number)
         elif name in ("temperature", "top_k", "top_p", "min_p", "seed"):
             changed: dict[str, Any] = {name: number}
-            self._sampling = replace(self._sampling, **changed)
+            sampling = replace(self._sampling, **changed)
+            sampling.config()
+            self._sampling = sampling
         else:
             raise ValueError(f"there is nothing called {name}; /help shows what can be set")
 
 
-def _read() -> str | None:
+def _read(interrupts: Interrupts) -> str | None:
     """A line from standard input, or several that \\ joins; None at its end."""
     lines: list[str] = []
     while True:
         try:
-            line = input((". " if lines else "> ") if sys.stdin.isatty() else "")
+            with interrupts.allowed():
+                line = input((". " if lines else "> ") if sys.stdin.isatty() else "")
         except EOFError:
             return "\n".join(lines) if lines else None
         except KeyboardInterrupt:

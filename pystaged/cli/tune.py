@@ -6,22 +6,24 @@ from rich.console import Console
 from rich.table import Table
 
 from pystaged.cli.console import draft_name, model_name, report
-from pystaged.cli.options import Device, DraftDevice, DraftName, ModelName, Threads
+from pystaged.cli.options import ModelName, PairOptions, grouped
 from pystaged.loading.pair import Pair
 
 
-def tune(
-    model: ModelName = "house",
-    draft: DraftName = "auto",
-    device: Device = "cpu",
-    draft_device: DraftDevice = "cpu",
-    threads: Threads = 0,
-) -> None:
+@grouped
+def tune(options: PairOptions, model: ModelName = "house") -> None:
     """Measure again what passes cost on this machine, and show it.
 
     Example: pystaged tune --model path/to/model.gguf --draft path/to/draft.gguf
     """
-    pair = Pair(model_name(model), draft_name(draft), threads, report, device=device, draft_device=draft_device)
+    pair = Pair(
+        model_name(model),
+        draft_name(options.draft),
+        options.threads,
+        report,
+        device=options.device,
+        draft_device=options.draft_device,
+    )
     target, smaller = pair.target_cost(again=True), pair.draft_cost(again=True)
     table = Table(box=None, pad_edge=False)
     for heading in ("rows", "target ms", "T(n)/T(1)", *(("draft ms",) if smaller else ())):
