@@ -196,7 +196,9 @@ class Session:
             path: int32[m], the rows walked, root first; tokens: int32[m], the model's token after each, the last of
             which is the bonus token.
         """
-    def verify(self, tokens: _Ints, parents: _Ints, sampling: Sampling) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def verify(
+        self, tokens: _Ints, parents: _Ints, sampling: Sampling
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """One step: evaluate a tree, int32[n] with the root in row 0, follow it from there and commit the path.
 
         Returns:

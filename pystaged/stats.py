@@ -83,12 +83,7 @@ class GenerationStats:
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
 
     def record(
-        self,
-        tree: TokenTree,
-        path: Sequence[int],
-        emitted: Sequence[Stage],
-        verify_seconds: float,
-        plain_seconds: float,
+        self, tree: TokenTree, path: Sequence[int], emitted: Sequence[Stage], verify_seconds: float, plain_seconds: float
     ) -> None:
         """Count one step: its tree, the accepted nodes, root first, who proposed each token emitted, and its times."""
         stages = tree.stages.tolist()
@@ -111,7 +106,9 @@ class GenerationStats:
         if path[-1] in tree.parents:
             self.offered[accepted + 1] += 1
 
-    def finish(self, before: dict[str, DrafterStats], after: dict[str, DrafterStats], target_weight_bytes: int) -> None:
+    def finish(
+        self, before: dict[str, DrafterStats], after: dict[str, DrafterStats], target_weight_bytes: int
+    ) -> None:
         """Complete the figures when a text is done, by the drafters' work before and after it."""
         for name, work in after.items():
             self.drafters[name] = self.drafters.get(name, DrafterStats()).plus(work.since(before[name]))

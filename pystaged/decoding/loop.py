@@ -95,9 +95,7 @@ class Decoder:
             ValueError: at once: an empty prompt, or max_tokens below 1.
         """
         if len(prompt) < 1 or max_tokens < 1:
-            raise ValueError(
-                f"a prompt of at least one token and max_tokens of at least 1, not {max_tokens}, are needed"
-            )
+            raise ValueError(f"a prompt of at least one token and max_tokens of at least 1, not {max_tokens}, are needed")
         self._check(prompt)
         return self._generate(
             prompt, sampling, max_tokens, is_end, speculate, GenerationStats() if stats is None else stats
