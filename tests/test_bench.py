@@ -105,7 +105,7 @@ def test_scripted_acceptance_comes_true(random_gguf: Callable[..., Path], with_d
     for depth, rate in enumerate(rates, 1):
         tries = stats.offered[depth]
         assert abs(stats.taken[depth] / tries - rate) < 3.5 * (rate * (1 - rate) / tries) ** 0.5
-    assert (drafter.stats.passes > 0) == with_draft
+    assert (drafter.work()["draft"].passes > 0) == with_draft
     decoder.close()
 
 
@@ -406,11 +406,11 @@ def test_models_made_once(made: str, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in {"WIDTH": 640, "LAYERS": 9, "HEADS": 10, "CONTEXT": 64}.items():
         monkeypatch.setattr(models, name, value)
-    path = models.find(made, "Q8_0")
+    path = models.find(made, "F16")
     model = Model(str(path))
-    assert (model.width, model.num_layers, model.weight_type) == (640, 9, "Q8_0")
+    assert (model.width, model.num_layers, model.weight_type) == (640, 9, "f16")
     written = path.stat().st_mtime_ns
-    assert models.find(made, "Q8_0").stat().st_mtime_ns == written
+    assert models.find(made, "F16").stat().st_mtime_ns == written
 
 
 # ---- Peers ----

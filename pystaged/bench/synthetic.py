@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from operator import mul
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Session
 from pystaged.config import SamplingConfig
+from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
+from pystaged.drafting.model import ModelDrafter
 from pystaged.stats import DrafterStats
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(ModelDrafter):
     """Proposes a chain that is right with given probabilities.
 
-    It knows what plain decoding writes, and makes the passes a draft would make for their cost alone.
+    It knows what plain decoding writes (`script`, from the prompt on), and makes the passes of a draft for their cost
+    alone.
 
     Args:
         accept: probability that the node at depth 1, 2, ... is right if the one above it is.
@@ -43,93 +45,53 @@ class ScriptedDrafter:
         vocab_size: int,
         seed: int = 0,
     ) -> None:
-        self.stats = DrafterStats()
-        self.script: Sequence[int] = ()
-        self._accept = list(accept)
-        self._scores = list(accumulate(accept, mul))
-        self._session = session
-        self._vocab_size = vocab_size
-        self._random = random.Random(seed)
+        self._accept, self._scores = list(accept), list(accumulate(accept, mul))
         expected = [
             (1 + sum(self._scores[:depth])) / (target_cost(depth + 1) + depth * draft_cost(1))
             for depth in range(len(accept) + 1)
         ]
         self.length = expected.index(max(expected))
-        self._root, self._at = 0, 0
-        self._chain: list[int] = []
-        self._missing: list[int] = []
+        self.script: Sequence[int] = ()
+        self._at = 0  # of the script
+        self._right = True
+        self._is_free = session is None
+        self._random = random.Random(seed)
+        policy = FixedPolicy(width=1, depth=max(1, self.length), budget=max(1, self.length), children=1)
+        super().__init__(session or cast(Session, _Free()), policy, vocab_size=vocab_size)
 
     def work(self) -> dict[str, DrafterStats]:
-        return {"draft": replace(self.stats)}
-
-    def close(self) -> None:
-        if self._session:
-            self._session.close()
+        return {"draft": DrafterStats(seconds=self.stats.seconds)} if self._is_free else super().work()
 
     def start(self, context: NDArray[np.int32]) -> None:
-        self._root, self._at, self._chain = int(context[-1]), 0, []
-        self._missing = context[:-1].tolist()
-        if self._session:
-            self._session.truncate(0)
-
-    def lag(self) -> float:
-        return 0.0
-
-    def price(self) -> float:
-        return 0.0
-
-    def catch_up(self, seconds: float = math.inf) -> None:
-        del seconds
-        if self._session and self._missing:
-            self._session.prefill(self._missing)
-            self._missing = []
+        super().start(context)
+        self._at = 0
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
-        del seconds
-        begin = time.perf_counter()
-        builder, node, right = TreeBuilder(self._root), 0, True
-        self._chain = []
-        for depth in range(min(self.length, max_depth, len(self.script) - self._at)):
-            self._pass(self._chain[-1:] or [*self._missing, self._root], sampling)
-            right = right and self._random.random() < self._accept[depth]
-            token = self.script[self._at + depth]
-            if not right:
-                token = (token + self._random.randrange(1, self._vocab_size)) % self._vocab_size
-            self._chain.append(token)
-            node = builder.add(node, token, self._scores[depth], Stage.DRAFT, (Stage.DRAFT, 0, 0))
-        self.stats.seconds += time.perf_counter() - begin
-        return builder.build(range(1, len(self._chain) + 1))
-
-    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
-        self.draft(sampling, max_depth, seconds)
-
-    def extend(self, path: list[int], length: int) -> list[int]:
-        at = len(path)
-        return self._chain[at : at + length] if path == self._chain[:at] else []
+        self._right = True
+        return super().draft(sampling, min(max_depth, self.length, len(self.script) - self._at), seconds)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        emitted = [self._root, *tokens]
-        accepted = 0
-        while accepted < len(self._chain) and self._chain[accepted] == tokens[accepted]:
-            accepted += 1
-        if self._session and self._chain:
-            # The last of the chain was never evaluated.
-            seen = min(accepted, len(self._chain) - 1)
-            self._session.commit(list(range(len(self._missing) + 1 + seen)))
-            self._missing = emitted[1 + seen : -1]
-        elif self._session:
-            self._missing += emitted[:-1]
-        self._root = emitted[-1]
+        super().advance(tokens)
         self._at += len(tokens)
-        self._chain = []
 
-    def _pass(self, tokens: list[int], sampling: SamplingConfig) -> None:
-        if self._session is None:
-            return
-        begin = time.perf_counter()
-        first = self._session.num_pending
-        self._session.evaluate(tokens, [first + i - 1 for i in range(len(tokens))], 1)
-        self._session.candidates([first + len(tokens) - 1], 6, sampling.native)
-        self.stats.passes += 1
-        self.stats.weight_bytes += self._session.weight_bytes
-        self.stats.native_seconds += time.perf_counter() - begin
+    def _expand(self, builder: TreeBuilder, node: int, *_: object) -> None:
+        depth = builder.nodes[node].depth
+        self._right = self._right and self._random.random() < self._accept[depth]
+        token = self.script[self._at + depth]
+        if not self._right:
+            token = (token + self._random.randrange(1, self._vocab_size)) % self._vocab_size
+        builder.add(node, token, self._scores[depth], Stage.DRAFT, (Stage.DRAFT, 0, 0))
+
+
+class _Free:
+    """A session that costs nothing."""
+
+    n_ctx = vocab_size = 2**31 - 1
+    weight_bytes = 0
+    tokens = np.empty(0, np.int32)
+
+    def candidates(self, rows: list[int], *_: object) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return np.zeros((len(rows), 1), np.int32), np.zeros((len(rows), 1), np.float32)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None

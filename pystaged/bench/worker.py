@@ -1,13 +1,18 @@
-"""A way of decoding in a process of its own: one that crashes takes nothing else with it."""
+"""A way of decoding in a process of its own: one that crashes takes nothing else with it.
+
+What decodes there is the `Runner` of the module that a setup names. It is made from the setup; `run(job)` continues one
+prompt and returns a Measurement, `close()` ends what was started.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pystaged.process import Child, ChildError, parent, serve
 
@@ -63,18 +68,6 @@ class Measurement:
         return self.counted / self.seconds
 
 
-class Runner(Protocol):
-    """What the module that a setup names has as `Runner`; it is made from the setup."""
-
-    def run(self, job: dict[str, Any]) -> Any:
-        """Continue one prompt; returns the Measurement."""
-        ...
-
-    def close(self) -> None:
-        """End what was started."""
-        ...
-
-
 class Worker:
     """A runner in a process of its own, made from the first of several setups that works.
 
@@ -128,23 +121,24 @@ class Worker:
 class _Host:
     """The runner in the process. Whatever it raises is a row of the report, not a traceback."""
 
-    _runner: Runner | None = None
+    _runner: Any = None
 
     def load(self, setup: dict[str, Any]) -> None:
-        try:
-            self._runner = import_module(setup["runner"]).Runner(setup)
-        except Exception as error:
-            raise WorkerError(f"{type(error).__name__}: {error}") from None
+        self._runner = _told(import_module(setup["runner"]).Runner, setup)
 
     def run(self, job: dict[str, Any]) -> Any:
-        try:
-            return self._runner.run(job) if self._runner else None
-        except Exception as error:
-            raise WorkerError(f"{type(error).__name__}: {error}") from None
+        return _told(self._runner.run, job)
 
     def close(self) -> None:
         if self._runner:
             self._runner.close()
+
+
+def _told(work: Callable[[dict[str, Any]], Any], task: dict[str, Any]) -> Any:
+    try:
+        return work(task)
+    except Exception as error:
+        raise WorkerError(f"{type(error).__name__}: {error}") from None
 
 
 def main() -> None:
