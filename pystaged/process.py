@@ -11,6 +11,8 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
@@ -30,6 +32,27 @@ def start(module: str, *args: str | os.PathLike[str], **popen_options: Any) -> s
     path = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100  "" is the current folder
     code = f"import sys; sys.path[:] = {path!r}; sys.argv[0] = {module!r}; from {module} import main; sys.exit(main())"
     return subprocess.Popen([sys.executable, "-c", code, *args], **popen_options)
+
+
+def end_with_parent() -> None:
+    """Called in the child: it ends when its standard input, a pipe from the parent, does; even if that was killed."""
+
+    def wait() -> None:
+        while os.read(0, 4096):  # not sys.stdin, whose lock would be held when Python ends
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@contextmanager
+def orderly_end() -> Iterator[None]:
+    """Let SIGTERM unwind a command as Ctrl-C does, so that its temporary files and its children end too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class ChildError(RuntimeError):

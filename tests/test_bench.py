@@ -23,6 +23,7 @@ from pystaged._core import Model, Session
 from pystaged.bench import contenders, models, summary, worker
 from pystaged.bench.contenders import Contender, Pairing
 from pystaged.bench.contest import Contest, spread
+from pystaged.bench.pairs import load_prompts
 from pystaged.bench.report import Report
 from pystaged.bench.suite import Outcome, Prompt, Run, Suite
 from pystaged.bench.synthetic import ScriptedDrafter
@@ -375,6 +376,7 @@ def test_ctrl_c_keeps_what_was_measured(prompts: Path, tmp_path: Path) -> None:
         (["--max-tokens", "1000"], "choose a smaller --max-tokens"),
         (["--model", "none.gguf"], "no model file"),
         (["--prompts", "pyproject.toml"], "not a JSON object with a 'prompt'"),
+        (["--prompts", "/dev/zero"], "/dev/zero is no regular file"),
     ],
 )
 def test_refusals(arguments: list[str], words: str) -> None:
@@ -401,16 +403,22 @@ def test_options_before_the_name_of_a_part_are_not_lost() -> None:
     assert "the options of passes stand after its name" in errors
 
 
-@pytest.mark.parametrize("made", ["grown", "random"])
-def test_models_made_once(made: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_prompts_of_brackets_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.jsonl"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"deep\.jsonl, line 1: not a JSON object with a 'prompt'"):
+        load_prompts(path)
+
+
+def test_a_model_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in {"WIDTH": 640, "LAYERS": 9, "HEADS": 10, "CONTEXT": 64}.items():
         monkeypatch.setattr(models, name, value)
-    path = models.find(made, "F16")
+    path = models.find("grown", "F16")
     model = Model(str(path))
     assert (model.width, model.num_layers, model.weight_type) == (640, 9, "f16")
     written = path.stat().st_mtime_ns
-    assert models.find(made, "F16").stat().st_mtime_ns == written
+    assert models.find("grown", "F16").stat().st_mtime_ns == written
 
 
 # ---- Peers ----

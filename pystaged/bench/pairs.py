@@ -19,7 +19,10 @@ from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.drafting.table import NgramTable
+from pystaged.files import read_small
 from pystaged.stats import GenerationStats
+
+_MOST_BYTES = 1 << 26  # of a file of prompts
 
 MODES = {
     "greedy": SamplingConfig(),
@@ -32,13 +35,13 @@ def load_prompts(path: Path) -> list[str]:
     """The prompts of a file in HumanEval's format: one JSON object with a `prompt` per line.
 
     Raises:
-        ValueError: a line is something else.
+        ValueError: a line is something else, or the file is no regular one of at most 64 MiB.
     """
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_small(path, _MOST_BYTES).splitlines(), 1):
         try:
             prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not a JSON object with a 'prompt'") from error
     return prompts
 

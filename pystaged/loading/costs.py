@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
-import platformdirs
 
 from pystaged._core import Model
 from pystaged.backends.devices import open_session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost, measure
-from pystaged.files import whole_file
+from pystaged.files import cache_folder, part_file, read_small
+
+_LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
+_LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
+_MOST_BYTES = 1 << 16
 
 
 def measure_passes(model: Model) -> PassCost:
@@ -40,27 +44,38 @@ class CostStore:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or Path(platformdirs.user_cache_dir("pystaged")) / "costs"
+        self._folder = folder or cache_folder() / "costs"
 
     def load(self, key: str) -> PassCost | None:
         """What was measured under a key; None where nothing was, or where the file cannot be used."""
         try:
-            stored = json.loads(self._path(key).read_text())
+            stored = json.loads(read_small(self._path(key), _MOST_BYTES))
             seconds = {int(n): float(value) for n, value in stored["seconds"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
-        usable = stored.get("key") == key and 1 in seconds and all(0 < value < 3600 for value in seconds.values())
-        return PassCost(seconds) if usable else None
+        return PassCost(seconds) if stored.get("key") == key and _is_believable(seconds) else None
 
     def save(self, key: str, cost: PassCost) -> None:
         """Keep a measurement. Costs are a convenience: where they cannot be written they are measured again."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with whole_file(self._path(key)) as path:
-                path.write_text(json.dumps({"key": key, "seconds": cost.seconds}))
+            path = self._path(key)
+            with part_file(path) as part:
+                part.write_text(json.dumps({"key": key, "seconds": cost.seconds}))
+                part.replace(path)
         except OSError:
             pass
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]
         return self._folder / f"{name}.json"
+
+
+def _is_believable(seconds: dict[int, float]) -> bool:
+    """Whether passes over so many rows can take so long."""
+    values = [seconds[n] for n in sorted(seconds)]
+    return (
+        min(seconds, default=0) == 1
+        and all(_LEAST_SECONDS <= value <= _MOST_SECONDS for value in values)
+        and all(more >= _LEAST_RISE * fewer for fewer, more in itertools.pairwise(values))
+    )

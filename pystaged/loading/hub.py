@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from pystaged.files import check_room
 from pystaged.loading import cache
-from pystaged.loading.convert import CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS, Progress, Shape, shard_names
+from pystaged.loading.progress import Progress
 from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
-from pystaged.loading.vocabulary import read_json
 
 HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<wanted>.+))?")
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git for small files, SHA-256 for large ones
@@ -30,8 +29,8 @@ T = TypeVar("T")
 def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None) -> Path:
     """Get a model from the hub into the cache: a GGUF file as it is, a GPT-2 checkpoint converted and quantized.
 
-    Downloads lie in Hugging Face's own cache and go on where they were interrupted. HF_ENDPOINT, HF_TOKEN, HF_HOME,
-    HF_HUB_CACHE and HF_HUB_OFFLINE are honoured.
+    huggingface_hub downloads into Hugging Face's own cache. HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_CACHE and
+    HF_HUB_OFFLINE are honoured.
 
     Args:
         name: "owner/name", optionally with ":FILE.gguf" or ":TYPE".
@@ -48,6 +47,8 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
         ValueError: a malformed name, type or checkpoint, or another architecture.
         OSError: a wrong checksum, a full disk.
     """
+    from pystaged.loading.convert import CONFIG, INDEX, WEIGHTS  # noqa: PLC0415  imports gguf and safetensors
+
     match = HUB_ID.fullmatch(name)
     if not match:
         raise ValueError(
@@ -61,8 +62,9 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
     chosen = cache.choose(models, wanted)
     if chosen:
         repository.check_architecture()
-        path = cache.save_link(repository_name, repository.fetch(chosen))
-        cache.save_source(path, repository.revision, repository.license)
+        path = cache.save_link(repository_name, chosen, repository.fetch(chosen))
+        downloaded = chosen in repository.downloaded
+        cache.save_source(path, repository.revision, repository.license, downloaded=downloaded)
         return path
     if CONFIG in repository.files and {WEIGHTS, INDEX} & repository.files.keys():
         kind = wanted.lower() or DEFAULT_TYPE
@@ -84,6 +86,9 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
 
 def _convert(name: str, repository: _Repository, kind: str, progress: Progress) -> Path:
     """A checkpoint of the hub as a model in the cache."""
+    from pystaged.loading.convert import CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS, Shape, shard_names  # noqa: PLC0415
+    from pystaged.loading.vocabulary import read_json  # noqa: PLC0415
+
     stem = name.rpartition("/")[2]
     out = cache.repository_folder(name) / f"{stem}.{kind.upper()}.gguf"
     if cache.is_current(out, repository.revision):
@@ -93,10 +98,11 @@ def _convert(name: str, repository: _Repository, kind: str, progress: Progress) 
     weights = [WEIGHTS]
     if INDEX in repository.files:
         weights = shard_names(repository.fetch(INDEX))
-    files = [file for file in TOKENIZER_FILES if file in repository.files] + weights
-    if any(repository.fetch(file).parent != config.parent for file in files):
-        raise OSError(f"{name} was changed while it was downloaded; try again")
+    for file in [*(file for file in TOKENIZER_FILES if file in repository.files), *weights]:
+        repository.fetch(file)
     out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_symlink():  # to a file of that name that the repository had before
+        out.unlink()
     url = f"{_endpoint()}/{name}"
     quantize_checkpoint(
         config.parent, out, kind, name=stem, license_name=repository.license, source_url=url, progress=progress
@@ -132,6 +138,7 @@ class _Repository:
     def __init__(self, name: str, info: Any, progress: Progress) -> None:
         self._name = name
         self._progress = progress
+        self.downloaded: set[str] = set()
         self.revision = str(info.sha)
         self.files = {file.rfilename: _file(name, file) for file in info.siblings or ()}
         card = info.card_data.license if info.card_data else None
@@ -146,55 +153,29 @@ class _Repository:
 
     def fetch(self, name: str) -> Path:
         """A file, in Hugging Face's cache; downloaded and verified where it is not there yet."""
-        from huggingface_hub import constants, hf_hub_download  # noqa: PLC0415
-        from huggingface_hub.file_download import repo_folder_name  # noqa: PLC0415
-        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # noqa: PLC0415
+        from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
 
         if name not in self.files:
             raise FileNotFoundError(f"{self._name} has no {name}")
         file = self.files[name]
-        cache_folder = Path(constants.HF_HUB_CACHE).expanduser()
-        folder = repo_folder_name(repo_id=self._name, repo_type="model")
-        blob = cache_folder / folder / "blobs" / file.etag
-        if not blob.exists():
-            lock = cache_folder / ".locks" / folder / f"{file.etag}.lock"
-            for parent in (blob.parent, lock.parent):
-                parent.mkdir(parents=True, exist_ok=True)
-            with WeakFileLock(lock):
-                if not blob.exists():
-                    self._download(name, file, blob)
-        # Enters the file into the snapshot of its commit.
-        with _errors(self._name):
-            return Path(_retried(lambda: hf_hub_download(self._name, name, endpoint=_endpoint())))
-
-    def _download(self, name: str, file: _File, blob: Path) -> None:
-        """Write a blob of the cache, going on where an earlier download ended."""
-        from huggingface_hub import hf_hub_url  # noqa: PLC0415
-        from huggingface_hub.file_download import http_get  # noqa: PLC0415
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # noqa: PLC0415
-
-        part = blob.with_name(f"{file.etag}.incomplete")
-        url = hf_hub_url(self._name, name, revision=self.revision, endpoint=_endpoint())
-        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+        is_there = isinstance(try_to_load_from_cache(self._name, name, revision=self.revision), str)
+        if not is_there:
+            check_room(Path(constants.HF_HUB_CACHE), file.size or 0)
         what = f"downloading {name}"
-
-        def download() -> None:
-            there = part.stat().st_size if part.exists() else 0
-            if file.size is not None:
-                if there > file.size:
-                    part.unlink()
-                    there = 0
-                check_room(blob.parent, file.size - there)
-            bar = _bar(lambda done: self._progress(what, done, file.size or done), there)
-            with part.open("ab") as out:
-                http_get(url, out, resume_size=there, headers=headers, expected_size=file.size, tqdm_class=bar)
-
+        bar = _bar(lambda done: self._progress(what, done, file.size or done))
         with _errors(self._name):
-            _retried(download)
-        if _checksum(part, file.etag) != file.etag:
-            part.unlink()
-            raise OSError(f"{self._name}: what was downloaded is not {name}: its checksum differs; try again")
-        part.replace(blob)
+            # Of the branch, not the commit: so that it is found by its name without a network.
+            found = _retried(lambda: hf_hub_download(self._name, name, endpoint=_endpoint(), tqdm_class=bar))
+        path = Path(found)
+        if not path.as_posix().endswith(f"/{self.revision}/{name}"):
+            raise OSError(f"{self._name} was changed while it was downloaded; try again")
+        if not is_there:
+            if _checksum(path, file.etag) != file.etag:
+                path.resolve().unlink()
+                path.unlink(missing_ok=True)
+                raise OSError(f"{self._name}: what was downloaded is not {name}: its checksum differs; try again")
+            self.downloaded.add(name)
+        return path
 
 
 class _Snapshot(_Repository):
@@ -203,8 +184,10 @@ class _Snapshot(_Repository):
     def __init__(self, name: str, folder: Path) -> None:
         self._name = name
         self._folder = folder
+        self.downloaded = set()
         self.revision, self.license, self._architecture = folder.name, "", None
-        self.files = {file.name: _File(None, "") for file in folder.iterdir() if file.is_file()}
+        found = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+        self.files = dict.fromkeys(found, _File(None, ""))
 
     def fetch(self, name: str) -> Path:
         if name not in self.files:
@@ -308,22 +291,22 @@ def _checksum(path: Path, etag: str) -> str:
     return digest.hexdigest()
 
 
-def _bar(show: Callable[[int], None], start: int) -> type[Any]:
-    """What huggingface_hub takes for a class of progress bars; it tells `show` the bytes there are."""
+def _bar(show: Callable[[int], None]) -> type[Any]:
+    """A class of progress bars for huggingface_hub; they draw nothing, and tell `show` the bytes there are."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
-    class Bar:
-        def __init__(self, **_: object) -> None:
-            self._done = start
-            show(start)
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # no thread
 
-        def update(self, num_bytes: int) -> None:
-            self._done += num_bytes
-            show(self._done)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"disable": False})
 
-        def __enter__(self) -> Bar:
-            return self
+        def update(self, n: float = 1) -> bool | None:
+            super().update(n)
+            show(int(self.n))
+            return None
 
-        def __exit__(self, *_: object) -> None:
+        def display(self, *_: object, **__: object) -> None:
             pass
 
     return Bar
