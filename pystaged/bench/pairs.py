@@ -79,16 +79,18 @@ class UnsharedDrafter(ModelDrafter):
 
 def parts(target: Model, draft: Model, table: NgramTable | None, budget: int) -> dict[str, ModelDrafter]:
     """Drafting with trees of `budget` nodes, and the same without one of its parts."""
-    vocab_size = target.vocab_size
-    tree = FixedPolicy(width=4, depth=8, budget=budget)
+    tree, one = FixedPolicy(width=4, depth=8, budget=budget), FixedPolicy(width=1, depth=1, budget=1)
 
     def below() -> NgramDrafter:
-        return NgramDrafter(table, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
+        return NgramDrafter(table, one, target.vocab_size)
+
+    def drafter(kind: type[ModelDrafter], below: NgramDrafter | None) -> ModelDrafter:
+        return kind(Session(draft), tree, below=below, vocab_size=target.vocab_size)
 
     return {
-        "shared noise, n-grams below": ModelDrafter(Session(draft), tree, below=below(), vocab_size=vocab_size),
-        "without n-grams below": ModelDrafter(Session(draft), tree, vocab_size=vocab_size),
-        "without shared noise": UnsharedDrafter(Session(draft), tree, below=below(), vocab_size=vocab_size),
+        "shared noise, n-grams below": drafter(ModelDrafter, below()),
+        "without n-grams below": drafter(ModelDrafter, None),
+        "without shared noise": drafter(UnsharedDrafter, below()),
     }
 
 
