@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -226,45 +226,47 @@ class Stream(Iterator[Piece]):
     def _run(
         self, engine: Engine, prompt: NDArray[np.int32], sampling: SamplingConfig, config: GenerationConfig
     ) -> Generator[Piece, None, None]:
-        stats = GenerationStats(prompt_tokens=len(prompt))
+        stats = GenerationStats()
         buffer, text, tokens, stages = TextBuffer(config.stop), list[str](), list[int](), list[Stage]()
         finish: FinishReason | None = None
         decoder = engine._take(prompt)
         try:
-            begin = time.perf_counter()
-            stats.reused_tokens = decoder.start(prompt, speculate=config.speculate)
-            stats.prefill_seconds = time.perf_counter() - begin
-            before = decoder.drafting()
-            while finish is None:
-                begin = time.perf_counter()
-                step = decoder.step(sampling, config.max_tokens - len(tokens), stats)
-                piece, new = "", 0
-                for token in step.tokens:
-                    if engine.tokenizer.is_end(token):
-                        finish = "stop"
+            with contextlib.closing(
+                decoder.generate(
+                    prompt,
+                    sampling,
+                    config.max_tokens,
+                    is_end=engine.tokenizer.is_end,
+                    speculate=config.speculate,
+                    stats=stats,
+                )
+            ) as steps:
+                for step in steps:
+                    piece, new = "", 0
+                    for token in step.tokens:
+                        piece += buffer.push(engine.tokenizer.token_bytes(token))
+                        new += 1
+                        if buffer.stopped:
+                            break
+                    finish = "stop" if buffer.stopped else step.finish_reason
+                    if finish is not None:
+                        piece += buffer.finish()
+                        finish = "stop" if buffer.stopped else finish
+                    tokens += step.tokens[:new]
+                    stages += step.stages[:new]
+                    text.append(piece)
+                    if new or piece:
+                        yield Piece(
+                            piece, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path)
+                        )
+                    if buffer.stopped:
+                        stats.cut(step.stages[new:])
                         break
-                    piece += buffer.push(engine.tokenizer.token_bytes(token))
-                    new += 1
-                    if buffer.stopped or len(tokens) + new == config.max_tokens:
-                        finish = "stop" if buffer.stopped else "length"
-                        break
-                if finish is None and decoder.is_full:
-                    finish = "length"
-                if finish is not None:
-                    piece += buffer.finish()
-                    finish = "stop" if buffer.stopped else finish
-                tokens += step.tokens[:new]
-                stages += step.stages[:new]
-                text.append(piece)
-                stats.new_tokens = len(tokens)
-                stats.decode_seconds += time.perf_counter() - begin
-                if new or piece:
-                    yield Piece(piece, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path))
-            stats.finish(stages, before, decoder.drafting(), engine.model.weight_bytes)
         except DeviceError as error:
             raise DeviceLostError(str(error), self._prompt, "".join(text), tokens) from error
         finally:
             engine._put_back(decoder)
+        assert finish is not None
         self._result = GenerationResult("".join(text), tokens, finish, stats, stages)
 
 

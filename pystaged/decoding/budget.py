@@ -70,7 +70,7 @@ class Budget:
         self._times = [steps for _, steps in uses]
         self._seen = [_PRIOR] * len(uses)
         self._purses = [0.0] * len(uses)  # seconds
-        # What plain steps took. Not a pass of one row in a drafted step, which is made after a draft has had the caches.
+        # What plain steps took. Not passes of one row in drafted steps: those come after a draft has had the caches.
         self._plain = deque([cost(1)] if cost else [], _WINDOW)
         self._reading = cost(_CHUNK) / _CHUNK if cost else 0.0  # of the target, a token of a prompt
         self._best: int | None = None
@@ -129,7 +129,11 @@ class Budget:
         return tree.head(rows)
 
     def record(self, num_rows: int, num_tokens: int, verify_seconds: float) -> float:
-        """End the step: what it verified, wrote and took; returns seconds of plain decoding of the same, 0 without costs."""
+        """End the step: what it verified, wrote and took.
+
+        Returns:
+            Seconds of plain decoding of the same tokens, 0 without costs.
+        """
         if self._cost is None:
             return 0.0
         told = self._clock()
@@ -170,7 +174,10 @@ class Budget:
 
     def _extra(self, num_rows: int) -> float:
         """Seconds that a verify pass takes beyond a plain step."""
-        return (self._cost(num_rows) / self._cost(1) - 1) * self.plain_seconds if self._cost else 0.0
+        if self._cost is None:
+            return 0.0
+        # What has been learnt of a few rows may have made them dearer than more of them.
+        return max(0.0, self._cost(num_rows) / self._cost(1) - 1) * self.plain_seconds
 
     def _see_plain(self, seconds: float) -> None:
         self._plain.append(seconds)

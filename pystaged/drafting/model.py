@@ -236,9 +236,7 @@ class ModelDrafter(TreeDrafter):
         self._unguessed = 0
         return True
 
-    def _add(
-        self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int
-    ) -> None:
+    def _add(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
         # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.
         good = [i for i, token in enumerate(tokens) if 0 <= token < self._vocab_size]
         if good:
