@@ -156,8 +156,11 @@ def test_another_type_downloads_nothing_again(online: Hub) -> None:
         (f"{GGUFS}:tiny.F16.gguf", "tiny.F16.gguf"),
     ],
 )
-def test_gguf_files_are_taken_as_they_are(ggufs: Repository, online: Hub, tmp_path: Path, name: str, file: str) -> None:
+def test_gguf_files_are_taken_as_they_are(
+    ggufs: Repository, online: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, file: str
+) -> None:
     path = hub.pull(name)
+    assert capfd.readouterr() == ("", "")
     assert (path.name, path.read_bytes()) == (file, ggufs.files[file])
     assert path.is_symlink()
     assert "huggingface" in str(path.resolve())
