@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import pystaged
-from pystaged import _core
+from pystaged import _core, cli
 
 PROMPT = "the tree then "
 WARM = ["--temperature", "1", "--seed", "3", "--top-k", "200", "--max-tokens", "40"]
@@ -23,6 +23,8 @@ PROGRAM = (
     if find_spec("pystaged.__main__")
     else [str(Path(sys.executable).with_name("pystaged"))]
 )
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -96,6 +98,14 @@ def test_json(path: Path, result: pystaged.GenerationResult) -> None:
         assert stats[name] == result.stats.to_dict()[name]
 
 
+def test_a_seed_is_drawn(path: Path) -> None:
+    arguments = ["generate", PROMPT, "--model", path, "--temperature", "1", "--max-tokens", "20", "--json"]
+    drawn, other = (json.loads(run(*arguments, "--seed", "-1").stdout) for _ in range(2))
+    assert drawn["seed"] != other["seed"]
+    assert json.loads(run(*arguments, "--seed", str(drawn["seed"])).stdout)["tokens"] == drawn["tokens"]
+    assert f"seed {drawn['seed']}" in run(*arguments[:-1], "-v", "--seed", str(drawn["seed"])).stderr.decode()
+
+
 def test_stop_strings(path: Path, result: pystaged.GenerationResult) -> None:
     late, early = result.text[25:28], result.text[10:12]
     done = run("generate", PROMPT, "--model", path, *WARM, "--stop", late, "--stop", early)
@@ -141,20 +151,46 @@ def test_refusals(path: Path, tmp_path: Path, arguments: list[str], words: list[
     assert_refused(run("generate", *arguments, "--model", model), *words)
 
 
+@pytest.mark.parametrize("changes", [{}, {"PYTHONUTF8": "0", "LC_ALL": "C.UTF-8"}], ids=["utf8 mode", "locale"])
 @pytest.mark.parametrize("prompt", [b"-", b"def \xff"], ids=["stdin", "argument"])
-def test_bytes_that_are_no_text(path: Path, prompt: bytes) -> None:
-    assert_refused(run("generate", prompt, "--model", path, stdin=b"def \xff"))
+def test_bytes_that_are_no_text(path: Path, prompt: bytes, changes: dict[str, str]) -> None:
+    done = run("generate", prompt, "--model", path, stdin=b"def \xff", **changes)
+    assert_refused(done, "the prompt is not valid Unicode text")
 
 
-@pytest.mark.parametrize("arguments", [["generate", "x", "--max-tokens", "few"], ["nonsense"]])
-def test_wrong_usage(arguments: list[str]) -> None:
+def test_a_line_that_is_no_text_does_not_end_a_session(path: Path) -> None:
+    done = run("repl", "--model", path, "--max-tokens", "4", stdin=b"/set seed 7\ndef \xff\n/text\n", PYTHONUTF8="0")
+    assert (done.returncode, done.stdout) == (0, b"\n")
+    assert b"utf-8" in done.stderr.lower()
+
+
+def test_a_long_prompt(path: Path) -> None:
+    assert_refused(run("generate", "-", "--model", path, stdin=b"a b " * 250_000), "tokens", "96")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "x", "--max-tokens", "few"],
+        ["generate", "x", "--threads", "99999999999"],
+        ["generate", "x", "--device", b"\xff"],
+        ["generate", "x", "--stop", "a", "--stop", b"\xff"],
+        ["rpc-server", "--host", b"\xff"],
+        ["nonsense"],
+    ],
+    ids=str,
+)
+def test_wrong_usage(arguments: list[str | bytes]) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert done.stdout == b""
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
+# ---- Standard streams ----
+
+
+@pytest.mark.parametrize("extra", [[], ["--json"], ["--show-tree"], ["--color", "stages"]], ids=str)
 def test_nobody_reads(path: Path, extra: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -166,8 +202,21 @@ def test_nobody_reads(path: Path, extra: list[str]) -> None:
     )
     os.close(writing)
     _, said = child.communicate(timeout=60)
-    assert child.returncode != 0
-    assert all(line.startswith(b"measuring passes of ") for line in said.splitlines())
+    assert child.returncode == 141
+    assert b"Traceback" not in said
+    assert b"Exception" not in said
+    assert extra == ["--show-tree"] or all(line.startswith(b"measuring passes of ") for line in said.splitlines())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["info"]], ids=str)
+def test_nobody_reads_what_is_short(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [*PROGRAM, *arguments], stdout=writing, stderr=subprocess.PIPE, check=False, env=environment(), timeout=60
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_the_reader_has_enough() -> None:
@@ -178,8 +227,108 @@ def test_the_reader_has_enough() -> None:
         assert len(child.stdout.read(5)) == 5
         child.stdout.close()
         said = child.stderr.read()
+    assert child.returncode == 141
     assert b"Traceback" not in said
     assert b"Exception" not in said
+
+
+def shell(redirections: str, *arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run the program as a shell does that was told these redirections."""
+    command = ["sh", "-c", f'exec "$@" {redirections}', "sh", *PROGRAM, *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, check=False, env=environment(), timeout=60)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate", PROMPT], ["generate", PROMPT, "--json"], ["--help"]],
+    ids=str,
+)
+@pytest.mark.parametrize("redirection", [">&-", pytest.param("> /dev/full", marks=FULL)])
+def test_output_that_cannot_be_written(path: Path, arguments: list[str], redirection: str) -> None:
+    model = ["--model", path, *WARM] if arguments[0] == "generate" else []
+    done = shell(redirection, *arguments, *model)
+    *_, last = done.stderr.decode().splitlines()
+    assert last.startswith("error: standard output cannot be written: ")
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr
+    assert b"Exception" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["generate", "-", *WARM], ["repl"], ["audit", "--prompt", "-"]], ids=str)
+def test_closed_input(path: Path, command: list[str]) -> None:
+    model = [path] if command[0] == "audit" else ["--model", path]
+    assert_refused(shell("<&-", *command, *model), "standard input is closed")
+
+
+def test_closed_input_that_nobody_reads(path: Path, result: pystaged.GenerationResult) -> None:
+    done = shell("<&-", "generate", PROMPT, "--model", path, *WARM)
+    assert (done.returncode, done.stdout.decode()) == (0, result.text + "\n")
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>&1 >/dev/null | head -c 0"], ids=["closed", "nobody reads"])
+def test_messages_may_get_lost(tmp_path: Path, path: Path, result: pystaged.GenerationResult, redirection: str) -> None:
+    out = tmp_path / "text"
+    command = ["sh", "-c", f'"$@" {redirection}'.replace("/dev/null", str(out)), "sh", *PROGRAM, "generate", PROMPT]
+    done = subprocess.run(
+        [*command, "--model", path, *WARM], capture_output=True, check=False, env=environment(), timeout=60
+    )
+    assert done.returncode == 0
+    written = out.read_bytes() if out.exists() else done.stdout
+    assert written.decode() == result.text + "\n"
+
+
+# ---- Ctrl-C while the program starts ----
+
+PRESS = """
+import os, signal, sys
+
+def press(event, arguments):
+    if event == "import" and arguments[0] == os.environ["PRESS_AT"]:
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.addaudithook(press)
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["typer", "pystaged.cli", "pystaged.cli.console", "rich.console", "pystaged.engine", "numpy"]
+)
+def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(PRESS)
+    folders = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run("generate", PROMPT, PYTHONPATH=folders, PRESS_AT=module)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []], ids=str)
+def test_help_imports_little(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))"
+    )
+    done = run(*arguments, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    modules = set(done.stderr.decode().split())
+    assert "pystaged.cli" in modules
+    heavy = {"gguf", "huggingface_hub", "llama_cpp", "multiprocessing", "numpy", "platformdirs", "safetensors"}
+    assert not modules & heavy
+    assert {name for name in modules if name.startswith("pystaged")} == {
+        "pystaged",
+        "pystaged._llama",
+        "pystaged._program",
+        "pystaged._source",
+        "pystaged.cli",
+    }
+
+
+def test_each_command_is_listed_and_there() -> None:
+    listed = run("--help", COLUMNS="200").stdout.decode()
+    for name, line in cli._COMMANDS.items():
+        assert f"{name} " in listed
+        assert line in listed
+        command = cli._command(name)
+        assert command.name == name
+        assert command.help
+    assert cli._command("ngram").commands.keys() == {"build"}
+    assert "remove" in cli._command("models").commands
 
 
 # ---- info, version, help ----
@@ -218,6 +367,15 @@ def test_unknown_kernel(path: Path, command: list[str]) -> None:
 def test_version() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout.decode()) == (0, f"pystaged {pystaged.__version__}\n")
+
+
+def test_shared_options() -> None:
+    shown = {name: run(name, "--help", COLUMNS="200").stdout.decode() for name in ("generate", "repl", "audit")}
+    options = ["temperature", "top-k", "top-p", "min-p", "seed", "draft", "ngrams", "device", "draft-device", "threads"]
+    for words in shown.values():
+        for option in options:
+            assert f"--{option} " in words
+    assert "--ngrams" not in run("tune", "--help").stdout.decode()
 
 
 def test_help() -> None:

@@ -105,11 +105,6 @@ def main() -> None:
 
 
 def _run() -> None:
-    for number, argument in enumerate(sys.argv[1:], 1):
-        try:
-            argument.encode()
-        except UnicodeError:
-            raise ValueError(f"argument {number} is not valid UTF-8 text: {argument!a}") from None
     try:
         app(prog_name="pystaged")
     finally:

@@ -93,6 +93,12 @@ def open_engine(model: str, options: LoadOptions) -> Engine:
     )
 
 
+def encode(engine: Engine, text: str) -> list[int]:
+    """The tokens of a text; errors as in `engine.stream`."""
+    tokens: list[int] = (engine if hasattr(engine, "encode") else engine.tokenizer).encode(text).tolist()
+    return tokens
+
+
 def prompt_of(engine: Engine, tokens: list[int]) -> Any:
     """Token ids as `engine.stream` takes them."""
     if hasattr(engine, "encode"):

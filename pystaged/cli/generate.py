@@ -20,6 +20,7 @@ from pystaged.cli.options import (
     ModelName,
     SamplingOptions,
     ShowTree,
+    check,
     grouped,
 )
 from pystaged.cli.painting import show, summary
@@ -33,7 +34,9 @@ def generate(
     model: ModelName = "house",
     speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
     max_tokens: MaxTokens = 128,
-    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text before this string; may be repeated.", callback=check)
+    ] = None,
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what each stage did.")] = False,

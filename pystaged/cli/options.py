@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from pystaged import SamplingConfig
 
 
+def check(value: Any) -> Any:
+    """Refuse what C++ cannot take: words whose bytes were no text, integers of more than 32 bits."""
+    for each in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(each, str) and any("\ud800" <= character <= "\udfff" for character in each):
+            raise typer.BadParameter(f"{each!a} is not valid UTF-8 text.")
+        if isinstance(each, int) and abs(each) >= 2**31:
+            raise typer.BadParameter(f"{each} is out of range.")
+    return value
+
+
 class Color(str, Enum):
     """What generated text is painted by."""
 
@@ -25,7 +35,7 @@ class Color(str, Enum):
 
 ModelName = Annotated[str, typer.Option("--model", help="Path of a GGUF file, name in the cache, hub id, or 'house'.")]
 MaxTokens = Annotated[int, typer.Option(help="New tokens at most.")]
-Threads = Annotated[int, typer.Option(help="0 takes one per physical core.")]
+Threads = Annotated[int, typer.Option(help="0 takes one per physical core.", callback=check)]
 Colors = Annotated[Color, typer.Option("--color", help="Paint each token by who proposed it; in terminals only.")]
 ShowTree = Annotated[bool, typer.Option("--show-tree", help="Draw each tree, its accepted path bright.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
@@ -40,9 +50,12 @@ class PairOptions:
         typer.Option(help="Draft with the same vocabulary, named like the model; 'none' for n-grams alone, 'auto'."),
     ] = "auto"
     device: Annotated[
-        str, typer.Option(help="Where the target runs: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name from info.")
+        str,
+        typer.Option(
+            help="Where the target runs: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name from info.", callback=check
+        ),
     ] = "cpu"
-    draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.")] = "cpu"
+    draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.", callback=check)] = "cpu"
     threads: Threads = 0
 
 

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli.console import errors, open_engine, prompt_of, report
+from pystaged.cli.console import encode, errors, open_engine, prompt_of, report
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import (
     Color,
@@ -125,23 +125,20 @@ class Repl:
         return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
 
     def _turn(self, line: str) -> None:
-        before = tokens = self._tokens
+        before, tokens = self._tokens, list(self._tokens)
+        if line:
+            begun = "\n" if before and not self._text().endswith("\n") else ""
+            tokens += encode(self._engine, begun + line)
+        prompt = prompt_of(self._engine, list(tokens))
+
+        def keep(piece: Piece) -> None:
+            tokens.extend(piece.tokens)
+            self._interrupts.check()
+
         about = Text("stopped", "dim")
         try:
             with self._interrupts.allowed():
-                if line and before and not self._text().endswith("\n"):
-                    line = "\n" + line
-                if line:
-                    tokens = [*before, *self._engine.tokenizer.encode(line).tolist()]
-                stream = self._engine.stream(
-                    prompt_of(self._engine, tokens), max_tokens=self._max_tokens, **asdict(self._sampling)
-                )
-                tokens = list(tokens)
-
-                def keep(piece: Piece) -> None:
-                    tokens.extend(piece.tokens)
-                    self._interrupts.check()
-
+                stream = self._engine.stream(prompt, max_tokens=self._max_tokens, **asdict(self._sampling))
                 result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=keep)
                 about = summary(result.stats, self._color)
                 about.append(f"; read {result.stats.prompt_tokens - result.stats.reused_tokens} new tokens")
