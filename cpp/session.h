@@ -2,11 +2,16 @@
 //
 // The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0 in the
 // order they were evaluated. A failed call leaves both as they were.
+//
+// Calls from several threads wait for each other. A call from inside another one of the same thread (a signal handler
+// during a prefill), and in a child of fork() a call while the parent was in another, throw std::runtime_error.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "graph.h"
@@ -40,6 +45,10 @@ public:
     // Walks from row `root` for as long as the model's own token is among a row's children.
     Followed follow(const Sampling& sampling, int root);
 
+    // One step: evaluates a tree whose first row is its root, follows it from there and commits the path. Needs a
+    // session without pending rows, and leaves none behind, whatever happens.
+    Followed verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, const Sampling& sampling);
+
     // Keeps these pending rows, a path from the committed end on, and drops the rest.
     void commit(const std::vector<int32_t>& path);
     // Drops the pending rows.
@@ -65,9 +74,15 @@ private:
         int logits = -1;  // slot in logits_, or none
     };
 
+    class Turn;
+
     void check_open() const;
     void check_tokens(const std::vector<int32_t>& tokens) const;
+    void check_nothing_pending(const char* call) const;
     const Row& checked_row(int row) const;
+    void evaluate_rows(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits);
+    Followed follow_from(const Sampling& sampling, int root);
+    void commit_path(const std::vector<int32_t>& path);
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
     void compute(size_t first, size_t last, int num_logits);
     float* reserve_logits(int num_rows);
@@ -79,6 +94,8 @@ private:
     LogitsRow row_to_choose_from(const Sampling& sampling, int row);
 
     std::mutex mutex_;
+    std::atomic<std::thread::id> caller_{};  // whose turn it is
+    std::atomic<int> process_{0};            // and in which process, 0 for nobody's
     std::shared_ptr<const Gpt2> model_;
     int context_;
     std::unique_ptr<Graph> graph_;
@@ -86,7 +103,7 @@ private:
     std::vector<int32_t> committed_;
     std::vector<Row> pending_;
     std::unique_ptr<float[]> logits_;  // [slots][logits stride]
-    std::vector<float> maxima_;        // [slots][logits stride / 64]
+    std::vector<float> maxima_;        // [slots][logits stride / kRun]
     int num_slots_ = 0, num_logits_ = 0;
     int num_unread_ = 0;                     // of the last of these slots: their logits are still on the device
     std::vector<int32_t> shortlist_tokens_;  // [slots][shortlist size]

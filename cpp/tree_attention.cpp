@@ -35,7 +35,7 @@ void tree_attention(const Gpt2& model, KvCache& cache, int layer, const Pass& pa
         model.kernel().attend(head_pass);
         for (int i = 0; quantized && i < num_out; ++i) {
             model.kernel().quantize(head_pass.out + i * out_stride, head_dim, i,
-                                    quantized->from_block(head * head_dim / kBlock));
+                                    from_block(*quantized, head * head_dim / kBlock));
         }
     });
     for (int i = 0; i < num_out; ++i) {

@@ -1,23 +1,92 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and files that are read without trusting them."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
+
+_PART = re.compile(r"\.[0-9a-f]{16}\.part")
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write to; it becomes `path` only if the block ends well."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
+    """A temporary name beside `path` to write to; it becomes `path` only if the block ends well. A link is followed.
+
+    Raises:
+        OSError: as destination.
+    """
+    path = destination(path)
+    with part_file(path) as part:
         yield part
         part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def part_file(path: Path) -> Iterator[Path]:
+    """An empty file beside `path` under a name of its own, gone when the block ends unless it was moved.
+
+    It is locked while the block runs: a free lock tells what killed writers left, which is removed first.
+    """
+    for other in path.parent.iterdir():
+        if other.name.startswith(path.name) and _PART.fullmatch(other.name[len(path.name) :]):
+            remove_leftover(other)
+    part, file = _locked_part(path)
+    with file:
+        try:
+            yield part
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def destination(path: Path) -> Path:
+    """Where a file that is to be written will lie: links are followed.
+
+    Raises:
+        OSError: a folder or a device stands there, or there is no folder to put it in.
+    """
+    target = path.resolve()
+    if target.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
+    if target.exists() and not target.is_file():
+        raise OSError(f"{path} is a device or a pipe and is not replaced; name a file")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent} to write {path.name} in")
+    return target
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Unfinished files anywhere in a folder that nobody is writing."""
+    return [part for part in sorted(folder.rglob("*.part")) if _is_leftover(part, remove=False)]
+
+
+def remove_leftover(part: Path) -> None:
+    """Remove an unfinished file, unless somebody is writing it."""
+    _is_leftover(part, remove=True)
+
+
+def read_small(path: Path, most_bytes: int) -> bytes:
+    """The content of a regular file; nothing else is waited for or read.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no regular file, or larger than `most_bytes`.
+    """
+    # Opening a pipe would wait for its writer, and a device need not end.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode) or info.st_size > most_bytes:
+        os.close(descriptor)
+        problem = f"larger than {most_bytes / 1e6:g} MB" if stat.S_ISREG(info.st_mode) else "no regular file"
+        raise ValueError(f"{path} is {problem}")
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(info.st_size)
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
@@ -26,6 +95,46 @@ def check_room(folder: Path, num_bytes: int) -> None:
     Raises:
         OSError: naming the folder, what is needed and what is free.
     """
-    free = shutil.disk_usage(folder).free
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(there).free
     if free < num_bytes:
         raise OSError(f"no room in {folder}: {num_bytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for pystaged."""
+    import platformdirs  # noqa: PLC0415
+
+    return Path(platformdirs.user_cache_dir("pystaged"))
+
+
+def _locked_part(path: Path) -> tuple[Path, BinaryIO]:
+    """A new file that nobody else takes for a leftover."""
+    while True:
+        part = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
+        file = part.open("xb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = part.exists()
+        except BlockingIOError:
+            locked = False
+        except OSError:  # a file system without locks, where nothing is taken for a leftover
+            locked = True
+        if locked:
+            return part, file
+        # Somebody looked whether it is a leftover before it was locked.
+        file.close()
+        part.unlink(missing_ok=True)
+
+
+def _is_leftover(part: Path, *, remove: bool) -> bool:
+    try:
+        if not stat.S_ISREG(part.lstat().st_mode):
+            return False
+        with part.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if remove:
+                part.unlink()
+            return True
+    except OSError:  # locked, gone, another user's
+        return False

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from pystaged.decoding.tree import Stage, TokenTree
+from pystaged.decoding.step import Step
+from pystaged.decoding.tree import Stage
 
 
 @dataclass(slots=True)
@@ -57,8 +58,8 @@ class GenerationStats:
 
     prompt_tokens: tokens of the prompt; reused_tokens: those of them that were still in the context.
     new_tokens: tokens emitted. steps: passes of the target that emitted them; rows: their tokens, roots included.
-    prefill_seconds: until the prompt was in the context; decode_seconds: from there to the end;
-    target_seconds: of these in passes of the target; native_seconds: in the engine altogether.
+    prefill_seconds: until the prompt was in the context; decode_seconds: from there to the end, without what the
+    consumer did between steps; target_seconds: of these in verify passes.
     plain_seconds: what plain decoding of the same tokens would have taken by the measured costs, 0 where none are.
     lengths: how many steps accepted how many nodes. offered, taken: by depth, steps whose path reached the depth above
     and whose tree went on there, and those of them that accepted a node there.
@@ -74,7 +75,6 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     target_seconds: float = 0.0
-    native_seconds: float = 0.0
     plain_seconds: float = 0.0
     relative_weight_bytes: float = 1.0
     lengths: Counter[int] = field(default_factory=Counter)
@@ -83,16 +83,22 @@ class GenerationStats:
     stages: dict[str, StageStats] = field(default_factory=lambda: {stage.name.lower(): StageStats() for stage in Stage})
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
 
-    def record(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """Count one step: its tree and the accepted nodes, root first."""
+    def record(self, step: Step) -> None:
+        """Count one step."""
+        tree, path = step.tree, step.path
         stages = tree.stages.tolist()
         for stage in stages[1:]:
             self.stages[Stage(stage).name.lower()].drafted += 1
         for node in path[1:]:
             self.stages[Stage(stages[node]).name.lower()].accepted += 1
+        for stage in step.stages:
+            self.stages[stage.name.lower()].emitted += 1
         accepted = len(path) - 1
+        self.new_tokens += len(step.tokens)
         self.steps += 1
         self.rows += len(tree)
+        self.target_seconds += step.verify_seconds
+        self.plain_seconds += step.plain_seconds
         self.lengths[accepted] += 1
         for depth in range(1, len(path)):
             self.offered[depth] += 1
@@ -100,20 +106,23 @@ class GenerationStats:
         if path[-1] in tree.parents:
             self.offered[accepted + 1] += 1
 
-    def finish(
-        self,
-        emitted: Sequence[Stage],
-        before: dict[str, DrafterStats],
-        after: dict[str, DrafterStats],
-        target_weight_bytes: int,
-    ) -> None:
-        """Complete the figures when the text is done: who proposed each token, and the drafters' work meanwhile."""
-        for stage in emitted:
-            self.stages[stage.name.lower()].emitted += 1
-        self.drafters = {name: work.since(before[name]) for name, work in after.items()}
-        self.native_seconds += sum(work.native_seconds for work in self.drafters.values())
+    def cut(self, stages: Sequence[Stage]) -> None:
+        """Take back tokens that a step counted, by who proposed each: a stop string ended the text before them."""
+        self.new_tokens -= len(stages)
+        for stage in stages:
+            self.stages[stage.name.lower()].emitted -= 1
+
+    def finish(self, before: dict[str, DrafterStats], after: dict[str, DrafterStats], target_weight_bytes: int) -> None:
+        """Complete the figures when a text is done, by the drafters' work before and after it."""
+        for name, work in after.items():
+            self.drafters[name] = self.drafters.get(name, DrafterStats()).plus(work.since(before[name]))
         read = self.steps * target_weight_bytes + sum(work.weight_bytes for work in self.drafters.values())
         self.relative_weight_bytes = read / (max(1, self.new_tokens) * target_weight_bytes)
+
+    @property
+    def native_seconds(self) -> float:
+        """Decoding time in the engine, of target and drafts."""
+        return self.target_seconds + sum(work.native_seconds for work in self.drafters.values())
 
     @property
     def drafted(self) -> int:

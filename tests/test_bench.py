@@ -78,7 +78,7 @@ def test_a_chain_is_a_chain() -> None:
     decoder = runner._decoder("chain")
     decoder.start(np.arange(100, 110, dtype=np.int32))
     for _ in range(10):
-        tree = decoder.step(GREEDY, 16, GenerationStats()).tree
+        tree = decoder.step(GREEDY, 16).tree
         assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
     decoder.close()
 
@@ -102,12 +102,11 @@ def test_scripted_acceptance_comes_true(random_gguf: Callable[..., Path], with_d
     prompt = np.arange(8, dtype=np.int32)
     plain = Decoder(Session(target))
     plain.start(prompt)
-    expected = [token for _ in range(600) for token in plain.step(WARM, 600, GenerationStats()).tokens]
+    expected = [token for _ in range(600) for token in plain.step(WARM, 600).tokens]
     decoder, stats, written = Decoder(Session(target), drafter), GenerationStats(), list[int]()
-    decoder.start(prompt)
     drafter.script = expected
-    while len(written) < 600:
-        written += decoder.step(WARM, 600 - len(written), stats).tokens
+    for step in decoder.generate(prompt, WARM, 600, stats=stats):
+        written += step.tokens
     assert written == expected
     # Near the end and by chance a little off; 3.5 standard deviations of so many draws.
     for depth, rate in enumerate(rates, 1):

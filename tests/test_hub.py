@@ -17,7 +17,7 @@ from checkpoints import weights as checkpoint_weights
 from checkpoints import write_checkpoint, write_weights
 from gguf import GGUFReader
 from hub_server import TOKEN, Fault, Hub, Repository
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_hub_download
 from test_cli import assert_refused, run
 
 import pystaged
@@ -156,8 +156,11 @@ def test_another_type_downloads_nothing_again(online: Hub) -> None:
         (f"{GGUFS}:tiny.F16.gguf", "tiny.F16.gguf"),
     ],
 )
-def test_gguf_files_are_taken_as_they_are(ggufs: Repository, online: Hub, tmp_path: Path, name: str, file: str) -> None:
+def test_gguf_files_are_taken_as_they_are(
+    ggufs: Repository, online: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, file: str
+) -> None:
     path = hub.pull(name)
+    assert capfd.readouterr() == ("", "")
     assert (path.name, path.read_bytes()) == (file, ggufs.files[file])
     assert path.is_symlink()
     assert "huggingface" in str(path.resolve())
@@ -168,7 +171,6 @@ def test_gguf_files_are_taken_as_they_are(ggufs: Repository, online: Hub, tmp_pa
 
 
 def test_other_tools_find_the_download(ggufs: Repository, online: Hub) -> None:
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415
 
     hub.pull(GGUFS)
     online.requests.clear()
@@ -204,7 +206,7 @@ def test_an_interrupted_connection(ggufs: Repository, online: Hub) -> None:
     assert [request.range for request in downloads(online)] == ["", "bytes=1000-", "bytes=1500-"]
 
 
-def test_an_interrupted_run_goes_on(ggufs: Repository, online: Hub, tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_nothing(ggufs: Repository, tmp_path: Path) -> None:
     def interrupt(_what: str, done: int, _total: int) -> None:
         if done == 3000:
             raise KeyboardInterrupt
@@ -212,16 +214,23 @@ def test_an_interrupted_run_goes_on(ggufs: Repository, online: Hub, tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         hub.pull(GGUFS, progress=interrupt)
     assert cache.models() == []
-    (part,) = (tmp_path / "cache").rglob("*.incomplete")
-    kept = part.stat().st_size
-    assert 2000 < kept <= 3000
-    online.requests.clear()
-    seen: list[int] = []
-    path = hub.pull(GGUFS, progress=lambda _what, done, _total: seen.append(done))
-    assert path.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
-    assert [request.range for request in downloads(online)] == [f"bytes={kept}-"]
-    assert (seen[0], seen[-1]) == (kept, len(ggufs.files["tiny.Q8_0.gguf"]))
     assert leftovers(tmp_path) == []
+    seen: list[tuple[int, int]] = []
+    path = hub.pull(GGUFS, progress=lambda _what, done, total: seen.append((done, total)))
+    data = ggufs.files["tiny.Q8_0.gguf"]
+    assert path.read_bytes() == data
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (len(data), len(data))
+
+
+def test_the_unfinished_download_of_another_is_left_alone(ggufs: Repository, tmp_path: Path) -> None:
+    data = ggufs.files["tiny.Q8_0.gguf"]
+    blobs = tmp_path / "cache" / "huggingface" / "hub" / f"models--{GGUFS.replace('/', '--')}" / "blobs"
+    blobs.mkdir(parents=True)
+    other = blobs / f"{hashlib.sha256(data).hexdigest()}.incomplete"
+    other.write_bytes(b"written by another process" * 10)
+    assert hub.pull(GGUFS).read_bytes() == data
+    assert other.read_bytes() == b"written by another process" * 10
 
 
 def test_a_wrong_checksum(ggufs: Repository, online: Hub, tmp_path: Path) -> None:
@@ -240,17 +249,12 @@ def test_a_wrong_checksum_of_a_small_file(online: Hub) -> None:
         hub.pull(TINY)
 
 
-@pytest.mark.parametrize("path", ["/api/", "/resolve/", "/cdn/"])
+@pytest.mark.parametrize(("path", "method"), [("/api/", "GET"), ("/resolve/", "HEAD"), ("/cdn/", "GET")])
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_failures_that_pass(ggufs: Repository, online: Hub, path: str, status: int) -> None:
-    online.faults = [Fault(path, status), Fault(path, status)]
+def test_failures_that_pass(ggufs: Repository, online: Hub, path: str, method: str, status: int) -> None:
+    online.faults = [Fault(path, status, method=method), Fault(path, status, method=method)]
     assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
     assert online.faults == []
-
-
-def test_failures_of_the_head_request(ggufs: Repository, online: Hub) -> None:
-    online.faults = [Fault("/resolve/", 500, method="HEAD")]
-    assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
 
 
 @pytest.mark.usefixtures("ggufs")
@@ -366,6 +370,42 @@ def test_offline(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert online.requests == []
 
 
+def nested(online: Hub, random_gguf: Callable[..., Path]) -> dict[str, bytes]:
+    """A repository whose files differ by their folders only."""
+    files = {f"{kind}/model.gguf": random_gguf(kind).read_bytes() for kind in ("Q8_0", "Q4_0")}
+    online.repositories[GGUFS] = Repository(dict(files))
+    return files
+
+
+def test_files_of_one_name_in_several_folders(online: Hub, random_gguf: Callable[..., Path]) -> None:
+    files = nested(online, random_gguf)
+    paths = {name: hub.pull(f"{GGUFS}:{name}") for name in files}
+    assert {name: path.read_bytes() for name, path in paths.items()} == files
+    assert hub.pull(GGUFS) == paths["Q8_0/model.gguf"]
+    assert hub.pull(f"{GGUFS}:q4_0") == paths["Q4_0/model.gguf"]
+    online.requests.clear()
+    listed = [model.name for model in cache.models()]
+    assert listed == [f"{GGUFS}:Q4_0/model.gguf", f"{GGUFS}:Q8_0/model.gguf"]
+    assert [names.resolve(name) for name in listed] == [paths[name.partition(":")[2]] for name in listed]
+    assert names.resolve(f"{GGUFS}:q4_0") == paths["Q4_0/model.gguf"]
+    assert online.requests == []
+    for name in listed:
+        assert cache.remove(name) == len(files[name.partition(":")[2]])
+    assert list(cache.folder().iterdir()) == []
+
+
+def test_offline_in_folders(
+    online: Hub, random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found in Hugging Face's cache, where our own knows nothing of it."""
+    files = nested(online, random_gguf)
+    hf_hub_download(GGUFS, "Q4_0/model.gguf", endpoint=online.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    path = hub.pull(f"{GGUFS}:Q4_0/model.gguf")
+    assert path == tmp_path / "cache" / "pystaged" / "models" / GGUFS / "Q4_0" / "model.gguf"
+    assert path.read_bytes() == files["Q4_0/model.gguf"]
+
+
 @pytest.mark.usefixtures("ggufs")
 def test_a_full_disk(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
@@ -441,6 +481,71 @@ def test_remove(ggufs: Repository, tmp_path: Path) -> None:
     assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
 
 
+def test_remove_leaves_what_a_users_own_link_leads_to(tmp_path: Path, random_gguf: Callable[..., Path]) -> None:
+    own = tmp_path / "own.gguf"
+    own.write_bytes(random_gguf("Q8_0").read_bytes())
+    for number, target in enumerate((own, Path(os.path.relpath(own, cache.folder() / "me" / "mine")))):
+        link = cache.folder() / "me" / "mine" / f"{number}.gguf"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+        assert cache.remove(f"me/mine:{number}.gguf") == 0
+        assert not link.is_symlink()
+    assert own.read_bytes() == random_gguf("Q8_0").read_bytes()
+
+
+def test_remove_leaves_what_another_program_downloaded(ggufs: Repository, online: Hub) -> None:
+    before = Path(hf_hub_download(GGUFS, "tiny.Q8_0.gguf", endpoint=online.url))
+    path = hub.pull(GGUFS)
+    assert cache.remove(GGUFS) == 0
+    assert not path.is_symlink()
+    assert before.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+
+
+def test_what_was_removed_and_downloaded_by_another_is_no_longer_ours(ggufs: Repository, online: Hub) -> None:
+    hub.pull(f"{GGUFS}:q4_0")
+    assert hub.pull(GGUFS) == cache.find(f"{GGUFS}:q8_0")
+    assert cache.remove(f"{GGUFS}:q8_0") > 0
+    other = Path(hf_hub_download(GGUFS, "tiny.Q8_0.gguf", endpoint=online.url))
+    hub.pull(f"{GGUFS}:q8_0")
+    assert cache.remove(f"{GGUFS}:q8_0") == 0
+    assert other.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+
+
+def test_remove_leaves_what_another_snapshot_has(ggufs: Repository, online: Hub) -> None:
+    mine = hub.pull(GGUFS).resolve()
+    ggufs.files["README.md"] = b"a new commit"
+    other = Path(hf_hub_download(GGUFS, "tiny.Q8_0.gguf", endpoint=online.url))
+    assert other.resolve() == mine
+    assert cache.remove(GGUFS) == 0
+    assert other.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def nested_brackets(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("spoil", [fifo, endless, nested_brackets])
+def test_what_a_source_file_may_be(spoil: Callable[[Path], None]) -> None:
+    path = hub.pull(TINY)
+    source = path.with_name("source.json")
+    kept = source.read_bytes()
+    source.unlink()
+    spoil(source)
+    assert [model.license for model in cache.models()] == [""]
+    hub.pull(TINY)
+    assert not source.is_symlink()
+    assert source.read_bytes() == kept
+
+
 @pytest.mark.usefixtures("tiny")
 def test_a_damaged_file_is_listed() -> None:
     hub.pull(TINY).write_bytes(b"no model")
@@ -461,20 +566,32 @@ def test_commands(online: Hub, tmp_path: Path) -> None:
     done = run("generate", "the tree", "--model", TINY, "--draft", GGUFS, "--max-tokens", "4", **home)
     assert done.returncode == 0, done.stderr
     assert b"downloading tiny.Q8_0.gguf" in done.stderr
-    listed = run("models", **home).stdout.decode().splitlines()
+    done = run("models", **home)
+    assert done.stderr == b""
+    listed = done.stdout.decode().splitlines()
     assert listed[0].split() == ["name", "MB", "type", "shape", "license"]
     assert [line.split()[0] for line in listed[1:]] == ["someone/tiny-GGUF:q8_0", "someone/tiny:q8_0"]
     assert run("info", "tiny", **home).returncode == 0
-    assert b"MB freed" in run("models", "remove", "tiny", **home).stderr
+    unfinished = path.with_name(f"{path.name}.{'0' * 16}.part")
+    unfinished.write_bytes(bytes(3_000_000))
+    assert b"1 unfinished file of writers that were killed, 3.0 MB" in run("models", **home).stderr
+    assert run("models", "remove", "--leftovers", **home).stderr == b"removed 1 unfinished file, 3.0 MB freed\n"
+    assert not unfinished.exists()
+    assert b"removed, 0." in run("models", "remove", "tiny", **home).stderr
     assert not path.exists()
+    done = run("models", "remove", **home)
+    assert (done.returncode, b"name a model, or --leftovers" in done.stderr) == (2, True)
     assert_refused(run("models", "remove", "tiny", **home), "there is no model 'tiny' in the cache")
     assert_refused(run("pull", "someone/nothing", **home), "there is no model someone/nothing")
 
 
-def test_importing_asks_nobody(online: Hub) -> None:
-    """And huggingface_hub, which is slow to import, is left alone until a hub is named."""
-    code = "import sys, pystaged; sys.exit('huggingface_hub' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, env=dict(os.environ)).returncode == 0
+def test_importing_asks_nobody_and_is_light(online: Hub) -> None:
+    """What is slow to import is left alone until it is needed."""
+    heavy = ("huggingface_hub", "gguf", "safetensors", "platformdirs", "tqdm")
+    code = f"import sys, pystaged; print(*[name for name in {heavy} if name in sys.modules])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, env=dict(os.environ), capture_output=True, text=True)
+    assert done.stdout.strip() == ""
     assert online.requests == []
 
 

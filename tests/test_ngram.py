@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
+import tracemalloc
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,10 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from test_cli import run
 
+from pystaged._core import Model, Tokenizer
 from pystaged.drafting.context import ContextNgrams
+from pystaged.drafting.corpus import sample_documents
 from pystaged.drafting.katz import estimate
 from pystaged.drafting.table import NgramTable
+from pystaged.loading.tables import find_table, table_path
 
 VOCAB_SIZE = 6
 ROUNDING = 3 / 32 + 1e-6  # one log-probability and two backoffs, each rounded to 1/16
@@ -352,6 +358,152 @@ def test_raw_zip_members_are_refused(tmp_path: Path) -> None:
         archive.writestr("sizes", b"1234")
     with pytest.raises(ValueError, match="foreign: not an n-gram table"):
         NgramTable.load(tmp_path / "foreign")
+
+
+def test_a_small_file_that_would_unpack_to_a_large_one_is_refused_before_that(tmp_path: Path) -> None:
+    """64 MB of zeros, said to be the beginning of 2 GB."""
+    path = tmp_path / "bomb"
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (2**31,)})
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("sizes.npy", npy(np.array([1, 300, 10, 16])))
+        archive.writestr("older.npy", header.getvalue() + bytes(1 << 26))
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            ValueError, match="bomb: older would take 2147 MB, more than that of any n-gram table; build"
+        ):
+            NgramTable.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
+def test_what_is_no_file_is_not_read(tmp_path: Path, target: str) -> None:
+    path = tmp_path / "table"
+    os.mkfifo(tmp_path / "pipe")
+    path.symlink_to(target)
+    with pytest.raises(ValueError, match="table is no regular file; build"):
+        NgramTable.load(path)
+
+
+# ---- Which table belongs to a draft ----
+
+
+@pytest.fixture
+def draft(tmp_path: Path, random_gguf: Callable[..., Path]) -> Path:
+    """A draft in a folder of its own."""
+    path = tmp_path / "small.Q8_0.gguf"
+    path.symlink_to(random_gguf("F32"))
+    return path
+
+
+def table_for(vocab_hash: str, path: Path, num_tokens: int) -> None:
+    """A table that is known by the size of its text."""
+    text = np.zeros(num_tokens, np.int32)
+    NgramTable.build([text], vocab_size=300, vocab_hash=vocab_hash).save(path)
+
+
+def test_tables_are_looked_for_beside_the_draft(draft: Path) -> None:
+    tokenizer = Tokenizer(os.fsencode(draft))
+    report: list[str] = []
+    assert find_table(draft, None, tokenizer, report.append) is None
+    assert find_table(None, None, tokenizer) is None
+    for name, size in (("draft.ngram.npz", 30), ("small.Q8_0.ngram.npz", 40)):
+        table_for(tokenizer.fingerprint, draft.with_name(name), size)
+        found = find_table(draft, None, tokenizer, report.append)
+        assert found is not None
+        assert found.num_tokens == size
+    assert report == []
+    assert find_table(None, None, tokenizer) is None
+
+
+def test_tables_beside_the_draft_that_are_of_no_use(draft: Path) -> None:
+    tokenizer = Tokenizer(os.fsencode(draft))
+    table_for("another", draft.with_name("small.Q8_0.ngram.npz"), 30)
+    draft.with_name("draft.ngram.npz").write_bytes(b"no table")
+    report: list[str] = []
+    assert find_table(draft, None, tokenizer, report.append) is None
+    other, damaged = report
+    assert other.startswith(f"passed over: {draft.with_name('small.Q8_0.ngram.npz')}: this n-gram table is for")
+    assert "vocabulary another" in other
+    assert damaged.startswith(f"passed over: {draft.with_name('draft.ngram.npz')}: not an n-gram table")
+
+
+def test_a_table_that_is_named(draft: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(os.fsencode(draft))
+    table_for(tokenizer.fingerprint, draft.with_name("draft.ngram.npz"), 30)
+    table_for(tokenizer.fingerprint, tmp_path / "named", 40)
+    for named in (tmp_path / "named", str(tmp_path / "named")):
+        found = find_table(draft, named, tokenizer)
+        assert found is not None
+        assert found.num_tokens == 40
+    table_for("another", tmp_path / "other", 40)
+    with pytest.raises(ValueError, match=f"other: .*for vocabulary another, the model has {tokenizer.fingerprint}"):
+        find_table(draft, tmp_path / "other", tokenizer)
+    with pytest.raises(FileNotFoundError):
+        find_table(draft, tmp_path / "nothing", tokenizer)
+
+
+def test_the_house_table_is_for_its_vocabulary(house_draft: Path, draft: Path) -> None:
+    tokenizer = Tokenizer(os.fsencode(house_draft))
+    found = find_table(house_draft, None, tokenizer)
+    assert found is not None
+    assert found.vocab_hash == tokenizer.fingerprint
+    again = find_table(draft, None, tokenizer)
+    assert again is not None
+    assert_same(found, again)
+
+
+def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
+    done = run("ngram", "build", "--model", draft, "--tokens", "500")
+    assert (done.returncode, done.stdout) == (0, b""), done.stderr
+    assert b"is used whenever small.Q8_0.gguf drafts" in done.stderr
+    found = find_table(draft, None, Tokenizer(os.fsencode(draft)))
+    assert found is not None
+    assert found.num_tokens >= 500
+    elsewhere = tmp_path / os.fsdecode(b"els\xffwhere.npz")
+    done = run("ngram", "build", "--model", draft, "--tokens", "500", "--out", elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert b"to be found without being named it must lie at" in done.stderr
+    assert elsewhere.read_bytes() == table_path(draft).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, r"seed must be between 0 and 2\*\*32 - 1, not -1"),
+        ({"seed": 2**32}, r"seed must be between 0 and 2\*\*32 - 1, not 4294967296"),
+        ({"temperature": 0}, "temperature must be above 0 and finite, .* not 0"),
+        ({"temperature": math.nan}, "temperature must be above 0 and finite, .* not nan"),
+        ({"temperature": math.inf}, "temperature must be above 0 and finite, .* not inf"),
+    ],
+)
+def test_sampling_refuses_options(draft: Path, options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        next(sample_documents(Model(os.fsencode(draft)), 0, 100, **({"temperature": 1.5} | options)))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--seed", "-1", "seed must be between 0 and 2**32 - 1, not -1"),
+        ("--out", "/dev/null", "/dev/null is a device or a pipe and is not replaced"),
+    ],
+)
+def test_build_refuses_options(draft: Path, option: str, value: str, message: str) -> None:
+    done = run("ngram", "build", "--model", draft, "--tokens", "100", option, value)
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines()[-1].startswith(f"error: {message}")
+    assert not table_path(draft).exists()
+
+
+def test_a_name_that_is_not_utf_8(draft: Path) -> None:
+    odd = draft.rename(draft.with_name(os.fsdecode(b"\xff.gguf")))
+    assert run("ngram", "build", "--model", odd, "--tokens", "100").returncode == 0
+    assert table_path(odd).exists()
 
 
 def scan(tokens: list[int], tail: list[int]) -> tuple[list[int], int]:

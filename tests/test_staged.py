@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,8 @@ from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
-from pystaged.loading.pair import check_vocabularies, house_table
+from pystaged.loading.pair import check_vocabularies
+from pystaged.loading.tables import find_table
 from pystaged.stats import GenerationStats
 
 GREEDY = SamplingConfig()
@@ -82,10 +84,7 @@ def test_the_target_as_its_own_draft_accepts_everything(
 ) -> None:
     drafter = ModelDrafter(Session(target), CHAIN, vocab_size=target.vocab_size)
     decoder, stats = Decoder(Session(target), drafter), GenerationStats()
-    decoder.start(prompts[0])
-    written = 0
-    while written < 40:
-        written += len(decoder.step(sampling, 40 - written, stats).tokens)
+    assert sum(len(step.tokens) for step in decoder.generate(prompts[0], sampling, 40, stats=stats)) == 40
     assert stats.drafted == stats.accepted > 0
     assert stats.tokens_per_step > 6
     assert stats.acceptance_at_depth == [1.0] * len(stats.acceptance_at_depth)
@@ -162,7 +161,7 @@ def test_a_draft_that_vanishes_after_loading_is_still_there(random_gguf: Callabl
         pystaged.load(random_gguf("F32"), draft=draft)
 
 
-@pytest.mark.parametrize("call", ["evaluate", "candidates", "commit"])
+@pytest.mark.parametrize("call", ["evaluate", "candidates", "commit", "verify"])
 @pytest.mark.parametrize("which", ["target", "draft"])
 def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
     call: str, which: str, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
@@ -185,7 +184,7 @@ def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
     wrapped: dict[str, object] = {**sessions, which: Fragile(sessions[which])}
     drafter = ModelDrafter(wrapped["draft"], TREE, vocab_size=target.vocab_size)  # type: ignore[arg-type]
     decoder = Decoder(wrapped["target"], drafter)  # type: ignore[arg-type]
-    if not (which == "target" and call == "candidates"):
+    if (call == "verify") == (which == "target"):
         with pytest.raises(KeyboardInterrupt):
             continuation(decoder, prompts[1], GREEDY, 60)
     assert sessions["target"].num_pending == 0
@@ -196,6 +195,8 @@ def test_a_prompt_longer_than_the_context(target: Model) -> None:
     decoder = Decoder(Session(target, 16))
     with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
         decoder.start(np.zeros(17, np.int32))
+    with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
+        decoder.generate(np.zeros(17, np.int32), GREEDY, 1)
 
 
 def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], house_draft: Path) -> None:
@@ -207,10 +208,10 @@ def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], house_
 
 
 def test_the_table_is_for_its_vocabulary_alone(random_gguf: Callable[..., Path], tokenizer: Tokenizer) -> None:
-    table = house_table(tokenizer)
+    table = find_table(None, None, tokenizer)
     assert table is not None
     assert table.vocab_hash == tokenizer.fingerprint
-    assert house_table(Tokenizer(str(random_gguf("F32")))) is None
+    assert find_table(None, None, Tokenizer(str(random_gguf("F32")))) is None
 
 
 def test_own_policy_is_asked() -> None:
@@ -293,33 +294,34 @@ def test_candidates_are_ranked_under_the_shared_noise(draft: Model) -> None:
 def test_what_plain_steps_take_is_seen_before_drafting_that_gains_little(
     target: Model, prompts: list[NDArray[np.int32]], gain: float, plain_steps: int
 ) -> None:
-    # By this cost a plain step takes a second, which the second one contradicts: it is believed by half, and to have
-    # been no less than half as long.
-    cost, stats = PassCost({1: 1.0, 32: 1.0}), GenerationStats()
+    # By this cost a plain step takes a second, which the second one contradicts.
+    cost = PassCost({1: 1.0, 32: 1.0})
     decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=cost, uses=[(1 + gain, 1.0)])
     decoder.start(prompts[0])
-    sizes = [len(decoder.step(GREEDY, 50, stats).tree) for _ in range(plain_steps + 1)]
+    steps = [decoder.step(GREEDY, 50) for _ in range(plain_steps + 1)]
+    sizes = [len(step.tree) for step in steps]
     assert sizes[:-1] == [1] * plain_steps
     assert sizes[-1] > 1
-    assert stats.plain_seconds == pytest.approx(1 + 0.75 + 0.75 if plain_steps else 1)
+    assert [step.plain_seconds == 1.0 for step in steps] == [True, False, False][: len(steps)]
     decoder.close()
 
 
 def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompts: list[NDArray[np.int32]]) -> None:
     class Interrupted(LyingDrafter):
-        def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
-            if not stats.steps:
-                time.sleep(0.25)
-            return super().draft(sampling, max_depth)
+        late = 0.25
 
-    stats = GenerationStats()
+        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+            time.sleep(self.late)
+            self.late = 0.0
+            return super().draft(sampling, max_depth, seconds)
+
     decoder = Decoder(
         Session(target), Interrupted(target.vocab_size), cost=PassCost({1: 5e-3, 32: 5e-3}), uses=[(9.0, 1.0)]
     )
     sizes = []
     for prompt in prompts[:2]:
         decoder.start(prompt)
-        sizes.append(len(decoder.step(GREEDY, 50, stats).tree))
+        sizes.append(len(decoder.step(GREEDY, 50).tree))
     # A tree that came so late is not worth verifying.
     assert sizes[0] == 1 < sizes[1]
     decoder.close()

@@ -63,7 +63,7 @@ inline float soften(float* scores, int length, float scale) {
 // share are loaded once, then each row goes on alone.
 template <int rows, int vectors>
 void mix_tile(const HeadPass& p, int row, int dim, const float* weights, size_t stride, const float* inverse_sums) {
-    const size_t v_stride = (p.head_dim + kLanes - 1) / kLanes * kLanes;
+    const size_t v_stride = padded(p.head_dim, kLanes);
     const uint16_t* v = p.v + dim;
     int shared = p.rows[row].direct;
     for (int r = 1; r < rows; ++r) {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,11 +69,14 @@ class LyingDrafter:
     def lag(self) -> float:
         return 0.0
 
-    def catch_up(self) -> None:
+    def price(self) -> float:
+        return 0.0
+
+    def catch_up(self, seconds: float = math.inf) -> None:
         pass
 
-    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
-        del sampling
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        del sampling, seconds
         builder = TreeBuilder(self._root)
         kept: list[int] = []
         for _ in range(12):
@@ -84,8 +88,8 @@ class LyingDrafter:
                     kept.append(node)
         return builder.build(kept)
 
-    def prepare(self, sampling: SamplingConfig, max_depth: int) -> None:
-        del sampling, max_depth
+    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
+        del sampling, max_depth, seconds
 
     def extend(self, path: list[int], length: int) -> list[int]:
         del path, length
@@ -99,9 +103,9 @@ class UnsharedDrafter(ModelDrafter):
     """Ranks by probability alone, whatever noise the target's tokens are drawn with: what shared noise is compared
     with."""
 
-    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
         del sampling
-        return super().draft(SamplingConfig(), max_depth)
+        return super().draft(SamplingConfig(), max_depth, seconds)
 
 
 def parts(target: Model, draft: Model, table: NgramTable | None, budget: int) -> dict[str, ModelDrafter]:
@@ -124,17 +128,9 @@ def run_texts(
 ) -> GenerationStats:
     """Continue prompts one after the other; the figures of all of them together."""
     stats = GenerationStats()
-    before = decoder.drafting()
-    stages: list[Stage] = []
     for prompt in prompts:
-        decoder.start(prompt)
-        written = 0
-        while written < max_tokens and not decoder.is_full:
-            step = decoder.step(sampling, max_tokens - written, stats)
-            written += len(step.tokens)
-            stages += step.stages
-    stats.new_tokens = len(stages)
-    stats.finish(stages, before, decoder.drafting(), decoder.target.weight_bytes)
+        for _ in decoder.generate(prompt, sampling, max_tokens, stats=stats):
+            pass
     return stats
 
 
@@ -164,17 +160,7 @@ def drafters(target: Model, draft: Model, table: NgramTable | None) -> dict[str,
 
 def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
     """The tokens a decoder writes after a prompt, end of text or not."""
-    decoder.start(prompt)
-    return list(_tokens(decoder, sampling, max_tokens))[:max_tokens]
-
-
-def _tokens(decoder: Decoder, sampling: SamplingConfig, max_tokens: int) -> Iterator[int]:
-    stats = GenerationStats()
-    written = 0
-    while written < max_tokens and not decoder.is_full:
-        step = decoder.step(sampling, max_tokens - written, stats)
-        written += len(step.tokens)
-        yield from step.tokens
+    return [token for step in decoder.generate(prompt, sampling, max_tokens) for token in step.tokens]
 
 
 def check_decoder(decoder: Decoder, texts: Sequence[Expected], max_tokens: int) -> list[Expected]:

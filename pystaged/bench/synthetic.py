@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -74,12 +75,17 @@ class ScriptedDrafter:
     def lag(self) -> float:
         return 0.0
 
-    def catch_up(self) -> None:
+    def price(self) -> float:
+        return 0.0
+
+    def catch_up(self, seconds: float = math.inf) -> None:
+        del seconds
         if self._session and self._missing:
             self._session.prefill(self._missing)
             self._missing = []
 
-    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        del seconds
         begin = time.perf_counter()
         builder, node, right = TreeBuilder(self._root), 0, True
         self._chain = []
@@ -94,8 +100,8 @@ class ScriptedDrafter:
         self.stats.seconds += time.perf_counter() - begin
         return builder.build(range(1, len(self._chain) + 1))
 
-    def prepare(self, sampling: SamplingConfig, max_depth: int) -> None:
-        self.draft(sampling, max_depth)
+    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
+        self.draft(sampling, max_depth, seconds)
 
     def extend(self, path: list[int], length: int) -> list[int]:
         at = len(path)

@@ -12,9 +12,8 @@ from pystaged.bench.synthetic import ScriptedDrafter
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import GainPolicy
-from pystaged.decoding.tree import Stage
 from pystaged.drafting.model import ModelDrafter
-from pystaged.drafting.ngrams import LOOKUP_SECONDS, NgramDrafter
+from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.loading.pair import Pair
 from pystaged.stats import GenerationStats
 
@@ -59,7 +58,7 @@ class Runner:
         if way == "plain":
             return Decoder(target)
         if way == "n-grams":
-            policy = GainPolicy(pair.target_cost(), lambda width: width * LOOKUP_SECONDS)
+            policy = GainPolicy(pair.target_cost(), pair.ngram_cost.lookup)
             return Decoder(target, NgramDrafter(pair.table, policy, pair.target.vocab_size))
         draft_cost = pair.draft_cost()
         if way == "synthetic":
@@ -87,28 +86,20 @@ class Runner:
         for drafter in decoder.drafters:
             if isinstance(drafter, ScriptedDrafter):
                 drafter.script = job["script"]
-        before = decoder.drafting()
-        sampling, stats = SamplingConfig(**job["sampling"]), GenerationStats(prompt_tokens=len(prompt))
-        tokens, stages, first = list[int](), list[Stage](), 0.0
-        begin = time.perf_counter()
-        decoder.start(prompt)
+        sampling, stats = SamplingConfig(**job["sampling"]), GenerationStats()
         if job["way"] != "staged":
             # The others draft whatever it gains, so each reads the prompt before it is timed.
+            decoder.start(prompt)
             for drafter in decoder.drafters:
                 drafter.catch_up()
-        prefilled = time.perf_counter()
+            decoder.target.truncate(0)
+        tokens, first = list[int](), 0.0
+        begin = time.perf_counter()
         # Past the end of text too, so that all ways write as many tokens.
-        while len(tokens) < job["max_tokens"] and not decoder.is_full:
-            step = decoder.step(sampling, job["max_tokens"] - len(tokens), stats)
+        for step in decoder.generate(prompt, sampling, job["max_tokens"], stats=stats):
             tokens += step.tokens
-            stages += step.stages
             first = first or time.perf_counter() - begin
-        stats.decode_seconds = time.perf_counter() - prefilled
-        del tokens[job["max_tokens"] :], stages[job["max_tokens"] :]
-        stats.new_tokens = len(tokens)
-        engine = stats.native_seconds
-        stats.finish(stages, before, decoder.drafting(), self._pair.target.weight_bytes)
-        drafting = stats.native_seconds - engine
+        drafting = stats.native_seconds - stats.target_seconds
         return {
             "counted": len(tokens),
             "seconds": stats.decode_seconds,
@@ -119,7 +110,6 @@ class Runner:
             "parts": {
                 "target passes": stats.target_seconds,
                 "draft passes": drafting,
-                "following, committing": engine - stats.target_seconds,
                 "n-grams, policy, Python": stats.decode_seconds - stats.native_seconds,
             },
             "emitted": {name: stage.emitted for name, stage in stats.stages.items()},

@@ -9,6 +9,7 @@ import typer
 from pystaged.cli.console import progress_bars
 from pystaged.loading import hub
 from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES
+from pystaged.process import orderly_end
 
 
 def pull(
@@ -19,10 +20,10 @@ def pull(
     ] = "",
 ) -> None:
     """Download a model into the cache and print its path. GGUF files are taken as they are; GPT-2 checkpoints
-    (safetensors) are converted and quantized. Interrupted, it goes on where it was when run again.
+    (safetensors) are converted and quantized.
 
     Example: pystaged pull openai-community/gpt2-large --type q8_0
     """
-    with progress_bars() as progress:
+    with orderly_end(), progress_bars() as progress:
         path = hub.pull(model, quantization, progress)
     typer.echo(path)

@@ -11,6 +11,7 @@ from pystaged.cli.console import errors, progress_bars
 from pystaged.loading import names
 from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
 from pystaged.loading.quantize import quantize as quantize_file
+from pystaged.process import orderly_end
 
 
 def quantize(
@@ -18,14 +19,14 @@ def quantize(
         str,
         typer.Argument(help="A model as in generate, or the folder of a GPT-2 checkpoint (safetensors).", metavar="IN"),
     ],
-    out: Annotated[Path, typer.Argument(help="GGUF file to write.")],
+    out: Annotated[Path, typer.Argument(help="GGUF file to write; a link is followed.")],
     quantization: Annotated[str, typer.Option("--type", help=f"One of {', '.join(FILE_TYPES)}.")] = DEFAULT_TYPE,
 ) -> None:
     """Write a model in another type, with llama.cpp's quantizer. A folder is converted first.
 
     Example: pystaged quantize gpt2.F16.gguf gpt2.Q4_0.gguf --type q4_0
     """
-    with progress_bars() as progress:
+    with orderly_end(), progress_bars() as progress:
         if Path(source).is_dir():
             quantize_checkpoint(Path(source), out, quantization, progress=progress)
         else:

@@ -1,87 +1,215 @@
-"""Which drafter to use, if any: the one of the largest speed-up, and never losing more than a little.
+"""What drafting may spend and what it gained: the only place.
 
-The rule, at every stage. A drafter is used only while what it may lose is covered by the credit of the text. The credit
-opens with a few steps and grows by a share of what has been written and by what drafting gained, so in no text drafting
-loses more than the opening credit and that share. Among drafters that are covered the one of the largest average
-speed-up is used, none where none is faster. Another one is tried only when a purse of its own, filled by the same share
-and emptied by what its trials lost, covers the trial.
+A drafter is used only while the least it can do is covered by the credit of the text. The credit opens with a few plain
+steps, grows by a share of what is written, and takes in all that drafting gains and loses. What a drafter may spend in
+a step is what the credit holds, and so is what verifying its tree may cost beyond a plain step.
 
-All times are in steps without drafting, each of which writes one token: what is learnt holds where the machine slows
-down.
+So at any moment of a text, in seconds:
+
+    text <= plain + opening + prompt + share + overshoot + mistaken
+
+plain: what plain decoding of the same tokens takes. opening: OPENING plain steps, as believed when the text begins.
+prompt: PROMPT of what the target needs to read the prompt, which a drafter may use to read it, too. share: SHARE of
+plain. overshoot: by how much one operation, the one that used up the credit, took longer than its price; an operation
+is a piece of the prompt, a pass or a lookup of a drafter, or a verify pass, with what Python does before the next, of
+which telling the drafters is a part. mistaken: of the tokens of drafted steps, (1 + SHARE) x by how much a plain step
+was believed to take longer than it did. It is believed to take the least of what the last plain steps took and of what
+the verify pass at hand says by the curve, so it can be mistaken only where the machine has become faster since and the
+curve is of the wrong shape. After an overshoot the credit is negative, and the text is plain until it is earned back.
+
+Among drafters that are covered the one of the largest average speed-up is used, none where none is faster than plain
+decoding. Another one is tried only when a purse of its own, filled by the same share and emptied by what its trials
+lost, covers the trial. What is learnt of drafters is kept in plain steps: it holds where the machine slows down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
-_OPENING = 2.2  # steps that drafting may lose in a text before it has gained anything
-_SHARE = 0.005  # of a text's tokens, in steps, that may be lost beyond that
-_MOST = 8.0  # steps of gains, or of a purse, that are kept: what turned wrong must end soon
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.tree import TokenTree
+
+OPENING = 2.2  # plain steps that drafting may lose in a text before it has gained anything
+SHARE = 0.005  # of a text's time that may be lost beyond that
+PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to read it
+_MOST = 16.0  # plain steps of gains, or of a purse, that are kept: what turned wrong must end soon
 _BLEND = 0.01  # least weight of a new observation; what turned wrong is ended by the credit, not by this
 _PRIOR = 10  # uses that the first belief is worth
+_WINDOW = 4  # plain steps that are remembered: the scheduler interrupts one, hardly all of them
+_CHUNK = 32  # tokens of a prompt from which the seconds for one are learnt
+# After so many drafted steps come two plain ones, to see what those take: often at first, and rarely where drafting
+# gains more than a plain step.
+_FIRST_CHECK, _LAST_CHECK, _RARE_CHECK = 4, 128, 1024
 
 
-class Choice:
-    """Chooses among drafters, text after text; what it has learnt of them stays.
+class Budget:
+    """Chooses a drafter for each step of a text, says what it may spend, and keeps account of what came of it.
 
     Args:
-        uses: tokens and time of a use of each, as believed before it has been tried.
+        cost: seconds of a target pass, refined here. None keeps no account: the first drafter is always used.
+        uses: of each drafter, the tokens of a step with it and its time in plain steps, as believed before it has been
+            tried.
+        clock: seconds.
     """
 
-    def __init__(self, uses: Sequence[tuple[float, float]]) -> None:
-        self.credit = 0.0
+    def __init__(
+        self,
+        cost: PassCost | None,
+        uses: Sequence[tuple[float, float]],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.credit = 0.0  # seconds
+        self._cost = cost
+        self._clock = clock
         self._tokens = [tokens for tokens, _ in uses]
-        self._times = [time for _, time in uses]
+        self._times = [steps for _, steps in uses]
         self._seen = [_PRIOR] * len(uses)
-        self._purses = [0.0] * len(uses)
+        self._purses = [0.0] * len(uses)  # seconds
+        # What plain steps took. Not passes of one row in drafted steps: those come after a draft has had the caches.
+        self._plain = deque([cost(1)] if cost else [], _WINDOW)
+        self._reading = cost(_CHUNK) / _CHUNK if cost else 0.0  # of the target, a token of a prompt
         self._best: int | None = None
+        self._chosen: int | None = None
+        self._check_after = self._unchecked = 0  # steps until plain ones are due, and since they were seen
+        self._was_plain = False
+        self._begin = self._drafted = 0.0
 
-    def open(self) -> int | None:
-        """Begin a text; the drafter that will be used most, as things are."""
-        self.credit = _OPENING
-        return self._fastest(range(len(self._times)))
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a plain step, as believed: noise only ever adds. 0 without costs."""
+        return min(self._plain, default=0.0)
 
-    def choose(self, prices: Sequence[float]) -> int | None:
-        """The drafter to use now, None for none.
+    def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: tuple[int, float]) -> None:
+        """Begin a text. The drafter that will be used most reads its prompt at once; a trial of another one pays later.
 
         Args:
-            prices: time that each is about to spend on drafting.
+            drafters: none for a plain text.
+            read: how many tokens of the prompt the target has just read, and in how many seconds.
         """
-        covered = [i for i, price in enumerate(prices) if price <= self.credit]
-        self._best = self._fastest(covered)
-        for i in covered:
-            if i != self._best and self._purses[i] >= self._forgone(self._times[i]) + prices[i]:
-                return i
-        return self._best
-
-    def gain(self, i: int) -> float:
-        """Time that a use of a drafter gains on average."""
-        return self._tokens[i] - self._times[i]
-
-    def record(self, chosen: int | None, tokens: float, time: float) -> None:
-        """What came of a choice: the tokens that were written, and the time that they took."""
-        # What the scheduler took away from one step is not the drafter's loss.
-        time = min(time, tokens + _OPENING)
-        gain, share = tokens - time, _SHARE * tokens
-        self.credit = min(self.credit + share + (gain if chosen is not None else 0.0), _MOST)
-        self._purses = [min(purse + share, _MOST) for purse in self._purses]
-        if chosen is None:
+        self._was_plain = False
+        if self._cost is None:
             return
+        if read[0] >= _CHUNK:
+            self._reading = read[1] / read[0]
+        self.credit = OPENING * self.plain_seconds
+        best = self._fastest(range(len(drafters)))
+        if best is None:
+            return
+        allowance = PROMPT * self._reading * prompt_tokens
+        begin = self._clock()
+        drafters[best].catch_up(allowance + self.credit / 2)
+        self.credit -= max(0.0, self._clock() - begin - allowance)
+
+    def choose(self, drafters: Sequence[Drafter]) -> int | None:
+        """Begin a step: the drafter to use for it, None for none."""
+        self._begin = self._clock()
+        self._chosen = self._choose(drafters)
+        self._drafted = self._clock()
+        return self._chosen
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the chosen drafter may use: what is left when verifying one node is paid."""
+        return self.credit - self._extra(2) if self._cost else math.inf
+
+    def trim(self, tree: TokenTree) -> TokenTree:
+        """The part of what was drafted that verifying loses no more than the credit still holds."""
+        self._drafted = self._clock()
+        if self._cost is None:
+            return tree
+        left = self.credit - (self._drafted - self._begin)
+        rows = len(tree)
+        while rows > 1 and self._extra(rows) > left:
+            rows -= 1
+        return tree.head(rows)
+
+    def record(self, num_rows: int, num_tokens: int, verify_seconds: float) -> float:
+        """End the step: what it verified, wrote and took.
+
+        Returns:
+            Seconds of plain decoding of the same tokens, 0 without costs.
+        """
+        if self._cost is None:
+            return 0.0
+        told = self._clock()
+        by_curve = verify_seconds * self._cost(1) / self._cost(num_rows)
+        self._cost.observe(num_rows, verify_seconds)
+        if self._chosen is None:
+            seconds = self._drafted - self._begin + verify_seconds
+            if self._was_plain:
+                self._see_plain(seconds)
+            self._was_plain = True
+            self._earn(0.0, SHARE * min(seconds, self.plain_seconds))
+        else:
+            self._was_plain = False
+            plain = max(min(by_curve, self.plain_seconds), 1e-9)
+            seconds = told - self._begin
+            gain = num_tokens * plain - seconds
+            self._earn(gain, SHARE * num_tokens * plain)
+            self._learn(self._chosen, num_tokens, gain, plain)
+        return num_tokens * self.plain_seconds
+
+    def _choose(self, drafters: Sequence[Drafter]) -> int | None:
+        if self._cost is None:
+            return 0 if drafters else None
+        prices = [drafter.lag() + drafter.price() + self._extra(2) for drafter in drafters]
+        covered = [i for i, price in enumerate(prices) if price <= self.credit]
+        self._best = chosen = self._fastest(covered)
+        for i in covered:
+            trial = self._forgone(self._times[i]) * self.plain_seconds + prices[i]
+            if i != self._best and self._purses[i] >= trial:
+                chosen = i
+                break
+        if chosen is not None:
+            self._unchecked += 1
+            gains = self._tokens[chosen] - self._times[chosen]
+            if self._unchecked > (self._check_after if gains < 1 else _RARE_CHECK):
+                return None
+        return chosen
+
+    def _extra(self, num_rows: int) -> float:
+        """Seconds that a verify pass takes beyond a plain step."""
+        if self._cost is None:
+            return 0.0
+        # What has been learnt of a few rows may have made them dearer than more of them.
+        return max(0.0, self._cost(num_rows) / self._cost(1) - 1) * self.plain_seconds
+
+    def _see_plain(self, seconds: float) -> None:
+        self._plain.append(seconds)
+        if self._unchecked > self._check_after:
+            self._check_after = min(max(2 * self._check_after, _FIRST_CHECK), _LAST_CHECK)
+        self._unchecked = 0
+
+    def _earn(self, gain: float, share: float) -> None:
+        most = _MOST * self.plain_seconds
+        self.credit = min(self.credit + gain + share, most)
+        self._purses = [min(purse + share, most) for purse in self._purses]
+
+    def _learn(self, chosen: int, num_tokens: int, gain: float, plain: float) -> None:
+        """What a use of a drafter brought, all in plain steps but the gain, which is in seconds."""
+        steps = num_tokens - gain / plain
         if chosen != self._best:
-            self._purses[chosen] -= max(0.0, self._forgone(time) - gain)
+            self._purses[chosen] -= max(0.0, self._forgone(steps) * plain - gain)
+        # What the scheduler took away from one step is charged, but says little of the drafter.
+        steps = min(steps, num_tokens + _MOST)
         self._seen[chosen] += 1
         weight = max(_BLEND, 1 / self._seen[chosen])
-        self._tokens[chosen] += weight * (tokens - self._tokens[chosen])
-        self._times[chosen] += weight * (time - self._times[chosen])
+        self._tokens[chosen] += weight * (num_tokens - self._tokens[chosen])
+        self._times[chosen] += weight * (steps - self._times[chosen])
 
     def _fastest(self, among: Iterable[int]) -> int | None:
         """The drafter of the largest speed-up; None where none is faster than going without."""
         best = max(among, key=self._speedup, default=None)
-        return best if best is not None and self.gain(best) > 0 else None
+        return best if best is not None and self._speedup(best) > 1 else None
 
     def _speedup(self, i: int) -> float:
         return self._tokens[i] / self._times[i]
 
-    def _forgone(self, time: float) -> float:
+    def _forgone(self, steps: float) -> float:
         """What the best drafter gains in that time."""
-        return 0.0 if self._best is None else (self._speedup(self._best) - 1) * time
+        return 0.0 if self._best is None else (self._speedup(self._best) - 1) * steps

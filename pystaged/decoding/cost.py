@@ -65,24 +65,30 @@ def surprise(seconds: float, believed: float) -> float:
     return min(max(seconds / believed, 0.5), 2.0) - 1
 
 
-def measure(run_pass: Callable[[int], None], *, most_rows: int = MEASURED_ROWS[-1]) -> PassCost:
+def measure(
+    run_pass: Callable[[int], None],
+    *,
+    most_rows: int = MEASURED_ROWS[-1],
+    clock: Callable[[], float] = time.perf_counter,
+) -> PassCost:
     """Time passes of 1 to `most_rows` rows, in turn, for less than a second; the shortest of each counts.
 
     Args:
         run_pass: makes a pass over that many rows.
+        clock: seconds.
     """
     rows = [n for n in MEASURED_ROWS if n <= most_rows]
     for n in rows:
         run_pass(n)
     seconds = dict.fromkeys(rows, math.inf)
-    begin = time.perf_counter()
+    begin = clock()
     for done in range(_MOST_ROUNDS):
-        if done >= _LEAST_ROUNDS and time.perf_counter() - begin > _BUDGET:
+        if done >= _LEAST_ROUNDS and clock() - begin > _BUDGET:
             break
         # Down and up again: so each number of rows follows its neighbours, not what large passes left in the caches.
         rows.reverse()
         for n in rows:
-            start = time.perf_counter()
+            start = clock()
             run_pass(n)
-            seconds[n] = min(seconds[n], time.perf_counter() - start)
+            seconds[n] = min(seconds[n], clock() - start)
     return PassCost(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -32,15 +33,20 @@ class Drafter(Protocol):
         """Seconds that catching up with the text will take, about."""
         ...
 
-    def catch_up(self) -> None:
-        """Read what it has not read of the text yet; drafting does that too."""
+    def price(self) -> float:
+        """Seconds of the least it can do once it has caught up: a pass, or a lookup."""
         ...
 
-    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
-        """A tree below the root, at most max_depth deep; the root alone where there is nothing to propose."""
+    def catch_up(self, seconds: float = math.inf) -> None:
+        """Read what it has not read of the text yet, as much as it can in so many seconds; drafting does that too."""
         ...
 
-    def prepare(self, sampling: SamplingConfig, max_depth: int) -> None:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        """A tree below the root, at most max_depth deep, with what it has when the next pass would not fit into the
+        seconds any more; the root alone where there is nothing to propose."""
+        ...
+
+    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
         """Get ready for `extend`, as the drafter below another one."""
         ...
 
@@ -49,7 +55,10 @@ class Drafter(Protocol):
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Follow the target, which emitted these tokens after the root; the last of them is the next root."""
+        """Follow the target, which emitted these tokens after the root; the last of them is the next root.
+
+        Next to free where it has not drafted: plain steps are not charged for it.
+        """
         ...
 
 

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, Session
 from pystaged.config import SamplingConfig
-from pystaged.decoding.budget import Choice
-from pystaged.decoding.cost import PassCost, surprise
+from pystaged.decoding.budget import Budget
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter, common_prefix
+from pystaged.decoding.step import FinishReason, Step
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import DrafterStats, GenerationStats
-
-_BLEND = 0.2  # weight of a new observation of what drafting takes
-_PLAIN_BLEND = 0.1  # of what a plain step takes
-# After so many drafted steps come two plain ones, to see what those take: often at first, and rarely where drafting
-# gains more than a plain step.
-_FIRST_CHECK, _LAST_CHECK, _RARE_CHECK = 4, 128, 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Emitted:
-    """The tokens one step adds to the text, who proposed each, the tree that was verified and its accepted nodes."""
-
-    tokens: list[int]
-    stages: list[Stage]
-    tree: TokenTree
-    path: list[int]
 
 
 class Decoder:
@@ -46,6 +31,7 @@ class Decoder:
             drafter.
         uses: tokens of a step with each drafter and its time in plain steps, as believed before it has been tried; by
             default it gains nothing.
+        clock: seconds.
     """
 
     def __init__(
@@ -54,21 +40,48 @@ class Decoder:
         *drafters: Drafter,
         cost: PassCost | None = None,
         uses: Sequence[tuple[float, float]] = (),
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target = target
         self.drafters = drafters
-        self._cost = cost
-        self._choice = Choice(uses or [(1.0, 1.0)] * len(drafters))
-        self._prices = [0.0] * len(drafters)  # decayed average of what drafting takes once caught up, in plain steps
-        # Of a step without drafting. Not the cost of a pass of one row, which is made after a draft has had the caches.
-        self._plain_seconds = cost(1) if cost else 0.0
-        self._plain_seen = 1  # observations it is the mean of
-        self._check_after = 0
-        self._unchecked = 0  # steps since it was seen
-        self._was_plain = False
-        self._speculate = True
+        self.budget = Budget(cost, uses or [(1.0, 1.0)] * len(drafters), clock=clock)
+        self._clock = clock
+        self._drafting: Sequence[Drafter] = ()  # the drafters of this text: none where it is plain
         self._root = -1
         self._length = 0
+
+    def generate(
+        self,
+        prompt: NDArray[np.int32],
+        sampling: SamplingConfig,
+        max_tokens: int,
+        *,
+        is_end: Callable[[int], bool] = lambda _: False,
+        speculate: bool = True,
+        stats: GenerationStats | None = None,
+    ) -> Generator[Step, None, None]:
+        """Continue a prompt step by step; the context is read and written between `next` and its return only.
+
+        Args:
+            prompt: int32[n], n >= 1.
+            max_tokens: at most so many, at least 1.
+            is_end: whether a token ends the text; it is not emitted.
+            speculate: False decodes plainly; the tokens are the same.
+            stats: filled while it goes, complete when the iterator is exhausted or closed.
+
+        Returns:
+            An iterator of Step; the last one, which may be without tokens, says why the text ended.
+
+        Raises:
+            ContextFullError: at once: the prompt is longer than the context.
+            ValueError: at once: an empty prompt, or max_tokens below 1.
+        """
+        if len(prompt) < 1 or max_tokens < 1:
+            raise ValueError(f"the prompt needs a token at least, and max_tokens, {max_tokens}, must be at least 1")
+        self._check(prompt)
+        return self._generate(
+            prompt, sampling, max_tokens, is_end, speculate, GenerationStats() if stats is None else stats
+        )
 
     def start(self, prompt: NDArray[np.int32], *, speculate: bool = True) -> int:
         """Bring the context to a prompt, int32[n] with n >= 1; returns how many of its tokens were there already.
@@ -79,20 +92,29 @@ class Decoder:
         Raises:
             ContextFullError: the prompt is longer than the context.
         """
-        if len(prompt) > self.target.n_ctx:
-            raise ContextFullError(
-                f"the prompt has {len(prompt)} tokens, but the context holds {self.target.n_ctx}; shorten the prompt"
-            )
+        self._check(prompt)
         reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1)
+        begin = self._clock()
         self.target.truncate(reused)
         self.target.prefill(prompt[reused:-1])
-        self._speculate, self._was_plain = speculate, False
-        if speculate:
-            self._start_drafters(prompt)
+        read = len(prompt) - 1 - reused, self._clock() - begin
         self._root, self._length = int(prompt[-1]), len(prompt) - 1
+        self._drafting = self.drafters if speculate else ()
+        for drafter in self._drafting:
+            drafter.start(prompt)
+        self.budget.open(self._drafting, len(prompt), read)
         return reused
 
-    def drafting(self) -> dict[str, DrafterStats]:
+    def step(self, sampling: SamplingConfig, max_tokens: int) -> Step:
+        """Draft, verify, emit, tell: at least one token, normally no more than max_tokens."""
+        tree = self._draft(sampling, min(max_tokens, self.target.n_ctx - self._length) - 1)
+        path, tokens, seconds = self._verify(tree, sampling)
+        stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
+        self._tell(tokens)
+        plain_seconds = self.budget.record(len(tree), len(tokens), seconds)
+        return Step(tokens, stages, tree, path, seconds, plain_seconds)
+
+    def work(self) -> dict[str, DrafterStats]:
         """What each drafter has done so far, by name."""
         total: dict[str, DrafterStats] = {}
         for drafter in self.drafters:
@@ -111,84 +133,70 @@ class Decoder:
         """Whether the context has no position left to evaluate the root at."""
         return self._length >= self.target.n_ctx
 
-    def step(self, sampling: SamplingConfig, max_tokens: int, stats: GenerationStats) -> Emitted:
-        """Draft, verify, follow, commit: at least one token, normally no more than max_tokens."""
-        begin = time.perf_counter()
-        chosen = self._choose() if self._speculate else None
-        max_depth = min(max_tokens, self.target.n_ctx - self._length) - 1
-        if chosen is None or max_depth < 1:
-            tree = TokenTree.root(self._root)
-        else:
-            tree = self._draft(chosen, sampling, max_depth, begin)
-        drafted = time.perf_counter()
+    def _check(self, prompt: NDArray[np.int32]) -> None:
+        if len(prompt) > self.target.n_ctx:
+            raise ContextFullError(
+                f"the prompt has {len(prompt)} tokens, but the context holds {self.target.n_ctx}; shorten the prompt"
+            )
+
+    def _generate(
+        self,
+        prompt: NDArray[np.int32],
+        sampling: SamplingConfig,
+        max_tokens: int,
+        is_end: Callable[[int], bool],
+        speculate: bool,
+        stats: GenerationStats,
+    ) -> Generator[Step, None, None]:
+        before, left, begin = self.work(), max_tokens, self._clock()
+        stats.prompt_tokens += len(prompt)
         try:
-            self.target.evaluate(tree.tokens, tree.parents)
-            evaluated = time.perf_counter()
-            path, tokens = self.target.follow(sampling.native)
-            self.target.commit(path)
+            stats.reused_tokens += self.start(prompt, speculate=speculate)
+            stats.prefill_seconds += self._clock() - begin
+            finished = False
+            while not finished:
+                begin = self._clock()
+                step = self._cut(self.step(sampling, left), left, is_end)
+                left -= len(step.tokens)
+                finished = step.finish_reason is not None
+                stats.record(step)
+                stats.decode_seconds += self._clock() - begin
+                yield step
         finally:
-            self.target.discard()
-        committed = time.perf_counter()
+            stats.finish(before, self.work(), self.target.weight_bytes)
+
+    def _cut(self, step: Step, max_tokens: int, is_end: Callable[[int], bool]) -> Step:
+        """The part of a step before the end of text and within max_tokens, and whether the text ends there."""
+        length = min(len(step.tokens), max_tokens)
+        finish: FinishReason | None = "length" if length == max_tokens or self.is_full else None
+        for i, token in enumerate(step.tokens[:length]):
+            if is_end(token):
+                length, finish = i, "stop"
+                break
+        if finish is None:
+            return step
+        return replace(step, tokens=step.tokens[:length], stages=step.stages[:length], finish_reason=finish)
+
+    def _draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
+        chosen = self.budget.choose(self._drafting if max_depth >= 1 else ())
+        if chosen is None:
+            return TokenTree.root(self._root)
+        return self.budget.trim(self._drafting[chosen].draft(sampling, max_depth, self.budget.seconds))
+
+    def _verify(self, tree: TokenTree, sampling: SamplingConfig) -> tuple[list[int], list[int], float]:
+        """The accepted nodes, the target's token after each, and seconds."""
+        begin = self._clock()
+        path, tokens = self.target.verify(tree.tokens, tree.parents, sampling.native)
+        seconds = self._clock() - begin
         nodes, emitted = path.tolist(), tokens.tolist()
-        for drafter in self.drafters if self._speculate else ():
-            drafter.advance(emitted)
-        advanced = time.perf_counter()
-        self._root = emitted[-1]
-        self._length += len(nodes)
-        stats.record(tree, nodes)
-        stats.target_seconds += evaluated - drafted
-        stats.native_seconds += committed - drafted
-        if self._cost:
-            self._cost.observe(len(tree), evaluated - drafted)
-            step = time.perf_counter() - begin
-            if chosen is None and self._was_plain:
-                # Plain decoding has no drafters to tell.
-                change = surprise(step - (advanced - committed), self._plain_seconds)
-                self._plain_seen += 1
-                self._plain_seconds *= 1 + max(_PLAIN_BLEND, 1 / self._plain_seen) * change
-                if self._unchecked > self._check_after:
-                    self._check_after = min(max(2 * self._check_after, _FIRST_CHECK), _LAST_CHECK)
-                self._unchecked = 0
-            self._was_plain = chosen is None
-            stats.plain_seconds += len(emitted) * self._plain_seconds
-            self._choice.record(chosen, len(emitted), step / self._plain_seconds)
-        return Emitted(emitted, [*(Stage(tree.stages[node]) for node in nodes[1:]), Stage.TARGET], tree, nodes)
+        self._root, self._length = emitted[-1], self._length + len(nodes)
+        return nodes, emitted, seconds
 
-    def _start_drafters(self, prompt: NDArray[np.int32]) -> None:
-        for drafter in self.drafters:
-            drafter.start(prompt)
-        if self._cost is None:
-            return
-        best = self._choice.open()
-        # What will be used reads the prompt now, together with the target; a trial pays for it later.
-        if best is not None:
-            self.drafters[best].catch_up()
-
-    def _choose(self) -> int | None:
-        """The drafter to use for this step, None where none pays."""
-        if self._cost is None:
-            return 0 if self.drafters else None
-        prices = zip(self.drafters, self._prices, strict=True)
-        chosen = self._choice.choose([price + drafter.lag() / self._plain_seconds for drafter, price in prices])
-        if chosen is not None:
-            self._unchecked += 1
-            if self._unchecked > (self._check_after if self._choice.gain(chosen) < 1 else _RARE_CHECK):
-                return None
-        return chosen
-
-    def _draft(self, chosen: int, sampling: SamplingConfig, max_depth: int, begin: float) -> TokenTree:
-        """A tree of which verifying loses no more than may be lost."""
-        drafter = self.drafters[chosen]
-        if self._cost is None:
-            return drafter.draft(sampling, max_depth)
-        lag = drafter.lag() / self._plain_seconds
-        tree = drafter.draft(sampling, max_depth)
-        spent = (time.perf_counter() - begin) / self._plain_seconds
-        price = self._prices[chosen]
-        # One that the scheduler interrupted must not put the drafter beyond all credit, where it is never seen again.
-        observed = min(max(0.0, spent - lag), max(2 * price, 1.0))
-        self._prices[chosen] = price + _BLEND * (observed - price)
-        rows = len(tree)
-        while rows > 1 and spent + (self._cost(rows) - self._cost(1)) / self._plain_seconds > self._choice.credit:
-            rows -= 1
-        return tree.head(rows)
+    def _tell(self, tokens: list[int]) -> None:
+        try:
+            for drafter in self._drafting:
+                drafter.advance(tokens)
+        except BaseException:
+            # Some have not heard of these tokens, so none drafts until the next text.
+            self._drafting = ()
+            raise

@@ -1,13 +1,19 @@
 """Which guesses to grow and how many to hand over: expected gain against measured cost.
 
-A policy is any object with the three members of TreePolicy; it sees scores and seconds, never models.
+A policy is any object with the three members of TreePolicy; it sees scores and seconds, never models. What it answers
+is checked, and cut to what an engine can do in a step.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+MAX_NODES = 64  # of a tree that the target verifies, root excluded
+MAX_EXPANDED = 64  # nodes of a tree that are expanded, each a row of a draft pass or a lookup
+MAX_CHILDREN = 16  # candidates per node
 
 
 @dataclass(slots=True)
@@ -25,7 +31,12 @@ class Growth:
 
 
 class TreePolicy(Protocol):
-    """Decides how a tree grows."""
+    """Decides how a tree grows.
+
+    One policy object serves all contexts of an engine, and several threads at once: what it keeps between calls needs a
+    lock of its own. Answers that are not integers are a TypeError, negative ones a ValueError; a tree has 64 nodes at
+    most, of which at most 64 are expanded, with 16 children each at most.
+    """
 
     @property
     def children(self) -> int:
@@ -39,6 +50,37 @@ class TreePolicy(Protocol):
     def keep(self, growth: Growth) -> int:
         """How many of the best nodes the target verifies, root excluded; 0 is plain decoding."""
         ...
+
+
+class CheckedPolicy:
+    """A policy whose answers are checked, and cut to what an engine can do in a step.
+
+    Raises:
+        TypeError, ValueError: every member, where the policy answers nonsense; naming its class and the member.
+    """
+
+    def __init__(self, policy: TreePolicy) -> None:
+        self._policy = policy
+
+    @property
+    def children(self) -> int:
+        return self._checked("children", self._policy.children, MAX_CHILDREN, least=1)
+
+    def expand(self, growth: Growth) -> int:
+        return self._checked("expand", self._policy.expand(growth), len(growth.leaves))
+
+    def keep(self, growth: Growth) -> int:
+        return self._checked("keep", self._policy.keep(growth), MAX_NODES)
+
+    def _checked(self, member: str, answer: object, most: int, least: int = 0) -> int:
+        name = f"{type(self._policy).__name__}.{member}"
+        try:
+            number = operator.index(answer)  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"{name} must be an integer, not {type(answer).__name__}") from None
+        if number < least:
+            raise ValueError(f"{name} must be at least {least}, not {number}")
+        return min(number, most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,11 +22,18 @@ def sample_documents(
         start: the token before each sequence, normally the end of text.
         num_tokens: in all sequences together, at least; whole batches are made.
         temperature: 1.5 in Spector & Ré 2023 (arXiv 2308.04623), to see more of what the draft may say.
-        seed: the same seed gives the same text.
+        seed: the same seed gives the same text; from 0 to 2**32 - 1.
 
     Yields:
         int32[n], one sequence each.
+
+    Raises:
+        ValueError: temperature or seed out of range.
     """
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be above 0 and finite, or all sequences are the same; not {temperature}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be between 0 and 2**32 - 1, not {seed}")
     session = Session(model)
     # The cells of a batch must fit the context. Branches are short, but trigrams look back two tokens only.
     length = max(2, session.n_ctx // _BRANCHES)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pystaged.decoding.calibration import Calibration
-from pystaged.decoding.policy import Growth, TreePolicy
+from pystaged.decoding.policy import CheckedPolicy, Growth, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.stats import DrafterStats
 
@@ -19,12 +20,14 @@ class TreeDrafter:
     Args:
         stage: who the proposals are by.
         policy: decides how the tree grows.
+        clock: seconds.
     """
 
-    def __init__(self, stage: Stage, policy: TreePolicy) -> None:
+    def __init__(self, stage: Stage, policy: TreePolicy, clock: Callable[[], float] = time.perf_counter) -> None:
         self.stats = DrafterStats()
         self._stage = stage
-        self._policy = policy
+        self._policy = CheckedPolicy(policy)
+        self._clock = clock
         self._calibrations = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
         self._calibration = self._calibrations[True]
         self._builder: TreeBuilder | None = None
@@ -35,11 +38,11 @@ class TreeDrafter:
     def close(self) -> None:
         pass
 
-    def _expand(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float]) -> None:
+    def _expand(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
         """Add a node's candidates, best first, as its children."""
         believed = builder.nodes[node].score
         cells = self._calibration.cells(self._stage, scores)
-        for token, cell in zip(tokens[: self._policy.children], cells, strict=False):
+        for token, cell in zip(tokens[:children], cells, strict=False):
             builder.add(node, token, believed * self._calibration.rates[cell], self._stage, cell)
 
     def _finish(self, builder: TreeBuilder, growth: Growth) -> TokenTree:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Session
 from pystaged.config import SamplingConfig
-from pystaged.decoding.budget import Choice
-from pystaged.decoding.cost import PassCost
+from pystaged.decoding.cost import PassCost, surprise
 from pystaged.decoding.drafter import Drafter, common_prefix
-from pystaged.decoding.policy import Growth, TreePolicy
+from pystaged.decoding.policy import MAX_EXPANDED, Growth, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.growing import CANDIDATES, TreeDrafter
-from pystaged.drafting.ngrams import LOOKUP_SECONDS, NgramDrafter
+from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.stats import DrafterStats
 
 _LONGEST_PREFIX_ROWS = 16  # rows a drafter catches up on together with the root, rather than in passes of their own
 _GUESSES = 3  # tokens the drafter below proposes for each pass
 _GUESS_GAIN = 0.25  # of a pass, what guesses from below are believed to save before they are tried
+_GUESS_BLEND = 0.02  # weight of a new observation of that
+_GUESS_CHECK = 64  # where they save nothing they are tried in one pass of so many
+_PIECE = 32  # tokens read at once while it is not known how long reading takes
 
 
 class ModelDrafter(TreeDrafter):
@@ -36,6 +39,7 @@ class ModelDrafter(TreeDrafter):
         below: a cheaper drafter, None for none.
         cost: seconds of a pass, refined here.
         vocab_size: the target's; tokens from here on are never proposed.
+        clock: seconds.
     """
 
     def __init__(
@@ -46,13 +50,16 @@ class ModelDrafter(TreeDrafter):
         below: Drafter | None = None,
         cost: PassCost | None = None,
         vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(Stage.DRAFT, policy)
+        super().__init__(Stage.DRAFT, policy, clock)
         self.session = session
         self.below = below
         self._cost = cost
         self._vocab_size = vocab_size
-        self._choice = Choice([(1 + _GUESS_GAIN, 1.0)] if cost else [])
+        self._reading = cost(_PIECE) / _PIECE if cost else 0.0  # seconds for a token of a long text
+        self._guess_gain = _GUESS_GAIN
+        self._unguessed = 0  # passes since guesses were last asked for
         self._length = 0  # tokens committed in the session
         self._missing: list[int] = []  # tokens of the context that the session has not seen
         self._root = 0
@@ -67,39 +74,75 @@ class ModelDrafter(TreeDrafter):
         self._builder = None
         if self.below:
             self.below.start(context)
-        if self._cost:
-            self._choice.open()
 
     def lag(self) -> float:
-        return self._cost(len(self._missing)) if self._cost and self._missing else 0.0
+        below = self.below.lag() if self.below else 0.0
+        missing = len(self._missing)
+        if self._cost is None or missing == 0:
+            return below
+        if missing > _LONGEST_PREFIX_ROWS:
+            return below + self._reading * missing
+        return below + self._cost(missing + 1) - self._cost(1)
 
-    def catch_up(self) -> None:
-        room = self.session.n_ctx - self._length
-        if self._missing and len(self._missing) <= room and self._can_read(self._missing):
-            self.session.prefill(self._missing)
-            self._length += len(self._missing)
-            self._missing = []
+    def price(self) -> float:
+        return self._cost(1 + self._guesses_below) if self._cost else 0.0
+
+    def catch_up(self, seconds: float = math.inf) -> None:
+        begin = self._clock()
         if self.below:
-            self.below.catch_up()
+            self.below.catch_up(seconds)
+        if len(self._missing) > self.session.n_ctx - self._length or not self._can_read(self._missing):
+            return
+        while self._missing:
+            piece = len(self._missing)
+            if self._cost and seconds < math.inf:
+                # Where not all can be read, a piece tells how long the rest will really take.
+                left = seconds - (self._clock() - begin)
+                if piece * self._reading > left:
+                    piece = min(_PIECE, piece)
+                if piece * self._reading > left:
+                    return
+            self._read(piece)
 
-    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
-        begin = time.perf_counter()
-        self._builder = None
+    def _read(self, piece: int) -> None:
+        begin = self._clock()
+        self.session.prefill(self._missing[:piece])
+        self._length += piece
+        del self._missing[:piece]
+        if self._cost and piece >= _PIECE:
+            seconds = (self._clock() - begin) / piece
+            # Noise only ever adds: what was less is believed at once.
+            self._reading = min(seconds, self._reading * (1 + 0.5 * surprise(seconds, self._reading)))
+
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        begin = self._clock()
+        if self._builder is not None:
+            # What came of the last tree is not known: its step failed.
+            self._builder = None
+            self.session.discard()
         self._calibration = self._calibrations[sampling.is_greedy]
         # A row for the root, and one for each level but the last.
         max_depth = min(max_depth, self.session.n_ctx - self._length - len(self._missing))
         if max_depth < 1 or not self._can_read([*self._missing, self._root]):
             return TokenTree.root(self._root)
+        children = self._policy.children
         if self.below:
-            self.below.prepare(sampling, max_depth)
-        builder, batch, passes = TreeBuilder(self._root), [0], 0
+            self.below.prepare(sampling, max_depth, seconds)
+        if len(self._missing) > _LONGEST_PREFIX_ROWS:
+            self.catch_up(seconds - (self._clock() - begin))
+            if len(self._missing) > _LONGEST_PREFIX_ROWS:
+                return TokenTree.root(self._root)
+        builder, batch, passes, expanded = TreeBuilder(self._root), [0], 0, 0
+        growth = Growth([], [], 0, 0.0)
         self._num_rows = 0
         try:
-            if len(self._missing) > _LONGEST_PREFIX_ROWS:
-                self.catch_up()
-            while True:
-                self._pass(builder, batch, sampling, max_depth)
+            while batch:
+                num_rows = len(batch) + self._guesses_below + (0 if passes else len(self._missing))
+                if self._cost and self._clock() - begin + self._cost(num_rows) > seconds:
+                    break
+                self._pass(builder, batch, sampling, max_depth, children)
                 passes += 1
+                expanded += len(batch)
                 best, nodes = builder.best(), builder.nodes
                 leaves = [node for node in best if nodes[node].row < 0 and nodes[node].depth < max_depth]
                 leaves = [leaf for leaf in leaves if nodes[leaf].token < self.session.vocab_size]
@@ -107,30 +150,34 @@ class ModelDrafter(TreeDrafter):
                     [nodes[node].score for node in best],
                     [nodes[leaf].score for leaf in leaves],
                     passes,
-                    time.perf_counter() - begin,
+                    self._clock() - begin,
                 )
-                width = self._policy.expand(growth)
-                if width == 0 or not leaves:
-                    break
-                batch = leaves[:width]
+                batch = leaves[: min(self._policy.expand(growth), MAX_EXPANDED - expanded)]
+            tree = self._finish(builder, growth)
         except BaseException:
+            self._builder = None
             self.session.discard()
             raise
-        self.stats.passes += passes
-        self.stats.seconds += time.perf_counter() - begin
-        return self._finish(builder, growth)
+        finally:
+            self.stats.passes += passes
+            self.stats.seconds += self._clock() - begin
+        if passes == 0:
+            self._builder = None
+        return tree
 
-    def _pass(self, builder: TreeBuilder, batch: list[int], sampling: SamplingConfig, max_depth: int) -> None:
+    def _pass(
+        self, builder: TreeBuilder, batch: list[int], sampling: SamplingConfig, max_depth: int, children: int
+    ) -> None:
         """Evaluate a batch of nodes, and guesses from below after the best of them; add everybody's candidates."""
-        begin = time.perf_counter()
+        begin = self._clock()
         first = batch[0]
         guesses: list[int] = []
-        use_below = self.below is not None and self._choose_below()
-        if use_below and self.below:
+        asked = self.below is not None and self._wants_guesses()
+        if asked and self.below:
             room = max_depth - 1 - builder.nodes[first].depth
             guesses = self.below.extend(builder.path(first), min(_GUESSES, room))
             guesses = guesses[: next((i for i, token in enumerate(guesses) if not self._can_read([token])), None)]
-        looked_up = time.perf_counter()
+        looked_up = self._clock()
         tokens, parents = [], []
         if self._num_rows == 0:
             tokens = list(self._missing)
@@ -146,16 +193,16 @@ class ModelDrafter(TreeDrafter):
             before = self._num_rows + len(tokens)
             tokens.append(token)
         judged = len(batch) + len(guesses)
-        start = time.perf_counter()
+        start = self._clock()
         self.session.evaluate(tokens, parents, judged)
         self._num_rows += len(tokens)
         rows = range(self._num_rows - judged, self._num_rows)
-        found, scores = self.session.candidates(list(rows), max(CANDIDATES, self._policy.children), sampling.native)
-        self.stats.native_seconds += time.perf_counter() - start
+        found, scores = self.session.candidates(list(rows), max(CANDIDATES, children), sampling.native)
+        self.stats.native_seconds += self._clock() - start
         self.stats.weight_bytes += self.session.weight_bytes
         found_lists, score_lists = found.tolist(), scores.tolist()
         for i, node in enumerate(batch):
-            self._add(builder, node, found_lists[i], score_lists[i])
+            self._add(builder, node, found_lists[i], score_lists[i], children)
         node, confirmed = first, 0
         for i, token in enumerate(guesses):
             child = builder.children[node].get(token)
@@ -163,30 +210,40 @@ class ModelDrafter(TreeDrafter):
                 break
             builder.nodes[child].row = rows[len(batch) + i]
             builder.nodes[child].stage = Stage.NGRAM if isinstance(self.below, NgramDrafter) else Stage.DRAFT
-            self._add(builder, child, found_lists[len(batch) + i], score_lists[len(batch) + i])
+            self._add(builder, child, found_lists[len(batch) + i], score_lists[len(batch) + i], children)
             node = child
             confirmed += 1
         if self._cost:
-            # Every guess that came true is a pass saved; the others are rows and a lookup for nothing.
-            alone = self._cost(len(tokens) - len(guesses)) / self._cost(1)
-            with_guesses = (self._cost(len(tokens)) + looked_up - begin) / self._cost(1)
-            self._choice.record(0 if use_below else None, alone + confirmed, with_guesses)
-            self._cost.observe(len(tokens), time.perf_counter() - begin)
+            if asked:
+                # Every guess that came true is a pass saved; the others are rows and a lookup for nothing.
+                wasted = self._cost(len(tokens)) - self._cost(len(tokens) - len(guesses)) + looked_up - begin
+                gain = max(confirmed - wasted / self._cost(1), -1.0)
+                self._guess_gain += _GUESS_BLEND * (gain - self._guess_gain)
+            self._cost.observe(len(tokens), self._clock() - begin)
         self.stats.guessed += len(guesses)
         self.stats.confirmed += confirmed
 
-    def _choose_below(self) -> bool:
-        """Whether guesses from below are worth having in the next pass."""
-        return self._cost is None or self._choice.choose([_GUESSES * LOOKUP_SECONDS / self._cost(1)]) == 0
+    @property
+    def _guesses_below(self) -> int:
+        """Rows that guesses from below may add to a pass."""
+        return _GUESSES if self.below else 0
 
-    def _add(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float]) -> None:
+    def _wants_guesses(self) -> bool:
+        """Whether guesses from below are worth having in the next pass, or are due to be tried again."""
+        self._unguessed += 1
+        if self._guess_gain <= 0 and self._unguessed < _GUESS_CHECK:
+            return False
+        self._unguessed = 0
+        return True
+
+    def _add(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
         # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.
         good = [i for i, token in enumerate(tokens) if 0 <= token < self._vocab_size]
         if good:
-            self._expand(builder, node, [tokens[i] for i in good], [scores[i] for i in good])
+            self._expand(builder, node, [tokens[i] for i in good], [scores[i] for i in good], children)
 
-    def prepare(self, sampling: SamplingConfig, max_depth: int) -> None:
-        self.draft(sampling, max_depth)
+    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
+        self.draft(sampling, max_depth, seconds)
 
     def extend(self, path: list[int], length: int) -> list[int]:
         if self._builder is None:
@@ -234,4 +291,4 @@ class ModelDrafter(TreeDrafter):
             self.below.close()
 
     def _can_read(self, tokens: Sequence[int]) -> bool:
-        return max(tokens) < self.session.vocab_size
+        return max(tokens, default=0) < self.session.vocab_size

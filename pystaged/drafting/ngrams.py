@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import gumbel
 from pystaged.config import SamplingConfig
-from pystaged.decoding.policy import Growth, TreePolicy
+from pystaged.decoding.cost import PassCost, measure
+from pystaged.decoding.policy import MAX_EXPANDED, FixedPolicy, Growth, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.growing import CANDIDATES, TreeDrafter
 from pystaged.drafting.table import NgramTable
 
 _TAIL = 4  # tokens an n-gram lookup can use
-LOOKUP_SECONDS = 60e-6  # of one n-gram lookup with all that Python does around it
-_READ_SECONDS = 2e-6  # a token's n-grams
+_MEASURED_TEXT = 64  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class NgramCost:
+    """Seconds of lookups, with all that Python does around them, and of reading tokens; both refined while running."""
+
+    lookup: PassCost
+    read: PassCost
 
 
 class NgramDrafter(TreeDrafter):
@@ -29,10 +38,21 @@ class NgramDrafter(TreeDrafter):
         table: Katz trigram of the draft's text (Spector & Ré 2023), None for the context alone.
         policy: decides how a tree for the target grows; a "pass" is one lookup.
         vocab_size: tokens from here on are never proposed.
+        cost: seconds of lookups and of reading, refined here; None for lookups that are free.
+        clock: seconds.
     """
 
-    def __init__(self, table: NgramTable | None, policy: TreePolicy, vocab_size: int) -> None:
-        super().__init__(Stage.NGRAM, policy)
+    def __init__(
+        self,
+        table: NgramTable | None,
+        policy: TreePolicy,
+        vocab_size: int,
+        *,
+        cost: NgramCost | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(Stage.NGRAM, policy, clock)
+        self._cost = cost
         self._table = table
         self._vocab_size = min(vocab_size, table.vocab_size) if table else vocab_size
         self._grams = ContextNgrams()
@@ -45,42 +65,66 @@ class NgramDrafter(TreeDrafter):
         self._builder = None
 
     def lag(self) -> float:
-        return _READ_SECONDS * (len(self._context) - len(self._grams))
+        unread = self._unread
+        return self._cost.read(unread) if self._cost and unread else 0.0
 
-    def catch_up(self) -> None:
-        self._grams.extend(self._context[len(self._grams) :])
+    def price(self) -> float:
+        return self._cost.lookup(1) if self._cost else 0.0
 
-    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
-        begin = time.perf_counter()
-        self.prepare(sampling, max_depth)
+    def catch_up(self, seconds: float = math.inf) -> None:
+        begin = self._clock()
+        unread = self._unread
+        if self._cost and seconds < math.inf:
+            unread = min(unread, int(seconds / self._cost.read(1)))
+        if unread <= 0:
+            return
+        read = len(self._grams)
+        self._grams.extend(self._context[read : read + unread])
+        if self._cost and unread >= _MEASURED_TEXT:
+            self._cost.read.observe(unread, self._clock() - begin)
+
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        begin = self._clock()
+        children = self._policy.children
+        self.prepare(sampling, max_depth, seconds)
         builder = TreeBuilder(self._context[-1])
         leaves = [0]
         passes = 0
         while True:
-            scores = [builder.nodes[node].score for node in builder.best()]
-            growth = Growth(scores, [builder.nodes[leaf].score for leaf in leaves], passes, time.perf_counter() - begin)
-            width = self._policy.expand(growth)
-            if width == 0 or not leaves:
+            spent = self._clock() - begin
+            growth = Growth(
+                [builder.nodes[node].score for node in builder.best()],
+                [builder.nodes[leaf].score for leaf in leaves],
+                passes,
+                spent,
+            )
+            room = MAX_EXPANDED - passes
+            if self._cost and seconds < math.inf:
+                room = min(room, int((seconds - spent) / self._cost.lookup(1)))
+            width = min(self._policy.expand(growth), room) if leaves and not self._unread else 0
+            if width <= 0:
                 break
             batch, leaves = leaves[:width], leaves[width:]
             for node in batch:
-                tokens, guesses = self._candidates(builder.path(node), max(CANDIDATES, self._policy.children))
+                tokens, guesses = self._candidates(builder.path(node), max(CANDIDATES, children))
                 if tokens:
-                    self._expand(builder, node, tokens, guesses)
+                    self._expand(builder, node, tokens, guesses, children)
                     leaves += builder.children[node].values()
             passes += len(batch)
             leaves = [leaf for leaf in leaves if builder.nodes[leaf].depth < max_depth]
             leaves.sort(key=lambda leaf: -builder.nodes[leaf].score)
+            if self._cost:
+                self._cost.lookup.observe(len(batch), self._clock() - begin - spent)
         self.stats.passes += passes
-        self.stats.seconds += time.perf_counter() - begin
+        self.stats.seconds += self._clock() - begin
         return self._finish(builder, growth)
 
-    def prepare(self, sampling: SamplingConfig, max_depth: int) -> None:
+    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
         del max_depth
         self._sampling = sampling
         self._calibration = self._calibrations[sampling.is_greedy]
         self._builder = None
-        self.catch_up()
+        self.catch_up(seconds)
 
     def extend(self, path: list[int], length: int) -> list[int]:
         found: list[int] = []
@@ -95,6 +139,11 @@ class NgramDrafter(TreeDrafter):
         self._learn(tokens)
         self._builder = None
         self._context += tokens
+
+    @property
+    def _unread(self) -> int:
+        """Tokens of the text whose n-grams are not known yet."""
+        return len(self._context) - len(self._grams)
 
     def _candidates(self, path: list[int], k: int) -> tuple[list[int], list[float]]:
         """The k best next tokens after the context and a path, with their scores, best first."""
@@ -120,3 +169,23 @@ class NgramDrafter(TreeDrafter):
             ranked = [(score / temperature + g, token) for (score, token), g in zip(ranked, noise, strict=True)]
         ranked.sort(key=lambda item: (-item[0], item[1]))
         return [token for _, token in ranked[:k]], [score for score, _ in ranked[:k]]
+
+
+def measure_ngrams(
+    table: NgramTable | None, vocab_size: int, clock: Callable[[], float] = time.perf_counter
+) -> NgramCost:
+    """Time lookups and reading on this machine; takes a few milliseconds."""
+    drafter = NgramDrafter(table, FixedPolicy(width=1, depth=1, budget=1), vocab_size, clock=clock)
+    text = np.arange(_MEASURED_TEXT, dtype=np.int32) % min(vocab_size, 16)
+
+    def read(_: int) -> None:
+        drafter.start(text)
+        drafter.catch_up()
+
+    reading = measure(read, most_rows=1, clock=clock)(1) / _MEASURED_TEXT
+
+    def look_up(_: int) -> None:
+        drafter.draft(SamplingConfig(), 2)
+
+    lookup = measure(look_up, most_rows=1, clock=clock)(1)
+    return NgramCost(PassCost({1: lookup}), PassCost({1: reading}))

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import io
-import os
+import math
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged.drafting.katz import LARGEST_VOCABULARY, estimate
+from pystaged.files import read_small, whole_file
+
+MOST_TOKENS = 10_000_000
+"""Texts up to that size give tables that can be loaded; larger ones may not."""
 
 _FORMAT_VERSION = 1
+_MOST_ITEMS = 1 << 24  # of an array: texts of MOST_TOKENS give no more
+_MOST_BYTES_PER_ITEM = 1 << 20  # the name of the vocabulary is one item
+_MOST_BYTES = 1 << 28  # of a file
 _STORED = {  # arrays of a file: kind, most bytes per item, dimensions
-    "vocab_hash": ("U", 2**20, 0),
+    "vocab_hash": ("U", _MOST_BYTES_PER_ITEM, 0),
     "older": ("u", 4, 1),  # keys // (vocab_size + 1), as differences
     "newer": ("u", 4, 1),  # keys % (vocab_size + 1)
     "lengths": ("u", 1, 1),  # differences of offsets
@@ -134,25 +143,19 @@ class NgramTable:
 
     def save(self, path: str | Path) -> None:
         """Write one compressed file: whole under its name, or not at all."""
-        path = Path(path)
         older, newer = np.divmod(self.keys, self.vocab_size + 1)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                np.savez_compressed(
-                    file,
-                    sizes=np.array([_FORMAT_VERSION, self.vocab_size, self.num_tokens, self.max_successors], np.int64),
-                    vocab_hash=np.array(self.vocab_hash),
-                    older=_narrow(np.diff(older, prepend=0)),
-                    newer=_narrow(newer),
-                    lengths=_narrow(np.diff(self.offsets)),
-                    tokens=_narrow(self.tokens),
-                    logprobs=(-_STEPS_PER_NAT * self.logprobs).astype(np.uint8),
-                    log_backoffs=(_STEPS_PER_NAT * self.log_backoffs).astype(np.int16),
-                )
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with whole_file(Path(path)) as part, part.open("wb") as file:
+            np.savez_compressed(
+                file,
+                sizes=np.array([_FORMAT_VERSION, self.vocab_size, self.num_tokens, self.max_successors], np.int64),
+                vocab_hash=np.array(self.vocab_hash),
+                older=_narrow(np.diff(older, prepend=0)),
+                newer=_narrow(newer),
+                lengths=_narrow(np.diff(self.offsets)),
+                tokens=_narrow(self.tokens),
+                logprobs=(-_STEPS_PER_NAT * self.logprobs).astype(np.uint8),
+                log_backoffs=(_STEPS_PER_NAT * self.log_backoffs).astype(np.int16),
+            )
 
     @classmethod
     def load(cls, path: str | Path, *, vocab_hash: str | None = None) -> NgramTable:
@@ -162,9 +165,8 @@ class NgramTable:
             OSError: the file cannot be read.
             ValueError: it is no such table, it is damaged, or its vocabulary is not `vocab_hash`.
         """
-        content = Path(path).read_bytes()
         try:
-            table = _decode(content)
+            table = _decode(read_small(Path(path), _MOST_BYTES))
         except ValueError as error:
             raise ValueError(f"{path}: {error}; build the n-gram table again or fetch a fresh copy") from error
         if vocab_hash is not None and vocab_hash != table.vocab_hash:
@@ -190,8 +192,12 @@ def _narrow(values: NDArray[np.integer]) -> NDArray[np.unsignedinteger]:
 def _decode(content: bytes) -> NgramTable:
     """Rebuild a table from the bytes of its file, trusting none of them."""
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            stored = {name: np.asarray(file[name]) for name in file.files}
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            stored = {
+                name: _read_array(archive, name) for name in ("sizes", *_STORED) if f"{name}.npy" in archive.namelist()
+            }
+    except _TooLargeError:
+        raise
     # The zip, deflate and npy readers raise a dozen unrelated types on foreign bytes.
     except Exception as error:
         raise ValueError("not an n-gram table, or a damaged one") from error
@@ -230,6 +236,28 @@ def _decode(content: bytes) -> NgramTable:
         logprobs=(steps / -_STEPS_PER_NAT).astype(np.float32),
         log_backoffs=(log_backoffs / _STEPS_PER_NAT).astype(np.float32),
     )
+
+
+class _TooLargeError(ValueError):
+    """An array that no table has, found before it is unpacked."""
+
+
+def _read_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
+    """An array of the archive; its header says how large it is, and the archive gives no more than its directory says.
+
+    Raises:
+        _TooLargeError: more items or larger ones than a table can have.
+    """
+    with archive.open(f"{name}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(member)
+    if math.prod(shape) > _MOST_ITEMS or dtype.itemsize > _MOST_BYTES_PER_ITEM:
+        size = math.prod(shape) * dtype.itemsize
+        raise _TooLargeError(f"{name} would take {size / 1e6:.0f} MB, more than that of any n-gram table")
+    with archive.open(f"{name}.npy") as member:
+        array: NDArray[Any] = np.lib.format.read_array(member, allow_pickle=False)
+    return array
 
 
 def _require(condition: bool, problem: str) -> None:

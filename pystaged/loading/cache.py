@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import llama_cpp
-import platformdirs
-from gguf import LlamaFileType
-
-from pystaged.files import whole_file
+from pystaged.files import cache_folder, part_file, read_small
 from pystaged.loading.quantize import DEFAULT_TYPE
 
 _SOURCE = "source.json"
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,8 @@ class CachedModel:
 
 
 def folder() -> Path:
-    """Where models are kept: OWNER/NAME/FILE.gguf; a file that is in Hugging Face's cache is linked."""
-    return Path(platformdirs.user_cache_dir("pystaged")) / "models"
+    """Where models are kept: OWNER/NAME/ and the file's name there; what is in Hugging Face's cache is linked."""
+    return cache_folder() / "models"
 
 
 def repository_folder(repository: str) -> Path:
@@ -59,11 +57,10 @@ def find(name: str) -> Path | None:
         ValueError: the name fits several models.
     """
     repository, _, wanted = name.partition(":")
-    paths = [
-        path
-        for path in _paths()
-        if repository in (_repository(path), path.parent.name) and (not wanted or _fits(path.name, wanted))
-    ]
+    paths = [path for path in _paths() if repository in (_repository(path), _repository(path).partition("/")[2])]
+    if wanted:
+        files = set(fitting([_file(path) for path in paths], wanted))
+        paths = [path for path in paths if _file(path) in files]
     names = {_name(path): path for path in paths}
     chosen = choose(sorted(names), "")
     if paths and chosen is None:
@@ -76,10 +73,17 @@ def choose(files: Sequence[str], wanted: str) -> str | None:
 
     None where no file or several fit.
     """
-    fitting = [file for file in files if not wanted or _fits(file, wanted)]
-    if len(fitting) > 1 and not wanted:
-        fitting = [file for file in fitting if _fits(file, DEFAULT_TYPE)]
-    return fitting[0] if len(fitting) == 1 else None
+    found = fitting(files, wanted) if wanted else list(files)
+    if len(found) > 1 and not wanted:
+        found = fitting(found, DEFAULT_TYPE)
+    return found[0] if len(found) == 1 else None
+
+
+def fitting(files: Sequence[str], wanted: str) -> list[str]:
+    """The files of that name, or else those of that type, as their names or their folders say."""
+    wanted = wanted.lower()
+    kind = re.compile(rf"(^|[.:_/-]){re.escape(wanted)}(\.gguf$|/|$)")
+    return [file for file in files if file.lower() == wanted] or [file for file in files if kind.search(file.lower())]
 
 
 def models() -> list[CachedModel]:
@@ -88,7 +92,10 @@ def models() -> list[CachedModel]:
 
 
 def remove(name: str) -> int:
-    """Remove a model, and where it is a link into Hugging Face's cache the file there; returns the bytes freed.
+    """Remove a model, and the n-gram table of its name; returns the bytes freed.
+
+    Of a link, what it leads to is removed too if it was downloaded for it into Hugging Face's cache and no other
+    snapshot there has it.
 
     Raises:
         FileNotFoundError: no such model.
@@ -97,67 +104,95 @@ def remove(name: str) -> int:
     path = find(name)
     if path is None:
         raise FileNotFoundError(f"there is no model {name!r} in the cache; `pystaged models` lists them")
-    freed = path.stat().st_size
+    source = _source(path)
     if path.is_symlink():
-        snapshot = path.readlink()
-        snapshot.resolve().unlink()
-        snapshot.unlink(missing_ok=True)
+        freed = _forget_download(path.parent / path.readlink()) if _file(path) in source.downloaded else 0
+    else:
+        freed = path.stat().st_size
     path.unlink()
-    parent = path.parent
-    if not list(parent.glob("*.gguf")):
-        (parent / _SOURCE).unlink(missing_ok=True)
-        for empty in (parent, parent.parent):
-            if not any(empty.iterdir()):
-                empty.rmdir()
+    path.with_suffix(".ngram.npz").unlink(missing_ok=True)
+    source.files.pop(_file(path), None)
+    source.downloaded.discard(_file(path))
+    _keep(path, source)
+    root = repository_folder(_repository(path))
+    for parent in path.parents:
+        if parent == root and not any(root.rglob("*.gguf")):
+            (root / _SOURCE).unlink()
+        if parent == folder() or any(parent.iterdir()):
+            break
+        parent.rmdir()
     return freed
 
 
-def save_source(path: Path, revision: str, license_name: str) -> None:
-    """Keep the commit that a model in the cache is from, and its license."""
-    files = _source(path).get("files")
-    files = (files if isinstance(files, dict) else {}) | {path.name: revision}
-    with whole_file(path.with_name(_SOURCE)) as part:
-        part.write_text(json.dumps({"license": license_name, "files": files}))
+def save_source(path: Path, revision: str, license_name: str, *, downloaded: bool = False) -> None:
+    """Keep the commit that a model in the cache is from, its license, and whether it was downloaded to be here."""
+    source, file = _source(path), _file(path)
+    if downloaded:
+        source.downloaded.add(file)
+    elif source.files.get(file) != revision:
+        source.downloaded.discard(file)
+    _keep(path, _Source(license_name, source.files | {file: revision}, source.downloaded))
 
 
 def is_current(path: Path, revision: str) -> bool:
     """Whether a model is in the cache and from that commit."""
-    files = _source(path).get("files")
-    return path.is_file() and isinstance(files, dict) and files.get(path.name) == revision
+    return path.is_file() and _source(path).files.get(_file(path)) == revision
 
 
-def save_link(repository: str, file: Path) -> Path:
-    """Enter a file that lies elsewhere; returns its place in the cache."""
-    path = repository_folder(repository) / file.name
+def save_link(repository: str, name: str, file: Path) -> Path:
+    """Enter a file of a repository that lies elsewhere; returns its place in the cache."""
+    path = repository_folder(repository) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as part:
+    with part_file(path) as part:
+        part.unlink()
         part.symlink_to(file)
+        part.replace(path)
     return path
+
+
+def _forget_download(snapshot: Path) -> int:
+    """Remove a file of a snapshot in Hugging Face's cache; its content too, unless another snapshot has it."""
+    from huggingface_hub import constants, errors, scan_cache_dir  # noqa: PLC0415
+
+    place = Path(os.path.realpath(snapshot.parent)) / snapshot.name
+    try:
+        found = scan_cache_dir(constants.HF_HUB_CACHE)
+    except errors.CacheNotFound:
+        return 0
+    files = [
+        file
+        for repository in found.repos
+        for revision in repository.revisions
+        for file in revision.files
+        if file.file_path == place
+    ]
+    strategy = found.delete_files(*files)
+    strategy.execute()
+    return strategy.expected_freed_size
 
 
 def _paths() -> list[Path]:
     """Files of all cached models; a link whose file is gone is none."""
-    return [path for path in sorted(folder().glob("*/*/*.gguf")) if path.is_file()]
+    return [path for path in sorted(folder().glob("*/*/**/*.gguf")) if path.is_file()]
 
 
 def _repository(path: Path) -> str:
-    return f"{path.parent.parent.name}/{path.parent.name}"
+    return "/".join(path.relative_to(folder()).parts[:2])
+
+
+def _file(path: Path) -> str:
+    """A model's name in its repository."""
+    return path.relative_to(repository_folder(_repository(path))).as_posix()
 
 
 def _name(path: Path) -> str:
     """As short as names one file only."""
     kind = re.search(r"[.-]([A-Za-z0-9]+(?:_[A-Za-z0-9]+)*)\.gguf$", path.name)
-    siblings = [other.name for other in path.parent.glob("*.gguf")]
-    if kind and choose(siblings, kind[1]):
+    root = repository_folder(_repository(path))
+    siblings = [_file(other) for other in root.rglob("*.gguf")]
+    if kind and choose(siblings, kind[1]) == _file(path):
         return f"{_repository(path)}:{kind[1].lower()}"
-    return f"{_repository(path)}:{path.name}"
-
-
-def _fits(file: str, wanted: str) -> bool:
-    """Whether a file is the wanted one, or of the wanted type as its name says."""
-    file, wanted = file.lower(), wanted.lower()
-    name = file.rpartition("/")[2]
-    return wanted in (file, name) or bool(re.search(rf"[.:_-]{re.escape(wanted)}(\.gguf)?$", name))
+    return f"{_repository(path)}:{_file(path)}"
 
 
 def _describe(path: Path) -> CachedModel:
@@ -169,19 +204,43 @@ def _describe(path: Path) -> CachedModel:
         heads = metadata.get(f"{architecture}.attention.head_count", "?")
         layers, width = (metadata.get(f"{architecture}.{key}", "?") for key in ("block_count", "embedding_length"))
         kind, shape = _type_name(metadata.get("general.file_type", "")), f"{layers} x {width}, {heads} heads"
-    return CachedModel(_name(path), path, path.stat().st_size, kind, shape, str(_source(path).get("license", "")))
+    return CachedModel(_name(path), path, path.stat().st_size, kind, shape, _source(path).license)
 
 
-def _source(path: Path) -> dict[str, Any]:
-    """What is known about where a model came from."""
+@dataclass(frozen=True)
+class _Source:
+    """What is known about where the models of a repository came from: commits by file."""
+
+    license: str
+    files: dict[str, str]
+    downloaded: set[str]
+
+
+def _source(path: Path) -> _Source:
     try:
-        found = json.loads(path.with_name(_SOURCE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = json.loads(read_small(repository_folder(_repository(path)) / _SOURCE, _MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    found = found if isinstance(found, dict) else {}
+    files, downloaded = found.get("files"), found.get("downloaded")
+    return _Source(
+        license=str(found.get("license", "")),
+        files={file: str(revision) for file, revision in files.items()} if isinstance(files, dict) else {},
+        downloaded={str(file) for file in downloaded} if isinstance(downloaded, list) else set(),
+    )
+
+
+def _keep(path: Path, source: _Source) -> None:
+    target = repository_folder(_repository(path)) / _SOURCE
+    with part_file(target) as part:
+        found = {"license": source.license, "files": source.files, "downloaded": sorted(source.downloaded)}
+        part.write_text(json.dumps(found))
+        part.replace(target)
 
 
 def _type_name(file_type: str) -> str:
+    from gguf import LlamaFileType  # noqa: PLC0415
+
     try:
         return LlamaFileType(int(file_type)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:
@@ -190,9 +249,15 @@ def _type_name(file_type: str) -> str:
 
 def _metadata(path: Path) -> dict[str, str]:
     """Single values of a GGUF file's metadata, as text; empty where it cannot be read."""
+    import llama_cpp  # noqa: PLC0415
+
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode("utf-8", "surrogateescape"), params)
+    logger = logging.getLogger("llama-cpp-python")  # prints what libllama says, unless its level is high
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    logger.setLevel(level)
     if not model:
         return {}
     try:

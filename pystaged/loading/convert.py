@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileTy
 from safetensors import SafetensorError, safe_open
 
 from pystaged.files import check_room, whole_file
+from pystaged.loading.progress import Progress
 from pystaged.loading.vocabulary import Vocabulary, read_json, read_vocabulary
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done and how much there is."""
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -193,6 +191,22 @@ def convert(
         ValueError: a checkpoint that is damaged, incomplete, or not a GPT-2.
         OSError: a file cannot be read or written.
     """
+    about = {"name": name, "license_name": license_name, "source_url": source_url}
+    with whole_file(out) as part:
+        write_gguf(folder, part, quantization=quantization, progress=progress, **about)
+
+
+def write_gguf(
+    folder: Path,
+    out: Path,
+    *,
+    quantization: str,
+    name: str,
+    license_name: str,
+    source_url: str,
+    progress: Progress,
+) -> None:
+    """The same into a file that may be left half written."""
     if quantization not in FILE_TYPES:
         raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(FILE_TYPES)}")
     config_path = folder / CONFIG
@@ -204,7 +218,7 @@ def convert(
     vocabulary = read_vocabulary(folder, num_rows, config)
     check_room(out.parent, sum(tensor.nbytes for tensor in tensors))
     about = {"add_name": name or folder.resolve().name, "add_license": license_name, "add_source_url": source_url}
-    with whole_file(out) as part, closing(GGUFWriter(part, "gpt2")) as writer:
+    with closing(GGUFWriter(out, "gpt2")) as writer:
         for method, value in about.items():
             if value:
                 getattr(writer, method)(value)

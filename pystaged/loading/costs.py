@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import os
+import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import platformdirs
 
 from pystaged._core import Model
 from pystaged.backends.devices import open_session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost, measure
-from pystaged.files import whole_file
+from pystaged.files import cache_folder, part_file, read_small
+
+_LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
+_LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
+_MOST_BYTES = 1 << 16
 
 
 def measure_passes(model: Model) -> PassCost:
@@ -32,6 +39,41 @@ def measure_passes(model: Model) -> PassCost:
         session.close()
 
 
+class Costs:
+    """What passes of models cost: measured now or before, and kept with what was learnt since.
+
+    Args:
+        report: told before something is measured.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._store = CostStore()
+        self._known: dict[str, PassCost] = {}
+
+    def of(self, path: Path, device: str, model: Model, *, again: bool = False) -> PassCost:
+        """Seconds of a pass of a file's model on a device.
+
+        Args:
+            again: measure even what is known.
+        """
+        info = path.stat()
+        machine = (platform.node(), platform.machine(), os.cpu_count(), device, model.kernel, model.num_threads)
+        key = "|".join(map(str, (*machine, path, info.st_size, info.st_mtime_ns)))
+        cost = None if again else self._known.get(key) or self._store.load(key)
+        if cost is None:
+            self._report(f"measuring passes of {path.name} on {device}, once")
+            cost = measure_passes(model)
+            self._store.save(key, cost)
+        self._known[key] = cost
+        return cost
+
+    def save(self) -> None:
+        """Keep what was learnt."""
+        for key, cost in self._known.items():
+            self._store.save(key, cost)
+
+
 class CostStore:
     """Measured costs in the user's cache folder, by machine, model, kernel and threads.
 
@@ -40,27 +82,38 @@ class CostStore:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or Path(platformdirs.user_cache_dir("pystaged")) / "costs"
+        self._folder = folder or cache_folder() / "costs"
 
     def load(self, key: str) -> PassCost | None:
         """What was measured under a key; None where nothing was, or where the file cannot be used."""
         try:
-            stored = json.loads(self._path(key).read_text())
+            stored = json.loads(read_small(self._path(key), _MOST_BYTES))
             seconds = {int(n): float(value) for n, value in stored["seconds"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
-        usable = stored.get("key") == key and 1 in seconds and all(0 < value < 3600 for value in seconds.values())
-        return PassCost(seconds) if usable else None
+        return PassCost(seconds) if stored.get("key") == key and _is_believable(seconds) else None
 
     def save(self, key: str, cost: PassCost) -> None:
         """Keep a measurement. Costs are a convenience: where they cannot be written they are measured again."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with whole_file(self._path(key)) as path:
-                path.write_text(json.dumps({"key": key, "seconds": cost.seconds}))
+            path = self._path(key)
+            with part_file(path) as part:
+                part.write_text(json.dumps({"key": key, "seconds": cost.seconds}))
+                part.replace(path)
         except OSError:
             pass
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]
         return self._folder / f"{name}.json"
+
+
+def _is_believable(seconds: dict[int, float]) -> bool:
+    """Whether passes over so many rows can take so long."""
+    values = [seconds[n] for n in sorted(seconds)]
+    return (
+        min(seconds, default=0) == 1
+        and all(_LEAST_SECONDS <= value <= _MOST_SECONDS for value in values)
+        and all(more >= _LEAST_RISE * fewer for fewer, more in itertools.pairwise(values))
+    )

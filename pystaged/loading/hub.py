@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from pystaged.files import check_room
 from pystaged.loading import cache
-from pystaged.loading.convert import CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS, Progress, Shape, shard_names
+from pystaged.loading.progress import Progress
 from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
-from pystaged.loading.vocabulary import read_json
 
 HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<wanted>.+))?")
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git for small files, SHA-256 for large ones
@@ -30,8 +30,8 @@ T = TypeVar("T")
 def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None) -> Path:
     """Get a model from the hub into the cache: a GGUF file as it is, a GPT-2 checkpoint converted and quantized.
 
-    Downloads lie in Hugging Face's own cache and go on where they were interrupted. HF_ENDPOINT, HF_TOKEN, HF_HOME,
-    HF_HUB_CACHE and HF_HUB_OFFLINE are honoured.
+    huggingface_hub downloads into Hugging Face's own cache. HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_CACHE and
+    HF_HUB_OFFLINE are honoured.
 
     Args:
         name: "owner/name", optionally with ":FILE.gguf" or ":TYPE".
@@ -48,6 +48,8 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
         ValueError: a malformed name, type or checkpoint, or another architecture.
         OSError: a wrong checksum, a full disk.
     """
+    from pystaged.loading.convert import CONFIG, INDEX, WEIGHTS  # noqa: PLC0415  imports gguf and safetensors
+
     match = HUB_ID.fullmatch(name)
     if not match:
         raise ValueError(
@@ -56,13 +58,14 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
     repository_name, wanted = match["repository"], quantization or match["wanted"] or ""
     if quantization and quantization.lower() not in FILE_TYPES:
         raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(FILE_TYPES)}")
-    repository = _open(repository_name, progress)
+    repository = _Repository.open(repository_name, progress)
     models = [file for file in repository.files if file.endswith(".gguf") and not _PART_OF_MODEL.search(file)]
     chosen = cache.choose(models, wanted)
     if chosen:
         repository.check_architecture()
-        path = cache.save_link(repository_name, repository.fetch(chosen))
-        cache.save_source(path, repository.revision, repository.license)
+        path = cache.save_link(repository_name, chosen, repository.fetch(chosen))
+        downloaded = chosen in repository.downloaded
+        cache.save_source(path, repository.revision, repository.license, downloaded=downloaded)
         return path
     if CONFIG in repository.files and {WEIGHTS, INDEX} & repository.files.keys():
         kind = wanted.lower() or DEFAULT_TYPE
@@ -71,7 +74,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
                 f"{repository_name} has no {wanted}; its checkpoint can be made: {', '.join(FILE_TYPES)}"
             )
         repository.check_architecture()
-        return _convert(repository_name, repository, kind, progress)
+        return _convert(repository, kind)
     if models:
         raise FileNotFoundError(
             f"{repository_name} has {'no single file that fits ' + wanted if wanted else 'several models'}; "
@@ -82,9 +85,12 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
     )
 
 
-def _convert(name: str, repository: _Repository, kind: str, progress: Progress) -> Path:
+def _convert(repository: _Repository, kind: str) -> Path:
     """A checkpoint of the hub as a model in the cache."""
-    stem = name.rpartition("/")[2]
+    from pystaged.loading.convert import CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS, Shape, shard_names  # noqa: PLC0415
+    from pystaged.loading.vocabulary import read_json  # noqa: PLC0415
+
+    name, stem = repository.name, repository.name.rpartition("/")[2]
     out = cache.repository_folder(name) / f"{stem}.{kind.upper()}.gguf"
     if cache.is_current(out, repository.revision):
         return out
@@ -93,13 +99,19 @@ def _convert(name: str, repository: _Repository, kind: str, progress: Progress) 
     weights = [WEIGHTS]
     if INDEX in repository.files:
         weights = shard_names(repository.fetch(INDEX))
-    files = [file for file in TOKENIZER_FILES if file in repository.files] + weights
-    if any(repository.fetch(file).parent != config.parent for file in files):
-        raise OSError(f"{name} was changed while it was downloaded; try again")
+    for file in [*(file for file in TOKENIZER_FILES if file in repository.files), *weights]:
+        repository.fetch(file)
     out.parent.mkdir(parents=True, exist_ok=True)
-    url = f"{_endpoint()}/{name}"
+    if out.is_symlink():  # to a file of that name that the repository had before
+        out.unlink()
     quantize_checkpoint(
-        config.parent, out, kind, name=stem, license_name=repository.license, source_url=url, progress=progress
+        config.parent,
+        out,
+        kind,
+        name=stem,
+        license_name=repository.license,
+        source_url=f"{_endpoint()}/{name}",
+        progress=repository.progress,
     )
     cache.save_source(out, repository.revision, repository.license)
     return out
@@ -122,110 +134,76 @@ def announced(report: Callable[[str], None]) -> Progress:
 
 @dataclass(frozen=True)
 class _File:
-    size: int | None
+    size: int
     etag: str
 
 
+@dataclass
 class _Repository:
-    """A model repository on the hub, and its files by name."""
+    """A model repository at a commit, and its files by name; `downloaded` are those that were not there before."""
 
-    def __init__(self, name: str, info: Any, progress: Progress) -> None:
-        self._name = name
-        self._progress = progress
-        self.revision = str(info.sha)
-        self.files = {file.rfilename: _file(name, file) for file in info.siblings or ()}
+    name: str
+    revision: str
+    files: dict[str, _File]
+    progress: Progress
+    license: str = ""
+    architecture: str | None = None
+    downloaded: set[str] = field(default_factory=set)
+
+    @classmethod
+    def open(cls, name: str, progress: Progress) -> _Repository:
+        """As it is on the hub, or as the cache has it where the hub cannot be asked."""
+        from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
+
+        try:
+            with _errors(name):
+                info = _retried(lambda: HfApi(endpoint=_endpoint()).model_info(name, files_metadata=True))
+        except ConnectionError as error:
+            try:
+                folder = Path(snapshot_download(name, local_files_only=True))
+            except (OSError, ValueError):
+                raise error from None
+            found = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+            return cls(name, folder.name, dict.fromkeys(found, _File(0, "")), progress)
         card = info.card_data.license if info.card_data else None
         tags = [tag.removeprefix("license:") for tag in info.tags or () if tag.startswith("license:")]
-        self.license = card if isinstance(card, str) else tags[0] if tags else ""
-        self._architecture = (info.gguf or {}).get("architecture") or (info.config or {}).get("model_type")
+        return cls(
+            name,
+            str(info.sha),
+            {file.rfilename: _file(name, file) for file in info.siblings or ()},
+            progress,
+            card if isinstance(card, str) else tags[0] if tags else "",
+            (info.gguf or {}).get("architecture") or (info.config or {}).get("model_type"),
+        )
 
     def check_architecture(self) -> None:
         """Refuse what the hub knows to be of another kind, before it is downloaded."""
-        if self._architecture not in (None, "gpt2"):
-            raise ValueError(f"{self._name}: the architecture {self._architecture!r} is not supported, only 'gpt2'")
+        if self.architecture not in (None, "gpt2"):
+            raise ValueError(f"{self.name}: the architecture {self.architecture!r} is not supported, only 'gpt2'")
 
     def fetch(self, name: str) -> Path:
         """A file, in Hugging Face's cache; downloaded and verified where it is not there yet."""
-        from huggingface_hub import constants, hf_hub_download  # noqa: PLC0415
-        from huggingface_hub.file_download import repo_folder_name  # noqa: PLC0415
-        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # noqa: PLC0415
+        from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
 
         if name not in self.files:
-            raise FileNotFoundError(f"{self._name} has no {name}")
-        file = self.files[name]
-        cache_folder = Path(constants.HF_HUB_CACHE).expanduser()
-        folder = repo_folder_name(repo_id=self._name, repo_type="model")
-        blob = cache_folder / folder / "blobs" / file.etag
-        if not blob.exists():
-            lock = cache_folder / ".locks" / folder / f"{file.etag}.lock"
-            for parent in (blob.parent, lock.parent):
-                parent.mkdir(parents=True, exist_ok=True)
-            with WeakFileLock(lock):
-                if not blob.exists():
-                    self._download(name, file, blob)
-        # Enters the file into the snapshot of its commit.
-        with _errors(self._name):
-            return Path(_retried(lambda: hf_hub_download(self._name, name, endpoint=_endpoint())))
-
-    def _download(self, name: str, file: _File, blob: Path) -> None:
-        """Write a blob of the cache, going on where an earlier download ended."""
-        from huggingface_hub import hf_hub_url  # noqa: PLC0415
-        from huggingface_hub.file_download import http_get  # noqa: PLC0415
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # noqa: PLC0415
-
-        part = blob.with_name(f"{file.etag}.incomplete")
-        url = hf_hub_url(self._name, name, revision=self.revision, endpoint=_endpoint())
-        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
-        what = f"downloading {name}"
-
-        def download() -> None:
-            there = part.stat().st_size if part.exists() else 0
-            if file.size is not None:
-                if there > file.size:
-                    part.unlink()
-                    there = 0
-                check_room(blob.parent, file.size - there)
-            bar = _bar(lambda done: self._progress(what, done, file.size or done), there)
-            with part.open("ab") as out:
-                http_get(url, out, resume_size=there, headers=headers, expected_size=file.size, tqdm_class=bar)
-
-        with _errors(self._name):
-            _retried(download)
-        if _checksum(part, file.etag) != file.etag:
-            part.unlink()
-            raise OSError(f"{self._name}: what was downloaded is not {name}: its checksum differs; try again")
-        part.replace(blob)
-
-
-class _Snapshot(_Repository):
-    """A repository as Hugging Face's cache has it, where the hub cannot be asked."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self._name = name
-        self._folder = folder
-        self.revision, self.license, self._architecture = folder.name, "", None
-        self.files = {file.name: _File(None, "") for file in folder.iterdir() if file.is_file()}
-
-    def fetch(self, name: str) -> Path:
-        if name not in self.files:
-            raise FileNotFoundError(f"{self._name} has no {name} in Hugging Face's cache, and the hub cannot be asked")
-        return self._folder / name
-
-
-def _open(name: str, progress: Progress) -> _Repository:
-    """A repository on the hub, or what the cache has of it."""
-    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
-
-    try:
-        with _errors(name):
-            info = _retried(lambda: HfApi(endpoint=_endpoint()).model_info(name, files_metadata=True))
-    except ConnectionError as error:
-        try:
-            folder = snapshot_download(name, local_files_only=True)
-        except (OSError, ValueError):
-            raise error from None
-        return _Snapshot(name, Path(folder))
-    return _Repository(name, info, progress)
+            raise FileNotFoundError(f"{self.name} has no {name}")
+        cached = try_to_load_from_cache(self.name, name, revision=self.revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        size, etag = self.files[name].size, self.files[name].etag
+        check_room(Path(constants.HF_HUB_CACHE), size)
+        bar = _bar(lambda done: self.progress(f"downloading {name}", done, size))
+        with _errors(self.name):
+            # Of the branch, not the commit: so that it is found by its name without a network.
+            path = Path(_retried(lambda: hf_hub_download(self.name, name, endpoint=_endpoint(), tqdm_class=bar)))
+        if not path.as_posix().endswith(f"/{self.revision}/{name}"):
+            raise OSError(f"{self.name} was changed while it was downloaded; try again")
+        if _checksum(path, etag) != etag:
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+            raise OSError(f"{self.name}: what was downloaded is not {name}: its checksum differs; try again")
+        self.downloaded.add(name)
+        return path
 
 
 def _file(repository: str, found: Any) -> _File:
@@ -241,7 +219,7 @@ def _file(repository: str, found: Any) -> _File:
     etag = found.lfs.sha256 if found.lfs else found.blob_id
     if not isinstance(etag, str) or not _ETAG.fullmatch(etag):
         raise ValueError(f"{repository}: the hub gives no checksum for {name}")
-    return _File(found.lfs.size if found.lfs else found.size, etag)
+    return _File((found.lfs.size if found.lfs else found.size) or 0, etag)
 
 
 def _endpoint() -> str:
@@ -308,22 +286,25 @@ def _checksum(path: Path, etag: str) -> str:
     return digest.hexdigest()
 
 
-def _bar(show: Callable[[int], None], start: int) -> type[Any]:
-    """What huggingface_hub takes for a class of progress bars; it tells `show` the bytes there are."""
+def _bar(show: Callable[[int], None]) -> type[Any]:
+    """A class of progress bars for huggingface_hub; they draw nothing, and tell `show` the bytes there are."""
+    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
-    class Bar:
-        def __init__(self, **_: object) -> None:
-            self._done = start
-            show(start)
+    most = 0
 
-        def update(self, num_bytes: int) -> None:
-            self._done += num_bytes
-            show(self._done)
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # no thread
 
-        def __enter__(self) -> Bar:
-            return self
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"disable": False, "file": io.StringIO()})
 
-        def __exit__(self, *_: object) -> None:
+        def update(self, n: float = 1) -> None:
+            nonlocal most
+            super().update(n)
+            most = max(most, int(self.n))  # Xet has two bars, one for what is received and one for what is written
+            show(most)
+
+        def display(self, *_: object, **__: object) -> None:
             pass
 
     return Bar

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pystaged.loading import cache
-from pystaged.loading.hub import HUB_ID, Progress, pull
+from pystaged.loading.hub import HUB_ID, pull
+from pystaged.loading.progress import Progress
 
 _HOUSE_TARGET = "target.Q8_0.gguf"
 _HOUSE_DRAFT = "draft.Q8_0.gguf"

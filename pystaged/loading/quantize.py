@@ -13,27 +13,24 @@ import sys
 from collections import deque
 from pathlib import Path
 
-import llama_cpp
-from gguf import LlamaFileType
+from pystaged import process
+from pystaged.files import destination, part_file, whole_file
+from pystaged.loading.progress import Progress
 
-from pystaged.files import whole_file
-from pystaged.loading.convert import FILE_TYPES as FLOAT_TYPES
-from pystaged.loading.convert import Progress, convert
-
-FILE_TYPES = {
-    "f32": LlamaFileType.ALL_F32,
-    "f16": LlamaFileType.MOSTLY_F16,
-    "bf16": LlamaFileType.MOSTLY_BF16,
-    "q8_0": LlamaFileType.MOSTLY_Q8_0,
-    "q6_k": LlamaFileType.MOSTLY_Q6_K,
-    "q5_k_m": LlamaFileType.MOSTLY_Q5_K_M,
-    "q5_k_s": LlamaFileType.MOSTLY_Q5_K_S,
-    "q5_1": LlamaFileType.MOSTLY_Q5_1,
-    "q5_0": LlamaFileType.MOSTLY_Q5_0,
-    "q4_k_m": LlamaFileType.MOSTLY_Q4_K_M,
-    "q4_k_s": LlamaFileType.MOSTLY_Q4_K_S,
-    "q4_1": LlamaFileType.MOSTLY_Q4_1,
-    "q4_0": LlamaFileType.MOSTLY_Q4_0,
+FILE_TYPES = {  # as libllama numbers them (llama_ftype)
+    "f32": 0,
+    "f16": 1,
+    "bf16": 32,
+    "q8_0": 7,
+    "q6_k": 18,
+    "q5_k_m": 17,
+    "q5_k_s": 16,
+    "q5_1": 9,
+    "q5_0": 8,
+    "q4_k_m": 15,
+    "q4_k_s": 14,
+    "q4_1": 3,
+    "q4_0": 2,
 }
 DEFAULT_TYPE = "q8_0"
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]")
@@ -68,19 +65,18 @@ def quantize(source: Path, out: Path, quantization: str, *, progress: Progress =
     with source.open("rb"):
         pass
     with whole_file(out) as part:
-        with part.open("wb"):
-            pass
-        command = [
-            sys.executable,
-            "-m",
-            "pystaged.loading.quantize",
-            str(source),
-            str(part),
-            str(int(FILE_TYPES[quantization])),
-        ]
         last: deque[str] = deque(maxlen=1)
-        with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+        # The child's standard input is never written: it ends when this process does.
+        with process.start(
+            __name__,
+            source,
+            part,
+            str(FILE_TYPES[quantization]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
         ) as child:
             try:
                 for line in child.stderr or ():
@@ -106,22 +102,26 @@ def quantize_checkpoint(
     progress: Progress = lambda *_: None,
 ) -> None:
     """Convert a GPT-2 checkpoint to a GGUF file of any type; arguments and errors as in convert and quantize."""
+    from pystaged.loading import convert  # noqa: PLC0415  imports gguf and safetensors
+
     quantization = check_type(quantization)
     about = {"name": name, "license_name": license_name, "source_url": source_url}
-    if quantization.upper() in FLOAT_TYPES:
-        convert(folder, out, quantization=quantization.upper(), progress=progress, **about)
+    if quantization.upper() in convert.FILE_TYPES:
+        convert.convert(folder, out, quantization=quantization.upper(), progress=progress, **about)
         return
-    whole = out.with_name(f"{out.name}.{os.getpid()}.f32.part")
-    try:
-        convert(folder, whole, progress=progress, **about)
-        quantize(whole, out, quantization, progress=progress)
-    finally:
-        whole.unlink(missing_ok=True)
+    out = destination(out)
+    with part_file(out) as floats:
+        convert.write_gguf(folder, floats, quantization="F32", progress=progress, **about)
+        quantize(floats, out, quantization, progress=progress)
 
 
-def _main(source: str, out: str, file_type: int) -> int:
+def main() -> int:
     """The process that quantizes; libllama's log goes to standard error."""
+    import llama_cpp  # noqa: PLC0415
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    process.end_with_parent()
+    source, out, file_type = sys.argv[1:]
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
     def log(_level: int, text: bytes, _user_data: object) -> None:
@@ -130,10 +130,6 @@ def _main(source: str, out: str, file_type: int) -> int:
 
     llama_cpp.llama_log_set(log, None)
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = file_type
+    params.ftype = int(file_type)
     params.allow_requantize = True
     return int(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(out), params))
-
-
-if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1], sys.argv[2], int(sys.argv[3])))

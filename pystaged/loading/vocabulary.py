@@ -9,7 +9,10 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
+from pystaged.files import read_small
+
 END_OF_TEXT = "<|endoftext|>"
+_MOST_BYTES = 1 << 28  # far beyond any vocabulary
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -87,7 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
         OSError: the file cannot be read.
     """
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(read_small(path, _MOST_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}; get it again") from None
     if not isinstance(found, dict):

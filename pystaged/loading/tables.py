@@ -1,0 +1,50 @@
+"""Which n-gram table belongs to a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pystaged._core import Tokenizer
+from pystaged.drafting.table import NgramTable
+from pystaged.loading import names
+
+
+def table_path(model: Path) -> Path:
+    """Where the table of a model's own text lies: beside it, DRAFT.ngram.npz for DRAFT.gguf."""
+    return model.with_name(f"{model.stem}.ngram.npz")
+
+
+def find_table(
+    model: Path | None,
+    ngrams: str | Path | None,
+    tokenizer: Tokenizer,
+    report: Callable[[str], None] = lambda _: None,
+) -> NgramTable | None:
+    """The table that is named, else one beside the model, else the one in the package; None where no vocabulary fits.
+
+    Args:
+        model: file whose text a table may be of: the draft's, or the target's where there is no draft. Beside it are
+            looked for `table_path` and `draft.ngram.npz`.
+        ngrams: path of a table.
+        tokenizer: the target's.
+        report: told of a table beside the model that is of no use.
+
+    Raises:
+        OSError: the table that is named cannot be read.
+        ValueError: it is damaged, or for another vocabulary.
+    """
+    if ngrams is not None:
+        return NgramTable.load(Path(ngrams).expanduser(), vocab_hash=tokenizer.fingerprint)
+    house = names.house(names.HOUSE_TABLE)
+    beside = [table_path(model), model.with_name(names.HOUSE_TABLE)] if model else []
+    for path in dict.fromkeys((*beside, house)):
+        if not path.exists():
+            continue
+        try:
+            return NgramTable.load(path, vocab_hash=tokenizer.fingerprint)
+        except (OSError, ValueError) as error:
+            # The house's own is for few models; that it does not fit others is no news.
+            if path != house:
+                report(f"passed over: {error}")
+    return None
