@@ -295,4 +295,5 @@ def test_completion() -> None:
     assert piped(**changes).stdout.split() == ["--color"]
     changes |= {"COMP_WORDS": "pystaged models r", "COMP_CWORD": "2"}
     assert piped(**changes).stdout.split() == ["remove"]
-    assert "_PYSTAGED_COMPLETE=complete_bash" in piped("--show-completion", "bash").stdout
+    shown = piped("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
+    assert "_PYSTAGED_COMPLETE=complete_bash" in shown
