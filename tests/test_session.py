@@ -23,11 +23,11 @@ import pytest
 from conftest import KERNELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_gpt2 import write_random_gpt2
 
 from pystaged import ContextFullError, _core, _llama
 from pystaged.backends.rpc import RemoteModel, RemoteSession
-from pystaged.backends.worker import Host
-from pystaged.bench.random_model import write_random_gpt2
+from pystaged.backends.rpc_host import Host
 
 Floats = npt.NDArray[np.float32]
 
@@ -316,7 +316,7 @@ class OneHost:
 
 
 def remote(model: _core.Model) -> RemoteSession:
-    stand_in = SimpleNamespace(weight_bytes=model.weight_bytes, vocab_size=model.vocab_size, worker=OneHost(model))
+    stand_in = SimpleNamespace(weight_bytes=model.weight_bytes, vocab_size=model.vocab_size, servers=OneHost(model))
     return RemoteSession(cast(RemoteModel, stand_in), 0)
 
 
@@ -332,11 +332,11 @@ def test_verify_is_evaluate_follow_commit(random_gguf: Callable[..., Path], step
         apart.evaluate(tree.tokens, tree.parents)
         expected = apart.follow(sampling)
         apart.commit(expected[0])
-        before = afar._worker.calls
+        before = afar._servers.calls
         for path, tokens in (session.verify(tree.tokens, tree.parents, sampling) for session in (together, afar)):
             np.testing.assert_array_equal(path, expected[0])
             np.testing.assert_array_equal(tokens, expected[1])
-        assert afar._worker.calls == before + 1
+        assert afar._servers.calls == before + 1
         np.testing.assert_array_equal(together.tokens, apart.tokens)
         assert together.num_pending == 0
     for session in (apart, together):
