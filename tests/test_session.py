@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -794,6 +795,12 @@ def test_one_copy_of_each_library() -> None:
 def test_llama_cpp_that_does_not_fit(installed: str | None, redirected: str | None, message: str) -> None:
     with pytest.raises(ImportError, match=message):
         _llama.check(installed, redirected)
+
+
+def test_one_version_of_llama_cpp() -> None:
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    named = re.findall(r"llama-cpp-python==([0-9.]+)", project.read_text("utf-8"))
+    assert named == [_llama.VERSION] * 2  # to build with and to run with
 
 
 def test_llama_cpp_that_fits() -> None:
