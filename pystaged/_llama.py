@@ -9,7 +9,17 @@ import ctypes
 import os  # and not pathlib, which takes several times as long to import as the rest
 from importlib import util
 
-VERSION = "0.3.36"
+_core = util.find_spec("pystaged._core")
+if _core is None or _core.origin is None:
+    # Python finds the source's folder before an installed package when it is started beside it.
+    _source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+    raise ImportError(
+        f"{_source} holds pystaged's source without its compiled module; run: pip install -e {_source}, "
+        "or start Python in another folder if pystaged is installed"
+    )
+# The build writes it beside the module: the version that pyproject.toml names.
+with open(os.path.join(os.path.dirname(_core.origin), "llama_cpp_version.txt")) as _file:  # noqa: PTH118, PTH120, PTH123
+    VERSION = _file.read().strip()
 
 
 def check(installed: str | None, redirected: str | None) -> None:
@@ -58,13 +68,6 @@ def _load(package: str) -> None:
     ctypes.CDLL(next(file for file in files if os.path.exists(file)))  # noqa: PTH110
 
 
-# Python finds the source's folder before an installed package when it is started beside it.
-if util.find_spec("pystaged._core") is None:
-    _source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
-    raise ImportError(
-        f"{_source} holds pystaged's source without its compiled module; run: pip install -e {_source}, "
-        "or start Python in another folder if pystaged is installed"
-    )
 _folder = _package()
 check(_installed(_folder) if _folder else None, os.environ.get("LLAMA_CPP_LIB_PATH"))
 if _folder:
