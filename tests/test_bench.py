@@ -21,7 +21,7 @@ from rich.table import Table
 
 from pystaged._core import Model, Session
 from pystaged.bench import contenders, models, summary, worker
-from pystaged.bench.contenders import Contender, Pairing
+from pystaged.bench.contenders import Contender
 from pystaged.bench.contest import Contest, spread
 from pystaged.bench.pairs import load_prompts
 from pystaged.bench.report import Report
@@ -421,13 +421,13 @@ def test_a_model_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 # ---- Peers ----
 
 
-def pairing(path: Path, draft: Path | None = None) -> Pairing:
-    return Pairing(path, draft, 0.5, 1, 96)
+def setup(path: Path, draft: Path | None = None) -> dict[str, Any]:
+    return {"model": str(path), "draft": draft and str(draft), "draft_share": 0.5, "threads": 1, "n_ctx": 96}
 
 
 def test_llama_cpp_python_takes_part(random_gguf: Callable[..., Path]) -> None:
     path = random_gguf(vocab_size=300, context=96)
-    for each in contenders.peers(pairing(path), None)[:2]:
+    for each in contenders.peers(setup(path), None)[:2]:
         child = Worker(*each.setups)
         found = child.run({"prompt": [1, 2, 3], "sampling": WARM, "max_tokens": 12}, 60)
         assert (len(found.tokens), found.counted) == (12, 11)
@@ -448,7 +448,7 @@ def test_a_folder_of_programs(tmp_path: Path, random_gguf: Callable[..., Path]) 
         "echo 'n_drafted    = 9'; echo 'n_accept     = 4'\n"
     )
     program.chmod(0o755)
-    found = {each.key: each for each in contenders.peers(pairing(random_gguf(), random_gguf()), tmp_path)}
+    found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), tmp_path)}
     assert found["llama-server, draft-simple"].missing == f"not in {tmp_path.name}"
     lookup = found["llama-lookup"]
     child = Worker(*lookup.setups)
