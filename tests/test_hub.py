@@ -501,6 +501,16 @@ def test_remove_leaves_what_another_program_downloaded(ggufs: Repository, online
     assert before.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
 
 
+def test_what_was_removed_and_downloaded_by_another_is_no_longer_ours(ggufs: Repository, online: Hub) -> None:
+    hub.pull(f"{GGUFS}:q4_0")
+    assert hub.pull(GGUFS) == cache.find(f"{GGUFS}:q8_0")
+    assert cache.remove(f"{GGUFS}:q8_0") > 0
+    other = Path(hf_hub_download(GGUFS, "tiny.Q8_0.gguf", endpoint=online.url))
+    hub.pull(f"{GGUFS}:q8_0")
+    assert cache.remove(f"{GGUFS}:q8_0") == 0
+    assert other.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+
+
 def test_remove_leaves_what_another_snapshot_has(ggufs: Repository, online: Hub) -> None:
     mine = hub.pull(GGUFS).resolve()
     ggufs.files["README.md"] = b"a new commit"
