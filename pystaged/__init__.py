@@ -1,10 +1,9 @@
 """Staged speculative decoding for quantized GGUF models: faster, and exactly the text the model alone would write."""
 
-from importlib import import_module  # noqa: I001
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pystaged import _source  # noqa: F401  first, for it finds out which pystaged this is
-from pystaged import _llama  # noqa: F401  then, so that the extension finds llama_cpp's libraries already loaded
+from pystaged import _llama  # noqa: F401  first, so that the extension finds llama_cpp's libraries already loaded
 
 if TYPE_CHECKING:
     from pystaged._core import ContextFullError, DeviceError, ModelError

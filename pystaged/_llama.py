@@ -59,6 +59,13 @@ def _load(package: Path) -> None:
     ctypes.CDLL(str(next(file for file in (package / "lib" / name for name in names) if file.exists())))
 
 
+# Python finds the source's folder before an installed package when it is started beside it.
+if util.find_spec("pystaged._core") is None:
+    _source = Path(__file__).resolve().parents[1]
+    raise ImportError(
+        f"{_source} holds pystaged's source without its compiled module; run: pip install -e {_source}, "
+        "or start Python in another folder if pystaged is installed"
+    )
 _folder = _package()
 check(_installed(_folder) if _folder else None, os.environ.get("LLAMA_CPP_LIB_PATH"))
 if _folder:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import operator
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, SupportsFloat, TypedDict
 
 from pystaged._core import Sampling
 
 _LARGEST_FLOAT = 3.4e38  # of the engine's
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class SamplingConfig:
     """How tokens are chosen. Filters apply in the order temperature, top-k, top-p, min-p.
 
@@ -18,7 +21,7 @@ class SamplingConfig:
     top_k: keep this many of the likeliest tokens, 0 keeps all.
     top_p: keep the fewest tokens that together have at least this probability, 1 keeps all.
     min_p: keep tokens at least this likely relative to the likeliest, 0 keeps all.
-    seed: together with the prompt it fixes the text, however it is drafted.
+    seed: together with the prompt it fixes the text, however it is drafted; None draws one.
 
     Raises:
         ValueError: naming the field that is out of range.
@@ -32,16 +35,30 @@ class SamplingConfig:
     seed: int = 0
     native: Sampling = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        _require_integers(top_k=self.top_k, seed=self.seed)
-        _require_numbers(temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be between 0 and 2**64 - 1, not {self.seed}")
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be 0 (off) or a positive number of tokens, not {self.top_k}")
+    def __init__(
+        self,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = 0,
+    ) -> None:
+        top_k = _integer("top_k", top_k)
+        seed = secrets.randbits(32) if seed is None else _integer("seed", seed)
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed must be between 0 and 2**64 - 1, not {seed}")
+        if not 0 <= top_k < 2**31:
+            raise ValueError(f"top_k must be 0 (off) or a positive number of tokens, not {top_k}")
+        numbers = [
+            _number(name, value) for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p))
+        ]
         # The engine's form of the same, which checks the ranges.
-        native = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
-        object.__setattr__(self, "native", native)
+        values = (numbers[0], top_k, numbers[1], numbers[2], seed)
+        for name, value in zip(self.__dataclass_fields__, (*values, Sampling(*values)), strict=True):
+            object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[type[SamplingConfig], tuple[float, int, float, float, int]]:
+        return SamplingConfig, (self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
 
     @property
     def is_greedy(self) -> bool:
@@ -49,53 +66,91 @@ class SamplingConfig:
         return self.temperature == 0
 
 
-@dataclass(frozen=True, slots=True)
+class TextOptions(TypedDict, total=False):
+    """What a generation may be told. The five of SamplingConfig may come as one `sampling` instead.
+
+    max_tokens: new tokens at most, 128 unless given.
+    stop: one string or several that end the text before they appear in it.
+    speculate: False decodes plainly; the text is the same.
+    """
+
+    max_tokens: int
+    stop: str | Sequence[str]
+    speculate: bool
+    sampling: SamplingConfig
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class GenerationConfig:
-    """How to decode and when to stop.
-
-    max_tokens: new tokens at most, at least 1.
-    stop: strings that end the text before they appear in it.
-    speculate: whether to draft.
+    """The same, checked.
 
     Raises:
-        ValueError: max_tokens below 1, or an empty stop string.
-        TypeError: a field of the wrong type.
+        ValueError: an option out of range, or an empty stop string.
+        TypeError: an option of the wrong type, an unknown one, or `sampling` beside one of its own.
     """
 
-    max_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    speculate: bool = True
+    sampling: SamplingConfig
+    max_tokens: int
+    stop: tuple[str, ...]
+    speculate: bool
 
-    def __post_init__(self) -> None:
-        _require_integers(max_tokens=self.max_tokens)
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if not all(isinstance(text, str) for text in self.stop):
-            raise TypeError("stop must be a string or a sequence of strings")
-        if "" in self.stop:
-            raise ValueError("a stop string must not be empty")
+    def __init__(
+        self,
+        *,
+        max_tokens: int = 128,
+        stop: str | Sequence[str] = (),
+        speculate: bool = True,
+        sampling: SamplingConfig | None = None,
+        **fields: Any,
+    ) -> None:
+        unknown = fields.keys() - TextOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(
+                f"there is no option {min(unknown)!r}; the options are {', '.join(TextOptions.__annotations__)}"
+            )
+        if sampling is not None and not isinstance(sampling, SamplingConfig):
+            raise TypeError(f"sampling must be a SamplingConfig, not {type(sampling).__name__}")
+        if sampling is not None and fields:
+            raise TypeError(f"give either sampling or {min(fields)}, not both")
+        max_tokens = _integer("max_tokens", max_tokens)
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+        object.__setattr__(self, "sampling", sampling or SamplingConfig(**fields))
+        object.__setattr__(self, "max_tokens", max_tokens)
+        object.__setattr__(self, "stop", _stop_strings(stop))
+        object.__setattr__(self, "speculate", bool(speculate))
 
 
-def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """One stop string or several, as a tuple.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    if not isinstance(stop, (str, Sequence)):
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    if isinstance(stop, bytes) or not isinstance(stop, Sequence):
         raise TypeError(f"stop must be a string or a sequence of strings, not {type(stop).__name__}")
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) for text in strings):
+        raise TypeError("stop must be a string or a sequence of strings")
+    if "" in strings:
+        raise ValueError("a stop string must not be empty")
+    return strings
 
 
-def _require_integers(**fields: object) -> None:
-    for name, value in fields.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+def _integer(name: str, value: object) -> int:
+    """As an int, of numpy's too."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
 
 
-def _require_numbers(**fields: object) -> None:
-    for name, value in fields.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number, not {type(value).__name__}")
-        if abs(value) > _LARGEST_FLOAT:
-            raise ValueError(f"{name} must be at most {_LARGEST_FLOAT:g}")
+def _number(name: str, value: object) -> float:
+    """As a float, of numpy's too."""
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+    if abs(value) > _LARGEST_FLOAT:  # type: ignore[arg-type]
+        raise ValueError(f"{name} must be at most {_LARGEST_FLOAT:g}")
+    return float(value)

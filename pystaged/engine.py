@@ -1,26 +1,50 @@
-"""A model kept open, and generation with it."""
+"""A model kept open, and text from it: pieces as they come, or the whole."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import DeviceError, Model, Tokenizer
-from pystaged.config import GenerationConfig, SamplingConfig, stop_strings
-from pystaged.decoding.drafter import common_prefix
-from pystaged.decoding.loop import Decoder
+from pystaged._core import ContextFullError, DeviceError, Model, Tokenizer
+from pystaged.config import GenerationConfig, TextOptions
+from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.tree import Stage
 from pystaged.loading.pair import Pair
 from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece
 from pystaged.stats import GenerationStats
 from pystaged.text import TextBuffer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+
+
+class LoadOptions(TypedDict, total=False):
+    """What `load` takes besides the model; see Engine."""
+
+    draft: str | Path | None
+    ngrams: str | Path | None
+    device: str
+    draft_device: str
+    n_ctx: int
+    num_threads: int
+    policy: TreePolicy | None
+    report: Callable[[str], None] | None
+
+
+class Options(LoadOptions, TextOptions, total=False):
+    """What `generate` and `stream` take besides prompt and model."""
 
 
 class Engine:
@@ -32,20 +56,21 @@ class Engine:
             "house".
         draft: a smaller model with the same vocabulary, named likewise, None for n-grams alone, or "auto": the house
             draft for the house model, else None.
+        ngrams: table of n-grams of the draft's text (`pystaged ngram build`); by default the one beside the draft.
         device: where the target runs: "cpu" by this package's kernels, byte for byte exact; "metal", "gpu", "ggml-cpu"
             or a name from devices() by ggml's operations; "rpc:HOST:PORT,HOST:PORT" with its layers split over RPC
             servers; "auto" for the fastest of this machine, measured.
         draft_device: the same for the draft.
         n_ctx: positions of a context, 0 for as many as the model was trained for.
         num_threads: 0 for one per physical core.
-        policy: decides how trees grow; by default what measured costs make worth while.
+        policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
 
     Raises:
         FileNotFoundError: no such file or repository; for hub ids also what hub.pull raises.
         ModelError: a file is damaged or of an unsupported kind.
         DeviceError: no such device, too little memory on it, or an RPC server that cannot be used.
-        ValueError: two vocabularies that differ, or an option out of range.
+        ValueError: two vocabularies that differ, a table for another one, or an option out of range.
     """
 
     def __init__(
@@ -53,6 +78,7 @@ class Engine:
         model: str | Path = "house",
         *,
         draft: str | Path | None = "auto",
+        ngrams: str | Path | None = None,
         device: str = "cpu",
         draft_device: str = "cpu",
         n_ctx: int = 0,
@@ -60,15 +86,17 @@ class Engine:
         policy: TreePolicy | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        self._pair = Pair(
-            model, draft, num_threads, report or (lambda _: None), device=device, draft_device=draft_device
+        self._pair = pair = Pair(
+            model,
+            draft,
+            num_threads,
+            report or (lambda _: None),
+            ngrams=ngrams,
+            device=device,
+            draft_device=draft_device,
         )
-        self._n_ctx = n_ctx
-        self._policy = policy
-        self._closed = False
-        self._lock = threading.Lock()
-        # Contexts at rest, with what they last held: the next prompt may begin like it.
-        self._idle = [self._pair.decoder(n_ctx, policy)]
+        self._contexts = ContextPool(lambda: pair.decoder(n_ctx, policy))
+        self.n_ctx = n_ctx or pair.target.max_context
 
     @property
     def model(self) -> Model:
@@ -85,72 +113,48 @@ class Engine:
         """The target's vocabulary."""
         return self._pair.tokenizer
 
-    def generate(
-        self,
-        prompt: str,
-        *,
-        max_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        speculate: bool = True,
-    ) -> GenerationResult:
+    def generate(self, prompt: Prompt, **options: Unpack[TextOptions]) -> GenerationResult:
         """Continue a prompt; arguments and errors as in `stream`."""
-        return self.stream(
-            prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop=stop,
-            speculate=speculate,
-        ).finish()
+        return self.stream(prompt, **options).finish()
 
-    def stream(
-        self,
-        prompt: str,
-        *,
-        max_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        speculate: bool = True,
-    ) -> Stream:
+    def stream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> Stream:
         """Continue a prompt piece by piece.
 
         Args:
-            prompt: not empty.
-            max_tokens: new tokens at most.
-            temperature, top_k, top_p, min_p, seed: as in SamplingConfig.
-            stop: strings that end the text before they appear in it.
-            speculate: False decodes plainly; the text is the same.
+            prompt: text, or token ids; not empty.
+            **options: see TextOptions.
 
         Returns:
-            An iterator of Piece whose `result` is there once it is exhausted.
+            An iterator of Piece whose `result` is there once it is exhausted or closed.
 
         Raises:
             ValueError: an empty prompt, or an option out of range.
             ContextFullError: the prompt is longer than the context.
             DeviceLostError: a device failed; it has the text so far.
         """
-        sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
-        return Stream(self, prompt, sampling, GenerationConfig(max_tokens, stop_strings(stop), speculate))
+        return Stream(self, prompt, GenerationConfig(**options))
+
+    def encode(self, prompt: Prompt) -> NDArray[np.int32]:
+        """The tokens of a prompt, int32[n]; errors as in `stream`."""
+        if isinstance(prompt, str):
+            try:
+                tokens = self.tokenizer.encode(prompt)
+            except UnicodeError as error:
+                raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
+        else:
+            tokens = _token_ids(prompt, self.tokenizer.num_tokens)
+        if len(tokens) == 0:
+            raise ValueError("the prompt is empty; give at least one character to continue from")
+        if len(tokens) > self.n_ctx:
+            raise ContextFullError(
+                f"the prompt has {len(tokens)} tokens, but the context holds {self.n_ctx}; shorten the prompt"
+            )
+        return tokens
 
     def close(self) -> None:
-        """Free the contexts; generating again raises ValueError."""
-        with self._lock:
-            self._closed = True
-            for decoder in self._idle:
-                decoder.close()
-            self._idle.clear()
+        """Free the contexts at rest; generating again raises ValueError. Texts in progress go on."""
+        if not self._contexts.closed:
+            self._contexts.close()
             self._pair.close()
 
     def __enter__(self) -> Engine:
@@ -159,50 +163,46 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self, prompt: NDArray[np.int32]) -> Decoder:
-        """A context at rest, the one most like the prompt; a new one when all are busy."""
-        with self._lock:
-            if self._closed:
-                raise ValueError("the engine is closed")
-            if not self._idle:
-                return self._pair.decoder(self._n_ctx, self._policy)
-            best = max(self._idle, key=lambda decoder: common_prefix(decoder.target.tokens, prompt))
-            self._idle.remove(best)
-            return best
-
-    def _put_back(self, decoder: Decoder) -> None:
-        with self._lock:
-            if self._closed:
-                decoder.close()
-            else:
-                self._idle.append(decoder)
-
 
 class Stream(Iterator[Piece]):
-    """The pieces of one generation as they come. Close it, or use it as a context manager, to stop early."""
+    """The pieces of one generation as they come. Close it, from any thread, or use it as a context manager, to stop
+    early; one that is dropped gives its context back.
+    """
 
-    def __init__(self, engine: Engine, prompt: str, sampling: SamplingConfig, config: GenerationConfig) -> None:
-        if not isinstance(prompt, str):
-            raise TypeError(f"the prompt must be a string, not {type(prompt).__name__}")
-        try:
-            tokens = engine.tokenizer.encode(prompt)
-        except UnicodeError as error:
-            raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
-        if len(tokens) == 0:
-            raise ValueError("the prompt is empty; give at least one character to continue from")
-        self._prompt = prompt
-        self._result: GenerationResult | None = None
-        self._pieces = self._run(engine, tokens, sampling, config)
+    def __init__(self, engine: Engine, prompt: Prompt, config: GenerationConfig) -> None:
+        tokens = engine.encode(prompt)
+        self._engine, self._seed = engine, config.sampling.seed
+        self._written = _Written(GenerationStats())
+        # It must not hold the stream, or dropping one would be the collector's work.
+        self._pieces = _pieces(engine, prompt, tokens, config, self._written)
+        self._turn = threading.Lock()
+        self._cancelled = self._over = False
 
     def __next__(self) -> Piece:
-        return next(self._pieces)
+        try:
+            with self._turn:
+                piece = next(self._pieces)
+        except BaseException:
+            self.close()
+            raise
+        if self._cancelled:
+            self.close()
+        return piece
 
     @property
     def result(self) -> GenerationResult:
-        """The whole, once the stream is exhausted. Raises RuntimeError before."""
-        if self._result is None:
+        """The whole, once the stream is exhausted or closed. Raises RuntimeError before."""
+        if not self._over:
             raise RuntimeError("the stream has not been read to its end")
-        return self._result
+        written = self._written
+        return GenerationResult(
+            "".join(written.text),
+            written.tokens,
+            written.finish or "cancelled",
+            self._seed,
+            written.stats,
+            written.stages,
+        )
 
     def finish(self) -> GenerationResult:
         """Read the rest and return the whole."""
@@ -212,8 +212,15 @@ class Stream(Iterator[Piece]):
             return self.result
 
     def close(self) -> None:
-        """Stop here."""
-        self._pieces.close()
+        """Stop here. A step that another thread has in hand is the last one; the result is there after it."""
+        self._cancelled = True
+        if self._turn.acquire(blocking=False):
+            try:
+                self._pieces.close()
+                self._over = True
+            finally:
+                self._turn.release()
+            self._engine._contexts.tidy()
 
     def __enter__(self) -> Stream:
         return self
@@ -223,117 +230,116 @@ class Stream(Iterator[Piece]):
     ) -> None:
         self.close()
 
-    def _run(
-        self, engine: Engine, prompt: NDArray[np.int32], sampling: SamplingConfig, config: GenerationConfig
-    ) -> Generator[Piece, None, None]:
-        stats = GenerationStats()
-        buffer, text, tokens, stages = TextBuffer(config.stop), list[str](), list[int](), list[Stage]()
-        finish: FinishReason | None = None
-        decoder = engine._take(prompt)
-        try:
-            with contextlib.closing(
-                decoder.generate(
-                    prompt,
-                    sampling,
-                    config.max_tokens,
-                    is_end=engine.tokenizer.is_end,
-                    speculate=config.speculate,
-                    stats=stats,
-                )
-            ) as steps:
-                for step in steps:
-                    piece, new = "", 0
-                    for token in step.tokens:
-                        piece += buffer.push(engine.tokenizer.token_bytes(token))
-                        new += 1
-                        if buffer.stopped:
-                            break
-                    finish = "stop" if buffer.stopped else step.finish_reason
-                    if finish is not None:
-                        piece += buffer.finish()
-                        finish = "stop" if buffer.stopped else finish
-                    tokens += step.tokens[:new]
-                    stages += step.stages[:new]
-                    text.append(piece)
-                    if new or piece:
-                        yield Piece(
-                            piece, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path)
-                        )
+
+class _OwningStream(Stream):
+    """A stream whose engine is closed with it."""
+
+    def __init__(self, engine: Engine, prompt: Prompt, config: GenerationConfig) -> None:
+        super().__init__(engine, prompt, config)
+        self._close_engine = weakref.finalize(self, engine.close)
+
+    def close(self) -> None:
+        super().close()
+        if self._over:
+            self._close_engine()
+
+
+@dataclass(slots=True)
+class _Written:
+    """What a text is so far."""
+
+    stats: GenerationStats
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+def _pieces(
+    engine: Engine, prompt: Prompt, tokens: NDArray[np.int32], config: GenerationConfig, written: _Written
+) -> Generator[Piece, None, None]:
+    """The text of the target's tokens, cut at stop strings."""
+    tokenizer, buffer = engine.tokenizer, TextBuffer(config.stop)
+    context = engine._contexts.take(tokens)
+    lost = False
+    try:
+        steps = context.generate(
+            tokens,
+            config.sampling,
+            config.max_tokens,
+            is_end=tokenizer.is_end,
+            speculate=config.speculate,
+            stats=written.stats,
+        )
+        with closing(steps):
+            for step in steps:
+                piece, new = "", 0
+                for token in step.tokens:
+                    piece += buffer.push(tokenizer.token_bytes(token))
+                    new += 1
                     if buffer.stopped:
-                        stats.cut(step.stages[new:])
                         break
-        except DeviceError as error:
-            raise DeviceLostError(str(error), self._prompt, "".join(text), tokens) from error
-        finally:
-            engine._put_back(decoder)
-        assert finish is not None
-        self._result = GenerationResult("".join(text), tokens, finish, stats, stages)
+                if step.finish_reason:
+                    piece += buffer.finish(cut=step.finish_reason == "length")
+                written.finish = "stop" if buffer.stopped else step.finish_reason
+                written.text.append(piece)
+                written.tokens += step.tokens[:new]
+                written.stages += step.stages[:new]
+                written.stats.cut(step.stages[new:])
+                if new or piece:
+                    yield Piece(piece, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path))
+                if buffer.stopped:
+                    break
+    except DeviceError as error:
+        lost = True
+        engine._contexts.forget()
+        words = prompt if isinstance(prompt, str) else tokens.tolist()
+        raise DeviceLostError(str(error), words, "".join(written.text), written.tokens) from error
+    finally:
+        if not lost:
+            engine._contexts.give_back(context)
 
 
-def load(
-    model: str | Path = "house",
-    *,
-    draft: str | Path | None = "auto",
-    device: str = "cpu",
-    draft_device: str = "cpu",
-    n_ctx: int = 0,
-    num_threads: int = 0,
-    policy: TreePolicy | None = None,
-    report: Callable[[str], None] | None = None,
-) -> Engine:
+def load(model: str | Path = "house", **options: Unpack[LoadOptions]) -> Engine:
     """Open a model and keep it open; arguments and errors as in Engine."""
-    return Engine(
-        model,
-        draft=draft,
-        device=device,
-        draft_device=draft_device,
-        n_ctx=n_ctx,
-        num_threads=num_threads,
-        policy=policy,
-        report=report,
-    )
+    return Engine(model, **options)
 
 
-def generate(
-    prompt: str,
-    *,
-    model: str | Path = "house",
-    draft: str | Path | None = "auto",
-    device: str = "cpu",
-    draft_device: str = "cpu",
-    speculate: bool = True,
-    max_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-) -> GenerationResult:
-    """Load a model, continue a prompt, close the model; `load` keeps it open for more. Errors as in Engine.stream."""
-    sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
-    config = GenerationConfig(max_tokens, stop_strings(stop), speculate)
-    with load(model, draft=draft, device=device, draft_device=draft_device) as engine:
-        return Stream(engine, prompt, sampling, config).finish()
+def generate(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> GenerationResult:
+    """Load a model, continue a prompt, close the model; `load` keeps it open for more. Options and errors as in Engine
+    and Engine.stream."""
+    return stream(prompt, model=model, **options).finish()
 
 
-def stream(
-    prompt: str,
-    *,
-    model: str | Path = "house",
-    draft: str | Path | None = "auto",
-    device: str = "cpu",
-    draft_device: str = "cpu",
-    speculate: bool = True,
-    max_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-) -> Stream:
-    """Load a model and continue a prompt piece by piece. Errors as in Engine.stream."""
-    sampling = SamplingConfig(temperature, top_k, top_p, min_p, seed)
-    config = GenerationConfig(max_tokens, stop_strings(stop), speculate)
-    return Stream(load(model, draft=draft, device=device, draft_device=draft_device), prompt, sampling, config)
+def stream(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> Stream:
+    """Load a model and continue a prompt piece by piece; at the end the model is closed. Options and errors as in
+    Engine and Engine.stream."""
+    given = dict(options)
+    opening: dict[str, Any] = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
+    config = GenerationConfig(**given)  # type: ignore[arg-type]
+    engine = load(model, **opening)
+    try:
+        return _OwningStream(engine, prompt, config)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:
+    """Token ids as int32[n].
+
+    Raises:
+        TypeError: not a sequence of integers.
+        ValueError: an id outside of the vocabulary.
+    """
+    if isinstance(prompt, bytes) or not isinstance(prompt, (Sequence, np.ndarray)):
+        raise TypeError(f"the prompt must be a string or token ids, not {type(prompt).__name__}")
+    ids = np.asarray(prompt)
+    if ids.size == 0:
+        return np.empty(0, np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError("the prompt must be a string or token ids: integers, one after the other")
+    outside = ids[(ids < 0) | (ids >= num_tokens)]
+    if len(outside):
+        raise ValueError(f"token {outside[0]} is outside of the vocabulary of {num_tokens}")
+    return ids.astype(np.int32)

@@ -9,18 +9,21 @@ from pystaged._core import DeviceError
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import GenerationStats
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class DeviceLostError(DeviceError):
     """A device failed in the middle of a generation. prompt, text and tokens: what there was by then; tokens are the
     new ones."""
 
-    def __init__(self, message: str, prompt: str, text: str, tokens: list[int]) -> None:
+    def __init__(self, message: str, prompt: str | list[int], text: str, tokens: list[int]) -> None:
         super().__init__(message)
         self.prompt = prompt
         self.text = text
         self.tokens = tokens
+
+    def __reduce__(self) -> tuple[type[DeviceLostError], tuple[str, str | list[int], str, list[int]]]:
+        return type(self), (str(self), self.prompt, self.text, self.tokens)
 
 
 class Piece(str):
@@ -43,6 +46,9 @@ class Piece(str):
         piece.tokens, piece.stages, piece.tree, piece.path = tokens, stages, tree, path
         return piece
 
+    def __getnewargs__(self) -> tuple[str, tuple[int, ...], tuple[Stage, ...], TokenTree, tuple[int, ...]]:  # type: ignore[override]
+        return str(self), self.tokens, self.stages, self.tree, self.path
+
     @property
     def text(self) -> str:
         """The text as a plain string."""
@@ -51,15 +57,21 @@ class Piece(str):
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A finished generation.
+    """A generation; its str() is its text.
 
     text: without the prompt and without the stop string. tokens: the new ones only, end of text left out; stages: who
-    proposed each of them.
-    finish_reason: "stop" for end of text or a stop string, "length" for max_tokens or a full context.
+    proposed each of them. Where a text is cut inside a character, the tokens have its beginning and the text has not.
+    finish_reason: "stop" for end of text or a stop string, "length" for max_tokens or a full context, "cancelled" for a
+    stream that was closed early.
+    seed: of the sampling, given or drawn.
     """
 
     text: str
     tokens: list[int]
     finish_reason: FinishReason
+    seed: int
     stats: GenerationStats = field(repr=False)
     stages: list[Stage] = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text

@@ -24,9 +24,13 @@ class TextBuffer:
         self._held += self._decoder.decode(data)
         return self._release(final=False)
 
-    def finish(self) -> str:
-        """The rest, when no more tokens come."""
-        if not self.stopped:
+    def finish(self, *, cut: bool = False) -> str:
+        """The rest, when no more tokens come.
+
+        Args:
+            cut: the model would have gone on: the beginning of a character is no part of the text.
+        """
+        if not self.stopped and not cut:
             self._held += self._decoder.decode(b"", final=True)
         return self._release(final=True)
 

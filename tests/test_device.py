@@ -29,6 +29,7 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.loading import names
 from pystaged.loading import pair as pairs
+from pystaged.loading.costs import Costs
 
 Floats = npt.NDArray[np.float32]
 
@@ -254,7 +255,7 @@ def test_auto_takes_the_fastest_pair(monkeypatch: pytest.MonkeyPatch) -> None:
         return PassCost({1: costs[path.name.split(".")[0], device]})
 
     monkeypatch.setattr(pairs, "candidates", lambda name: ["cpu", DEVICE] if name == "auto" else [name])
-    monkeypatch.setattr(pairs.Pair, "_cost", cost)
+    monkeypatch.setattr(Costs, "of", cost)
     chosen = pairs.Pair("house", "auto", 0, lambda _: None, device="auto", draft_device="auto")
     assert (chosen.device, chosen.draft_device) == (DEVICE, "cpu")
     assert chosen.target.devices

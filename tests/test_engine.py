@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import codecs
+import copy
+import gc
+import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 
 import pystaged
-from pystaged import ContextFullError, Engine, GenerationResult, ModelError, _core
+from pystaged import (
+    ContextFullError,
+    DeviceError,
+    DeviceLostError,
+    Engine,
+    FixedPolicy,
+    GenerationResult,
+    Growth,
+    ModelError,
+    Piece,
+    SamplingConfig,
+    _core,
+)
+from pystaged.decoding.loop import Decoder
 from pystaged.engine import Stream
 
 PROMPT = "the tree then "
@@ -61,8 +81,10 @@ def plain_tokens(path: Path, prompt: str, count: int, **options: Any) -> list[in
     return found
 
 
-def text_of(engine: Engine, tokens: list[int]) -> str:
-    return b"".join(map(engine.tokenizer.token_bytes, tokens)).decode("utf-8", errors="replace")
+def text_of(engine: Engine, tokens: list[int], finish: str = "length") -> str:
+    """What tokens say; where the text was cut, without the beginning of a character."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    return decoder.decode(b"".join(map(engine.tokenizer.token_bytes, tokens)), final=finish == "stop")
 
 
 # ---- Results ----
@@ -75,7 +97,7 @@ def test_result(engine: Engine, path: Path, options: dict[str, Any]) -> None:
     assert result.tokens == plain_tokens(path, PROMPT, 60, **options)
     assert all(type(token) is int for token in result.tokens)
     assert type(result.text) is str
-    assert result.text == text_of(engine, result.tokens)
+    assert result.text == str(result) == text_of(engine, result.tokens, result.finish_reason)
     assert result.finish_reason == ("length" if len(result.tokens) == 60 else "stop")
     stats = result.stats
     assert stats.prompt_tokens == len(engine.tokenizer.encode(PROMPT))
@@ -116,7 +138,8 @@ def test_pieces_join_to_the_text(engine: Engine, options: dict[str, Any]) -> Non
     stream = engine.stream(PROMPT, max_tokens=80, **options)
     pieces = list(stream)
     result = stream.result
-    assert "".join(pieces) == "".join(piece.text for piece in pieces) == result.text == text_of(engine, result.tokens)
+    assert "".join(pieces) == "".join(piece.text for piece in pieces) == result.text
+    assert result.text == text_of(engine, result.tokens, result.finish_reason)
     assert [token for piece in pieces for token in piece.tokens] == result.tokens
     # No piece holds the beginning of a character whose rest comes later: decoding up to there gives no more than shown.
     shown, bytes_so_far = "", b""
@@ -136,7 +159,7 @@ def test_the_texts_above_are_torn(engine: Engine) -> None:
     assert any(piece.tokens and not piece for piece in pieces)
 
 
-def test_result_only_at_the_end(engine: Engine) -> None:
+def test_result_at_the_end(engine: Engine) -> None:
     with engine.stream(PROMPT, max_tokens=8) as stream:
         next(stream)
         with pytest.raises(RuntimeError, match="has not been read to its end"):
@@ -171,6 +194,8 @@ def test_stop_strings_anywhere(engine: Engine, options: dict[str, Any]) -> None:
             assert result.text == whole.text[: whole.text.index(stop)]
             assert result.tokens == whole.tokens[: len(result.tokens)]
             assert result.finish_reason == "stop"
+            assert result.stats.new_tokens == len(result.tokens)
+            assert sum(stage.emitted for stage in result.stats.stages.values()) == len(result.tokens)
             stream = engine.stream(PROMPT, max_tokens=60, stop=(stop,), **options)
             assert "".join(stream) == result.text
             assert stream.result.tokens == result.tokens
@@ -197,14 +222,50 @@ def test_the_first_of_several_stop_strings(engine: Engine) -> None:
     assert (result.text, result.finish_reason) == (text, "length")
 
 
-def test_a_stop_string_that_only_the_end_completes(engine: Engine) -> None:
-    """A torn character becomes a replacement character when no more bytes come; that can be a stop string too."""
+def test_a_cut_inside_a_character_leaves_it_out(engine: Engine) -> None:
     whole = engine.generate(PROMPT, max_tokens=80, **WARM)
-    ends = (n for n in range(1, 80) if text_of(engine, whole.tokens[:n]).count("\ufffd") == 1)
-    count = next(n for n in ends if text_of(engine, whole.tokens[:n])[-1] == "\ufffd")
-    result = engine.generate(PROMPT, max_tokens=count, stop="\ufffd", **WARM)
-    assert result.text == text_of(engine, whole.tokens[:count])[:-1]
-    assert result.finish_reason == "stop"
+    data = [b"".join(map(engine.tokenizer.token_bytes, whole.tokens[:n])) for n in range(81)]
+    torn = [n for n in range(1, 81) if data[n].decode("utf-8", "replace") != text_of(engine, whole.tokens[:n])]
+    assert torn
+    for count in torn[:5]:
+        stream = engine.stream(PROMPT, max_tokens=count, **WARM)
+        assert "".join(stream) == stream.result.text == text_of(engine, whole.tokens[:count])
+        # The tokens have the beginning of the character; going on from them completes it.
+        assert stream.result.tokens == whole.tokens[:count]
+        prompt = [*engine.tokenizer.encode(PROMPT).tolist(), *stream.result.tokens]
+        rest = engine.generate(prompt, max_tokens=80 - count, **WARM)
+        assert stream.result.tokens + rest.tokens == whole.tokens
+
+
+class Ending:
+    """A tokenizer in which one token ends a text."""
+
+    def __init__(self, tokenizer: _core.Tokenizer, end: int) -> None:
+        self._tokenizer, self._end = tokenizer, end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def is_end(self, token: int) -> bool:
+        return token == self._end
+
+
+def test_a_stop_string_that_only_the_end_completes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torn character becomes a replacement character when the model ends there; that can end a stop string too."""
+    tokens = engine.generate(PROMPT, max_tokens=80, **WARM).tokens
+    at = next(
+        n
+        for n in range(3, 80)
+        if tokens[n] not in tokens[:n] and text_of(engine, tokens[:n]) != text_of(engine, tokens[:n], "stop")
+    )
+    text = text_of(engine, tokens[:at], "stop")
+    stop = next(text[-n:] for n in range(1, len(text)) if text.index(text[-n:]) == len(text) - n)
+    monkeypatch.setattr(Engine, "tokenizer", Ending(engine.tokenizer, tokens[at]))
+    whole = engine.generate(PROMPT, max_tokens=80, **WARM)
+    assert (whole.text, whole.tokens, whole.finish_reason) == (text, tokens[:at], "stop")
+    assert text[-1] == "\ufffd"
+    result = engine.generate(PROMPT, max_tokens=80, stop=stop, **WARM)
+    assert (result.text, result.finish_reason) == (text[: -len(stop)], "stop")
 
 
 def test_end_of_text(engine: Engine) -> None:
@@ -216,7 +277,7 @@ def test_end_of_text(engine: Engine) -> None:
     for result in ended:
         assert len(result.tokens) < 70
         assert end not in result.tokens
-        assert result.text == text_of(engine, result.tokens)
+        assert result.text == text_of(engine, result.tokens, "stop")
     assert all(len(result.tokens) == 70 for result in results if result.finish_reason == "length")
 
 
@@ -238,8 +299,9 @@ def test_long_prompts(engine: Engine) -> None:
     assert len(engine.tokenizer.encode(fits)) == CONTEXT
     result = engine.generate(fits)
     assert (len(result.tokens), result.finish_reason) == (1, "length")
-    with pytest.raises(ContextFullError, match=rf"\b{CONTEXT + 5} tokens.*\b{CONTEXT}\b"):
-        engine.generate(long)
+    for continued in (engine.generate, engine.stream):
+        with pytest.raises(ContextFullError, match=rf"\b{CONTEXT + 5} tokens.*\b{CONTEXT}\b"):
+            continued(long)
     assert issubclass(ContextFullError, ValueError)
     assert engine.generate(fits).text == result.text
 
@@ -250,9 +312,14 @@ def test_long_prompts(engine: Engine) -> None:
 def test_prompts_that_are_none(engine: Engine) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         engine.generate("")
-    for prompt in (None, 5, b"bytes", ["list"]):
-        with pytest.raises(TypeError, match="the prompt must be a string, not"):
+    for prompt in (None, 5, b"bytes", ["list"], [1.5], [[1]], {1: 2}, [True]):
+        with pytest.raises(TypeError, match="the prompt must be a string or token ids"):
             engine.generate(prompt)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        engine.generate([])
+    for token in (-1, 300, 2**31):
+        with pytest.raises(ValueError, match=f"token {token} is outside of the vocabulary of 300"):
+            engine.generate([1, token])
     with pytest.raises(ValueError, match=r"surrogate|(?i:utf-8)"):
         engine.generate("a lone surrogate \ud800")
 
@@ -277,6 +344,9 @@ def test_prompts_that_are_none(engine: Engine) -> None:
         ({"stop": (1,)}, TypeError, "stop must be"),
         ({"stop": 5}, TypeError, "stop must be"),
         ({"stop": None}, TypeError, "stop must be"),
+        ({"temprature": 1.0}, TypeError, "there is no option 'temprature'; the options are .*temperature"),
+        ({"sampling": SamplingConfig(), "top_k": 3}, TypeError, "give either sampling or top_k, not both"),
+        ({"sampling": 1.0}, TypeError, "sampling must be a SamplingConfig"),
     ],
     ids=str,
 )
@@ -441,3 +511,205 @@ def test_streams_take_turns(engine: Engine, path: Path) -> None:
     rounds = zip_longest(*streams, fillvalue="")
     texts = ["".join(pieces) for pieces in zip(*rounds, strict=True)]
     assert texts == [alone(path, PROMPT, max_tokens=25, temperature=1.0, seed=seed).text for seed in range(4)]
+
+
+# ---- Prompts and options in other forms ----
+
+
+def test_token_ids_are_prompts(engine: Engine, path: Path) -> None:
+    expected = engine.generate(PROMPT, max_tokens=20, **WARM)
+    tokens = engine.tokenizer.encode(PROMPT)
+    for prompt in (tokens, tokens.tolist(), tuple(tokens.tolist()), tokens.astype(np.uint16)):
+        assert engine.generate(prompt, max_tokens=20, **WARM).tokens == expected.tokens
+    assert pystaged.generate(tokens, model=path, max_tokens=20, **WARM).text == expected.text
+
+
+def test_options_in_other_forms(engine: Engine) -> None:
+    expected = engine.generate(PROMPT, max_tokens=20, temperature=0.5, top_k=20, seed=5)
+    sampling = SamplingConfig(temperature=0.5, top_k=20, seed=5)
+    assert engine.generate(PROMPT, max_tokens=20, sampling=sampling).tokens == expected.tokens
+    numbers: dict[str, Any] = {"temperature": np.float32(0.5), "top_k": np.int32(20), "seed": np.uint64(5)}
+    assert engine.generate(PROMPT, max_tokens=np.int64(20), **numbers).tokens == expected.tokens  # type: ignore[arg-type]
+    assert expected.seed == 5
+
+
+def test_a_drawn_seed_is_told(engine: Engine) -> None:
+    drawn = [engine.generate(PROMPT, max_tokens=20, temperature=1.0, seed=None) for _ in range(3)]
+    assert len({result.seed for result in drawn}) == 3
+    for result in drawn:
+        again = engine.generate(PROMPT, max_tokens=20, temperature=1.0, seed=result.seed)
+        assert again.tokens == result.tokens
+
+
+def test_generate_takes_what_load_takes(path: Path) -> None:
+    with pystaged.load(path, n_ctx=20, num_threads=1, policy=FixedPolicy(1, 1, 1)) as engine:
+        expected = engine.generate(PROMPT, max_tokens=500)
+    options: dict[str, Any] = {"n_ctx": 20, "num_threads": 1, "policy": FixedPolicy(1, 1, 1)}
+    assert pystaged.generate(PROMPT, model=path, max_tokens=500, **options).tokens == expected.tokens
+    with pytest.raises(TypeError, match="there is no option 'n_cxt'"):
+        pystaged.generate(PROMPT, model=path, n_cxt=20)  # type: ignore[call-arg]
+
+
+def test_results_can_be_pickled_and_copied(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, max_tokens=12, **WARM)
+    pieces, error = list(stream), DeviceLostError("the device is gone", PROMPT, "text", [1, 2])
+    for duplicate in (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        result = duplicate(stream.result)
+        assert result == stream.result
+        assert result.stats.to_dict() == stream.result.stats.to_dict()
+        piece = duplicate(pieces[0])
+        assert isinstance(piece, Piece)
+        assert (piece, piece.tokens, piece.stages, piece.path) == (
+            pieces[0],
+            pieces[0].tokens,
+            pieces[0].stages,
+            pieces[0].path,
+        )
+        assert piece.tree.tokens.tolist() == pieces[0].tree.tokens.tolist()
+        lost = duplicate(error)
+        assert (str(lost), lost.prompt, lost.text, lost.tokens) == ("the device is gone", PROMPT, "text", [1, 2])
+        assert duplicate(SamplingConfig(0.5, 3, seed=7)) == SamplingConfig(0.5, 3, seed=7)
+
+
+# ---- Streams that end early ----
+
+
+def test_dropped_streams_neither_hang_nor_grow(engine: Engine) -> None:
+    process = psutil.Process()
+
+    def drop(count: int) -> None:
+        for i in range(count):
+            stream = engine.stream(PROMPT, max_tokens=64)
+            next(stream)
+            if i % 4 == 0:
+                # Only the collector can free this one, at any moment, in the middle of anything.
+                holder: list[object] = [stream]
+                holder.append(holder)
+
+    drop(200)
+    gc.collect()
+    before = process.memory_info().rss
+    drop(2000)
+    gc.collect()
+    assert process.memory_info().rss - before < 32 << 20
+    engine.generate(PROMPT, max_tokens=2)
+    assert len(engine._contexts._at_rest) <= 4
+
+
+def test_a_dropped_stream_is_freed_without_the_collector(engine: Engine) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        stream = engine.stream(PROMPT, max_tokens=64)
+        next(stream)
+        gone = weakref.ref(stream)
+        del stream
+        assert gone() is None
+        assert engine.generate(PROMPT, max_tokens=2).stats.reused_tokens > 0
+    finally:
+        gc.enable()
+
+
+def test_what_many_streams_leave_is_bounded(engine: Engine) -> None:
+    streams = [engine.stream(PROMPT, max_tokens=8, seed=seed) for seed in range(50)]
+    for stream in streams:
+        next(stream)
+    texts = [stream.finish().text for stream in streams]
+    assert len(set(texts)) == 1
+    assert len(engine._contexts._at_rest) <= 4
+
+
+def test_a_stream_closed_early_tells_what_there_was(engine: Engine) -> None:
+    whole = engine.generate(PROMPT, max_tokens=40, **WARM)
+    stream = engine.stream(PROMPT, max_tokens=40, **WARM)
+    pieces = [next(stream) for _ in range(3)]
+    stream.close()
+    result = stream.result
+    assert result.finish_reason == "cancelled"
+    assert result.text == "".join(pieces)
+    assert result.tokens == whole.tokens[: len(result.tokens)] == [token for piece in pieces for token in piece.tokens]
+    assert result.stats.new_tokens == len(result.tokens) == len(result.stages)
+    assert result.stats.steps == 3
+    untouched = engine.stream(PROMPT)
+    untouched.close()
+    assert (untouched.result.text, untouched.result.tokens) == ("", [])
+
+
+class Waiting:
+    """A policy that stops in the middle of a step until it may go on."""
+
+    children = 1
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def expand(self, growth: Growth) -> int:
+        del growth
+        self.reached.set()
+        assert self.go_on.wait(60)
+        return 0
+
+    def keep(self, growth: Growth) -> int:
+        del growth
+        return 0
+
+
+def test_a_running_stream_is_cancelled_from_another_thread(path: Path) -> None:
+    policy = Waiting()
+    with pystaged.load(path, policy=policy) as engine:
+        stream = engine.stream(PROMPT, max_tokens=40)
+        pieces: list[Piece] = []
+        thread = threading.Thread(target=lambda: pieces.extend(stream))
+        thread.start()
+        assert policy.reached.wait(60)
+        stream.close()
+        policy.go_on.set()
+        thread.join(60)
+        assert not thread.is_alive()
+        # The step in hand is the last one.
+        assert stream.result.finish_reason == "cancelled"
+        assert stream.result.tokens == [token for piece in pieces for token in piece.tokens]
+        assert stream.result.stats.steps == 1
+        assert engine.generate(PROMPT, max_tokens=4).tokens == alone(path, PROMPT, max_tokens=4).tokens
+
+
+def test_a_stream_of_its_own_engine_closes_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Engine] = []
+    close = Engine.close
+
+    def count(engine: Engine) -> None:
+        closed.append(engine)
+        close(engine)
+
+    monkeypatch.setattr(Engine, "close", count)
+    list(pystaged.stream(PROMPT, model=path, max_tokens=4))
+    assert len(closed) == 1
+    with pystaged.stream(PROMPT, model=path, max_tokens=4) as stream:
+        next(stream)
+    assert len(closed) == 2
+    stream = pystaged.stream(PROMPT, model=path, max_tokens=4)
+    next(stream)
+    del stream
+    assert len(closed) == 3
+    with pytest.raises(ContextFullError):
+        pystaged.stream("." * (CONTEXT + 1), model=path)
+    assert len(closed) == 4
+
+
+def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = engine.generate(PROMPT, max_tokens=20)
+    stream = engine.stream(PROMPT, max_tokens=20)
+    first = next(stream)
+    (lost,) = [decoder for decoder in gc.get_objects() if isinstance(decoder, Decoder)]
+
+    def fail(*_: object) -> None:
+        raise DeviceError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "step", fail)
+        with pytest.raises(DeviceLostError, match="the device is gone") as caught:
+            list(stream)
+    assert (caught.value.prompt, caught.value.text) == (PROMPT, first)
+    assert caught.value.tokens == list(first.tokens)
+    assert lost not in [*engine._contexts._at_rest, *engine._contexts._given_back]
+    assert engine.generate(PROMPT, max_tokens=20).tokens == expected.tokens

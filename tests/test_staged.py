@@ -23,7 +23,8 @@ from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
-from pystaged.loading.pair import check_vocabularies, house_table
+from pystaged.loading.pair import check_vocabularies
+from pystaged.loading.tables import find_table
 from pystaged.stats import GenerationStats
 
 GREEDY = SamplingConfig()
@@ -209,10 +210,10 @@ def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], house_
 
 
 def test_the_table_is_for_its_vocabulary_alone(random_gguf: Callable[..., Path], tokenizer: Tokenizer) -> None:
-    table = house_table(tokenizer)
+    table = find_table(None, None, tokenizer)
     assert table is not None
     assert table.vocab_hash == tokenizer.fingerprint
-    assert house_table(Tokenizer(str(random_gguf("F32")))) is None
+    assert find_table(None, None, Tokenizer(str(random_gguf("F32")))) is None
 
 
 def test_own_policy_is_asked() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -35,10 +34,7 @@ def audit(
     config = sampling.config()
     prompt = read_prompt(prompt)
     with open_engine(model, loading) as engine:
-        if output:
-            tokens = _tokens(output)
-        else:
-            tokens = engine.generate(prompt, max_tokens=max_tokens, **asdict(sampling)).tokens
+        tokens = _tokens(output) if output else engine.generate(prompt, max_tokens=max_tokens, sampling=config).tokens
         session = open_session(engine.model)
         difference = replay(session, engine.tokenizer.encode(prompt), tokens, config)
         session.close()

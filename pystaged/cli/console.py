@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pystaged import Engine
     from pystaged.cli.options import LoadOptions
-    from pystaged.loading.convert import Progress
+    from pystaged.loading.progress import Progress
 
 
 class _Errors(Console):
@@ -81,29 +81,15 @@ def open_engine(model: str, options: LoadOptions) -> Engine:
     """The engine that a command's options ask for; errors as in pystaged.load."""
     from pystaged import load  # noqa: PLC0415
 
-    more: dict[str, Any] = {"ngrams": options.ngrams} if options.ngrams else {}
     return load(
         model_name(model),
         draft=draft_name(options.draft),
         device=options.device,
         draft_device=options.draft_device,
         num_threads=options.threads,
+        ngrams=options.ngrams,
         report=report,
-        **more,
     )
-
-
-def encode(engine: Engine, text: str) -> list[int]:
-    """The tokens of a text; errors as in `engine.stream`."""
-    tokens: list[int] = (engine if hasattr(engine, "encode") else engine.tokenizer).encode(text).tolist()
-    return tokens
-
-
-def prompt_of(engine: Engine, tokens: list[int]) -> Any:
-    """Token ids as `engine.stream` takes them."""
-    if hasattr(engine, "encode"):
-        return tokens
-    return b"".join(map(engine.tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
 
 
 def read_prompt(prompt: str) -> str:

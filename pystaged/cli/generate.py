@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -53,10 +52,10 @@ def generate(
     Example: pystaged generate - --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt > text.txt
     """
     # Before a model is loaded, which may take a while.
-    sampling.config()
+    config = sampling.config()
     prompt = read_prompt(prompt)
     with open_engine(model, loading) as engine:
-        stream = engine.stream(prompt, max_tokens=max_tokens, stop=stop or (), speculate=speculate, **asdict(sampling))
+        stream = engine.stream(prompt, max_tokens=max_tokens, stop=stop or (), speculate=speculate, sampling=config)
         result = stream.finish() if as_json else show(stream, engine.tokenizer, color, show_tree=show_tree)
     if as_json:
         fields = {
@@ -64,7 +63,7 @@ def generate(
             "tokens": result.tokens,
             "stages": [stage.name.lower() for stage in result.stages],
             "finish_reason": result.finish_reason,
-            "seed": sampling.seed,
+            "seed": result.seed,
             "stats": result.stats.to_dict(),
         }
         typer.echo(json.dumps(fields))
@@ -72,7 +71,7 @@ def generate(
     errors.print(summary(result.stats, color))
     if verbose:
         errors.print(_stats_table(result.stats))
-        report(f"seed {sampling.seed}")
+        report(f"seed {result.seed}")
 
 
 def _stats_table(stats: pystaged.GenerationStats) -> Table:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import secrets
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -71,7 +70,7 @@ class LoadOptions(PairOptions):
 
 @dataclass
 class SamplingOptions:
-    """How tokens are chosen; the fields are those of SamplingConfig."""
+    """How tokens are chosen; the fields are those of SamplingConfig, in its order."""
 
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0
     top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0
@@ -79,15 +78,12 @@ class SamplingOptions:
     min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the likeliest.")] = 0.0
     seed: Annotated[int, typer.Option(help="Same seed, same text; -1 draws one.")] = 0
 
-    def __post_init__(self) -> None:
-        if self.seed == -1:
-            self.seed = secrets.randbits(32)
-
     def config(self) -> SamplingConfig:
         """The same for the engine. Raises ValueError naming the option that is out of range."""
         from pystaged import SamplingConfig  # noqa: PLC0415
 
-        return SamplingConfig(**asdict(self))
+        seed = None if self.seed == -1 else self.seed
+        return SamplingConfig(self.temperature, self.top_k, self.top_p, self.min_p, seed)
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import codecs
 import contextlib
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli.console import encode, errors, open_engine, prompt_of, report
+from pystaged.cli.console import errors, open_engine, report
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import (
     Color,
@@ -128,8 +128,7 @@ class Repl:
         before, tokens = self._tokens, list(self._tokens)
         if line:
             begun = "\n" if before and not self._text().endswith("\n") else ""
-            tokens += encode(self._engine, begun + line)
-        prompt = prompt_of(self._engine, list(tokens))
+            tokens += self._engine.encode(begun + line).tolist()
 
         def keep(piece: Piece) -> None:
             tokens.extend(piece.tokens)
@@ -138,7 +137,7 @@ class Repl:
         about = Text("stopped", "dim")
         try:
             with self._interrupts.allowed():
-                stream = self._engine.stream(prompt, max_tokens=self._max_tokens, **asdict(self._sampling))
+                stream = self._engine.stream(tokens, max_tokens=self._max_tokens, sampling=self._sampling.config())
                 result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=keep)
                 about = summary(result.stats, self._color)
                 about.append(f"; read {result.stats.prompt_tokens - result.stats.reused_tokens} new tokens")

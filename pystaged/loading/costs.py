@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
+import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +37,41 @@ def measure_passes(model: Model) -> PassCost:
         return measure(run, most_rows=min(MEASURED_ROWS[-1], session.n_ctx))
     finally:
         session.close()
+
+
+class Costs:
+    """What passes of models cost: measured now or before, and kept with what was learnt since.
+
+    Args:
+        report: told before something is measured.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._store = CostStore()
+        self._known: dict[str, PassCost] = {}
+
+    def of(self, path: Path, device: str, model: Model, *, again: bool = False) -> PassCost:
+        """Seconds of a pass of a file's model on a device.
+
+        Args:
+            again: measure even what is known.
+        """
+        info = path.stat()
+        machine = (platform.node(), platform.machine(), os.cpu_count(), device, model.kernel, model.num_threads)
+        key = "|".join(map(str, (*machine, path, info.st_size, info.st_mtime_ns)))
+        cost = None if again else self._known.get(key) or self._store.load(key)
+        if cost is None:
+            self._report(f"measuring passes of {path.name} on {device}, once")
+            cost = measure_passes(model)
+            self._store.save(key, cost)
+        self._known[key] = cost
+        return cost
+
+    def save(self) -> None:
+        """Keep what was learnt."""
+        for key, cost in self._known.items():
+            self._store.save(key, cost)
 
 
 class CostStore:

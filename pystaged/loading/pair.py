@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
-from pystaged.drafting.table import NgramTable
 from pystaged.loading import hub, names
-from pystaged.loading.costs import CostStore, measure_passes
+from pystaged.loading.costs import Costs
+from pystaged.loading.tables import find_table
 
 _PYTHON_LOOKUPS = 2  # Python around one pass of a draft takes about as long as so many n-gram lookups
 _DRAFT_RATE, _NGRAM_RATE = 0.75, 0.5  # acceptance by which drafters are judged before they have run
@@ -37,18 +36,17 @@ class Pair:
         num_threads: int,
         report: Callable[[str], None],
         *,
+        ngrams: str | Path | None = None,
         device: str = "cpu",
         draft_device: str = "cpu",
     ) -> None:
         for name in (device, draft_device):
             check(name)
         self._num_threads = num_threads
-        self._report = report
-        self._store = CostStore()
+        self._costs = Costs(report)
         progress = hub.announced(report)
         self._path = names.resolve(model, progress)
         self._draft_path = names.resolve_draft(model, draft, progress)
-        self._costs: dict[tuple[Path, str], tuple[str, PassCost]] = {}  # with the names they are stored under
         # As bytes, because the name of a file need not be valid Unicode.
         self.tokenizer = Tokenizer(os.fsencode(self._path))
         targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device)}
@@ -57,7 +55,7 @@ class Pair:
             draft_tokenizer = Tokenizer(os.fsencode(self._draft_path))
             check_vocabularies(self.tokenizer, draft_tokenizer)
             drafts = {name: self._load(self._draft_path, draft_tokenizer, name) for name in candidates(draft_device)}
-        self.table = house_table(self.tokenizer)
+        self.table = find_table(self._draft_path or self._path, ngrams, self.tokenizer, report)
         self.ngram_cost = measure_ngrams(self.table, self.tokenizer.num_tokens)
         self.device, self.draft_device = self._fastest(targets, drafts)
         self.target = targets[self.device]
@@ -81,21 +79,20 @@ class Pair:
 
     def close(self) -> None:
         """Keep what was learnt of costs, and hang up on RPC servers."""
-        for key, cost in self._costs.values():
-            self._store.save(key, cost)
+        self._costs.save()
         for model in (self.target, self.draft):
             if model is not None:
                 close_model(model)
 
     def target_cost(self, *, again: bool = False) -> PassCost:
         """Seconds of a pass of the target, measured now or before."""
-        return self._cost(self._path, self.device, self.target, again)
+        return self._costs.of(self._path, self.device, self.target, again=again)
 
     def draft_cost(self, *, again: bool = False) -> PassCost | None:
         """The same for the draft, None where there is none."""
         if self.draft is None or self._draft_path is None:
             return None
-        return self._cost(self._draft_path, self.draft_device, self.draft, again)
+        return self._costs.of(self._draft_path, self.draft_device, self.draft, again=again)
 
     def _fastest(self, targets: dict[str, Model], drafts: dict[str, Model]) -> tuple[str, str]:
         """The devices of target and draft that promise the most tokens per second by what passes cost on them."""
@@ -104,10 +101,10 @@ class Pair:
             return pairs[0]
 
         def rate(pair: tuple[str, str]) -> float:
-            target_cost = self._cost(self._path, pair[0], targets[pair[0]], again=False)
+            target_cost = self._costs.of(self._path, pair[0], targets[pair[0]])
             uses = [(1.0, 1.0), expected_use(target_cost, self.ngram_cost.lookup(1), _NGRAM_RATE)]
             if self._draft_path is not None:
-                draft_cost = self._cost(self._draft_path, pair[1], drafts[pair[1]], again=False)
+                draft_cost = self._costs.of(self._draft_path, pair[1], drafts[pair[1]])
                 uses.append(expected_use(target_cost, self._draft_pass(draft_cost), _DRAFT_RATE))
             return max(tokens / steps for tokens, steps in uses) / target_cost(1)
 
@@ -135,20 +132,6 @@ class Pair:
         below = self._ngram_drafter(FixedPolicy(width=1, depth=1, budget=1), self.ngram_cost if cost else None)
         return ModelDrafter(open_session(self.draft), policy, below=below, cost=cost, vocab_size=self.target.vocab_size)
 
-    def _cost(self, path: Path, device: str, model: Model, again: bool) -> PassCost:
-        if (path, device) in self._costs and not again:
-            return self._costs[path, device][1]
-        info = path.stat()
-        machine = (platform.node(), platform.machine(), os.cpu_count(), device, model.kernel, model.num_threads)
-        key = "|".join(map(str, (*machine, path, info.st_size, info.st_mtime_ns)))
-        cost = None if again else self._store.load(key)
-        if cost is None:
-            self._report(f"measuring passes of {path.name} on {device}, once")
-            cost = measure_passes(model)
-            self._store.save(key, cost)
-        self._costs[path, device] = key, cost
-        return cost
-
 
 def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
     """Refuse a draft whose tokens mean something else; a padded vocabulary is no difference.
@@ -166,15 +149,6 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
             f"the draft's vocabulary is not the target's: token {token} is {meanings[0]} in the target and "
             f"{meanings[1]} in the draft; choose a draft trained with the target's tokenizer"
         )
-
-
-def house_table(tokenizer: Tokenizer) -> NgramTable | None:
-    """The n-gram table in the package, None where it is for another vocabulary."""
-    path = names.house(names.HOUSE_TABLE)
-    if not path.exists():
-        return None
-    table = NgramTable.load(path)
-    return table if table.vocab_hash == tokenizer.fingerprint else None
 
 
 def expected_use(target_cost: PassCost, pass_seconds: float, rate: float) -> tuple[float, float]:
