@@ -462,6 +462,41 @@ def test_a_folder_of_programs(tmp_path: Path, random_gguf: Callable[..., Path]) 
         Worker(*lookup.setups).run(job, 30)
 
 
+SERVER = """#!{python}
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({{}})
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["temperature"] != 1.0 or asked["seed"] != 0:
+            self.send_error(400)
+        times = {{"predicted_n": 12, "predicted_ms": 3000, "prompt_ms": 500, "draft_n": 9, "draft_n_accepted": 4}}
+        self.answer({{"timings": times, "tokens": [os.getpid()]}})
+    def answer(self, found):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(found).encode())
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_of_llama_cpp_ends_with_its_worker(tmp_path: Path, random_gguf: Callable[..., Path]) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text(SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), tmp_path)}
+    child = Worker(*found["llama-server, draft-simple"].setups)
+    reply = child.run({"prompt": [1], "sampling": WARM, "max_tokens": 12}, 30)
+    assert (reply.counted, reply.seconds, reply.steps) == (12, 3.0, 8)
+    assert reply.relative_weight_bytes == pytest.approx((8 + 0.5 * 9) / 12)
+    (pid,) = reply.tokens
+    assert psutil.pid_exists(pid)
+    child.close()
+    assert not psutil.pid_exists(pid)
+
+
 def test_peak_memory_is_of_this_process() -> None:
     before = worker.peak_bytes()
     if before == 0:

@@ -79,7 +79,7 @@ class Contest:
             "repeats": self.repeats,
             "accept": self.accept,
             "date": date.today().isoformat(),
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": shlex.join(["pystaged", *sys.argv[1:]]),
         }
         progress("passes of the target", 0.0, 0.0)
         times = passes.measure(path, repeats=5, num_threads=setup["threads"], peer=False)
