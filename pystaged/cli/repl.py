@@ -129,6 +129,7 @@ class Repl:
         if line:
             begun = "\n" if before and not self._text().endswith("\n") else ""
             tokens += self._engine.encode(begun + line).tolist()
+        prompt = list(tokens)
 
         def keep(piece: Piece) -> None:
             tokens.extend(piece.tokens)
@@ -137,7 +138,7 @@ class Repl:
         about = Text("stopped", "dim")
         try:
             with self._interrupts.allowed():
-                stream = self._engine.stream(tokens, max_tokens=self._max_tokens, sampling=self._sampling.config())
+                stream = self._engine.stream(prompt, max_tokens=self._max_tokens, sampling=self._sampling.config())
                 result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=keep)
                 about = summary(result.stats, self._color)
                 about.append(f"; read {result.stats.prompt_tokens - result.stats.reused_tokens} new tokens")
