@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -297,7 +298,8 @@ def test_candidates_are_ranked_under_the_shared_noise(draft: Model) -> None:
 def test_what_plain_steps_take_is_seen_before_drafting_that_gains_little(
     target: Model, prompts: list[NDArray[np.int32]], gain: float, plain_steps: int
 ) -> None:
-    # By this cost a plain step takes a second, which the second one contradicts.
+    # By this cost a plain step takes a second, which the second one contradicts: it is believed by half, and to have
+    # been no less than half as long.
     cost = PassCost({1: 1.0, 32: 1.0})
     decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=cost, uses=[(1 + gain, 1.0)])
     decoder.start(prompts[0])
@@ -305,7 +307,8 @@ def test_what_plain_steps_take_is_seen_before_drafting_that_gains_little(
     sizes = [len(step.tree) for step in steps]
     assert sizes[:-1] == [1] * plain_steps
     assert sizes[-1] > 1
-    assert [step.plain_seconds == 1.0 for step in steps] == [True, False, False][: len(steps)]
+    plain = sum(step.plain_seconds / len(step.tokens) for step in steps)
+    assert plain == pytest.approx(1 + 0.75 + 0.75 if plain_steps else 1)
     decoder.close()
 
 
@@ -410,8 +413,7 @@ def test_a_step_whose_policy_fails_can_be_made_again(
     decoder.start(prompts[0])
     written: list[int] = []
     with pytest.raises((TypeError, ValueError, RuntimeError), match=rf"mine|Stumbling.{member} must be"):
-        while True:
-            written += decoder.step(GREEDY, 40 - len(written)).tokens
+        written += itertools.chain.from_iterable(decoder.step(GREEDY, 40).tokens for _ in range(40))
     assert session.num_pending == decoder.target.num_pending == 0
     while len(written) < 40:
         written += decoder.step(GREEDY, 40 - len(written)).tokens
