@@ -147,7 +147,7 @@ class Child:
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
     connection.close()
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a zombie
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     log.close()

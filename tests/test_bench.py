@@ -21,7 +21,7 @@ from rich.table import Table
 
 from pystaged._core import Model, Session
 from pystaged.bench import contenders, models, summary, worker
-from pystaged.bench.contenders import Contender, Pairing
+from pystaged.bench.contenders import Contender
 from pystaged.bench.contest import Contest, spread
 from pystaged.bench.pairs import load_prompts
 from pystaged.bench.report import Report
@@ -421,13 +421,13 @@ def test_a_model_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 # ---- Peers ----
 
 
-def pairing(path: Path, draft: Path | None = None) -> Pairing:
-    return Pairing(path, draft, 0.5, 1, 96)
+def setup(path: Path, draft: Path | None = None) -> dict[str, Any]:
+    return {"model": str(path), "draft": draft and str(draft), "draft_share": 0.5, "threads": 1, "n_ctx": 96}
 
 
 def test_llama_cpp_python_takes_part(random_gguf: Callable[..., Path]) -> None:
     path = random_gguf(vocab_size=300, context=96)
-    for each in contenders.peers(pairing(path), None)[:2]:
+    for each in contenders.peers(setup(path), None)[:2]:
         child = Worker(*each.setups)
         found = child.run({"prompt": [1, 2, 3], "sampling": WARM, "max_tokens": 12}, 60)
         assert (len(found.tokens), found.counted) == (12, 11)
@@ -448,7 +448,7 @@ def test_a_folder_of_programs(tmp_path: Path, random_gguf: Callable[..., Path]) 
         "echo 'n_drafted    = 9'; echo 'n_accept     = 4'\n"
     )
     program.chmod(0o755)
-    found = {each.key: each for each in contenders.peers(pairing(random_gguf(), random_gguf()), tmp_path)}
+    found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), tmp_path)}
     assert found["llama-server, draft-simple"].missing == f"not in {tmp_path.name}"
     lookup = found["llama-lookup"]
     child = Worker(*lookup.setups)
@@ -460,6 +460,41 @@ def test_a_folder_of_programs(tmp_path: Path, random_gguf: Callable[..., Path]) 
     program.write_text("#!/bin/sh\necho it broke; kill -ILL $$\n")
     with pytest.raises(WorkerError, match="llama-lookup ended with -4"):
         Worker(*lookup.setups).run(job, 30)
+
+
+SERVER = """#!{python}
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({{}})
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["temperature"] != 1.0 or asked["seed"] != 0:
+            self.send_error(400)
+        times = {{"predicted_n": 12, "predicted_ms": 3000, "prompt_ms": 500, "draft_n": 9, "draft_n_accepted": 4}}
+        self.answer({{"timings": times, "tokens": [os.getpid()]}})
+    def answer(self, found):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(found).encode())
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_of_llama_cpp_ends_with_its_worker(tmp_path: Path, random_gguf: Callable[..., Path]) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text(SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), tmp_path)}
+    child = Worker(*found["llama-server, draft-simple"].setups)
+    reply = child.run({"prompt": [1], "sampling": WARM, "max_tokens": 12}, 30)
+    assert (reply.counted, reply.seconds, reply.steps) == (12, 3.0, 8)
+    assert reply.relative_weight_bytes == pytest.approx((8 + 0.5 * 9) / 12)
+    (pid,) = reply.tokens
+    assert psutil.pid_exists(pid)
+    child.close()
+    assert not psutil.pid_exists(pid)
 
 
 def test_peak_memory_is_of_this_process() -> None:

@@ -1,4 +1,8 @@
-"""Who takes part in a benchmark: our ways to decode, and the peers that this machine has."""
+"""Who takes part in a benchmark: our ways to decode, and the peers that this machine has.
+
+All get the same setup: model and draft (paths, the latter None where n-grams alone draft), draft_share (weights of a
+draft pass over those of a target pass), threads, n_ctx. Each adds the module of its runner, and what that asks for.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-Setups = list[tuple[str, dict[str, Any]]]
+Setup = dict[str, Any]
 
 OURS = {
     "plain": "plain",
@@ -39,45 +43,20 @@ class Contender:
     way: str
     worker: str
     is_peer: bool
-    setups: Setups = field(default_factory=list)
+    setups: list[tuple[str, Setup]] = field(default_factory=list)
     missing: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Pairing:
-    """The files and settings that all contenders get.
-
-    draft: None where n-grams alone draft. draft_share: weights of a draft pass over those of a target pass.
-    """
-
-    model: Path
-    draft: Path | None
-    draft_share: float
-    threads: int
-    n_ctx: int
-
-    def setup(self, runner: str, **others: Any) -> dict[str, Any]:
-        """What a worker needs to know; its runner is a module beside this one."""
-        return {
-            "runner": f"{__package__}.{runner}",
-            "model": str(self.model),
-            "draft": str(self.draft) if self.draft else None,
-            "threads": self.threads,
-            "n_ctx": self.n_ctx,
-            **others,
-        }
-
-
-def ours(pairing: Pairing, accept: list[float]) -> list[Contender]:
+def ours(setup: Setup, accept: list[float]) -> list[Contender]:
     """Our own ways; with `accept` plain decoding and a drafter of that acceptance at depth."""
-    named = {way: name for way, name in OURS.items() if pairing.draft or way not in ("tree", "chain")}
+    named = {way: name for way, name in OURS.items() if setup["draft"] or way not in ("tree", "chain")}
     if accept:
         named = {"plain": OURS["plain"], "synthetic": f"synthetic, accept {', '.join(f'{rate:g}' for rate in accept)}"}
-    setups = [("", pairing.setup("ways", accept=accept))]
+    setups = [("", setup | {"runner": f"{__package__}.ways", "accept": accept})]
     return [Contender(name, way, "ways", False, setups) for way, name in named.items()]
 
 
-def peers(pairing: Pairing, llama_cpp: Path | None) -> list[Contender]:
+def peers(setup: Setup, llama_cpp: Path | None) -> list[Contender]:
     """What people would use instead.
 
     Args:
@@ -86,31 +65,32 @@ def peers(pairing: Pairing, llama_cpp: Path | None) -> list[Contender]:
     Raises:
         FileNotFoundError: there is no such folder, or no program in it.
     """
-    return _llama_cpp_python(pairing) + _transformers(pairing) + (_programs(pairing, llama_cpp) if llama_cpp else [])
+    return _llama_cpp_python(setup) + _transformers(setup) + (_programs(setup, llama_cpp) if llama_cpp else [])
 
 
-def _llama_cpp_python(pairing: Pairing) -> list[Contender]:
+def _llama_cpp_python(setup: Setup) -> list[Contender]:
     found = []
     for way in ("plain", "prompt lookup"):
-        key, setup = f"llama-cpp-python, {way}", pairing.setup("peer_llama_cpp_python", lookup=way != "plain")
+        key = f"llama-cpp-python, {way}"
+        mine = setup | {"runner": f"{__package__}.peer_llama_cpp_python", "lookup": way != "plain"}
         buffers = {"repacked weights": True, "plain weights": False}
-        setups = [(note, setup | {"extra_buffers": extra}) for note, extra in buffers.items()]
+        setups = [(note, mine | {"extra_buffers": extra}) for note, extra in buffers.items()]
         found.append(Contender(key, way, key, True, setups))
     return found
 
 
-def _transformers(pairing: Pairing) -> list[Contender]:
+def _transformers(setup: Setup) -> list[Contender]:
     absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
     missing = f"not installed: {', '.join(absent)}; pip install 'pystaged[peers]'" if absent else ""
-    setups = [("same weights in F32", pairing.setup("peer_transformers"))]
+    setups = [("same weights in F32", setup | {"runner": f"{__package__}.peer_transformers"})]
     return [
         Contender(f"transformers, {name}", way, "transformers", True, setups, missing)
         for way, name in {"plain": "plain", "assisted": "assisted", "lookup": "prompt lookup"}.items()
-        if pairing.draft or way != "assisted"
+        if setup["draft"] or way != "assisted"
     ]
 
 
-def _programs(pairing: Pairing, folder: Path) -> list[Contender]:
+def _programs(setup: Setup, folder: Path) -> list[Contender]:
     places = (folder, folder / "bin", folder / "build" / "bin")
     names = dict.fromkeys(name for name, *_ in PROGRAMS)
     paths = {name: path for name in names for place in reversed(places) if (path := place / name).is_file()}
@@ -120,16 +100,15 @@ def _programs(pairing: Pairing, folder: Path) -> list[Contender]:
         )
     found = []
     for name, way, arguments, needs_draft in PROGRAMS:
-        if needs_draft and pairing.draft is None:
+        if needs_draft and setup["draft"] is None:
             continue
         key = ", ".join(filter(None, (name, way)))
         if name not in paths:
             found.append(Contender(key, way, key, True, missing=f"not in {folder.name}"))
             continue
-        share = pairing.draft_share if needs_draft else 0.0
-        setup = pairing.setup("peer_llama_cpp", program=str(paths[name]), draft_share=share)
-        setup |= {} if needs_draft else {"draft": None}
+        mine = setup | {"runner": f"{__package__}.peer_llama_cpp", "program": str(paths[name])}
+        mine |= {} if needs_draft else {"draft": None, "draft_share": 0.0}
         plain = {"arguments": [*arguments, "--no-repack"]}
-        setups = [("", setup | {"arguments": arguments}), ("plain weights", setup | plain)]
+        setups = [("", mine | {"arguments": arguments}), ("plain weights", mine | plain)]
         found.append(Contender(key, way, key, True, setups))
     return found
