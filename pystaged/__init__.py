@@ -1,11 +1,15 @@
 """Staged speculative decoding for quantized GGUF models: faster, and exactly the text the model alone would write."""
 
+from __future__ import annotations
+
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from pystaged import _llama  # noqa: F401  first, so that the extension finds llama_cpp's libraries already loaded
 
+TYPE_CHECKING = False  # typing itself takes a while to import, before the command line can mind Ctrl-C
 if TYPE_CHECKING:
+    from typing import Any
+
     from pystaged._core import ContextFullError, DeviceError, ModelError
     from pystaged.backends.devices import Device, devices
     from pystaged.config import SamplingConfig

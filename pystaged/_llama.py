@@ -6,11 +6,20 @@ Their ABI moves with every release, and loading them in the other order would pu
 from __future__ import annotations
 
 import ctypes
-import os
+import os  # and not pathlib, which takes several times as long to import as the rest
 from importlib import util
-from pathlib import Path
 
-VERSION = "0.3.36"
+_core = util.find_spec("pystaged._core")
+if _core is None or _core.origin is None:
+    # Python finds the source's folder before an installed package when it is started beside it.
+    _source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+    raise ImportError(
+        f"{_source} holds pystaged's source without its compiled module; run: pip install -e {_source}, "
+        "or start Python in another folder if pystaged is installed"
+    )
+# The build writes it beside the module: the version that pyproject.toml names.
+with open(os.path.join(os.path.dirname(_core.origin), "llama_cpp_version.txt")) as _file:  # noqa: PTH118, PTH120, PTH123
+    VERSION = _file.read().strip()
 
 
 def check(installed: str | None, redirected: str | None) -> None:
@@ -36,14 +45,14 @@ def check(installed: str | None, redirected: str | None) -> None:
         )
 
 
-def _package() -> Path | None:
+def _package() -> str | None:
     """The folder of llama_cpp."""
     spec = util.find_spec("llama_cpp")
-    return Path(spec.origin).parent if spec and spec.origin else None
+    return os.path.dirname(spec.origin) if spec and spec.origin else None  # noqa: PTH120
 
 
-def _installed(package: Path) -> str | None:
-    if (package.parent / f"llama_cpp_python-{VERSION}.dist-info").is_dir():
+def _installed(package: str) -> str | None:
+    if os.path.isdir(os.path.join(package, "..", f"llama_cpp_python-{VERSION}.dist-info")):  # noqa: PTH112, PTH118
         return VERSION
     from importlib import metadata  # noqa: PLC0415  reads what the name of a folder usually says, in a tenth of a second
 
@@ -53,19 +62,12 @@ def _installed(package: Path) -> str | None:
         return None
 
 
-def _load(package: Path) -> None:
+def _load(package: str) -> None:
     """Load the very file that `import llama_cpp` loads, without the rest of that package, which takes longer."""
-    names = ("libllama.so", "libllama.dylib")
-    ctypes.CDLL(str(next(file for file in (package / "lib" / name for name in names) if file.exists())))
+    files = [os.path.join(package, "lib", name) for name in ("libllama.so", "libllama.dylib")]  # noqa: PTH118
+    ctypes.CDLL(next(file for file in files if os.path.exists(file)))  # noqa: PTH110
 
 
-# Python finds the source's folder before an installed package when it is started beside it.
-if util.find_spec("pystaged._core") is None:
-    _source = Path(__file__).resolve().parents[1]
-    raise ImportError(
-        f"{_source} holds pystaged's source without its compiled module; run: pip install -e {_source}, "
-        "or start Python in another folder if pystaged is installed"
-    )
 _folder = _package()
 check(_installed(_folder) if _folder else None, os.environ.get("LLAMA_CPP_LIB_PATH"))
 if _folder:

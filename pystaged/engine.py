@@ -285,7 +285,7 @@ def _pieces(
                 written.text.append(piece)
                 written.tokens += step.tokens[:new]
                 written.stages += step.stages[:new]
-                written.stats.retract(step.stages[new:])
+                written.stats.cut(step.stages[new:])
                 if new or piece:
                     yield Piece(piece, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path))
                 if buffer.stopped:

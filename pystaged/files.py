@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -112,7 +111,7 @@ def cache_folder() -> Path:
 def _locked_part(path: Path) -> tuple[Path, BinaryIO]:
     """A new file that nobody else takes for a leftover."""
     while True:
-        part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+        part = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
         file = part.open("xb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

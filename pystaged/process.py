@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, Any
+
+_SECONDS_TO_END = 10.0
 
 
 def start(module: str, *args: str | os.PathLike[str], **popen_options: Any) -> subprocess.Popen[Any]:
@@ -46,3 +53,120 @@ def orderly_end() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class ChildError(RuntimeError):
+    """A child crashed or is silent."""
+
+
+class ChildSilentError(ChildError):
+    """A child is silent."""
+
+
+class Child:
+    """A process that answers calls, one at a time. It ends with this one.
+
+    Args:
+        module: its `main` calls `serve`.
+        environment: variables that it gets besides ours.
+    """
+
+    def __init__(self, module: str, **environment: str) -> None:
+        self._connection, theirs = Pipe()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the child
+        with theirs:
+            # A session of its own: Ctrl-C is for the parent, and what the child starts ends with it.
+            self._process = start(
+                module,
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=os.environ | environment,
+                start_new_session=True,
+            )
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._end = weakref.finalize(self, _end, self._process, self._connection, self._log)
+
+    def call(self, name: str, *args: object, timeout: float) -> Any:
+        """What the host's method of that name returns or raises.
+
+        Args:
+            timeout: longest silence, in seconds.
+
+        Raises:
+            ChildError: it crashed, or is silent (ChildSilentError); it is ended.
+        """
+        with self._lock:
+            number = next(self._numbers)
+            answered, good, value = -1, False, None
+            try:
+                self._connection.send((number, name, args))
+                # Signs of life, and answers to calls that were interrupted, are passed over.
+                while answered != number:
+                    if not self._connection.poll(timeout):
+                        self._end()
+                        raise ChildSilentError(f"gave no answer within {timeout:g} s")
+                    answered, good, value = self._connection.recv()
+            except (EOFError, OSError):
+                how = self._describe_end()
+                self._end()
+                raise ChildError(f"crashed: {how}") from None
+        if isinstance(value, BaseException) and not good:
+            raise value
+        return value
+
+    def close(self, seconds: float = 0.0) -> None:
+        """End the process and what it started.
+
+        Args:
+            seconds: that it has to end by itself.
+        """
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self._end()
+
+    def _describe_end(self) -> str:
+        """Exit status or signal, and the last line it wrote."""
+        if not self._end.alive:
+            return "it was ended"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_SECONDS_TO_END)
+        code = self._process.poll() or 0
+        how = f"exit status {code}" if code >= 0 else f"signal {-code}"
+        with contextlib.suppress(ValueError):
+            how = signal.Signals(-code).name
+        self._log.seek(0)
+        lines = self._log.read().decode("utf-8", "replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"{how} ({last[:120]})" if last else how
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
+    connection.close()
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a zombie
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    log.close()
+
+
+def parent() -> Connection:
+    """In a child: the connection to whoever started it."""
+    return Connection(int(sys.argv[1]))
+
+
+def serve(connection: Connection, host: object) -> None:
+    """In a child: answer calls with a host's methods until whoever makes them is gone."""
+    while True:
+        try:
+            number, name, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = (number, True, getattr(host, name)(*args))
+        except Exception as error:  # whatever it is, it belongs to the caller
+            answer = (number, False, error)
+        connection.send(answer)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from pystaged.decoding.tree import Stage, TokenTree
+from pystaged.decoding.step import Step
+from pystaged.decoding.tree import Stage
 
 
 @dataclass(slots=True)
@@ -82,23 +83,22 @@ class GenerationStats:
     stages: dict[str, StageStats] = field(default_factory=lambda: {stage.name.lower(): StageStats() for stage in Stage})
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
 
-    def record(
-        self, tree: TokenTree, path: Sequence[int], emitted: Sequence[Stage], verify_seconds: float, plain_seconds: float
-    ) -> None:
-        """Count one step: its tree, the accepted nodes, root first, who proposed each token emitted, and its times."""
+    def record(self, step: Step) -> None:
+        """Count one step."""
+        tree, path = step.tree, step.path
         stages = tree.stages.tolist()
         for stage in stages[1:]:
             self.stages[Stage(stage).name.lower()].drafted += 1
         for node in path[1:]:
             self.stages[Stage(stages[node]).name.lower()].accepted += 1
-        for stage in emitted:
+        for stage in step.stages:
             self.stages[stage.name.lower()].emitted += 1
         accepted = len(path) - 1
-        self.new_tokens += len(emitted)
+        self.new_tokens += len(step.tokens)
         self.steps += 1
         self.rows += len(tree)
-        self.target_seconds += verify_seconds
-        self.plain_seconds += plain_seconds
+        self.target_seconds += step.verify_seconds
+        self.plain_seconds += step.plain_seconds
         self.lengths[accepted] += 1
         for depth in range(1, len(path)):
             self.offered[depth] += 1
@@ -106,15 +106,13 @@ class GenerationStats:
         if path[-1] in tree.parents:
             self.offered[accepted + 1] += 1
 
-    def retract(self, stages: Sequence[Stage]) -> None:
-        """Uncount emitted tokens: the text ends before them."""
+    def cut(self, stages: Sequence[Stage]) -> None:
+        """Take back tokens that a step counted, by who proposed each: a stop string ended the text before them."""
         self.new_tokens -= len(stages)
         for stage in stages:
             self.stages[stage.name.lower()].emitted -= 1
 
-    def finish(
-        self, before: dict[str, DrafterStats], after: dict[str, DrafterStats], target_weight_bytes: int
-    ) -> None:
+    def finish(self, before: dict[str, DrafterStats], after: dict[str, DrafterStats], target_weight_bytes: int) -> None:
         """Complete the figures when a text is done, by the drafters' work before and after it."""
         for name, work in after.items():
             self.drafters[name] = self.drafters.get(name, DrafterStats()).plus(work.since(before[name]))

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from random_gpt2 import END_OF_TEXT, synthetic_vocabulary
 from safetensors.numpy import save_file
-
-from pystaged.bench.random_model import END_OF_TEXT, synthetic_vocabulary
 
 Arrays = dict[str, npt.NDArray[Any]]
 

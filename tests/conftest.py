@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from random_gpt2 import write_random_gpt2
 
 from pystaged import _core
-from pystaged.bench.random_model import write_random_gpt2
 from pystaged.loading import names
 
 DATA = Path(__file__).parent / "data"

@@ -36,10 +36,10 @@ class Terminal:
             _keep_output(0)
             os.execvpe(command[0], command, environment)
 
-    def wait_for(self, words: bytes, seconds: float = 60.0) -> None:
-        """Read until the program has written these bytes."""
+    def wait_for(self, words: bytes, seconds: float = 300.0, *, start: int = 0) -> None:
+        """Read until the program has written these bytes, after the first `start` of its output."""
         deadline = time.monotonic() + seconds
-        while words not in self.output:
+        while words not in self.output[start:]:
             assert time.monotonic() < deadline, self.output
             assert self._read(0.1), self.output
 
@@ -52,7 +52,7 @@ class Terminal:
         _set_size(self._descriptor, columns, lines)
         self.screen.resize(lines, columns)
 
-    def finish(self, seconds: float = 60.0) -> int:
+    def finish(self, seconds: float = 300.0) -> int:
         """Read to the end; the program's exit status."""
         deadline = time.monotonic() + seconds
         while self._read(0.1):

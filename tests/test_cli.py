@@ -314,7 +314,6 @@ def test_help_imports_little(tmp_path: Path, arguments: list[str]) -> None:
         "pystaged",
         "pystaged._llama",
         "pystaged._program",
-        "pystaged._source",
         "pystaged.cli",
     }
 

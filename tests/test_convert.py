@@ -23,11 +23,11 @@ from checkpoints import (
 )
 from conftest import DATA
 from gguf import GGUFReader
+from random_gpt2 import END_OF_TEXT
 from reference import Gpt2Reference
 from test_reference import engine_logits, llama_logits
 
 from pystaged import _core
-from pystaged.bench.random_model import END_OF_TEXT
 from pystaged.loading.convert import convert
 from pystaged.loading.quantize import quantize_checkpoint
 

@@ -13,6 +13,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
+from grow import grow
 from reference import Gpt2Reference
 from test_reference import llama_context, llama_output, llama_pass, trained_tokens
 from typer.testing import CliRunner
@@ -22,7 +23,6 @@ from pystaged import DeviceError, FixedPolicy
 from pystaged._core import ContextFullError, Model, Sampling, Session
 from pystaged.backends.audit import audit
 from pystaged.backends.devices import candidates
-from pystaged.bench.grow import grow
 from pystaged.bench.pairs import load_prompts
 from pystaged.cli import app
 from pystaged.config import SamplingConfig

@@ -156,8 +156,11 @@ def test_another_type_downloads_nothing_again(online: Hub) -> None:
         (f"{GGUFS}:tiny.F16.gguf", "tiny.F16.gguf"),
     ],
 )
-def test_gguf_files_are_taken_as_they_are(ggufs: Repository, online: Hub, tmp_path: Path, name: str, file: str) -> None:
+def test_gguf_files_are_taken_as_they_are(
+    ggufs: Repository, online: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, file: str
+) -> None:
     path = hub.pull(name)
+    assert capfd.readouterr() == ("", "")
     assert (path.name, path.read_bytes()) == (file, ggufs.files[file])
     assert path.is_symlink()
     assert "huggingface" in str(path.resolve())
@@ -496,6 +499,16 @@ def test_remove_leaves_what_another_program_downloaded(ggufs: Repository, online
     assert cache.remove(GGUFS) == 0
     assert not path.is_symlink()
     assert before.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+
+
+def test_what_was_removed_and_downloaded_by_another_is_no_longer_ours(ggufs: Repository, online: Hub) -> None:
+    hub.pull(f"{GGUFS}:q4_0")
+    assert hub.pull(GGUFS) == cache.find(f"{GGUFS}:q8_0")
+    assert cache.remove(f"{GGUFS}:q8_0") > 0
+    other = Path(hf_hub_download(GGUFS, "tiny.Q8_0.gguf", endpoint=online.url))
+    hub.pull(f"{GGUFS}:q8_0")
+    assert cache.remove(f"{GGUFS}:q8_0") == 0
+    assert other.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
 
 
 def test_remove_leaves_what_another_snapshot_has(ggufs: Repository, online: Hub) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from pystaged.decoding.budget import Choice
+from pystaged.bench.pairs import LyingDrafter
+from pystaged.config import SamplingConfig
+from pystaged.decoding.budget import OPENING, PROMPT, SHARE
 from pystaged.decoding.calibration import Calibration
 from pystaged.decoding.cost import PassCost, measure
-from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import MAX_EXPANDED, MAX_NODES, FixedPolicy, GainPolicy, Growth, TreePolicy
+from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
+from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.loading.costs import CostStore
 from pystaged.loading.pair import expected_use
 
@@ -151,88 +161,366 @@ def test_cells_tell_stage_rank_and_share() -> None:
     assert calibration.cells(1, [0.0, -float("inf")])[0][2] > cells[0][2]
 
 
-def believing(*gains: float) -> Choice:
-    """A choice among drafters of which a use, as long as a plain step, is believed to gain so much."""
-    return Choice([(1.0 + gain, 1.0) for gain in gains])
+class Nonsense:
+    """A policy that expands one leaf for ever, but for what it is given."""
+
+    def __init__(self, *, children: object = 4, expand: object = 1, keep: object = 5) -> None:
+        self.children, self._expand, self._keep = children, expand, keep
+
+    def expand(self, _: Growth) -> object:
+        return self._expand
+
+    def keep(self, _: Growth) -> object:
+        return self._keep
 
 
-def lost(choice: Choice, gain_at: Callable[[int], Sequence[float]], prices: Sequence[float], tokens: int) -> float:
-    """The share of the time of plain decoding that a text has lost at its end.
+@pytest.mark.parametrize("member", ["children", "expand", "keep"])
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(None, TypeError), (1.5, TypeError), ("2", TypeError), (-1, ValueError), (-(10**20), ValueError)],
+)
+def test_a_policy_that_answers_nonsense_is_named(member: str, answer: object, error: type[Exception]) -> None:
+    policy = Nonsense(**{member: answer})
+    drafter = NgramDrafter(None, policy, 300)  # type: ignore[arg-type]
+    drafter.start(np.array([1, 2, 1, 2, 1], np.int32))
+    with pytest.raises(error, match=rf"Nonsense\.{member} must be"):
+        drafter.draft(SamplingConfig(), 20)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Nonsense(), Nonsense(expand=10**6), Nonsense(keep=10**30), Nonsense(children=50257, expand=np.int64(10**6))],
+    ids=["for ever", "all", "keep", "children"],
+)
+def test_a_policy_is_cut_to_the_budget_of_an_engine(policy: TreePolicy) -> None:
+    drafter = NgramDrafter(None, policy, 300)
+    text = np.random.default_rng(0).integers(0, 3, 400).astype(np.int32)
+    drafter.start(text)
+    tree = drafter.draft(SamplingConfig(), 10**9)
+    assert 1 < len(tree) <= MAX_NODES + 1
+    assert drafter.stats.passes <= MAX_EXPANDED
+
+
+# ---- The budget, on a simulated machine ----
+
+
+class Machine:
+    """A clock, and how slow the machine is at the moment."""
+
+    def __init__(self) -> None:
+        self.now, self.slowness = 0.0, 1.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> float:
+        self.now += seconds * self.slowness
+        return seconds * self.slowness
+
+
+@dataclass
+class Behaviour:
+    """What happens in a step.
+
+    passes: seconds of each pass of a drafter. accept: nodes that come true. interrupt: seconds more of a verify pass,
+    but of none that verifies the root alone in vain. telling: seconds of being told. obeys: whether the drafter minds
+    its deadline.
+    """
+
+    passes: list[float]
+    accept: int = 0
+    interrupt: float = 0.0
+    telling: float = 0.0
+    obeys: bool = True
+    slowness: float = 1.0
+
+
+class SimulatedDrafter(LyingDrafter):
+    """A chain, a pass for each node, of whatever it says that passes and catching up cost.
+
+    overshoot: what the last of its operations took beyond its price.
+    """
+
+    def __init__(self, machine: Machine, price: float = 0.1, lag: float = 0.0, true_lag: float = 0.0) -> None:
+        super().__init__(10)
+        self._machine, self._price, self._lag, self._true_lag = machine, price, lag, true_lag
+        self.behaviour = Behaviour([])
+        self.overshoot, self.used, self._behind = 0.0, False, False
+
+    def start(self, context: NDArray[np.int32]) -> None:
+        super().start(context)
+        self._behind, self.overshoot = True, 0.0
+
+    def lag(self) -> float:
+        return self._lag if self._behind else 0.0
+
+    def price(self) -> float:
+        return self._price
+
+    def catch_up(self, seconds: float = math.inf) -> None:
+        if self.lag() <= seconds:
+            self.overshoot = self._machine.work(self._true_lag) - self._lag
+            self._behind = False
+
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        del sampling
+        begin, price, builder = self._machine.now, self.lag() + self._price, TreeBuilder(self._root)
+        for i, took in enumerate(self.behaviour.passes[:max_depth]):
+            if i and self.behaviour.obeys and self._machine.now - begin + price > seconds:
+                break
+            self.overshoot = self._machine.work(took + (self._true_lag if self._behind else 0.0)) - price
+            self._behind, price = False, self._price
+            builder.add(i, 1, 0.5, Stage.DRAFT, (1, 0, 0))
+        if not self.behaviour.obeys:
+            # Then all that it does is one operation.
+            self.overshoot = self._machine.now - begin - seconds
+        self.used = True
+        return builder.build(range(1, len(builder.nodes)))
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        super().advance(tokens)
+        self._machine.work(self.behaviour.telling if self.used else 0.0)
+
+
+class SimulatedSession:
+    """Accepts as many nodes of a chain as it is told, in the time that the curve says."""
+
+    n_ctx, weight_bytes = 10**6, 1
+
+    def __init__(self, machine: Machine, curve: Callable[[int], float], reading: float, text: Text) -> None:
+        self._machine, self._curve, self._reading, self._text = machine, curve, reading, text
+        self.tokens = np.zeros(0, np.int32)
+
+    def truncate(self, length: int) -> None:
+        del length
+
+    def prefill(self, tokens: NDArray[np.int32]) -> None:
+        self._machine.work(self._reading * len(tokens))
+
+    def verify(
+        self, tokens: NDArray[np.int32], parents: NDArray[np.int32], sampling: object
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        del parents, sampling
+        behaviour, rows = self._text.behaviour, len(tokens)
+        in_vain = rows == 1 and any(drafter.used for drafter in self._text.drafters)
+        self._machine.work(self._curve(rows) + (0.0 if in_vain else behaviour.interrupt))
+        path = np.arange(min(behaviour.accept, rows - 1) + 1, dtype=np.int32)
+        return path, np.zeros(len(path), np.int32)
+
+
+class Text:
+    """Texts on a simulated machine, with the bound on what drafting may lose worked out apart from the budget.
 
     Args:
-        gain_at: what each drafter would gain in a step; the step's tokens are as many as make that true.
+        curve: seconds of a verify pass, in truth. cost: as believed.
+        drafters: each its price, lag, and true lag. uses: as in Decoder.
+        reading: seconds of a token of the prompt.
     """
-    choice.open()
-    plain = seconds = 0.0
-    step = 0
-    while plain < tokens:
-        chosen = choice.choose(prices)
-        gain = 0.0 if chosen is None else gain_at(step)[chosen]
-        # A loss beyond the credit is cut off by verifying less, as in Decoder.
-        gain = max(gain, -choice.credit)
-        without = 1.0 + max(gain, 0.0)
-        choice.record(chosen, without, without - gain)
-        plain += without
-        seconds += without - gain
-        step += 1
-    return seconds / plain - 1
+
+    def __init__(
+        self,
+        curve: Callable[[int], float],
+        cost: PassCost,
+        drafters: Sequence[tuple[float, float, float]],
+        uses: Sequence[tuple[float, float]],
+        reading: float = 0.01,
+    ) -> None:
+        self._machine, self._curve, self._cost = Machine(), curve, cost
+        self.drafters = [SimulatedDrafter(self._machine, *drafter) for drafter in drafters]
+        self.behaviour = Behaviour([])
+        session = SimulatedSession(self._machine, curve, reading, self)
+        self._decoder = Decoder(
+            session,  # type: ignore[arg-type]
+            *self.drafters,
+            cost=cost,
+            uses=uses,
+            clock=self._machine.clock,
+        )
+        self._reading = reading
+        self.mistaken = 0.0
+        self.used: list[int | None] = []  # the drafter of each step of the last text
+        self.plain = self.seconds = 0.0  # of the last text, the prompt excluded
+
+    def write(self, behaviours: Iterable[Behaviour], prompt_tokens: int = 40) -> None:
+        """Write a text, a step for each behaviour, and check the bound after every one."""
+        budget, machine = self._decoder.budget, self._machine
+        machine.slowness = 1.0
+        opening = OPENING * budget.plain_seconds
+        opening += PROMPT * self._reading * prompt_tokens
+        begin = machine.now
+        self._decoder.start(np.zeros(prompt_tokens, np.int32))
+        self.seconds = machine.now - begin - self._reading * (prompt_tokens - 1)
+        overshoot = max((drafter.overshoot for drafter in self.drafters), default=0.0)
+        self.plain = self.mistaken = 0.0
+        self.used = []
+        for behaviour in behaviours:
+            self.behaviour, machine.slowness = behaviour, behaviour.slowness
+            for drafter in self.drafters:
+                drafter.behaviour, drafter.used, drafter.overshoot = behaviour, False, 0.0
+            believed, begin = budget.plain_seconds, machine.now
+            extras = [0.0, *(believed * max(0.0, self._cost(n) / self._cost(1) - 1) for n in range(1, 10))]
+            step = self._decoder.step(SamplingConfig(), 10**6)
+            rows, tokens = len(step.tree), len(step.tokens)
+            used = [drafter.used for drafter in self.drafters]
+            self.used.append(used.index(True) if any(used) else None)
+            self.seconds += machine.now - begin
+            plain_step = behaviour.slowness * self._curve(1)
+            if not any(used):
+                # What interrupts a plain step interrupts plain decoding.
+                self.plain += machine.now - begin
+            else:
+                self.plain += tokens * plain_step
+                self.mistaken += (1 + SHARE) * tokens * max(0.0, believed - plain_step)
+                verify = step.verify_seconds - plain_step - extras[rows]
+                telling = behaviour.slowness * behaviour.telling
+                overshoot = max(
+                    overshoot, telling + max(0.0, verify, *(drafter.overshoot for drafter in self.drafters))
+                )
+            bound = opening + SHARE * self.plain + overshoot + self.mistaken
+            assert self.seconds - self.plain <= bound + 1e-9 * (1 + self.seconds)
 
 
-@pytest.mark.parametrize("believed", [-1.0, 0.0, 0.3, 5.0])
-@pytest.mark.parametrize("tokens", [96, 300, 2000])
-def test_always_wrong_drafters_lose_less_than_three_percent_of_any_text(believed: float, tokens: int) -> None:
-    choice = believing(believed, believed)
-    for _ in range(10):
-        assert lost(choice, lambda _: (-0.7, -0.4), (0.3, 0.1), tokens) < 0.03
+SECONDS = st.floats(0.0, 6.0)
+CURVES = st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4)
+USES = st.tuples(st.floats(1.0, 8.0), st.floats(0.5, 4.0))
+DRAFTERS = st.lists(st.tuples(SECONDS, st.floats(0.0, 3.0), SECONDS), min_size=1, max_size=2)
+
+
+def rising(rises: Sequence[float], factor: float = 1.0) -> PassCost:
+    """Costs of 1, 2, 4, 8, and 16 rows, that of one row being the factor."""
+    seconds = [1.0]
+    for rise in rises:
+        seconds.append(seconds[-1] + rise)
+    return PassCost({2**i: factor * value for i, value in enumerate(seconds)})
+
+
+def behaviours(
+    slowness: st.SearchStrategy[float], interrupt: st.SearchStrategy[float]
+) -> st.SearchStrategy[list[Behaviour]]:
+    return st.lists(
+        st.builds(
+            Behaviour,
+            passes=st.lists(st.one_of(st.floats(0.0, 0.3), SECONDS), min_size=1, max_size=8),
+            accept=st.integers(0, 8),
+            interrupt=interrupt,
+            telling=st.floats(0.0, 0.2),
+            obeys=st.booleans(),
+            slowness=slowness,
+        ),
+        min_size=1,
+        max_size=40,
+    )
+
+
+@given(
+    CURVES,
+    CURVES,
+    st.floats(0.3, 3.0),
+    DRAFTERS,
+    st.data(),
+    behaviours(st.floats(0.1, 10.0), st.one_of(st.just(0.0), SECONDS)),
+)
+@settings(derandomize=True, deadline=None, max_examples=60)
+def test_no_text_loses_more_than_the_bound_whatever_happens(
+    true: list[float],
+    believed: list[float],
+    factor: float,
+    drafters: list[tuple[float, float, float]],
+    data: st.DataObject,
+    steps: list[Behaviour],
+) -> None:
+    uses = data.draw(st.lists(USES, min_size=len(drafters), max_size=len(drafters)))
+    text = Text(rising(true), rising(believed, factor), drafters, uses)
+    for _ in range(2):
+        text.write(itertools.islice(itertools.cycle(steps), 50))
+
+
+@given(CURVES, CURVES, st.floats(0.3, 1.0), DRAFTERS, behaviours(st.just(1.0), st.just(0.0)), SECONDS)
+@settings(derandomize=True, deadline=None, max_examples=30)
+def test_nothing_is_mistaken_where_the_machine_does_not_become_faster(
+    true: list[float],
+    believed: list[float],
+    factor: float,
+    drafters: list[tuple[float, float, float]],
+    steps: list[Behaviour],
+    slowing: float,
+) -> None:
+    text = Text(rising(true), rising(believed, factor), drafters, [(4.0, 1.5)] * len(drafters))
+    text.write(
+        replace(step, slowness=1 + slowing * i) for i, step in enumerate(itertools.islice(itertools.cycle(steps), 50))
+    )
+    assert text.mistaken == 0
+
+
+FLAT = PassCost({1: 1.0, 32: 1.0})
+
+
+def lost(text: Text) -> float:
+    """The share of the time of plain decoding that the last text lost."""
+    return text.seconds / text.plain - 1
+
+
+@pytest.mark.parametrize("believed", [0.5, 1.0, 1.3, 6.0])
+@pytest.mark.parametrize("steps", [96, 600])
+def test_drafters_that_are_always_wrong_lose_less_than_three_percent_of_any_text(believed: float, steps: int) -> None:
+    text = Text(FLAT, PassCost(FLAT.seconds), [(0.3, 0.0, 0.0), (0.1, 0.0, 0.0)], [(believed, 1.0)] * 2)
+    for _ in range(5):
+        text.write([Behaviour([0.3, 0.3])] * steps)
+        assert lost(text) < 0.03
 
 
 @pytest.mark.parametrize("turn", [1, 3, 10, 40])
 def test_drafters_that_turn_wrong_lose_less_than_three_percent_of_any_text(turn: int) -> None:
-    choice = believing(1.0)
-    assert lost(choice, lambda step: (2.0 if step < turn else -0.5,), (0.2,), 96) < 0.03
+    text = Text(FLAT, PassCost(FLAT.seconds), [(0.2, 0.0, 0.0)], [(2.0, 1.0)])
+    good, bad = Behaviour([0.2] * 2, accept=2), Behaviour([0.2] * 2)
+    text.write([good] * turn + [bad] * 96)
+    assert lost(text) < 0.03
+    text.write([good] * 500)
+    assert lost(text) < -0.4
     # In the next text it is wrong from the beginning, whatever it has gained before.
-    assert lost(believing(1.0), lambda _: (2.0,), (0.2,), 500) < -0.4
-    assert lost(choice, lambda _: (-0.5,), (0.2,), 96) < 0.03
+    text.write([bad] * 96)
+    assert lost(text) < 0.03
 
 
-@given(st.lists(st.tuples(st.floats(-1.5, 4), st.floats(-1.5, 4)), min_size=1, max_size=50), st.floats(0.01, 1))
-@settings(derandomize=True, deadline=None)
-def test_whatever_drafters_do_no_text_loses_three_percent(gains: list[tuple[float, float]], price: float) -> None:
-    choice = believing(0.5, 0.5)
-    for _ in range(4):
-        assert lost(choice, lambda step: gains[step % len(gains)], (price, price), 96) < 0.03
-
-
-def used(choice: Choice, uses: Sequence[tuple[float, float]]) -> list[int | None]:
-    """The drafters used in the steps of a long text, in which those of each drafter are all alike."""
-    choice.open()
-    found = []
-    for _ in range(3000):
-        found.append(choice.choose((0.1, 0.1)))
-        choice.record(found[-1], *((1.0, 1.0) if found[-1] is None else uses[found[-1]]))
-    return found
-
-
-def test_the_drafter_that_gains_most_is_used() -> None:
-    found = used(believing(0.1, 0.3), [(3.0, 1.5), (3.0, 2.8)])
-    assert found[0] == 1
-    assert found[-100:].count(0) > 90
-    # The other one goes on being tried, ever so rarely.
-    assert 0 < found[1000:].count(1) < 40
-
-
-def test_the_faster_drafter_is_used_where_a_slower_one_gains_more_in_a_step() -> None:
-    found = used(believing(0.5, 0.5), [(5.0, 3.0), (2.5, 1.0)])
-    assert found[-100:].count(1) > 90
+def test_an_interruption_is_paid_for_and_forgotten_by_the_next_text() -> None:
+    text = Text(FLAT, PassCost(FLAT.seconds), [(0.1, 0.0, 0.0)], [(3.0, 1.2)])
+    good = Behaviour([0.1] * 3, accept=3)
+    text.write([good, replace(good, passes=[40.0]), *[good] * 60])
+    # No credit, no drafting: all that was lost is what the interruption took.
+    assert text.used[2:] == [None] * 60
+    text.write([good] * 60)
+    assert text.used.count(0) > 50
+    # A text that has gained much bears a short one.
+    text.write([*[good] * 30, replace(good, passes=[10.0]), *[good] * 30])
+    assert text.used[32:].count(0) > 25
 
 
 def test_what_costs_more_than_may_be_lost_is_not_tried() -> None:
-    choice = believing(5.0)
-    choice.open()
-    for _ in range(100):
-        assert choice.choose((50.0,)) is None
-        choice.record(None, 1.0, 1.0)
-    assert choice.choose((0.5,)) == 0
+    dear = Text(FLAT, PassCost(FLAT.seconds), [(50.0, 0.0, 0.0)], [(60.0, 1.0)])
+    dear.write([Behaviour([50.0], accept=1)] * 100)
+    assert set(dear.used) == {None}
+    # Nor is a prompt read that takes longer than may be lost, while reading a cheaper one is no loss.
+    good = Behaviour([0.1] * 3, accept=3)
+    for lag, tokens, read in ((5.0, 40, False), (0.9, 40, True), (5.0, 10_000, True)):
+        text = Text(FLAT, PassCost(FLAT.seconds), [(0.1, lag, lag)], [(3.0, 1.2)])
+        text.write([good] * 20, tokens)
+        assert (0 in text.used) == read
+
+
+def test_the_drafter_that_gains_most_is_used() -> None:
+    class Differing(SimulatedDrafter):
+        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+            self.behaviour = Behaviour([self._price] * 2)
+            return super().draft(sampling, max_depth, seconds)
+
+    text = Text(FLAT, PassCost(FLAT.seconds), [(0.25, 0.0, 0.0), (0.9, 0.0, 0.0)], [(1.1, 1.0), (1.3, 1.0)])
+    for drafter in text.drafters:
+        drafter.__class__ = Differing
+    text.write([Behaviour([], accept=2)] * 3000)
+    assert text.used[:3].count(1) >= 1
+    assert text.used[-100:].count(0) > 90
+    # The other one goes on being tried, ever so rarely.
+    assert 0 < text.used[1000:].count(1) < 60
 
 
 def test_expected_use() -> None:

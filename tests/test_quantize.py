@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from checkpoints import config, weights, write_checkpoint, write_weights
-from gguf import GGUFReader
+from gguf import GGUFReader, LlamaFileType
 from reference import Gpt2Reference
 from test_cli import assert_refused, run
 from test_reference import engine_logits, llama_logits
@@ -124,3 +132,90 @@ def test_command(checkpoint: Path, source: Path, tmp_path: Path) -> None:
         assert GGUFReader(tmp_path / "out.gguf").fields["general.file_type"].contents() == FILE_TYPES["q4_0"]
     assert_refused(run("quantize", tmp_path / "none.gguf", tmp_path / "out.gguf"), "none.gguf")
     assert_refused(run("quantize", source, tmp_path / "out.gguf", "--type", "q1"), "unknown type 'q1'")
+
+
+STANDSTILL = """
+import os, sys, time
+from pathlib import Path
+from pystaged import process
+
+def main():
+    process.end_with_parent()
+    Path(sys.argv[2]).write_text("half")
+    Path("began").write_text(str(os.getpid()))
+    Path("began").rename("pid")
+    time.sleep(600)
+"""
+COMMAND = """
+import sys
+from pystaged import process
+from pystaged.cli import main
+
+start = process.start
+process.start = lambda module, *args, **options: start("standstill", *args, **options)
+main()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """With a quantizer that stands still in the middle."""
+    (tmp_path / "standstill.py").write_text(STANDSTILL)
+    yield tmp_path
+    if (tmp_path / "pid").exists():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("number", "status", "left"), [(signal.SIGTERM, 143, 0), (signal.SIGKILL, -signal.SIGKILL, 2)])
+@pytest.mark.parametrize("given", ["source", "checkpoint"])
+def test_a_quantization_that_is_ended(
+    request: pytest.FixtureRequest, source: Path, folder: Path, given: str, number: int, status: int, left: int
+) -> None:
+    """The quantizer ends with the command; what a killed one left goes when it runs again."""
+    out = folder / "out.gguf"
+    arguments = ["quantize", request.getfixturevalue(given), out, "--type", "q4_0"]
+    path = os.pathsep.join([str(folder), *sys.path])
+    command = [sys.executable, "-c", COMMAND, *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": path})
+    while not (folder / "pid").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    quantizer = psutil.Process(int((folder / "pid").read_text()))
+    process.send_signal(number)
+    assert process.wait(60) == status
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while quantizer.status() != psutil.STATUS_ZOMBIE:  # an orphan, which may have nobody who asks for its status
+            time.sleep(0.01)
+    parts = list(folder.glob("*.part"))
+    assert len(parts) == (min(left, 1) if given == "source" else left)
+    quantize(source, out, "q4_0")
+    assert list(folder.glob("*.part")) == []
+    assert list(folder.glob("*.gguf")) == [out]
+
+
+def test_from_a_folder_with_another_pystaged(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the folder of the source, which has no compiled module."""
+    (tmp_path / "pystaged").mkdir()
+    (tmp_path / "pystaged" / "__init__.py").write_text("raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    quantize(source, tmp_path / "out.gguf", "q4_0")
+
+
+def test_where_it_is_written(source: Path, tmp_path: Path) -> None:
+    """A link is followed; a folder or a device is not replaced."""
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "link.gguf"
+    link.symlink_to(tmp_path / "elsewhere" / "model.gguf")
+    quantize(source, link, "q4_0")
+    assert link.is_symlink()
+    assert GGUFReader(link.resolve()).fields["general.file_type"].contents() == FILE_TYPES["q4_0"]
+    for out in ("/dev/null", "."):
+        for given in (source, source.parent):
+            with pytest.raises(OSError, match=r"is not replaced; name a file|\. is a folder; name a file in it"):
+                (quantize if given == source else quantize_checkpoint)(given, Path(out), "q4_0")
+
+
+def test_types_are_numbered_as_gguf_has_them() -> None:
+    names = {member.name.removeprefix("MOSTLY_").removeprefix("ALL_"): int(member) for member in LlamaFileType}
+    assert {kind: names[kind.upper()] for kind in FILE_TYPES} == FILE_TYPES

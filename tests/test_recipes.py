@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import config, weights, write_checkpoint, write_weights
+from random_gpt2 import write_random_gpt2
 from reference import Gpt2Reference
 from test_reference import engine_logits, llama_logits
 
 import pystaged
-from pystaged.bench.random_model import write_random_gpt2
 from pystaged.loading.convert import convert
 
 REPOSITORY = Path(__file__).parent.parent

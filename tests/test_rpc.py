@@ -115,6 +115,60 @@ def test_a_remote_session_is_a_session(
         assert mine.closed
 
 
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child loads the model itself, so what goes through the connection can be tested without RPC."""
+    monkeypatch.setattr(rpc, "check_server", lambda _: None)
+    monkeypatch.setattr(rpc, "endpoints", lambda device: [device])
+
+
+@pytest.mark.usefixtures("servers")
+def test_a_session_in_a_child_is_a_session(random_gguf: Callable[..., Path]) -> None:
+    path = random_gguf("F32")
+    remote, local = rpc.RemoteModel(str(path).encode(), "", 1, "cpu"), Model(str(path), "", 1)
+    assert (remote.weight_bytes, remote.width, remote.name) == (local.weight_bytes, local.width, local.name)
+    mine, theirs = rpc.RemoteSession(remote, 0), Session(local)
+    tokens = np.random.default_rng(0).integers(0, 257, 80).astype(np.int32)
+    for session in (mine, theirs):
+        session.prefill(tokens)
+        session.evaluate([1, 2, 3], [-1, 0, 0])
+    assert np.array_equal(mine.logits(2), theirs.logits(2))
+    for a, b in zip(mine.follow(Sampling(1.0)), theirs.follow(Sampling(1.0)), strict=True):
+        assert np.array_equal(a, b)
+    with pytest.raises(ValueError, match="parent"):
+        mine.evaluate([1], [5])
+    mine.commit([0])
+    with pytest.raises(pystaged.ContextFullError):
+        mine.prefill(np.zeros(90, np.int32))
+    assert mine.tokens.tolist() == [*tokens.tolist(), 1]
+    mine.close()
+    assert mine.closed
+    remote.servers.close()
+    with pytest.raises(DeviceError, match="the connection to the RPC servers is closed"):
+        mine.prefill(tokens)
+
+
+@pytest.mark.usefixtures("servers")
+def test_a_child_that_is_killed(random_gguf: Callable[..., Path]) -> None:
+    remote = rpc.RemoteModel(str(random_gguf("F32")).encode(), "", 1, "cpu")
+    session = rpc.RemoteSession(remote, 0)
+    child = remote.servers._child._process
+    child.kill()
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="RPC server cpu ended the connection; start it again"):
+            session.prefill(np.zeros(3, np.int32))
+    assert child.returncode == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("servers")
+def test_a_child_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYSTAGED_RPC_TIMEOUT", "0.25")
+    servers = rpc.Servers("cpu")
+    os.kill(servers._child._process.pid, signal.SIGSTOP)
+    with pytest.raises(DeviceError, match=r"has been silent for 0\.25 seconds"):
+        servers.call("open", 0)
+
+
 @pytest.mark.rpc
 @needs_rpc
 def test_a_server_killed_in_mid_generation(start: Callable[..., tuple[str, subprocess.Popen[bytes]]]) -> None:

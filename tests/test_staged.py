@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,13 +15,14 @@ from numpy.typing import NDArray
 import pystaged
 from pystaged import Stage
 from pystaged._core import ContextFullError, Model, Session, Tokenizer, gumbel
-from pystaged.bench.pairs import LyingDrafter, check_decoder, continuation, drafters, expect, load_prompts
+from pystaged.bench.pairs import LyingDrafter, continuation, drafters, load_prompts
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.model import ModelDrafter
+from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
 from pystaged.loading.pair import check_vocabularies
@@ -72,9 +75,11 @@ def test_no_drafter_changes_the_text(
     tokenizer: Tokenizer,
 ) -> None:
     session = Session(target)
-    expected = expect(session, prompts, sampling, 40)
+    plain = Decoder(session)
+    expected = [continuation(plain, prompt, sampling, 40) for prompt in prompts]
     for name, drafter in drafters(target, draft, table_of(prompts, tokenizer)).items():
-        assert check_decoder(Decoder(session, drafter), expected, 40) == [], name
+        decoder = Decoder(session, drafter)
+        assert [continuation(decoder, prompt, sampling, 40) for prompt in prompts] == expected, name
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -83,10 +88,7 @@ def test_the_target_as_its_own_draft_accepts_everything(
 ) -> None:
     drafter = ModelDrafter(Session(target), CHAIN, vocab_size=target.vocab_size)
     decoder, stats = Decoder(Session(target), drafter), GenerationStats()
-    decoder.start(prompts[0])
-    written = 0
-    while written < 40:
-        written += len(decoder.step(sampling, 40 - written, stats).tokens)
+    assert sum(len(step.tokens) for step in decoder.generate(prompts[0], sampling, 40, stats=stats)) == 40
     assert stats.drafted == stats.accepted > 0
     assert stats.tokens_per_step > 6
     assert stats.acceptance_at_depth == [1.0] * len(stats.acceptance_at_depth)
@@ -163,7 +165,7 @@ def test_a_draft_that_vanishes_after_loading_is_still_there(random_gguf: Callabl
         pystaged.load(random_gguf("F32"), draft=draft)
 
 
-@pytest.mark.parametrize("call", ["evaluate", "candidates", "commit"])
+@pytest.mark.parametrize("call", ["evaluate", "candidates", "commit", "verify"])
 @pytest.mark.parametrize("which", ["target", "draft"])
 def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
     call: str, which: str, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
@@ -186,7 +188,7 @@ def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
     wrapped: dict[str, object] = {**sessions, which: Fragile(sessions[which])}
     drafter = ModelDrafter(wrapped["draft"], TREE, vocab_size=target.vocab_size)  # type: ignore[arg-type]
     decoder = Decoder(wrapped["target"], drafter)  # type: ignore[arg-type]
-    if not (which == "target" and call == "candidates"):
+    if (call == "verify") == (which == "target"):
         with pytest.raises(KeyboardInterrupt):
             continuation(decoder, prompts[1], GREEDY, 60)
     assert sessions["target"].num_pending == 0
@@ -197,6 +199,8 @@ def test_a_prompt_longer_than_the_context(target: Model) -> None:
     decoder = Decoder(Session(target, 16))
     with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
         decoder.start(np.zeros(17, np.int32))
+    with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
+        decoder.generate(np.zeros(17, np.int32), GREEDY, 1)
 
 
 def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], house_draft: Path) -> None:
@@ -296,31 +300,250 @@ def test_what_plain_steps_take_is_seen_before_drafting_that_gains_little(
 ) -> None:
     # By this cost a plain step takes a second, which the second one contradicts: it is believed by half, and to have
     # been no less than half as long.
-    cost, stats = PassCost({1: 1.0, 32: 1.0}), GenerationStats()
+    cost = PassCost({1: 1.0, 32: 1.0})
     decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=cost, uses=[(1 + gain, 1.0)])
     decoder.start(prompts[0])
-    sizes = [len(decoder.step(GREEDY, 50, stats).tree) for _ in range(plain_steps + 1)]
+    steps = [decoder.step(GREEDY, 50) for _ in range(plain_steps + 1)]
+    sizes = [len(step.tree) for step in steps]
     assert sizes[:-1] == [1] * plain_steps
     assert sizes[-1] > 1
-    assert stats.plain_seconds == pytest.approx(1 + 0.75 + 0.75 if plain_steps else 1)
+    plain = sum(step.plain_seconds / len(step.tokens) for step in steps)
+    assert plain == pytest.approx(1 + 0.75 + 0.75 if plain_steps else 1)
     decoder.close()
 
 
 def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompts: list[NDArray[np.int32]]) -> None:
     class Interrupted(LyingDrafter):
-        def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
-            if not stats.steps:
-                time.sleep(0.25)
-            return super().draft(sampling, max_depth)
+        late = 0.25
 
-    stats = GenerationStats()
+        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+            time.sleep(self.late)
+            self.late = 0.0
+            return super().draft(sampling, max_depth, seconds)
+
     decoder = Decoder(
         Session(target), Interrupted(target.vocab_size), cost=PassCost({1: 5e-3, 32: 5e-3}), uses=[(9.0, 1.0)]
     )
     sizes = []
     for prompt in prompts[:2]:
         decoder.start(prompt)
-        sizes.append(len(decoder.step(GREEDY, 50, stats).tree))
+        sizes.append(len(decoder.step(GREEDY, 50).tree))
     # A tree that came so late is not worth verifying.
     assert sizes[0] == 1 < sizes[1]
     decoder.close()
+
+
+def test_the_token_loop_ends_at_max_tokens_at_the_end_of_text_and_in_a_full_context(
+    target: Model, draft: Model, prompts: list[NDArray[np.int32]]
+) -> None:
+    decoder = Decoder(Session(target), ModelDrafter(Session(draft), TREE, vocab_size=target.vocab_size))
+    prompt, stats = prompts[0], GenerationStats()
+    steps = list(decoder.generate(prompt, GREEDY, 30, stats=stats))
+    whole = [token for step in steps for token in step.tokens]
+    assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + ["length"]
+    assert len(whole) == stats.new_tokens == 30
+    assert stats.steps == len(steps)
+    assert (stats.prompt_tokens, stats.reused_tokens) == (len(prompt), 0)
+    assert 0 < stats.target_seconds < stats.decode_seconds
+    assert stats.drafters["draft"].passes > 0
+    end = whole[20]
+    steps = list(decoder.generate(prompt, GREEDY, 30, is_end=lambda token: token == end))
+    assert [token for step in steps for token in step.tokens] == whole[: whole.index(end)]
+    assert steps[-1].finish_reason == "stop"
+    assert all(len(step.tokens) == len(step.stages) for step in steps)
+    room = len(prompt) + 12
+    short = Decoder(Session(target, room), ModelDrafter(Session(draft), TREE, vocab_size=target.vocab_size))
+    steps = list(short.generate(prompt, GREEDY, 99))
+    assert [token for step in steps for token in step.tokens] == whole[:13]
+    assert steps[-1].finish_reason == "length"
+    for arguments in ((prompt, GREEDY, 0), (prompt[:0], GREEDY, 1)):
+        with pytest.raises(ValueError, match="at least"):
+            decoder.generate(*arguments)
+
+
+def test_a_token_loop_that_is_left_early_leaves_the_context_usable(
+    target: Model, draft: Model, prompts: list[NDArray[np.int32]]
+) -> None:
+    decoder = Decoder(Session(target), ModelDrafter(Session(draft), TREE, vocab_size=target.vocab_size))
+    expected = continuation(Decoder(Session(target)), prompts[1], GREEDY, 30)
+    stats = GenerationStats()
+    steps = decoder.generate(prompts[0], GREEDY, 30, stats=stats)
+    first = next(steps)
+    steps.close()
+    assert stats.new_tokens == len(first.tokens)
+    assert stats.drafters["draft"].passes > 0
+    # Nothing is read before the first step.
+    decoder.generate(prompts[2], GREEDY, 30).close()
+    assert decoder.target.tokens[: len(prompts[0]) - 1].tolist() == prompts[0][:-1].tolist()
+    assert decoder.target.num_pending == 0
+    assert continuation(decoder, prompts[1], GREEDY, 30) == expected
+
+
+class Stumbling:
+    """A policy that fails, or answers nonsense, the third time it is asked."""
+
+    children = 4
+
+    def __init__(self, member: str, answer: object) -> None:
+        self.member, self.answer, self.left = member, answer, 3
+
+    def expand(self, growth: pystaged.Growth) -> int:
+        return self._stumble("expand", TREE.expand(growth))
+
+    def keep(self, growth: pystaged.Growth) -> int:
+        return self._stumble("keep", TREE.keep(growth))
+
+    def _stumble(self, member: str, answer: int) -> int:
+        self.left -= member == self.member
+        if self.left or member != self.member:
+            return answer
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("member", ["expand", "keep"])
+@pytest.mark.parametrize("answer", [None, -1, RuntimeError("mine")], ids=str)
+def test_a_step_whose_policy_fails_can_be_made_again(
+    member: str, answer: object, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
+) -> None:
+    expected = continuation(Decoder(Session(target)), prompts[0], GREEDY, 40)
+    session = Session(draft)
+    decoder = Decoder(Session(target), ModelDrafter(session, Stumbling(member, answer), vocab_size=target.vocab_size))
+    decoder.start(prompts[0])
+    written: list[int] = []
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=rf"mine|Stumbling.{member} must be"):
+        written += itertools.chain.from_iterable(decoder.step(GREEDY, 40).tokens for _ in range(40))
+    assert session.num_pending == decoder.target.num_pending == 0
+    while len(written) < 40:
+        written += decoder.step(GREEDY, 40 - len(written)).tokens
+    assert written == expected
+
+
+@pytest.mark.parametrize("call", ["verify", "commit"])
+def test_a_step_that_fails_while_verifying_or_telling_can_be_followed_by_others(
+    call: str, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
+) -> None:
+    class Failing:
+        """A session whose third such call fails before anything has been done."""
+
+        def __init__(self, session: Session) -> None:
+            self.session, self.left = session, 3
+
+        def __getattr__(self, name: str) -> object:
+            if name == call:
+                self.left -= 1
+                if self.left == 0:
+                    raise RuntimeError("failed")
+            return getattr(self.session, name)
+
+    sessions = [Session(target), Session(draft)]
+    wrapped = [Failing(session) for session in sessions]
+    drafter = ModelDrafter(wrapped[1], TREE, vocab_size=target.vocab_size)  # type: ignore[arg-type]
+    decoder = Decoder(wrapped[0], drafter)  # type: ignore[arg-type]
+    decoder.start(prompts[0])
+    failed = 0
+    for _ in range(12):
+        try:
+            decoder.step(GREEDY, 40)
+        except RuntimeError:
+            failed += 1
+    assert failed == 1
+    # What the target has committed is its own text, of which the failed step is a part.
+    length = len(prompts[0])
+    written = sessions[0].tokens[length:].tolist()
+    assert written == continuation(Decoder(Session(target)), prompts[0], GREEDY, 99)[: len(written)]
+    assert len(written) > 10
+    assert continuation(decoder, prompts[1], GREEDY, 30) == continuation(
+        Decoder(Session(target)), prompts[1], GREEDY, 30
+    )
+
+
+class SlowSession:
+    """A session of which each pass takes a second of a simulated clock, and a token of a prompt a tenth."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.now = session, 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def evaluate(self, *arguments: object) -> None:
+        self.now += 1.0
+        self.session.evaluate(*arguments)  # type: ignore[arg-type]
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self.now += 0.1 * len(tokens)
+        self.session.prefill(tokens)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.session, name)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 3.5, 100.0])
+def test_a_draft_stops_where_the_next_pass_would_not_fit(draft: Model, seconds: float) -> None:
+    session = SlowSession(Session(draft))
+    cost = PassCost({1: 1.0, 32: 1.0})
+    drafter = ModelDrafter(
+        session,  # type: ignore[arg-type]
+        CHAIN,
+        cost=cost,
+        vocab_size=draft.vocab_size,
+        clock=session.clock,
+    )
+    drafter.start(np.arange(5, dtype=np.int32))
+    assert drafter.price() == 1.0
+    tree = drafter.draft(GREEDY, 20, seconds)
+    assert session.now <= seconds
+    assert drafter.stats.passes == len(tree) - 1 == min(int(seconds), 6)
+    # What was not read is read with the next pass.
+    drafter.advance([7])
+    assert len(drafter.draft(GREEDY, 20)) == 7
+
+
+def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
+    session = SlowSession(Session(draft))
+    # Reading is believed to take a second for a token.
+    drafter = ModelDrafter(
+        session,  # type: ignore[arg-type]
+        CHAIN,
+        cost=PassCost({1: 1.0, 32: 32.0}),
+        vocab_size=draft.vocab_size,
+        clock=session.clock,
+    )
+    text = (np.arange(201) % 50).astype(np.int32)
+    drafter.start(text)
+    assert drafter.lag() == 200.0
+    drafter.catch_up(31.0)
+    assert (session.now, len(session.session.tokens)) == (0.0, 0)
+    # A piece shows that it takes a tenth of that, so all the rest fits.
+    drafter.catch_up(33.0)
+    assert session.now == pytest.approx(20.0)
+    assert session.session.tokens.tolist() == text[:-1].tolist()
+    drafter.start(text + 1)
+    assert drafter.lag() == pytest.approx(20.0)
+    # Drafting reads the text too, or gives up.
+    assert len(drafter.draft(GREEDY, 20, 15.0)) == 1
+    assert session.now <= 20.0 + 15.0
+
+
+@pytest.mark.parametrize("lookups", [0, 1, 3])
+def test_lookups_stop_where_the_next_one_would_not_fit(lookups: int) -> None:
+    now = [0.0]
+
+    class Ticking(NgramDrafter):
+        def _candidates(self, path: list[int], k: int) -> tuple[list[int], list[float]]:
+            now[0] += 1.0
+            return super()._candidates(path, k)
+
+    cost = NgramCost(PassCost({1: 1.0}), PassCost({1: 0.01}))
+    drafter = Ticking(None, CHAIN, 300, cost=cost, clock=lambda: now[0])
+    drafter.start(np.array([1, 2, 3] * 20, np.int32))
+    assert (drafter.lag(), drafter.price()) == (pytest.approx(0.6), 1.0)
+    tree = drafter.draft(GREEDY, 20, 0.7 + lookups)
+    assert drafter.stats.passes == now[0] == len(tree) - 1 == lookups
+
+
+def test_lookups_are_measured() -> None:
+    cost = measure_ngrams(None, 300)
+    assert 0 < cost.read(1) < cost.lookup(1) < 0.1

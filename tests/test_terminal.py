@@ -167,13 +167,14 @@ def test_a_window_that_changes_its_size() -> None:
     assert any("200 tokens" in line for line in window.shown)
 
 
+@pytest.mark.parametrize("presses", [1, 3])
 @pytest.mark.parametrize("extra", [[], ["--color", "stages"], ["--show-tree"]], ids=str)
-def test_ctrl_c_leaves_cursor_and_text(extra: list[str]) -> None:
+def test_ctrl_c_leaves_cursor_and_text(extra: list[str], presses: int) -> None:
     expected = pystaged.generate(PROMPT, max_tokens=900).text
     window = terminal("generate", PROMPT, "--max-tokens", "900", *extra, lines=200, columns=300)
     # Stops in the middle: the first line of the text is there, the last is not.
     window.wait_for(expected.split("\n")[1].strip().split()[-1].encode())
-    window.type(b"\x03")
+    window.type(b"\x03" * presses)
     assert window.finish() == 130
     assert not window.screen.cursor.hidden
     # The terminal itself shows ^C.
@@ -229,11 +230,70 @@ def test_ctrl_c_in_a_session_stops_the_turn_only() -> None:
     assert "\n".join(window.shown).count(sentence) == 2
 
 
+def test_bursts_of_ctrl_c_do_not_end_a_session() -> None:
+    sentence = pystaged.generate(PROMPT, max_tokens=900).text.split("\n")[2].strip()
+    window = terminal("repl", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
+    window.wait_for(b"> ")
+    window.type(PROMPT.encode() + b"\n")
+    window.wait_for(sentence.encode())
+    window.type(b"\x03\x03\x03")
+    window.wait_for(b"stopped")
+    for _ in range(3):
+        before = len(window.output)
+        window.type(b"\x03\x03\x03")
+        window.wait_for(b"> ", start=before)
+    window.type(b"/text\n")
+    window.wait_for(b"/text\r\n")
+    window.type(b"/quit\n")
+    assert window.finish() == 0
+    assert "\n".join(window.shown).count(sentence) == 2
+
+
+PRESS = """
+import os, signal, sys
+
+presses = iter(range(3))
+
+def press(frame, event, argument):
+    if event == "call" and frame.f_code.co_name == os.environ["PRESS_AT"] and os.path.exists(os.environ["PRESS_WHEN"]):
+        for _ in presses:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.setprofile(press)
+"""
+
+
+@pytest.mark.parametrize(("function", "said"), [("take", b"stopped"), ("_turn", b"stopped"), ("print", b"per step")])
+def test_ctrl_c_between_turns_loses_nothing(tmp_path: Path, function: str, said: bytes) -> None:
+    """Where nothing is being generated or typed: at the call of a function, when it is armed."""
+    (tmp_path / "sitecustomize.py").write_text(PRESS)
+    folders, armed = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), tmp_path / "armed"
+    window = terminal("repl", "--max-tokens", "8", PYTHONPATH=folders, PRESS_AT=function, PRESS_WHEN=str(armed))
+    window.wait_for(b"> ")
+    window.type(b"def f(x):\n")
+    window.wait_for(b"per step")
+    armed.touch()
+    before = len(window.output)
+    window.type(b"\n")
+    window.wait_for(said, start=before)
+    window.type(b"/text\n")
+    window.wait_for(b"/text\r\n")
+    window.type(b"/quit\n")
+    assert window.finish() == 0
+    assert "Traceback" not in "\n".join(window.shown)
+    # Typed, and shown.
+    assert "\n".join(window.shown).count("def f(x):") == 2
+
+
 # ---- Completion ----
 
 
 def test_completion() -> None:
     changes = {"_PYSTAGED_COMPLETE": "complete_bash", "COMP_WORDS": "pystaged gen", "COMP_CWORD": "1"}
-    program = str(Path(sys.executable).with_name("pystaged"))
-    done = subprocess.run([program], capture_output=True, text=True, check=False, env=environment(**changes))
-    assert done.stdout.split() == ["generate"]
+    assert piped(**changes).stdout.split() == ["generate"]
+    changes |= {"COMP_WORDS": "pystaged generate --col", "COMP_CWORD": "2"}
+    assert piped(**changes).stdout.split() == ["--color"]
+    changes |= {"COMP_WORDS": "pystaged models r", "COMP_CWORD": "2"}
+    assert piped(**changes).stdout.split() == ["remove"]
+    shown = piped("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
+    assert "_PYSTAGED_COMPLETE=complete_bash" in shown

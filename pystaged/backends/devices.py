@@ -64,7 +64,7 @@ def load_model(path: bytes, kernel: str, num_threads: int, device: str) -> Model
 def close_model(model: Model) -> None:
     """Hang up on RPC servers; their weights are freed. A model of this machine goes with its last session."""
     if isinstance(model, RemoteModel):
-        model.worker.close()
+        model.servers.close()
 
 
 def open_session(model: Model, n_ctx: int = 0) -> Session:

@@ -1,21 +1,15 @@
 """Models on other machines: ggml's RPC client in a process of its own, and what stands in for model and sessions.
 
 ggml ends the whole process when a server dies or answers nonsense. So everything that speaks to one happens in a
-worker, whose end is an exception here.
+child, whose end is an exception here.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import struct
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import numpy as np
@@ -23,6 +17,7 @@ from numpy.typing import NDArray
 
 from pystaged import _core
 from pystaged._core import DeviceError, Sampling
+from pystaged.process import Child, ChildError, ChildSilentError
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 60.0  # longest silence; PYSTAGED_RPC_TIMEOUT overrides it
@@ -75,8 +70,8 @@ def check_server(endpoint: str) -> None:
         )
 
 
-class Worker:
-    """A process that holds one model on RPC servers. Calls wait for their turn, and fail once it has ended.
+class Servers:
+    """One model on RPC servers, held by a process of its own. Calls wait for their turn, and fail once it has ended.
 
     Args:
         device: "rpc:HOST:PORT,HOST:PORT".
@@ -90,58 +85,30 @@ class Worker:
         for endpoint in self._endpoints:
             check_server(endpoint)
         self._timeout = float(os.environ.get("PYSTAGED_RPC_TIMEOUT", _ANSWER_SECONDS))
-        self._connection, theirs = Pipe()
-        # A session of its own keeps Ctrl-C from it; without this variable ggml starts a debugger before it gives up.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pystaged.backends.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"GGML_NO_BACKTRACE": "1"},
-            start_new_session=True,
-        )
-        theirs.close()
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        # Without this variable ggml starts a debugger before it gives up.
+        self._child = Child("pystaged.backends.rpc_host", GGML_NO_BACKTRACE="1")
         self._failure: str | None = None
-        self._end = weakref.finalize(self, _end, self._process, self._connection)
 
     def call(self, name: str, *args: object) -> Any:
-        """What the worker's function of that name returns or raises.
+        """What the host's method of that name returns or raises; see rpc_host.py.
 
         Raises:
             DeviceError: a server died or is silent; so does every later call.
         """
-        with self._lock:
-            if self._failure:
-                raise DeviceError(self._failure)
-            number = next(self._numbers)
-            failure = ""
-            answered, good, value = -1, False, None
-            try:
-                self._connection.send((number, name, args))
-                # Signs of life, and answers to calls that were interrupted, are passed over.
-                while answered != number and not failure:
-                    if self._connection.poll(self._timeout):
-                        answered, good, value = self._connection.recv()
-                    else:
-                        failure = f"has been silent for {self._timeout:g} seconds"
-            except (EOFError, OSError):
-                failure = "ended the connection"
-            if failure:
-                self._fail(failure)
-        if isinstance(value, BaseException) and not good:
-            raise value
-        return value
+        if self._failure:
+            raise DeviceError(self._failure)
+        try:
+            return self._child.call(name, *args, timeout=self._timeout)
+        except ChildError as error:
+            self._failure = self._failure or self._describe(error)
+            raise DeviceError(self._failure) from None
 
     def close(self) -> None:
         """End the process; later calls raise DeviceError."""
         self._failure = self._failure or "the connection to the RPC servers is closed"
-        self._end()
+        self._child.close()
 
-    def _fail(self, what: str) -> None:
-        self._end()
+    def _describe(self, error: ChildError) -> str:
         lost = []
         for endpoint in self._endpoints:
             try:
@@ -149,14 +116,9 @@ class Worker:
             except DeviceError:
                 lost.append(endpoint)
         names = ", ".join(lost or self._endpoints)
-        self._failure = f"RPC server {names} {what}; start it again and load the model again"
-        raise DeviceError(self._failure) from None
-
-
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    connection.close()
-    process.kill()
-    process.wait()
+        silent = isinstance(error, ChildSilentError)
+        what = f"has been silent for {self._timeout:g} seconds" if silent else "ended the connection"
+        return f"RPC server {names} {what}; start it again and load the model again"
 
 
 class RemoteModel:
@@ -176,11 +138,11 @@ class RemoteModel:
     devices: list[str]
 
     def __init__(self, path: bytes, kernel: str, num_threads: int, device: str) -> None:
-        self.worker = Worker(device)
+        self.servers = Servers(device)
         try:
-            vars(self).update(self.worker.call("load", path, kernel, num_threads, device))
+            vars(self).update(self.servers.call("load", path, kernel, num_threads, device))
         except BaseException:
-            self.worker.close()
+            self.servers.close()
             raise
 
 
@@ -190,8 +152,8 @@ class RemoteSession:
     def __init__(self, model: RemoteModel, n_ctx: int) -> None:
         self.weight_bytes = model.weight_bytes
         self.vocab_size = model.vocab_size
-        self._worker = model.worker
-        self._id, self.n_ctx = self._worker.call("open", n_ctx)
+        self._servers = model.servers
+        self._id, self.n_ctx = self._servers.call("open", n_ctx)
 
     def prefill(self, tokens: NDArray[np.int32]) -> None:
         length = len(self.tokens)
@@ -243,16 +205,16 @@ class RemoteSession:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        values: NDArray[np.int32] = self._worker.call("get", self._id, "tokens")
+        values: NDArray[np.int32] = self._servers.call("get", self._id, "tokens")
         return values
 
     @property
     def num_pending(self) -> int:
-        return int(self._worker.call("get", self._id, "num_pending"))
+        return int(self._servers.call("get", self._id, "num_pending"))
 
     @property
     def closed(self) -> bool:
-        return bool(self._worker.call("get", self._id, "closed"))
+        return bool(self._servers.call("get", self._id, "closed"))
 
     def _call(self, name: str, *args: object) -> Any:
-        return self._worker.call("call", self._id, name, *args)
+        return self._servers.call("call", self._id, name, *args)

@@ -1,15 +1,17 @@
-"""Who takes part in a benchmark: our ways to decode, and the peers that this machine has."""
+"""Who takes part in a benchmark: our ways to decode, and the peers that this machine has.
+
+All get the same setup: model and draft (paths, the latter None where n-grams alone draft), draft_share (weights of a
+draft pass over those of a target pass), threads, n_ctx. Each adds the module of its runner, and what that asks for.
+"""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-Setups = list[tuple[str, dict[str, Any]]]
+Setup = dict[str, Any]
 
 OURS = {
     "plain": "plain",
@@ -18,16 +20,15 @@ OURS = {
     "chain": "chain",
     "n-grams": "n-grams alone",
 }
-PROGRAMS = {
-    "llama-speculative": [],
-    "llama-speculative-simple": ["--spec-type", "draft-simple"],
-    "llama-lookup": [],
-}
-SERVER_WAYS = {
-    "plain": [],
-    "draft-simple": ["--spec-type", "draft-simple"],
-    "ngram-simple": ["--spec-type", "ngram-simple"],
-}
+# Program of llama.cpp, way, its arguments, and whether it needs a draft.
+PROGRAMS: list[tuple[str, str, list[str], bool]] = [
+    ("llama-speculative", "", [], True),
+    ("llama-speculative-simple", "", ["--spec-type", "draft-simple"], True),
+    ("llama-lookup", "", [], False),
+    ("llama-server", "plain", [], False),
+    ("llama-server", "draft-simple", ["--spec-type", "draft-simple"], True),
+    ("llama-server", "ngram-simple", ["--spec-type", "ngram-simple"], False),
+]
 
 
 @dataclass(slots=True)
@@ -42,50 +43,20 @@ class Contender:
     way: str
     worker: str
     is_peer: bool
-    setups: Setups = field(default_factory=list)
+    setups: list[tuple[str, Setup]] = field(default_factory=list)
     missing: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Pairing:
-    """The files and settings that all contenders get.
-
-    draft: None where n-grams alone draft. draft_share: weights of a draft pass over those of a target pass.
-    """
-
-    model: Path
-    draft: Path | None
-    draft_share: float
-    threads: int
-    n_ctx: int
-
-    def setup(self, runner: str, **others: Any) -> dict[str, Any]:
-        """What a worker needs to know; its runner is a module beside this one."""
-        return {
-            "runner": f"{__package__}.{runner}",
-            "model": str(self.model),
-            "draft": str(self.draft) if self.draft else None,
-            "threads": self.threads,
-            "n_ctx": self.n_ctx,
-            **others,
-        }
-
-
-def ours(pairing: Pairing) -> list[Contender]:
-    """Our own ways."""
-    setups = [("", pairing.setup("ways", accept=[]))]
-    ways = [way for way in OURS if pairing.draft or way not in ("tree", "chain")]
-    return [Contender(OURS[way], way, "ways", False, setups) for way in ways]
-
-
-def synthetic(pairing: Pairing, accept: list[float]) -> list[Contender]:
-    """Plain decoding, and a drafter with a given acceptance at depth."""
-    setups = [("", pairing.setup("ways", accept=accept))]
-    named = {"plain": OURS["plain"], "synthetic": f"synthetic, accept {', '.join(f'{rate:g}' for rate in accept)}"}
+def ours(setup: Setup, accept: list[float]) -> list[Contender]:
+    """Our own ways; with `accept` plain decoding and a drafter of that acceptance at depth."""
+    named = {way: name for way, name in OURS.items() if setup["draft"] or way not in ("tree", "chain")}
+    if accept:
+        named = {"plain": OURS["plain"], "synthetic": f"synthetic, accept {', '.join(f'{rate:g}' for rate in accept)}"}
+    setups = [("", setup | {"runner": f"{__package__}.ways", "accept": accept})]
     return [Contender(name, way, "ways", False, setups) for way, name in named.items()]
 
 
-def peers(pairing: Pairing, llama_cpp: Path | None) -> list[Contender]:
+def peers(setup: Setup, llama_cpp: Path | None) -> list[Contender]:
     """What people would use instead.
 
     Args:
@@ -94,74 +65,50 @@ def peers(pairing: Pairing, llama_cpp: Path | None) -> list[Contender]:
     Raises:
         FileNotFoundError: there is no such folder, or no program in it.
     """
-    return _llama_cpp_python(pairing) + _transformers(pairing) + (_programs(pairing, llama_cpp) if llama_cpp else [])
+    return _llama_cpp_python(setup) + _transformers(setup) + (_programs(setup, llama_cpp) if llama_cpp else [])
 
 
-def _llama_cpp_python(pairing: Pairing) -> list[Contender]:
+def _llama_cpp_python(setup: Setup) -> list[Contender]:
     found = []
-    for way, lookup in (("plain", False), ("prompt lookup", True)):
+    for way in ("plain", "prompt lookup"):
         key = f"llama-cpp-python, {way}"
-        setups = [
-            (note, pairing.setup("peer_llama_cpp_python", lookup=lookup, extra_buffers=extra))
-            for note, extra in (("repacked weights", True), ("plain weights", False))
-        ]
+        mine = setup | {"runner": f"{__package__}.peer_llama_cpp_python", "lookup": way != "plain"}
+        buffers = {"repacked weights": True, "plain weights": False}
+        setups = [(note, mine | {"extra_buffers": extra}) for note, extra in buffers.items()]
         found.append(Contender(key, way, key, True, setups))
     return found
 
 
-def _transformers(pairing: Pairing) -> list[Contender]:
+def _transformers(setup: Setup) -> list[Contender]:
     absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
     missing = f"not installed: {', '.join(absent)}; pip install 'pystaged[peers]'" if absent else ""
-    setups = [("same weights in F32", pairing.setup("peer_transformers"))]
-    ways = {"plain": "plain", "assisted": "assisted", "lookup": "prompt lookup"}
+    setups = [("same weights in F32", setup | {"runner": f"{__package__}.peer_transformers"})]
     return [
         Contender(f"transformers, {name}", way, "transformers", True, setups, missing)
-        for way, name in ways.items()
-        if pairing.draft or way != "assisted"
+        for way, name in {"plain": "plain", "assisted": "assisted", "lookup": "prompt lookup"}.items()
+        if setup["draft"] or way != "assisted"
     ]
 
 
-def _programs(pairing: Pairing, folder: Path) -> list[Contender]:
-    paths = {name: _program(folder, name) for name in (*PROGRAMS, "llama-server")}
-    if not any(paths.values()):
+def _programs(setup: Setup, folder: Path) -> list[Contender]:
+    places = (folder, folder / "bin", folder / "build" / "bin")
+    names = dict.fromkeys(name for name, *_ in PROGRAMS)
+    paths = {name: path for name in names for place in reversed(places) if (path := place / name).is_file()}
+    if not paths:
         raise FileNotFoundError(
-            f"there is none of {', '.join(paths)} in {folder}; give the folder of a llama.cpp build, or its bin folder"
+            f"there is none of {', '.join(names)} in {folder}; give the folder of a llama.cpp build, or its bin folder"
         )
-    ways = [(name, "", arguments) for name, arguments in PROGRAMS.items()]
-    ways += [("llama-server", way, arguments) for way, arguments in SERVER_WAYS.items()]
     found = []
-    for name, way, arguments in ways:
-        needs_draft = name.startswith("llama-speculative") or way == "draft-simple"
-        if needs_draft and pairing.draft is None:
+    for name, way, arguments, needs_draft in PROGRAMS:
+        if needs_draft and setup["draft"] is None:
             continue
-        key, path = ", ".join(filter(None, (name, way))), paths[name]
-        if path is None:
+        key = ", ".join(filter(None, (name, way)))
+        if name not in paths:
             found.append(Contender(key, way, key, True, missing=f"not in {folder.name}"))
             continue
-        setup = pairing.setup(
-            "peer_llama_cpp", program=str(path), draft_share=pairing.draft_share if needs_draft else 0.0
-        )
-        setup |= {} if needs_draft else {"draft": None}
-        setups = [
-            ("", setup | {"arguments": arguments}),
-            ("plain weights", setup | {"arguments": [*arguments, "--no-repack"]}),
-        ]
+        mine = setup | {"runner": f"{__package__}.peer_llama_cpp", "program": str(paths[name])}
+        mine |= {} if needs_draft else {"draft": None, "draft_share": 0.0}
+        plain = {"arguments": [*arguments, "--no-repack"]}
+        setups = [("", mine | {"arguments": arguments}), ("plain weights", mine | plain)]
         found.append(Contender(key, way, key, True, setups))
-    return found
-
-
-def _program(folder: Path, name: str) -> Path | None:
-    suffix = ".exe" if os.name == "nt" else ""
-    places = (folder, folder / "bin", folder / "build" / "bin")
-    return next((path for place in places if (path := place / f"{name}{suffix}").is_file()), None)
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that take part."""
-    found = {}
-    for name in ("pystaged", "llama-cpp-python", "numpy", "torch", "transformers"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from pystaged._core import Model, Tokenizer
-from pystaged.bench import contenders, machine, models, passes, summary
-from pystaged.bench.contenders import Pairing
+from pystaged.bench import conditions, contenders, models, passes, summary
+from pystaged.bench.contenders import Setup
 from pystaged.bench.pairs import load_prompts
-from pystaged.bench.report import Report, describe_file, sha256
+from pystaged.bench.report import Report
 from pystaged.bench.suite import Prompt, Suite
 from pystaged.config import SamplingConfig
 from pystaged.loading import names
@@ -60,57 +60,50 @@ class Contest:
         prompts = [Prompt(text, tokenizer.encode(text)) for text in spread(load_prompts(file), self.limit)]
         if not prompts:
             raise ValueError(f"{file} has no prompts")
-        pairing, kernel = self._pairing(path, draft, max(len(prompt.tokens) for prompt in prompts))
-        taking_part = contenders.synthetic(pairing, self.accept) if self.accept else contenders.ours(pairing)
+        setup, kernel = self._setup(path, draft, max(len(prompt.tokens) for prompt in prompts))
+        taking_part = contenders.ours(setup, self.accept)
         if self.peers and not self.accept:
-            taking_part += contenders.peers(pairing, self.llama_cpp)
+            taking_part += contenders.peers(setup, self.llama_cpp)
         has_peers = any(each.is_peer for each in taking_part)
         peer_prompts = spread(range(len(prompts)), self.peer_limit) if has_peers else []
-        conditions = {
-            "machine": machine.describe(),
-            "versions": contenders.versions(),
+        used = {"used": len(prompts), "peers": len(peer_prompts)}
+        found = {
+            "machine": conditions.machine(),
+            "versions": conditions.versions(),
             "kernel": kernel,
-            "threads": pairing.threads,
-            "model": describe_file(path, self.model),
-            "draft": describe_file(draft, ""),
-            "prompts": {
-                "file": file.name,
-                "sha256": sha256(file),
-                "used": len(prompts),
-                "peers": len(peer_prompts),
-            },
+            "threads": setup["threads"],
+            "model": conditions.model_file(path, self.model),
+            "draft": conditions.model_file(draft) if draft else None,
+            "prompts": {"file": file.name, "sha256": conditions.sha256(file), **used},
             "max_tokens": self.max_tokens,
             "repeats": self.repeats,
             "accept": self.accept,
             "date": date.today().isoformat(),
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": shlex.join(["pystaged", *sys.argv[1:]]),
         }
         progress("passes of the target", 0.0, 0.0)
-        times = passes.measure(path, repeats=5, num_threads=pairing.threads, peer=False)
-        suite = Suite(
-            taking_part,
-            prompts,
-            peer_prompts,
-            SAMPLINGS,
-            max_tokens=self.max_tokens,
-            repeats=self.repeats,
-            progress=progress,
-        )
+        times = passes.measure(path, repeats=5, num_threads=setup["threads"], peer=False)
+        suite = Suite(taking_part, prompts, peer_prompts, SAMPLINGS, self.max_tokens, self.repeats, progress)
         outcome = suite.run()
         tables = {sampling: summary.rows(taking_part, outcome, sampling) for sampling in SAMPLINGS}
-        return Report(conditions, tables, times.to_dict(), outcome)
+        return Report(found, tables, times.to_dict(), outcome)
 
-    def _pairing(self, path: Path, draft: Path | None, longest: int) -> tuple[Pairing, str]:
-        """The files with the settings that all get, and the kernel's name."""
+    def _setup(self, path: Path, draft: Path | None, longest: int) -> tuple[Setup, str]:
+        """What all contenders get, and the kernel's name."""
         target = Model(str(path), "", self.threads)
         if longest + self.max_tokens > target.max_context:
             raise ValueError(
                 f"the longest prompt has {longest} tokens; with {self.max_tokens} more that is beyond the model's "
                 f"context of {target.max_context}; choose a smaller --max-tokens"
             )
-        share = Model(str(draft)).weight_bytes / target.weight_bytes if draft else 0.0
-        n_ctx = min(target.max_context, longest + self.max_tokens + _TREE_ROOM)
-        return Pairing(path, draft, share, target.num_threads, n_ctx), target.kernel
+        setup = {
+            "model": str(path),
+            "draft": str(draft) if draft else None,
+            "draft_share": Model(str(draft)).weight_bytes / target.weight_bytes if draft else 0.0,
+            "threads": target.num_threads,
+            "n_ctx": min(target.max_context, longest + self.max_tokens + _TREE_ROOM),
+        }
+        return setup, target.kernel
 
 
 def spread(items: Iterable[_Item], most: int) -> list[_Item]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import platformdirs
 
-from pystaged.bench.grow import grow
-from pystaged.bench.random_model import write_random_gpt2
 from pystaged.loading import names
 
 WIDTH, LAYERS, HEADS, CONTEXT = 1280, 36, 20, 1024  # of GPT-2 Large
@@ -18,7 +19,7 @@ def find(model: str, quantization: str) -> Path:
 
     Args:
         model: "random" for a GPT-2 Large of random weights, "grown" for one that says what the house target says
-            (see grow.py), else as in names.resolve.
+            (see models/grow.py), else as in names.resolve.
         quantization: type of a model to be made: F32, F16, Q8_0, Q4_0 (random also BF16).
 
     Raises:
@@ -33,17 +34,20 @@ def find(model: str, quantization: str) -> Path:
     # A model grown from an older house target would not be that of this version.
     if not path.exists() or path.stat().st_mtime < house.stat().st_mtime:
         folder.mkdir(parents=True, exist_ok=True)
-        if model == "random":
-            write_random_gpt2(
-                path,
-                width=WIDTH,
-                layers=LAYERS,
-                heads=HEADS,
-                vocab_size=50257,
-                context=CONTEXT,
-                quantization=quantization,
-                vocabulary=house,
-            )
+        shape = {"width": WIDTH, "layers": LAYERS, "quantization": quantization}
+        if model == "grown":
+            _recipe("grow").grow(house, path, **shape)
         else:
-            grow(house, path, width=WIDTH, layers=LAYERS, quantization=quantization)
+            others = {"heads": HEADS, "context": CONTEXT, "vocab_size": 50257, "vocabulary": house}
+            _recipe("random_gpt2").write_random_gpt2(path, **shape, **others)
     return path
+
+
+def _recipe(name: str) -> ModuleType:
+    """A recipe of the models folder, which is not on Python's path."""
+    spec = spec_from_file_location(f"pystaged.models.{name}", names.house(f"{name}.py"))
+    if spec is None or spec.loader is None:
+        raise ImportError(f"there is no {name}.py")
+    module = sys.modules[spec.name] = module_from_spec(spec)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,10 @@ from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.drafting.table import NgramTable
-from pystaged.stats import DrafterStats, GenerationStats
+from pystaged.files import read_small
+from pystaged.stats import GenerationStats
+
+_MOST_BYTES = 1 << 26  # of a file of prompts
 
 MODES = {
     "greedy": SamplingConfig(),
@@ -32,18 +35,18 @@ def load_prompts(path: Path) -> list[str]:
     """The prompts of a file in HumanEval's format: one JSON object with a `prompt` per line.
 
     Raises:
-        ValueError: a line is something else.
+        ValueError: a line is something else, or the file is no regular one of at most 64 MiB.
     """
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_small(path, _MOST_BYTES).splitlines(), 1):
         try:
             prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not a JSON object with a 'prompt'") from error
     return prompts
 
 
-class LyingDrafter:
+class LyingDrafter(NgramDrafter):
     """Proposes random tokens: what no drafter may do to the output.
 
     Args:
@@ -52,90 +55,43 @@ class LyingDrafter:
     """
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
-        self._vocab_size = vocab_size
+        super().__init__(None, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
         self._random = np.random.default_rng(seed)
-        self._root = 0
 
-    def work(self) -> dict[str, DrafterStats]:
-        return {"draft": DrafterStats()}
-
-    def close(self) -> None:
-        pass
-
-    def start(self, context: NDArray[np.int32]) -> None:
-        self._root = int(context[-1])
-
-    def lag(self) -> float:
-        return 0.0
-
-    def catch_up(self) -> None:
-        pass
-
-    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
-        del sampling
-        builder = TreeBuilder(self._root)
-        kept: list[int] = []
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        del sampling, seconds
+        builder = TreeBuilder(self._context[-1])
         for _ in range(12):
             parent = int(self._random.integers(len(builder.nodes)))
             if builder.nodes[parent].depth < max_depth:
-                token = int(self._random.integers(self._vocab_size))
-                node = builder.add(parent, token, 0.5, Stage.DRAFT, (1, 0, 0))
-                if node not in kept:
-                    kept.append(node)
-        return builder.build(kept)
-
-    def prepare(self, sampling: SamplingConfig, max_depth: int) -> None:
-        del sampling, max_depth
-
-    def extend(self, path: list[int], length: int) -> list[int]:
-        del path, length
-        return []
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        self._root = tokens[-1]
+                builder.add(parent, int(self._random.integers(self._vocab_size)), 0.5, Stage.DRAFT, (1, 0, 0))
+        return builder.build(range(1, len(builder.nodes)))
 
 
 class UnsharedDrafter(ModelDrafter):
     """Ranks by probability alone, whatever noise the target's tokens are drawn with: what shared noise is compared
     with."""
 
-    def draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
         del sampling
-        return super().draft(SamplingConfig(), max_depth)
+        return super().draft(SamplingConfig(), max_depth, seconds)
 
 
 def parts(target: Model, draft: Model, table: NgramTable | None, budget: int) -> dict[str, ModelDrafter]:
     """Drafting with trees of `budget` nodes, and the same without one of its parts."""
-    vocab_size = target.vocab_size
-    tree = FixedPolicy(width=4, depth=8, budget=budget)
+    tree, one = FixedPolicy(width=4, depth=8, budget=budget), FixedPolicy(width=1, depth=1, budget=1)
 
     def below() -> NgramDrafter:
-        return NgramDrafter(table, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
+        return NgramDrafter(table, one, target.vocab_size)
+
+    def drafter(kind: type[ModelDrafter], below: NgramDrafter | None) -> ModelDrafter:
+        return kind(Session(draft), tree, below=below, vocab_size=target.vocab_size)
 
     return {
-        "shared noise, n-grams below": ModelDrafter(Session(draft), tree, below=below(), vocab_size=vocab_size),
-        "without n-grams below": ModelDrafter(Session(draft), tree, vocab_size=vocab_size),
-        "without shared noise": UnsharedDrafter(Session(draft), tree, below=below(), vocab_size=vocab_size),
+        "shared noise, n-grams below": drafter(ModelDrafter, below()),
+        "without n-grams below": drafter(ModelDrafter, None),
+        "without shared noise": drafter(UnsharedDrafter, below()),
     }
-
-
-def run_texts(
-    decoder: Decoder, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
-) -> GenerationStats:
-    """Continue prompts one after the other; the figures of all of them together."""
-    stats = GenerationStats()
-    before = decoder.drafting()
-    stages: list[Stage] = []
-    for prompt in prompts:
-        decoder.start(prompt)
-        written = 0
-        while written < max_tokens and not decoder.is_full:
-            step = decoder.step(sampling, max_tokens - written, stats)
-            written += len(step.tokens)
-            stages += step.stages
-    stats.new_tokens = len(stages)
-    stats.finish(stages, before, decoder.drafting(), decoder.target.weight_bytes)
-    return stats
 
 
 def drafters(target: Model, draft: Model, table: NgramTable | None) -> dict[str, Drafter]:
@@ -164,40 +120,15 @@ def drafters(target: Model, draft: Model, table: NgramTable | None) -> dict[str,
 
 def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
     """The tokens a decoder writes after a prompt, end of text or not."""
-    decoder.start(prompt)
-    return list(_tokens(decoder, sampling, max_tokens))[:max_tokens]
+    return [token for step in decoder.generate(prompt, sampling, max_tokens) for token in step.tokens]
 
 
-def _tokens(decoder: Decoder, sampling: SamplingConfig, max_tokens: int) -> Iterator[int]:
+def run_texts(
+    decoder: Decoder, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
+) -> GenerationStats:
+    """Continue prompts one after the other; the figures of all of them together."""
     stats = GenerationStats()
-    written = 0
-    while written < max_tokens and not decoder.is_full:
-        step = decoder.step(sampling, max_tokens - written, stats)
-        written += len(step.tokens)
-        yield from step.tokens
-
-
-def check_decoder(decoder: Decoder, texts: Sequence[Expected], max_tokens: int) -> list[Expected]:
-    """The texts that a decoder does not write; there should be none."""
-    return [
-        text for text in texts if continuation(decoder, text.prompt, text.sampling, max_tokens) != list(text.tokens)
-    ]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Expected:
-    """What plain decoding writes after a prompt."""
-
-    prompt: NDArray[np.int32]
-    sampling: SamplingConfig
-    tokens: tuple[int, ...]
-
-
-def expect(
-    target: Session, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
-) -> list[Expected]:
-    """Decode prompts plainly."""
-    decoder = Decoder(target)
-    return [
-        Expected(prompt, sampling, tuple(continuation(decoder, prompt, sampling, max_tokens))) for prompt in prompts
-    ]
+    for prompt in prompts:
+        for _ in decoder.generate(prompt, sampling, max_tokens, stats=stats):
+            pass
+    return stats

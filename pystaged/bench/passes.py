@@ -2,89 +2,78 @@
 
 from __future__ import annotations
 
-import json
+import ctypes
 import statistics
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from pystaged._core import Model, Session, dot_rate, read_bandwidth
-from pystaged.bench import machine
+from pystaged.bench import conditions
+from pystaged.bench.worker import Worker, WorkerError
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 CONTEXT_TOKENS = 256
 BANDWIDTH_BYTES = 1 << 30
+_SECONDS = 7200.0  # after which llama.cpp is taken to hang
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """Medians over n rows; floor_ms: what no pass can be faster than, max(bytes / bandwidth, n * work / rate)."""
+
+    n: int
+    ms: float
+    floor_ms: float
+    llama_cpp_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Medians of one run.
+    """One run.
 
-    milliseconds: per number of rows; llama_cpp: the same through llama-cpp-python, or why there is none.
-    bandwidth: bytes per second that the threads read; rate: int8 multiply-adds per second that they do from registers.
-    read_ms: time to read the weights once; row_ms: time for the multiply-adds of one row.
+    llama_cpp: "measured", or why not. read_bandwidth: bytes per second that the threads read; dot_rate: int8
+    multiply-adds per second that they do from registers. read_ms: time to read the weights once; row_ms: time for the
+    multiply-adds of one row.
     """
 
-    milliseconds: dict[int, float]
-    llama_cpp: dict[int, float] | str
-    bandwidth: float
-    rate: float
+    passes: list[PassTime]
+    llama_cpp: str
+    read_bandwidth: float
+    dot_rate: float
     read_ms: float
     row_ms: float
     kernel: str
     threads: int
     model: str
 
-    def floor_ms(self, n: int) -> float:
-        """What no pass over n rows can be faster than: max(bytes / bandwidth, n * work / rate)."""
-        return max(self.read_ms, n * self.row_ms)
-
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        found = self.llama_cpp if isinstance(self.llama_cpp, dict) else {}
-        return {
-            "passes": [
-                {"n": n, "ms": ms, "floor_ms": self.floor_ms(n), "llama_cpp_ms": found.get(n)}
-                for n, ms in self.milliseconds.items()
-            ],
-            "llama_cpp": "measured" if found else self.llama_cpp,
-            "read_bandwidth": self.bandwidth,
-            "dot_rate": self.rate,
-            "read_ms": self.read_ms,
-            "row_ms": self.row_ms,
-            "kernel": self.kernel,
-            "threads": self.threads,
-            "model": self.model,
-            "machine": machine.describe(),
-        }
+        return asdict(self) | {"machine": conditions.machine()}
 
     def table(self) -> Table:
         """For a terminal."""
-        found = self.llama_cpp if isinstance(self.llama_cpp, dict) else {}
         table = Table(title=f"{self.model}: kernel {self.kernel}, {self.threads} threads")
         for heading in ("n", "ms", "T(n)/T(1)", "of floor", "llama.cpp ms", "llama.cpp / ours"):
             table.add_column(heading, justify="right")
-        for n, ms in self.milliseconds.items():
-            peer = found.get(n)
+        one = self.passes[0].ms
+        for each in self.passes:
+            peer = each.llama_cpp_ms
+            theirs = (f"{peer:.2f}", f"{peer / each.ms:.2f}") if peer else ("-", "-")
             table.add_row(
-                str(n),
-                f"{ms:.2f}",
-                f"{ms / self.milliseconds[1]:.2f}",
-                f"{self.floor_ms(n) / ms:.0%}",
-                f"{peer:.2f}" if peer else "-",
-                f"{peer / ms:.2f}" if peer else "-",
+                str(each.n), f"{each.ms:.2f}", f"{each.ms / one:.2f}", f"{each.floor_ms / each.ms:.0%}", *theirs
             )
-        peer_note = "" if found else f"; llama.cpp: {self.llama_cpp}"
+        peer_note = "" if self.llama_cpp == "measured" else f"; llama.cpp: {self.llama_cpp}"
         table.caption = (
-            f"floor: {self.read_ms:.2f} ms to read the weights at {self.bandwidth / 1e9:.1f} GB/s, "
-            f"{self.row_ms:.2f} ms for the products of a row at {self.rate / 1e9:.0f} G/s; "
-            f"T(1) is {self.milliseconds[1] / self.read_ms:.2f} times the reading; "
+            f"floor: {self.read_ms:.2f} ms to read the weights at {self.read_bandwidth / 1e9:.1f} GB/s, "
+            f"{self.row_ms:.2f} ms for the products of a row at {self.dot_rate / 1e9:.0f} G/s; "
+            f"T(1) is {one / self.read_ms:.2f} times the reading; "
             f"{CONTEXT_TOKENS} tokens of context, all logits, medians{peer_note}"
         )
         return table
@@ -117,22 +106,21 @@ def measure(path: Path, *, repeats: int, kernel: str = "", num_threads: int = 0,
             times[n].append(_time_pass(session, tokens[:n]))
     bandwidths.append(read_bandwidth(BANDWIDTH_BYTES, model.num_threads))
     session.close()
-    bandwidth = statistics.median(bandwidths)
-    rate = dot_rate(kernel, model.num_threads)
-    return PassTimes(
-        milliseconds={n: 1e3 * statistics.median(ms) for n, ms in times.items()},
-        llama_cpp=_measure_llama_cpp(path, rows, repeats, model.num_threads, context_tokens) if peer else "not asked",
-        bandwidth=bandwidth,
-        rate=rate,
-        read_ms=1e3 * model.weight_bytes / bandwidth,
-        row_ms=1e3 * model.num_weights / rate,
-        kernel=model.kernel,
-        threads=model.num_threads,
-        model=path.name,
-    )
+    bandwidth, rate = statistics.median(bandwidths), dot_rate(kernel, model.num_threads)
+    read_ms, row_ms = 1e3 * model.weight_bytes / bandwidth, 1e3 * model.num_weights / rate
+    theirs: dict[int, float] = {}
+    how = "not asked"
+    if peer:
+        setup = {"path": str(path), "rows": rows, "repeats": repeats, "context_tokens": context_tokens}
+        theirs, how = _measure_llama_cpp(setup | {"threads": model.num_threads})
+    passes = [
+        PassTime(n, 1e3 * statistics.median(seconds), max(read_ms, n * row_ms), theirs.get(n))
+        for n, seconds in times.items()
+    ]
+    return PassTimes(passes, how, bandwidth, rate, read_ms, row_ms, model.kernel, model.num_threads, path.name)
 
 
-def _time_pass(session: Session, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> float:
+def _time_pass(session: Session, tokens: NDArray[np.int32]) -> float:
     parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
     start = time.perf_counter()
     session.evaluate(tokens, parents)
@@ -141,29 +129,78 @@ def _time_pass(session: Session, tokens: np.ndarray[Any, np.dtype[np.int32]]) ->
     return elapsed
 
 
-def _measure_llama_cpp(
-    path: Path, rows: list[int], repeats: int, num_threads: int, context_tokens: int
-) -> dict[int, float] | str:
+def _measure_llama_cpp(setup: dict[str, Any]) -> tuple[dict[int, float], str]:
     """The fastest of llama.cpp's buffer types that works here; some crash, so each runs in a process of its own."""
-    results, failures = [], []
+    results, failures = list[dict[int, float]](), list[str]()
     for extra_buffers in (True, False):
-        job = {
-            "path": str(path),
-            "rows": rows,
-            "repeats": repeats,
-            "threads": num_threads,
-            "context_tokens": context_tokens,
-            "extra_buffers": extra_buffers,
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "pystaged.bench.llama_passes"],
-            input=json.dumps(job),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode == 0:
-            results.append({int(n): ms for n, ms in json.loads(done.stdout).items()})
-        else:
-            failures.append(f"with{'' if extra_buffers else 'out'} extra buffers it ended with {done.returncode}")
-    return min(results, key=lambda times: times[rows[-1]]) if results else "; ".join(failures)
+        worker = Worker(("", setup | {"runner": __name__, "extra_buffers": extra_buffers}))
+        try:
+            results.append(worker.run({}, _SECONDS))
+        except WorkerError as error:
+            failures.append(f"with{'' if extra_buffers else 'out'} extra buffers: {error}")
+        worker.close()
+    if not results:
+        return {}, "; ".join(failures)
+    return min(results, key=lambda times: times[setup["rows"][-1]]), "measured"
+
+
+class Runner:
+    """Times llama.cpp's passes, in a worker.
+
+    Args:
+        setup: path; rows to time; repeats of each; threads; context_tokens; extra_buffers: whether weights may be
+            repacked.
+    """
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self._setup = setup
+
+    def run(self, _: dict[str, Any]) -> dict[int, float]:
+        """Median milliseconds of one llama_decode over n rows of logits, by n."""
+        setup = self._setup
+        llama_cpp.llama_backend_init()
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.use_extra_bufts = setup["extra_buffers"]
+        model = llama_cpp.llama_model_load_from_file(setup["path"].encode(), model_params)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = 512
+        # One row runs on n_threads, several on n_threads_batch.
+        params.n_threads = params.n_threads_batch = setup["threads"]
+        context = llama_cpp.llama_init_from_model(model, params)
+        if not context:
+            raise RuntimeError("llama.cpp cannot make a context")
+        memory = llama_cpp.llama_get_memory(context)
+        vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        tokens = np.random.default_rng(0).integers(0, vocab_size, setup["context_tokens"])
+        decode(context, tokens, 0)
+        times: dict[int, list[float]] = {n: [] for n in setup["rows"]}
+        for repeat in range(setup["repeats"] + 1):
+            for n in setup["rows"]:
+                start = time.perf_counter()
+                decode(context, tokens[:n], len(tokens))
+                elapsed = time.perf_counter() - start
+                llama_cpp.llama_memory_seq_rm(memory, 0, len(tokens), -1)
+                if repeat > 0:
+                    times[n].append(elapsed)
+        return {n: 1e3 * statistics.median(values) for n, values in times.items()}
+
+    def close(self) -> None:
+        pass
+
+
+def decode(context: Any, tokens: Any, position: int) -> None:
+    """One llama_decode of a chain of tokens from `position` on, with logits for all."""
+    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i] = int(token)
+        batch.pos[i] = position + i
+        batch.n_seq_id[i] = 1
+        batch.seq_id[i][0] = 0
+        batch.logits[i] = 1
+    status = llama_cpp.llama_decode(context, batch)
+    llama_cpp.llama_batch_free(batch)
+    if status != 0:
+        raise RuntimeError(f"llama_decode returned {status}")
+    # The logits are lazily computed where a device is asynchronous.
+    ctypes.cast(llama_cpp.llama_get_logits(context), ctypes.c_void_p)

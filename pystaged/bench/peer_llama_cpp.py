@@ -11,12 +11,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pystaged.bench.worker import peak_bytes
+from pystaged.bench.worker import Measurement, peak_bytes
 
 _SECONDS_TO_LOAD = 300.0
+_SAMPLERS = ["top_k", "top_p", "min_p", "temperature"]
 
 
 class Runner:
@@ -37,70 +39,71 @@ class Runner:
         self._command += setup["arguments"]
         self._server = _Server(self._command) if Path(setup["program"]).stem == "llama-server" else None
 
-    def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        return self._server_reply(self._server, job) if self._server else self._program_reply(job)
+    def run(self, job: dict[str, Any]) -> Measurement:
+        return self._ask(self._server, job) if self._server else self._start(job)
 
     def close(self) -> None:
         if self._server:
             self._server.close()
 
-    def _program_reply(self, job: dict[str, Any]) -> dict[str, Any]:
+    def _start(self, job: dict[str, Any]) -> Measurement:
         sampling = job["sampling"]
         options = {
             "-p": job["text"],
             "-n": job["max_tokens"],
-            "--temp": sampling["temperature"],
-            "--top-k": sampling["top_k"],
-            "--top-p": sampling["top_p"],
-            "--min-p": sampling["min_p"],
-            "--samplers": "top_k;top_p;min_p;temperature",
-            "-s": sampling["seed"],
+            "--temp": sampling.temperature,
+            "--top-k": sampling.top_k,
+            "--top-p": sampling.top_p,
+            "--min-p": sampling.min_p,
+            "--samplers": ";".join(_SAMPLERS),
+            "-s": sampling.seed,
         }
         command = [*self._command, "--no-escape", "--ignore-eos"]
         command += [str(word) for option in options.items() for word in option]
         code, said, peak = _run(command)
         if code != 0:
-            raise RuntimeError(f"{Path(self._command[0]).name} ended with {code}: {_last_line(said)}")
+            last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")[:200]
+            raise RuntimeError(f"{Path(self._command[0]).name} ended with {code}: {last}")
         tokens, seconds = _numbers(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", said)
         _, prefill = _numbers(r"encoded\s+(\d+) tokens in\s+([\d.]+) seconds", said)
         (drafted,) = _numbers(r"n_drafted\s*=\s*(\d+)", said)
         (accepted,) = _numbers(r"n_accept\s*=\s*(\d+)", said)
-        return self._reply(int(tokens), seconds, prefill, drafted, accepted) | {"peak_bytes": peak}
+        return self._measurement(int(tokens), seconds, prefill, drafted, accepted, peak)
 
-    def _server_reply(self, server: _Server, job: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, server: _Server, job: dict[str, Any]) -> Measurement:
         sampling = job["sampling"]
         found = server.complete(
             {
                 "prompt": job["prompt"],
                 "n_predict": job["max_tokens"],
-                "temperature": sampling["temperature"],
-                "top_k": sampling["top_k"],
-                "top_p": sampling["top_p"],
-                "min_p": sampling["min_p"],
-                "seed": sampling["seed"],
-                "samplers": ["top_k", "top_p", "min_p", "temperature"],
+                **{name: getattr(sampling, name) for name in (*_SAMPLERS, "seed")},
+                "samplers": _SAMPLERS,
                 "ignore_eos": True,
                 "cache_prompt": False,
                 "return_tokens": True,
             }
         )
-        times = found["timings"]
+        times, tokens = found["timings"], found.get("tokens", [])
+        seconds, prefill = times["predicted_ms"] / 1e3, times["prompt_ms"] / 1e3
         drafted, accepted = times.get("draft_n", 0), times.get("draft_n_accepted", 0)
-        reply = self._reply(
-            times["predicted_n"], times["predicted_ms"] / 1e3, times["prompt_ms"] / 1e3, drafted, accepted
-        )
-        return reply | {"tokens": found.get("tokens", []), "peak_bytes": peak_bytes(server.pid)}
+        peak = peak_bytes(server.process.pid)
+        return self._measurement(times["predicted_n"], seconds, prefill, drafted, accepted, peak, tokens)
 
-    def _reply(self, tokens: int, seconds: float, prefill: float, drafted: float, accepted: float) -> dict[str, Any]:
-        steps = tokens - int(accepted)
-        return {
-            "counted": tokens,
-            "seconds": seconds,
-            "first_token_seconds": prefill + seconds / max(1, steps),
-            "steps": steps,
-            # One pass of the draft for each token it drafted.
-            "relative_weight_bytes": (steps + self._draft_share * drafted) / tokens,
-        }
+    def _measurement(
+        self,
+        counted: int,
+        seconds: float,
+        prefill: float,
+        drafted: float,
+        accepted: float,
+        peak: int,
+        tokens: Sequence[int] = (),
+    ) -> Measurement:
+        steps = counted - int(accepted)
+        # One pass of the draft for each token it drafted.
+        weights = (steps + self._draft_share * drafted) / counted
+        first = prefill + seconds / max(1, steps)
+        return Measurement(counted, seconds, first, list(tokens), steps, weights, peak_bytes=peak)
 
 
 class _Server:
@@ -113,11 +116,11 @@ class _Server:
         self._url = f"http://127.0.0.1:{port}"
         # Only this machine is asked, whatever proxy is set.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port), "-np", "1"])
+        self.process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port), "-np", "1"])
         deadline = time.monotonic() + _SECONDS_TO_LOAD
         while not self._ready():
-            if self._process.poll() is not None:
-                raise RuntimeError(f"llama-server ended with {self._process.returncode} while loading")
+            if self.process.poll() is not None:
+                raise RuntimeError(f"llama-server ended with {self.process.returncode} while loading")
             if time.monotonic() > deadline:
                 self.close()
                 raise RuntimeError("llama-server does not become ready")
@@ -135,22 +138,13 @@ class _Server:
             raise RuntimeError(f"llama-server refused: {error.read().decode('utf-8', 'replace')[:200]}") from error
         except (urllib.error.URLError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
-            raise RuntimeError(f"llama-server ended with {self._process.poll()}: {error}") from error
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
+                self.process.wait(5)
+            raise RuntimeError(f"llama-server ended with {self.process.poll()}: {error}") from error
 
     def close(self) -> None:
         """End it."""
-        self._process.terminate()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def _ready(self) -> bool:
         try:
@@ -180,7 +174,3 @@ def _numbers(pattern: str, text: str) -> list[float]:
     if found is None:
         raise RuntimeError(f"no line like '{pattern}' in what it printed; is this llama.cpp too old or too new?")
     return [float(group) for group in found.groups()]
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")[:200]

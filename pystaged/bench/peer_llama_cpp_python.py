@@ -10,6 +10,9 @@ import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from numpy.typing import NDArray
 
+from pystaged.bench.worker import Measurement
+from pystaged.config import SamplingConfig
+
 _LOOKUP_TOKENS = 2  # what its documentation advises where there is only a CPU
 
 
@@ -43,19 +46,19 @@ class Runner:
             verbose=False,
         )
 
-    def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        sampling = job["sampling"]
+    def run(self, job: dict[str, Any]) -> Measurement:
+        sampling: SamplingConfig = job["sampling"]
         self._llama.reset()
-        self._llama.set_seed(sampling["seed"])
+        self._llama.set_seed(sampling.seed)
         calls = self._lookup.calls if self._lookup else 0
         begin = time.perf_counter()
         tokens, first = list[int](), 0.0
         for token in self._llama.generate(
             job["prompt"],
-            temp=sampling["temperature"],
-            top_k=sampling["top_k"],
-            top_p=sampling["top_p"],
-            min_p=sampling["min_p"],
+            temp=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
             repeat_penalty=1.0,
         ):
             tokens.append(int(token))
@@ -63,16 +66,9 @@ class Runner:
             if len(tokens) == job["max_tokens"]:
                 break
         seconds = time.perf_counter() - begin - first
-        steps = len(tokens) - 1 if self._lookup is None else self._lookup.calls - calls
-        return {
-            # The first token came with the prompt.
-            "counted": len(tokens) - 1,
-            "seconds": seconds,
-            "first_token_seconds": first,
-            "tokens": tokens,
-            "steps": steps,
-            "relative_weight_bytes": steps / (len(tokens) - 1),
-        }
+        counted = len(tokens) - 1  # the first token came with the prompt
+        steps = counted if self._lookup is None else self._lookup.calls - calls
+        return Measurement(counted, seconds, first, tokens, steps, steps / counted)
 
     def close(self) -> None:
         self._llama.close()

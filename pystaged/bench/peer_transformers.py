@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from pystaged.bench.worker import Measurement
+from pystaged.config import SamplingConfig
 
 _LOOKUP_TOKENS = 10  # of its documentation's example
 
@@ -34,30 +38,24 @@ class Runner:
 
     def __init__(self, setup: dict[str, Any]) -> None:
         torch.set_num_threads(setup["threads"])
-        self._model = _load(setup["model"])
-        self._draft = _load(setup["draft"]) if setup["draft"] else None
-        self._passes = {"target": 0, "draft": 0}
-        self._model.register_forward_hook(lambda *_: self._count("target"))
-        if self._draft:
-            self._draft.register_forward_hook(lambda *_: self._count("draft"))
+        self._model = self._load(setup["model"], "target")
+        self._draft = self._load(setup["draft"], "draft") if setup["draft"] else None
+        self._draft_share = self._draft.num_parameters() / self._model.num_parameters() if self._draft else 0.0
+        self._passes = Counter[str]()
 
-    def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        sampling, clock = job["sampling"], _Clock()
-        prompt = torch.tensor([job["prompt"]])
+    def run(self, job: dict[str, Any]) -> Measurement:
+        sampling: SamplingConfig = job["sampling"]
+        clock, prompt = _Clock(), torch.tensor([job["prompt"]])
         options: dict[str, Any] = {"do_sample": False}
-        if sampling["temperature"] > 0:
-            torch.manual_seed(sampling["seed"])
-            options = {
-                "do_sample": True,
-                "temperature": sampling["temperature"],
-                "top_k": sampling["top_k"],
-                "top_p": sampling["top_p"],
-            }
+        if not sampling.is_greedy:
+            torch.manual_seed(sampling.seed)
+            options = {"do_sample": True, "temperature": sampling.temperature}
+            options |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
         if job["way"] == "assisted":
             options["assistant_model"] = self._draft
         if job["way"] == "lookup":
             options["prompt_lookup_num_tokens"] = _LOOKUP_TOKENS
-        self._passes = {"target": 0, "draft": 0}
+        self._passes.clear()
         begin = time.perf_counter()
         with torch.inference_mode():
             output = self._model.generate(
@@ -74,27 +72,14 @@ class Runner:
         # What came with the prompt is no decoding.
         counted, steps = len(tokens) - num_first, self._passes["target"] - 1
         read = steps + self._draft_share * self._passes["draft"]
-        return {
-            "counted": counted,
-            "seconds": last - first,
-            "first_token_seconds": first - begin,
-            "tokens": tokens,
-            "steps": steps,
-            "relative_weight_bytes": read / counted,
-        }
+        return Measurement(counted, last - first, first - begin, tokens, steps, read / counted)
 
     def close(self) -> None:
         pass
 
-    @property
-    def _draft_share(self) -> float:
-        """Weights of a draft pass over those of a target pass."""
-        return self._draft.num_parameters() / self._model.num_parameters() if self._draft else 0.0
-
-    def _count(self, model: str) -> None:
-        self._passes[model] += 1
-
-
-def _load(path: str) -> Any:
-    file = Path(path)
-    return AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
+    def _load(self, path: str, who: str) -> Any:
+        """A model whose passes are counted."""
+        file = Path(path)
+        model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
+        model.register_forward_hook(lambda *_: self._passes.update([who]))
+        return model

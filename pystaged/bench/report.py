@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,38 @@ from rich.text import Text
 
 from pystaged.bench.suite import Outcome
 from pystaged.bench.summary import Row
+from pystaged.files import whole_file
 
-# The more important ones first: a narrow terminal shows as many as it can.
-_COLUMNS = {
-    "tokens/s": "new tokens per second of decoding, the prompt apart",
-    "x plain": "over plain decoding on the same prompts, all tokens together",
-    "x best peer": "over the fastest peer under this sampling, on its prompts",
-    "per step": "tokens per pass of the target",
-    "x plain, by prompt": "least, median and most of a prompt",
-    "weights": "weight bytes read per token, relative to plain decoding (Spector & Ré's Table 1)",
-    "first ms": "median time to the first token",
-    "MB": "most memory of a process of its own; transformers' rows share one",
-}
-_ABOUT = {
-    "grown": "grown from the house target: it costs what GPT-2 Large costs and says what the small model says",
-    "random": "random weights: only its costs mean something, its acceptance does not",
-    "house": "the small target in the package",
+
+def _figure(field: str, form: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        value = getattr(row, field)
+        return "-" if value is None else format(value, form)
+
+    return cell
+
+
+def _spread(row: Row) -> str:
+    return "{:.2f} {:.2f} {:.2f}".format(*row.spread) if row.spread else "-"
+
+
+def _megabytes(row: Row) -> str:
+    return f"{row.peak_bytes / 1e6:.0f}" if row.peak_bytes else "-"
+
+
+# By heading, cell and meaning. The more important ones first: a narrow terminal shows as many as it can.
+_COLUMNS: dict[str, tuple[Callable[[Row], str], str]] = {
+    "tokens/s": (_figure("tokens_per_second", ".1f"), "new tokens per second of decoding, the prompt apart"),
+    "x plain": (_figure("speedup", ".2f"), "over plain decoding on the same prompts, all tokens together"),
+    "x best peer": (_figure("over_best_peer", ".2f"), "over the fastest peer under this sampling, on its prompts"),
+    "per step": (_figure("tokens_per_step", ".2f"), "tokens per pass of the target"),
+    "x plain, by prompt": (_spread, "least, median and most of a prompt"),
+    "weights": (
+        _figure("relative_weight_bytes", ".2f"),
+        "weight bytes read per token, relative to plain decoding (Spector & Ré's Table 1)",
+    ),
+    "first ms": (_figure("first_token_ms", ".0f"), "median time to the first token"),
+    "MB": (_megabytes, "most memory of a process of its own; transformers' rows share one"),
 }
 
 
@@ -52,10 +70,21 @@ class Report:
             "conditions": self.conditions,
             "complete": self.outcome.complete,
             "seconds": self.outcome.seconds,
-            "tables": {sampling: [row.to_dict() for row in rows] for sampling, rows in self.tables.items()},
+            "tables": {sampling: [asdict(row) for row in rows] for sampling, rows in self.tables.items()},
             "passes": self.passes,
             "runs": [run.to_dict() for run in self.outcome.runs],
         }
+
+    def write(self, folder: Path) -> list[str]:
+        """Write report.md, report.json and, where matplotlib is installed, pictures; returns their names."""
+        with whole_file(folder / "report.json") as path:
+            path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
+        pictures: list[str] = []
+        if find_spec("matplotlib"):
+            pictures = import_module("pystaged.bench.plots").draw(folder, self.tables, self.passes)
+        with whole_file(folder / "report.md") as path:
+            path.write_text(self.markdown(pictures), encoding="utf-8")
+        return ["report.md", "report.json", *pictures]
 
     def terminal(self, width: int) -> Iterator[Table | Text]:
         """A table and its notes for each sampling.
@@ -64,10 +93,9 @@ class Report:
             width: of the terminal, in characters.
         """
         for sampling, rows in self.tables.items():
-            columns = len(_COLUMNS)
-            while columns > 2 and _width(self._table(sampling, rows, columns)) > width:
-                columns -= 1
-            yield self._table(sampling, rows, columns)
+            sizes = range(len(_COLUMNS), 1, -1)
+            tables = (self._table(sampling, rows, columns) for columns in sizes)
+            yield next((table for table in tables if _width(table) <= width), self._table(sampling, rows, 2))
             for row in rows:
                 for note in row.notes:
                     yield Text(f"{row.name}: {note}", style="dim")
@@ -79,7 +107,8 @@ class Report:
         Args:
             pictures: names of files beside it.
         """
-        lines = [f"# {self._heading()}", "", *self._conditions(), ""]
+        model, draft = self.conditions["model"], self.conditions["draft"]
+        lines = [f"# {model['name']}, draft {draft['name'] if draft else 'none'}", "", *self._conditions(), ""]
         if not self.outcome.complete:
             lines += ["**Interrupted: these are the results until then.**", ""]
         for sampling, rows in self.tables.items():
@@ -89,7 +118,7 @@ class Report:
                 name = f"**{row.name}**" if row.name == "staged" else row.name
                 lines.append(f"| {name} | {' | '.join(_cells(row))} | {row.prompts or '-'} |")
             lines += ["", *_remarks(rows), ""]
-        lines += [f"- *{name}*: {meaning}." for name, meaning in _COLUMNS.items()]
+        lines += [f"- *{heading}*: {meaning}." for heading, (_, meaning) in _COLUMNS.items()]
         lines += ["", *(f"![{name.partition('.')[0]}]({name})" for name in pictures)]
         return "\n".join(lines) + "\n"
 
@@ -102,10 +131,6 @@ class Report:
             style = "bold" if row.name == "staged" else "dim" if row.is_peer else ""
             table.add_row(row.name, *_cells(row)[:num_columns], style=style)
         return table
-
-    def _heading(self) -> str:
-        model, draft = self.conditions["model"], self.conditions["draft"]
-        return f"{model['name']}, draft {draft['name'] if draft else 'none'}"
 
     def _title(self, sampling: str) -> str:
         used, tokens = self.conditions["prompts"]["used"], self.conditions["max_tokens"]
@@ -129,27 +154,6 @@ class Report:
         ]
 
 
-def describe_file(path: Path | None, named: str) -> dict[str, Any] | None:
-    """A model file, for the conditions.
-
-    Args:
-        named: what the user called it.
-    """
-    if path is None:
-        return None
-    about = _ABOUT.get(named, "")
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path), "about": about}
-
-
-def sha256(path: Path) -> str:
-    """Of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _file_line(part: str, file: dict[str, Any]) -> str:
     about = f"; {file['about']}" if file["about"] else ""
     return f"- {part}: {file['name']}, {file['bytes'] / 1e6:.1f} MB, SHA-256 {file['sha256'][:16]}{about}"
@@ -169,21 +173,7 @@ def _remarks(rows: list[Row]) -> list[str]:
 
 
 def _cells(row: Row) -> list[str]:
-    """In the order of _COLUMNS."""
-    return [
-        _number(row.tokens_per_second, ".1f"),
-        _number(row.speedup, ".2f"),
-        _number(row.over_best_peer, ".2f"),
-        _number(row.tokens_per_step, ".2f"),
-        "{:.2f} {:.2f} {:.2f}".format(*row.spread) if row.spread else "-",
-        _number(row.relative_weight_bytes, ".2f"),
-        _number(row.first_token_ms, ".0f"),
-        _number(row.peak_bytes / 1e6 if row.peak_bytes else None, ".0f"),
-    ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return [cell(row) for cell, _ in _COLUMNS.values()]
 
 
 def _width(table: Table) -> int:

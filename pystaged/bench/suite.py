@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged.bench.contenders import Contender
-from pystaged.bench.host import Fallback, Measurement, Worker, WorkerError
+from pystaged.bench.worker import Measurement, Worker, WorkerError
 from pystaged.config import SamplingConfig
 
 _WARM_UP_TOKENS = 8
@@ -29,12 +29,8 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "contender": self.contender,
-            "sampling": self.sampling,
-            "prompt": self.prompt,
-            **asdict(self.measurement),
-        }
+        names = {"contender": self.contender, "sampling": self.sampling, "prompt": self.prompt}
+        return names | asdict(self.measurement)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,48 +74,43 @@ class Suite:
         prompts: Sequence[Prompt],
         peer_prompts: Sequence[int],
         samplings: dict[str, SamplingConfig],
-        *,
         max_tokens: int,
         repeats: int,
         progress: Callable[[str, float, float], None],
     ) -> None:
         self.outcome = Outcome(notes={each.key: [each.missing] if each.missing else [] for each in contenders})
         self._contenders = {each.key: each for each in contenders if not each.missing}
+        self._workers = {each.worker: Worker(*each.setups) for each in self._contenders.values()}
         self._prompts = prompts
         self._samplings = samplings
         self._max_tokens = max_tokens
         self._progress = progress
-        self._workers: dict[str, Fallback] = {}
+        self._limit = 300.0 + 10.0 * max_tokens  # seconds after which a worker is taken to hang
         self._took: dict[str, list[float]] = {}
         self._scripts: dict[tuple[str, int], list[int]] = {}
         self._jobs = list(self._plan(repeats, set(peer_prompts)))
 
     def run(self) -> Outcome:
         """Measure everything, or until Ctrl-C."""
-        begin = time.monotonic()
+        begin, at_once = time.monotonic(), True
         try:
             for key in list(self._contenders):
                 self._progress(f"warming up {key}", time.monotonic() - begin, 0.0)
-                self._warm_up(self._contenders[key])
+                self._guarded(self._warm_up, self._contenders[key])
             for done, (sampling, prompt, key) in enumerate(self._jobs):
                 if key in self._contenders:
                     self._progress(f"{sampling}: {key}", time.monotonic() - begin, self._left(done))
-                    self._measure(sampling, prompt, self._contenders[key])
-            self.outcome.complete = True
+                    self._guarded(self._measure, self._contenders[key], sampling, prompt)
+            self.outcome.complete, at_once = True, False
         except KeyboardInterrupt:
-            # Whoever waits for a job to end presses Ctrl-C again, and loses the report.
-            self._close(at_once=True)
+            pass  # whoever waits for a job to end presses Ctrl-C again, and loses the report
         finally:
             self.outcome.seconds = time.monotonic() - begin
-            self._close()
+            for worker in self._workers.values():
+                worker.close(at_once=at_once)
         for key, contender in self._contenders.items():
-            if contender.worker in self._workers:
-                self.outcome.notes[key] += self._workers[contender.worker].notes
+            self.outcome.notes[key] += self._workers[contender.worker].notes
         return self.outcome
-
-    def _close(self, *, at_once: bool = False) -> None:
-        for worker in self._workers.values():
-            worker.close(at_once=at_once)
 
     def _plan(self, repeats: int, peer_prompts: set[int]) -> Iterator[tuple[str, int, str]]:
         """Sampling, prompt and contender of each job."""
@@ -133,37 +124,31 @@ class Suite:
                     if not self._contenders[key].is_peer or prompt in peer_prompts:
                         yield sampling, prompt, key
 
-    def _warm_up(self, contender: Contender) -> None:
-        sampling = next(iter(self._samplings.values()))
-        job = self._job(contender, sampling, 0) | {"max_tokens": _WARM_UP_TOKENS, "script": [0] * _WARM_UP_TOKENS}
-        begin = time.monotonic()
+    def _guarded(self, work: Callable[..., None], contender: Contender, *args: object) -> None:
+        """A contender that fails takes part no more."""
         try:
-            if contender.is_peer:
-                worker = self._worker(contender)
-                begin = time.monotonic()
-                worker.run(job, self._limit())
-            else:
-                # Ours share a process for the run, so their memory is told from processes of their own.
-                alone = Worker(contender.setups[0][1])
-                try:
-                    begin = time.monotonic()
-                    self.outcome.memory[contender.key] = alone.run(job, self._limit()).peak_bytes
-                finally:
-                    alone.close()
-                self._worker(contender)
+            work(contender, *args)
         except WorkerError as error:
-            self._drop(contender, error)
-        self._took[contender.key] = [(time.monotonic() - begin) * self._max_tokens / _WARM_UP_TOKENS]
+            self.outcome.notes[contender.key].append(str(error))
+            del self._contenders[contender.key]
 
-    def _measure(self, sampling: str, prompt: int, contender: Contender) -> None:
-        job = self._job(contender, self._samplings[sampling], prompt)
-        job["script"] = self._scripts.get((sampling, prompt), [])
-        begin = time.monotonic()
+    def _warm_up(self, contender: Contender) -> None:
+        job = self._job(contender, next(iter(self._samplings)), 0)
+        job |= {"max_tokens": _WARM_UP_TOKENS, "script": [0] * _WARM_UP_TOKENS}
+        # Ours share a process for the run, so their memory is told from processes of their own.
+        worker = self._workers[contender.worker] if contender.is_peer else Worker(*contender.setups)
         try:
-            found = self._worker(contender).run(job, self._limit())
-        except WorkerError as error:
-            self._drop(contender, error)
-            return
+            found: Measurement = worker.run(job, self._limit)
+        finally:
+            if not contender.is_peer:
+                worker.close()
+        self.outcome.memory[contender.key] = found.peak_bytes
+        seconds = found.first_token_seconds + found.seconds / found.counted * self._max_tokens
+        self._took[contender.key] = [seconds]
+
+    def _measure(self, contender: Contender, sampling: str, prompt: int) -> None:
+        begin = time.monotonic()
+        found: Measurement = self._workers[contender.worker].run(self._job(contender, sampling, prompt), self._limit)
         self._took[contender.key].append(time.monotonic() - begin)
         if contender.way == "plain" and not contender.is_peer:
             self._scripts[sampling, prompt] = found.tokens
@@ -171,28 +156,15 @@ class Suite:
         if contender.is_peer:
             self.outcome.memory[contender.key] = found.peak_bytes
 
-    def _job(self, contender: Contender, sampling: SamplingConfig, prompt: int) -> dict[str, Any]:
-        fields = ("temperature", "top_k", "top_p", "min_p", "seed")
+    def _job(self, contender: Contender, sampling: str, prompt: int) -> dict[str, Any]:
         return {
             "way": contender.way,
             "text": self._prompts[prompt].text,
             "prompt": self._prompts[prompt].tokens.tolist(),
-            "sampling": {name: getattr(sampling, name) for name in fields},
+            "sampling": self._samplings[sampling],
             "max_tokens": self._max_tokens,
+            "script": self._scripts.get((sampling, prompt), []),
         }
-
-    def _worker(self, contender: Contender) -> Fallback:
-        if contender.worker not in self._workers:
-            self._workers[contender.worker] = Fallback(contender.setups)
-        return self._workers[contender.worker]
-
-    def _drop(self, contender: Contender, error: WorkerError) -> None:
-        self.outcome.notes[contender.key].append(str(error))
-        del self._contenders[contender.key]
-
-    def _limit(self) -> float:
-        """Seconds after which a worker is taken to hang."""
-        return 300.0 + 10.0 * self._max_tokens
 
     def _left(self, done: int) -> float:
         means = {key: statistics.fmean(seconds[-10:]) for key, seconds in self._took.items()}

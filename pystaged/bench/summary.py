@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pystaged.bench.contenders import Contender
 from pystaged.bench.suite import Outcome, Run
+
+_Key = TypeVar("_Key", int, str)
 
 
 @dataclass(slots=True)
@@ -45,10 +46,6 @@ class Row:
             return None
         return min(self.speedups), statistics.median(self.speedups), max(self.speedups)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def rows(contenders: Sequence[Contender], outcome: Outcome, sampling: str) -> list[Row]:
     """The rows of one sampling, in the contenders' order; the first is plain decoding."""
@@ -59,29 +56,33 @@ def rows(contenders: Sequence[Contender], outcome: Outcome, sampling: str) -> li
     plain = runs[contenders[0].key]
     peers = [runs[each.key] for each in contenders if each.is_peer and runs[each.key]]
     best = max(peers, key=_rate, default=[])
-    expected = {run.prompt: run.measurement.tokens for run in plain}
     found = []
     for each in contenders:
-        mine = runs[each.key]
         row = Row(each.key, each.is_peer, outcome.notes[each.key], peak_bytes=outcome.memory.get(each.key) or None)
         found.append(row)
-        if not mine:
-            continue
-        row.prompts = len({run.prompt for run in mine})
-        row.tokens_per_second = _rate(mine)
-        row.speedup, row.over_best_peer = _ratio(mine, plain), _ratio(mine, best)
-        row.speedups = _ratios_by_prompt(mine, plain)
-        row.tokens_per_step = _tokens_per_step(mine)
-        row.relative_weight_bytes = _weight_bytes(mine)
-        row.first_token_ms = 1e3 * statistics.median(run.measurement.first_token_seconds for run in mine)
-        row.acceptance_at_depth = _acceptance(mine)
-        row.emitted = dict(sum((Counter(run.measurement.emitted) for run in mine), Counter[str]()))
-        for run in mine:
-            for part, seconds in run.measurement.parts.items():
-                row.parts[part] = row.parts.get(part, 0.0) + seconds
-        if not each.is_peer:
-            row.different = len({run.prompt for run in mine if run.measurement.tokens != expected.get(run.prompt)})
+        if runs[each.key]:
+            _fill(row, runs[each.key], plain, best)
     return found
+
+
+def _fill(row: Row, mine: list[Run], plain: list[Run], best: list[Run]) -> None:
+    measured = [run.measurement for run in mine]
+    tokens, steps = sum(each.counted for each in measured), sum(each.steps for each in measured)
+    row.prompts = len({run.prompt for run in mine})
+    row.tokens_per_second = _rate(mine)
+    row.speedup, row.over_best_peer = _ratio(mine, plain), _ratio(mine, best)
+    speeds, base = _speeds(mine), _speeds(plain)
+    row.speedups = [speeds[prompt] / base[prompt] for prompt in sorted(speeds.keys() & base.keys())]
+    row.tokens_per_step = tokens / steps if steps else None
+    row.relative_weight_bytes = sum(each.relative_weight_bytes * each.counted for each in measured) / tokens or None
+    row.first_token_ms = 1e3 * statistics.median(each.first_token_seconds for each in measured)
+    offered, taken = _sum(each.offered for each in measured), _sum(each.taken for each in measured)
+    row.acceptance_at_depth = [round(taken.get(depth, 0) / offered[depth], 3) for depth in sorted(offered)[:8]]
+    row.emitted = {name: int(count) for name, count in _sum(each.emitted for each in measured).items()}
+    row.parts = _sum(each.parts for each in measured)
+    if not row.is_peer:
+        expected = {run.prompt: run.measurement.tokens for run in plain}
+        row.different = len({run.prompt for run in mine if run.measurement.tokens != expected.get(run.prompt)})
 
 
 def _rate(runs: Iterable[Run]) -> float:
@@ -98,31 +99,17 @@ def _ratio(mine: list[Run], others: list[Run]) -> float | None:
     return _rate(run for run in mine if run.prompt in shared) / _rate(run for run in others if run.prompt in shared)
 
 
-def _ratios_by_prompt(mine: list[Run], plain: list[Run]) -> list[float]:
-    speeds, base = _speeds(mine), _speeds(plain)
-    return [statistics.median(speeds[at]) / statistics.median(base[at]) for at in sorted(speeds.keys() & base.keys())]
-
-
-def _speeds(runs: list[Run]) -> dict[int, list[float]]:
+def _speeds(runs: list[Run]) -> dict[int, float]:
+    """Tokens per second by prompt, medians of repeats."""
     found: dict[int, list[float]] = {}
     for run in runs:
         found.setdefault(run.prompt, []).append(run.measurement.tokens_per_second)
-    return found
+    return {prompt: statistics.median(speeds) for prompt, speeds in found.items()}
 
 
-def _tokens_per_step(runs: list[Run]) -> float | None:
-    steps = sum(run.measurement.steps for run in runs)
-    return sum(run.measurement.counted for run in runs) / steps if steps else None
-
-
-def _weight_bytes(runs: list[Run]) -> float | None:
-    tokens = sum(run.measurement.counted for run in runs)
-    return sum(run.measurement.relative_weight_bytes * run.measurement.counted for run in runs) / tokens or None
-
-
-def _acceptance(runs: list[Run]) -> list[float]:
-    offered, taken = Counter[int](), Counter[int]()
-    for run in runs:
-        offered.update({int(depth): count for depth, count in run.measurement.offered.items()})
-        taken.update({int(depth): count for depth, count in run.measurement.taken.items()})
-    return [round(taken[depth] / offered[depth], 3) for depth in sorted(offered)[:8]]
+def _sum(counts: Iterable[Mapping[_Key, float]]) -> dict[_Key, float]:
+    total: dict[_Key, float] = {}
+    for each in counts:
+        for key, count in each.items():
+            total[key] = total.get(key, 0) + count
+    return total

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pystaged._core import Session
-from pystaged.bench.synthetic import ScriptedDrafter
+from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
-from pystaged.decoding.policy import GainPolicy
-from pystaged.decoding.tree import Stage
+from pystaged.decoding.policy import FixedPolicy, GainPolicy
+from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
-from pystaged.drafting.ngrams import LOOKUP_SECONDS, NgramDrafter
+from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.loading.pair import Pair
-from pystaged.stats import GenerationStats
+from pystaged.stats import DrafterStats, GenerationStats
+
+
+class _Ready(Decoder):
+    """Its drafters read the prompt before decoding is timed: they draft whatever it gains."""
+
+    def start(self, prompt: NDArray[np.int32], *, speculate: bool = True) -> int:
+        reused = super().start(prompt, speculate=speculate)
+        for drafter in self.drafters:
+            drafter.catch_up()
+        return reused
 
 
 class Runner:
@@ -31,12 +47,12 @@ class Runner:
         self._n_ctx = setup["n_ctx"]
         self._accept = setup["accept"]
         self._decoders: dict[str, Decoder] = {}
-        self._sampling: dict[str, Any] = {}
+        self._sampling: SamplingConfig | None = None
         # Now, not while another way is being timed.
         self._pair.target_cost()
         self._pair.draft_cost()
 
-    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+    def run(self, job: dict[str, Any]) -> Measurement:
         if job["sampling"] != self._sampling:
             # Nothing learnt under one sampling helps the next.
             self.close()
@@ -55,74 +71,125 @@ class Runner:
         pair = self._pair
         if way == "staged":
             return pair.decoder(self._n_ctx, None)
-        target = Session(pair.target, self._n_ctx)
+        target, vocab_size = Session(pair.target, self._n_ctx), pair.target.vocab_size
         if way == "plain":
             return Decoder(target)
         if way == "n-grams":
-            policy = GainPolicy(pair.target_cost(), lambda width: width * LOOKUP_SECONDS)
-            return Decoder(target, NgramDrafter(pair.table, policy, pair.target.vocab_size))
-        draft_cost = pair.draft_cost()
+            policy = GainPolicy(pair.target_cost(), pair.ngram_cost.lookup)
+            return _Ready(target, NgramDrafter(pair.table, policy, vocab_size))
+        draft = Session(pair.draft, self._n_ctx) if pair.draft else None
+        draft_cost = pair.draft_cost() or (lambda _: 0.0)
         if way == "synthetic":
-            session = Session(pair.draft, self._n_ctx) if pair.draft else None
-            return Decoder(
-                target,
-                ScriptedDrafter(
-                    self._accept,
-                    session,
-                    pair.target_cost(),
-                    draft_cost or (lambda _: 0.0),
-                    vocab_size=pair.target.vocab_size,
-                ),
-            )
-        if pair.draft is None or draft_cost is None:
+            costs = pair.target_cost(), draft_cost
+            return _Ready(target, ScriptedDrafter(self._accept, draft, *costs, vocab_size=vocab_size))
+        if draft is None:
             raise ValueError(f"{way} needs a draft")
         policy = GainPolicy(pair.target_cost(), draft_cost, children={"tree": 4, "chain": 1}[way])
-        session = Session(pair.draft, self._n_ctx)
-        return Decoder(target, ModelDrafter(session, policy, cost=draft_cost, vocab_size=pair.target.vocab_size))
+        return _Ready(target, ModelDrafter(draft, policy, cost=pair.draft_cost(), vocab_size=vocab_size))
 
-    def _generate(self, decoder: Decoder, job: dict[str, Any]) -> dict[str, Any]:
-        prompt = np.array(job["prompt"], np.int32)
+    def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
+        prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()
         # Forget the last text, so that no way finds a part of this prompt in its context.
         decoder.start(prompt[:1])
         for drafter in decoder.drafters:
             if isinstance(drafter, ScriptedDrafter):
                 drafter.script = job["script"]
-        before = decoder.drafting()
-        sampling, stats = SamplingConfig(**job["sampling"]), GenerationStats(prompt_tokens=len(prompt))
-        tokens, stages, first = list[int](), list[Stage](), 0.0
+        tokens, first = list[int](), 0.0
         begin = time.perf_counter()
-        decoder.start(prompt)
-        if job["way"] != "staged":
-            # The others draft whatever it gains, so each reads the prompt before it is timed.
-            for drafter in decoder.drafters:
-                drafter.catch_up()
-        prefilled = time.perf_counter()
         # Past the end of text too, so that all ways write as many tokens.
-        while len(tokens) < job["max_tokens"] and not decoder.is_full:
-            step = decoder.step(sampling, job["max_tokens"] - len(tokens), stats)
-            tokens += step.tokens
-            stages += step.stages
+        for step in decoder.generate(prompt, job["sampling"], job["max_tokens"], stats=stats):
             first = first or time.perf_counter() - begin
-        stats.decode_seconds = time.perf_counter() - prefilled
-        del tokens[job["max_tokens"] :], stages[job["max_tokens"] :]
-        stats.new_tokens = len(tokens)
-        engine = stats.native_seconds
-        stats.finish(stages, before, decoder.drafting(), self._pair.target.weight_bytes)
-        drafting = stats.native_seconds - engine
-        return {
-            "counted": len(tokens),
-            "seconds": stats.decode_seconds,
-            "first_token_seconds": first,
-            "tokens": tokens,
-            "steps": stats.steps,
-            "relative_weight_bytes": stats.relative_weight_bytes,
-            "parts": {
+            tokens += step.tokens
+        return Measurement(
+            len(tokens),
+            stats.decode_seconds,
+            first,
+            tokens,
+            stats.steps,
+            stats.relative_weight_bytes,
+            parts={
                 "target passes": stats.target_seconds,
-                "draft passes": drafting,
-                "following, committing": engine - stats.target_seconds,
+                "draft passes": stats.native_seconds - stats.target_seconds,
                 "n-grams, policy, Python": stats.decode_seconds - stats.native_seconds,
             },
-            "emitted": {name: stage.emitted for name, stage in stats.stages.items()},
-            "offered": dict(stats.offered),
-            "taken": dict(stats.taken),
-        }
+            emitted={name: stage.emitted for name, stage in stats.stages.items()},
+            offered=dict(stats.offered),
+            taken=dict(stats.taken),
+        )
+
+
+class ScriptedDrafter(ModelDrafter):
+    """Proposes a chain that is right with given probabilities: what a draft would gain that one does not have.
+
+    It knows what plain decoding writes (`script`, from the prompt on), and makes the passes of a draft for their cost
+    alone.
+
+    Args:
+        accept: probability that the node at depth 1, 2, ... is right if the one above it is.
+        session: of the draft, None where drafting costs nothing.
+        target_cost: seconds of a target pass over n rows. draft_cost: of a draft pass. They set the chain's length: the
+            one with the most expected tokens per second.
+        vocab_size: wrong tokens are drawn below this.
+        seed: of what is right and what is wrong.
+    """
+
+    def __init__(
+        self,
+        accept: Sequence[float],
+        session: Session | None,
+        target_cost: Callable[[int], float],
+        draft_cost: Callable[[int], float],
+        *,
+        vocab_size: int,
+        seed: int = 0,
+    ) -> None:
+        self._accept, self._scores = list(accept), list(accumulate(accept, mul))
+        expected = [
+            (1 + sum(self._scores[:depth])) / (target_cost(depth + 1) + depth * draft_cost(1))
+            for depth in range(len(accept) + 1)
+        ]
+        self.length = expected.index(max(expected))
+        self.script: Sequence[int] = ()
+        self._at = 0  # of the script
+        self._right = True
+        self._is_free = session is None
+        self._random = random.Random(seed)
+        policy = FixedPolicy(width=1, depth=max(1, self.length), budget=max(1, self.length), children=1)
+        super().__init__(session or cast(Session, _Free()), policy, vocab_size=vocab_size)
+
+    def work(self) -> dict[str, DrafterStats]:
+        return {"draft": DrafterStats(seconds=self.stats.seconds)} if self._is_free else super().work()
+
+    def start(self, context: NDArray[np.int32]) -> None:
+        super().start(context)
+        self._at = 0
+
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        self._right = True
+        return super().draft(sampling, min(max_depth, self.length, len(self.script) - self._at), seconds)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        super().advance(tokens)
+        self._at += len(tokens)
+
+    def _expand(self, builder: TreeBuilder, node: int, *_: object) -> None:
+        depth = builder.nodes[node].depth
+        self._right = self._right and self._random.random() < self._accept[depth]
+        token = self.script[self._at + depth]
+        if not self._right:
+            token = (token + self._random.randrange(1, self._vocab_size)) % self._vocab_size
+        builder.add(node, token, self._scores[depth], Stage.DRAFT, (Stage.DRAFT, 0, 0))
+
+
+class _Free:
+    """A session that costs nothing."""
+
+    n_ctx = vocab_size = 2**31 - 1
+    weight_bytes = 0
+    tokens = np.empty(0, np.int32)
+
+    def candidates(self, rows: list[int], *_: object) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return np.zeros((len(rows), 1), np.int32), np.zeros((len(rows), 1), np.float32)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None

@@ -1,31 +1,30 @@
-"""The child process in which a way of decoding runs. One JSON object per line: a setup, then jobs; a reply to each.
+"""A way of decoding in a process of its own: one that crashes takes nothing else with it.
 
-A way that crashes takes only this process with it. Run as a module; see host.py for the other end.
+What decodes there is the `Runner` of the module that a setup names. It is made from the setup; `run(job)` continues one
+prompt and returns a Measurement, `close()` ends what was started.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
 import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any
+
+from pystaged.process import Child, ChildError, parent, serve
 
 if sys.platform == "darwin":
     import resource
 
+_SECONDS_TO_LOAD = 600.0
+_SECONDS_TO_END = 10.0
 
-class Runner(Protocol):
-    """What the module that a setup names has as `Runner`; it is made from the setup."""
 
-    def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Continue one prompt; the reply is a Measurement's fields (see host.py)."""
-        ...
-
-    def close(self) -> None:
-        """End what was started."""
-        ...
+class WorkerError(RuntimeError):
+    """A worker crashed, hung or could not do what it was asked."""
 
 
 def peak_bytes(pid: int | None = None) -> int:
@@ -40,30 +39,109 @@ def peak_bytes(pid: int | None = None) -> int:
         return 0
 
 
-def main() -> None:
-    """Serve jobs until standard input ends."""
-    # Libraries print where they like; the replies have a channel of their own.
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    setup = json.loads(sys.stdin.readline())
-    runner: Runner | None = None
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One prompt continued once.
+
+    tokens: the new ones, empty where a peer does not tell. counted: tokens that came in `seconds` of decoding;
+    first_token_seconds: from the prompt to the first token. steps: passes of the target, 0 where not known.
+    relative_weight_bytes: weights read per token relative to plain decoding, 0 where not known. parts: seconds by part
+    of the step. emitted: tokens by stage. offered, taken: as in GenerationStats. peak_bytes: most memory so far of the
+    process that measured.
+    """
+
+    counted: int
+    seconds: float
+    first_token_seconds: float
+    tokens: list[int] = field(default_factory=list)
+    steps: int = 0
+    relative_weight_bytes: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    emitted: dict[str, int] = field(default_factory=dict)
+    offered: dict[int, int] = field(default_factory=dict)
+    taken: dict[int, int] = field(default_factory=dict)
+    peak_bytes: int = field(default_factory=peak_bytes)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding, without the prompt."""
+        return self.counted / self.seconds
+
+
+class Worker:
+    """A runner in a process of its own, made from the first of several setups that works.
+
+    Args:
+        setups: with a word on each, for the report; the best first. Each names its runner's module and what that needs.
+
+    Attributes:
+        notes: what crashed, and a word on what runs now.
+    """
+
+    def __init__(self, *setups: tuple[str, dict[str, Any]]) -> None:
+        self._left = list(setups)
+        self._failures: list[str] = []
+        self._child: Child | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self._failures, *filter(None, (note for note, _ in self._left[:1]))]
+
+    def run(self, job: dict[str, Any], seconds: float) -> Any:
+        """What the runner makes of a job within that many seconds; with the next setup when one fails.
+
+        Raises:
+            WorkerError: the last one crashed, hung or failed, too; the process is ended.
+        """
+        while True:
+            note, setup = self._left[0]
+            try:
+                if self._child is None:
+                    self._child = Child("pystaged.bench.worker")
+                    self._child.call("load", setup, timeout=_SECONDS_TO_LOAD)
+                return self._child.call("run", job, timeout=seconds)
+            except (ChildError, WorkerError) as error:
+                self.close()
+                if len(self._left) == 1:
+                    raise WorkerError(str(error)) from None
+                self._failures.append(f"{note}: {error}" if note else str(error))
+                del self._left[0]
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the process and what it started.
+
+        Args:
+            at_once: even in the middle of a job.
+        """
+        if self._child:
+            self._child.close(0.0 if at_once else _SECONDS_TO_END)
+            self._child = None
+
+
+class _Host:
+    """The runner in the process. Whatever it raises is a row of the report, not a traceback."""
+
+    _runner: Any = None
+
+    def load(self, setup: dict[str, Any]) -> None:
+        self._runner = _told(import_module(setup["runner"]).Runner, setup)
+
+    def run(self, job: dict[str, Any]) -> Any:
+        return _told(self._runner.run, job)
+
+    def close(self) -> None:
+        if self._runner:
+            self._runner.close()
+
+
+def _told(work: Callable[[dict[str, Any]], Any], task: dict[str, Any]) -> Any:
     try:
-        runner = importlib.import_module(setup["runner"]).Runner(setup)
-        _reply(replies, {})
-        for line in sys.stdin:
-            _reply(replies, {"peak_bytes": peak_bytes()} | runner.run(json.loads(line)))
+        return work(task)
     except Exception as error:
-        # Whatever a peer raises is a row of the report, not a traceback.
-        _reply(replies, {"error": f"{type(error).__name__}: {error}"})
-    finally:
-        if runner:
-            runner.close()
+        raise WorkerError(f"{type(error).__name__}: {error}") from None
 
 
-def _reply(replies: TextIO, reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply) + "\n")
-    replies.flush()
-
-
-if __name__ == "__main__":
-    main()
+def main() -> None:
+    """Serve jobs until whoever gives them is gone."""
+    with closing(_Host()) as host:
+        serve(parent(), host)

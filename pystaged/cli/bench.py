@@ -1,33 +1,52 @@
-"""`pystaged bench`: speed on this machine, against what people would use instead."""
+"""`pystaged bench`: speed on this machine, against what people would use instead; and what stands behind it."""
 
 from __future__ import annotations
 
 import json
-from importlib import import_module
+import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from pystaged._core import Model, Session
+from pystaged.bench import models, pairs
+from pystaged.bench import passes as curve
 from pystaged.bench.contest import Contest
-from pystaged.bench.report import Report
 from pystaged.cli.console import draft_name, errors, report
-from pystaged.cli.options import Json
-from pystaged.files import whole_file
+from pystaged.cli.options import Json, Threads
+from pystaged.decoding.loop import Decoder
+from pystaged.loading import names
+from pystaged.loading.pair import Pair
+
+app = typer.Typer()
 
 _WIDE = 160  # characters, where nobody says how many there are
 
+ModelName = Annotated[
+    str, typer.Option("--model", help="GGUF file, 'house', or a GPT-2 Large made once: 'grown' or 'random'.")
+]
+DraftName = Annotated[str, typer.Option("--draft", help="Path of a draft, or 'house'.")]
+Quantization = Annotated[str, typer.Option("--type", help="Type of a model to be made.")]
+Prompts = Annotated[Path | None, typer.Option(help="File in HumanEval's format; else the shipped one.")]
+Limit = Annotated[int, typer.Option(min=1, help="Prompts at most.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.")]
 
+
+@app.callback(invoke_without_command=True)
 def bench(
-    model: Annotated[
-        str, typer.Option(help="GGUF file, 'house', or a GPT-2 Large made once: 'grown' or 'random'.")
-    ] = "house",
+    context: typer.Context,
+    model: ModelName = "house",
     draft: Annotated[str, typer.Option(help="Path of a draft, 'house', or 'none' for n-grams alone.")] = "house",
-    quantization: Annotated[str, typer.Option("--type", help="Type of a model to be made.")] = "Q8_0",
-    prompts: Annotated[Path | None, typer.Option(help="File in HumanEval's format; else the shipped one.")] = None,
+    quantization: Quantization = "Q8_0",
+    prompts: Prompts = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts at most, evenly spread over the file.")] = 82,
     max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Times to run everything.")] = 1,
@@ -53,6 +72,11 @@ def bench(
 
     Example: pystaged bench --model big.gguf --draft small.gguf --accept 0.8,0.7,0.6
     """
+    if context.invoked_subcommand:
+        given = [context.get_parameter_source(name) for name in context.params]
+        if any(source and source.name == "COMMANDLINE" for source in given):
+            raise typer.BadParameter(f"the options of {context.invoked_subcommand} stand after its name")
+        return
     contest = Contest(
         model=model,
         draft=draft_name(draft),
@@ -82,7 +106,7 @@ def bench(
 
         found = contest.run(progress)
     if out:
-        _write(found, out)
+        report(f"{', '.join(found.write(out))} are in {out}")
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:
@@ -95,15 +119,108 @@ def bench(
         raise typer.Exit(130)
 
 
-def _write(found: Report, folder: Path) -> None:
-    with whole_file(folder / "report.json") as path:
-        path.write_text(json.dumps(found.to_dict()), encoding="utf-8")
-    names = []
-    if find_spec("matplotlib"):
-        names = import_module("pystaged.bench.plots").draw(folder, found.tables, found.passes)
-    with whole_file(folder / "report.md") as path:
-        path.write_text(found.markdown(names), encoding="utf-8")
-    report(f"{', '.join(['report.md', 'report.json', *names])} are in {folder}")
+@app.command()
+def passes(
+    model: ModelName = "random",
+    quantization: Quantization = "Q8_0",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed passes per row count.")] = 11,
+    threads: Threads = 0,
+    peer: Annotated[bool, typer.Option(help="Measure llama.cpp too.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Time one pass over n = 1 to 32 rows, the curve on which speculation lives.
+
+    Example: pystaged bench passes --model random --type Q4_0
+    """
+    path = models.find(model, quantization.upper())
+    kernel = os.environ.get("PYSTAGED_KERNEL", "")
+    found = curve.measure(path, repeats=repeats, kernel=kernel, num_threads=threads, peer=peer)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+    else:
+        Console().print(found.table())
+
+
+@app.command()
+def lossless(
+    model: ModelName = "house",
+    draft: DraftName = "house",
+    quantization: Quantization = "Q8_0",
+    prompts: Prompts = None,
+    limit: Limit = 82,
+    max_tokens: MaxTokens = 96,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds for each sampling.")] = 2,
+) -> None:
+    """Check that every way of drafting writes what plain decoding writes. Ends with 1 if one does not.
+
+    Example: pystaged bench lossless --limit 10
+    """
+    pair, smaller, texts = _open(model, draft, quantization, prompts, limit)
+    session = Session(pair.target)
+    ways = pairs.drafters(pair.target, smaller, pair.table)
+    decoders = {way: Decoder(session, drafter) for way, drafter in ways.items()}
+    decoders["as measured costs decide"] = pair.decoder(0, None)
+    plain = Decoder(session)
+    runs = {
+        f"{mode}, seed {seed}": replace(sampling, seed=seed)
+        for mode, sampling in pairs.MODES.items()
+        for seed in range(1 if sampling.is_greedy else seeds)
+    }
+    different: dict[str, list[int]] = {way: [] for way in decoders}
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("checking", total=len(runs) * len(decoders))
+        for sampling in runs.values():
+            expected = [pairs.continuation(plain, text, sampling, max_tokens) for text in texts]
+            for way, decoder in decoders.items():
+                found = [pairs.continuation(decoder, text, sampling, max_tokens) for text in texts]
+                different[way].append(sum(mine != theirs for mine, theirs in zip(found, expected, strict=True)))
+                progress.advance(task)
+    title = f"{len(texts)} prompts, {max_tokens} tokens each: texts that differ from plain decoding"
+    table = Table("drafted by", *runs, title=title, box=None)
+    for way, counts in different.items():
+        table.add_row(way, *map(str, counts))
+    Console().print(table)
+    if any(map(any, different.values())):
+        raise typer.Exit(1)
+
+
+@app.command()
+def parts(
+    model: ModelName = "house",
+    draft: DraftName = "house",
+    quantization: Quantization = "Q8_0",
+    prompts: Prompts = None,
+    limit: Limit = 82,
+    max_tokens: MaxTokens = 96,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.")] = 12,
+) -> None:
+    """What shared noise and the n-grams below the draft bring: acceptance, tokens per step, draft passes per token.
+
+    Example: pystaged bench parts --limit 20
+    """
+    pair, smaller, texts = _open(model, draft, quantization, prompts, limit)
+    session = Session(pair.target)
+    title = f"{len(texts)} prompts, {max_tokens} tokens each, trees of {nodes} nodes"
+    headings = ("", "tokens per step", "draft passes per token", "acceptance at depth 1, 2, ...")
+    table = Table(*headings, title=title, box=None)
+    for mode, sampling in pairs.MODES.items():
+        for way, drafter in pairs.parts(pair.target, smaller, pair.table, nodes).items():
+            stats = pairs.run_texts(Decoder(session, drafter), texts, sampling, max_tokens)
+            passes_per_token = stats.drafters["draft"].passes / stats.new_tokens
+            depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth[:8])
+            table.add_row(f"{mode}: {way}", f"{stats.tokens_per_step:.3f}", f"{passes_per_token:.3f}", depths)
+    Console().print(table)
+
+
+def _open(
+    model: str, draft: str, quantization: str, prompts: Path | None, limit: int
+) -> tuple[Pair, Model, list[NDArray[np.int32]]]:
+    """A target with its draft, the draft itself, and the tokens of the prompts."""
+    pair = Pair(models.find(model, quantization.upper()), draft, 0, report)
+    if pair.draft is None:
+        raise typer.BadParameter("a draft is needed")
+    lines = pairs.load_prompts(prompts or names.house(names.HOUSE_PROMPTS))[:limit]
+    return pair, pair.draft, [pair.tokenizer.encode(line) for line in lines]
 
 
 def _rates(accept: str) -> list[float]:

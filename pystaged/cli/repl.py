@@ -125,21 +125,20 @@ class Repl:
         return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
 
     def _turn(self, line: str) -> None:
-        before = tokens = self._tokens
+        before, tokens = self._tokens, list(self._tokens)
+        if line:
+            begun = "\n" if before and not self._text().endswith("\n") else ""
+            tokens += self._engine.encode(begun + line).tolist()
+        prompt = list(tokens)
+
+        def keep(piece: Piece) -> None:
+            tokens.extend(piece.tokens)
+            self._interrupts.check()
+
         about = Text("stopped", "dim")
         try:
             with self._interrupts.allowed():
-                if line and before and not self._text().endswith("\n"):
-                    line = "\n" + line
-                if line:
-                    tokens = [*before, *self._engine.tokenizer.encode(line).tolist()]
-                stream = self._engine.stream(tokens, max_tokens=self._max_tokens, sampling=self._sampling.config())
-                tokens = list(tokens)
-
-                def keep(piece: Piece) -> None:
-                    tokens.extend(piece.tokens)
-                    self._interrupts.check()
-
+                stream = self._engine.stream(prompt, max_tokens=self._max_tokens, sampling=self._sampling.config())
                 result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=keep)
                 about = summary(result.stats, self._color)
                 about.append(f"; read {result.stats.prompt_tokens - result.stats.reused_tokens} new tokens")

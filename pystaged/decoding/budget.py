@@ -13,9 +13,10 @@ prompt: PROMPT of what the target needs to read the prompt, which a drafter may 
 plain. overshoot: by how much one operation, the one that used up the credit, took longer than its price; an operation
 is a piece of the prompt, a pass or a lookup of a drafter, or a verify pass, with what Python does before the next, of
 which telling the drafters is a part. mistaken: of the tokens of drafted steps, (1 + SHARE) x by how much a plain step
-was believed to take longer than it did. It is believed to take the least of what the last plain steps took and of what
-the verify pass at hand says by the curve, so it can be mistaken only where the machine has become faster since and the
-curve is of the wrong shape. After an overshoot the credit is negative, and the text is plain until it is earned back.
+was believed to take longer than it did. What is believed is a decayed mean of the plain steps that were seen,
+interruptions and all, because those would hit plain decoding too; so it is mistaken only until the next ones are seen
+after the machine has become faster. After an overshoot the credit is negative, and the text is plain until it is earned
+back.
 
 Among drafters that are covered the one of the largest average speed-up is used, none where none is faster than plain
 decoding. Another one is tried only when a purse of its own, filled by the same share and emptied by what its trials
@@ -26,10 +27,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from pystaged.decoding.cost import PassCost
+from pystaged.decoding.cost import PassCost, surprise
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.tree import TokenTree
 
@@ -39,7 +39,7 @@ PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to rea
 _MOST = 16.0  # plain steps of gains, or of a purse, that are kept: what turned wrong must end soon
 _BLEND = 0.01  # least weight of a new observation; what turned wrong is ended by the credit, not by this
 _PRIOR = 10  # uses that the first belief is worth
-_WINDOW = 4  # plain steps that are remembered: the scheduler interrupts one, hardly all of them
+_PLAIN_BLEND = 0.1  # least weight of a new plain step
 _CHUNK = 32  # tokens of a prompt from which the seconds for one are learnt
 # After so many drafted steps come two plain ones, to see what those take: often at first, and rarely where drafting
 # gains more than a plain step.
@@ -70,19 +70,15 @@ class Budget:
         self._times = [steps for _, steps in uses]
         self._seen = [_PRIOR] * len(uses)
         self._purses = [0.0] * len(uses)  # seconds
-        # What plain steps took. Not a pass of one row in a drafted step, which is made after a draft has had the caches.
-        self._plain = deque([cost(1)] if cost else [], _WINDOW)
+        # Of a plain step, as believed. Not a pass of one row in a drafted step: a draft has had the caches before it.
+        self.plain_seconds = cost(1) if cost else 0.0
+        self._plain_seen = 1
         self._reading = cost(_CHUNK) / _CHUNK if cost else 0.0  # of the target, a token of a prompt
         self._best: int | None = None
         self._chosen: int | None = None
         self._check_after = self._unchecked = 0  # steps until plain ones are due, and since they were seen
         self._was_plain = False
         self._begin = self._drafted = 0.0
-
-    @property
-    def plain_seconds(self) -> float:
-        """Seconds of a plain step, as believed: noise only ever adds. 0 without costs."""
-        return min(self._plain, default=0.0)
 
     def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: tuple[int, float]) -> None:
         """Begin a text. The drafter that will be used most reads its prompt at once; a trial of another one pays later.
@@ -129,11 +125,14 @@ class Budget:
         return tree.head(rows)
 
     def record(self, num_rows: int, num_tokens: int, verify_seconds: float) -> float:
-        """End the step: what it verified, wrote and took; returns seconds of plain decoding of the same, 0 without costs."""
+        """End the step: what it verified, wrote and took.
+
+        Returns:
+            Seconds of plain decoding of the same tokens, 0 without costs.
+        """
         if self._cost is None:
             return 0.0
         told = self._clock()
-        by_curve = verify_seconds * self._cost(1) / self._cost(num_rows)
         self._cost.observe(num_rows, verify_seconds)
         if self._chosen is None:
             seconds = self._drafted - self._begin + verify_seconds
@@ -143,11 +142,10 @@ class Budget:
             self._earn(0.0, SHARE * min(seconds, self.plain_seconds))
         else:
             self._was_plain = False
-            plain = max(min(by_curve, self.plain_seconds), 1e-9)
-            seconds = told - self._begin
-            gain = num_tokens * plain - seconds
-            self._earn(gain, SHARE * num_tokens * plain)
-            self._learn(self._chosen, num_tokens, gain, plain)
+            plain = num_tokens * self.plain_seconds
+            gain = plain - (told - self._begin)
+            self._earn(gain, SHARE * plain)
+            self._learn(self._chosen, num_tokens, gain)
         return num_tokens * self.plain_seconds
 
     def _choose(self, drafters: Sequence[Drafter]) -> int | None:
@@ -170,10 +168,15 @@ class Budget:
 
     def _extra(self, num_rows: int) -> float:
         """Seconds that a verify pass takes beyond a plain step."""
-        return (self._cost(num_rows) / self._cost(1) - 1) * self.plain_seconds if self._cost else 0.0
+        if self._cost is None:
+            return 0.0
+        # What has been learnt of a few rows may have made them dearer than more of them.
+        return max(0.0, self._cost(num_rows) / self._cost(1) - 1) * self.plain_seconds
 
     def _see_plain(self, seconds: float) -> None:
-        self._plain.append(seconds)
+        self._plain_seen += 1
+        weight = max(_PLAIN_BLEND, 1 / self._plain_seen)
+        self.plain_seconds *= 1 + weight * surprise(seconds, self.plain_seconds)
         if self._unchecked > self._check_after:
             self._check_after = min(max(2 * self._check_after, _FIRST_CHECK), _LAST_CHECK)
         self._unchecked = 0
@@ -183,11 +186,11 @@ class Budget:
         self.credit = min(self.credit + gain + share, most)
         self._purses = [min(purse + share, most) for purse in self._purses]
 
-    def _learn(self, chosen: int, num_tokens: int, gain: float, plain: float) -> None:
-        """What a use of a drafter brought, all in plain steps but the gain, which is in seconds."""
-        steps = num_tokens - gain / plain
+    def _learn(self, chosen: int, num_tokens: int, gain: float) -> None:
+        """What a use of a drafter brought; the gain in seconds."""
+        steps = num_tokens - gain / self.plain_seconds
         if chosen != self._best:
-            self._purses[chosen] -= max(0.0, self._forgone(steps) * plain - gain)
+            self._purses[chosen] -= max(0.0, self._forgone(steps) * self.plain_seconds - gain)
         # What the scheduler took away from one step is charged, but says little of the drafter.
         steps = min(steps, num_tokens + _MOST)
         self._seen[chosen] += 1

@@ -55,8 +55,10 @@ class Drafter(Protocol):
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Follow the target, which emitted these tokens after the root; the last of them is the next root. Costs next to
-        nothing where it has not drafted."""
+        """Follow the target, which emitted these tokens after the root; the last of them is the next root.
+
+        Next to free where it has not drafted: plain steps are not charged for it.
+        """
         ...
 
 

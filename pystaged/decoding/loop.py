@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,26 +14,9 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.budget import Budget
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter, common_prefix
+from pystaged.decoding.step import FinishReason, Step
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import DrafterStats, GenerationStats
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one step adds to a text.
-
-    tokens; stages: who proposed each. tree: what was verified; path: its accepted nodes, root first. verify_seconds: of
-    the verify pass; plain_seconds: of plain decoding of the same tokens by the measured costs, 0 where none are.
-    finish_reason: in the last step "stop" for the end of text, "length" for max_tokens or a full context, else None.
-    """
-
-    tokens: list[int]
-    stages: list[Stage]
-    tree: TokenTree
-    path: list[int]
-    verify_seconds: float
-    plain_seconds: float
-    finish_reason: Literal["stop", "length"] | None = None
 
 
 class Decoder:
@@ -95,7 +77,7 @@ class Decoder:
             ValueError: at once: an empty prompt, or max_tokens below 1.
         """
         if len(prompt) < 1 or max_tokens < 1:
-            raise ValueError(f"a prompt of at least one token and max_tokens of at least 1, not {max_tokens}, are needed")
+            raise ValueError(f"the prompt needs a token at least, and max_tokens, {max_tokens}, must be at least 1")
         self._check(prompt)
         return self._generate(
             prompt, sampling, max_tokens, is_end, speculate, GenerationStats() if stats is None else stats
@@ -177,7 +159,7 @@ class Decoder:
                 step = self._cut(self.step(sampling, left), left, is_end)
                 left -= len(step.tokens)
                 finished = step.finish_reason is not None
-                stats.record(step.tree, step.path, step.stages, step.verify_seconds, step.plain_seconds)
+                stats.record(step)
                 stats.decode_seconds += self._clock() - begin
                 yield step
         finally:
@@ -186,7 +168,7 @@ class Decoder:
     def _cut(self, step: Step, max_tokens: int, is_end: Callable[[int], bool]) -> Step:
         """The part of a step before the end of text and within max_tokens, and whether the text ends there."""
         length = min(len(step.tokens), max_tokens)
-        finish: Literal["stop", "length"] | None = "length" if length == max_tokens or self.is_full else None
+        finish: FinishReason | None = "length" if length == max_tokens or self.is_full else None
         for i, token in enumerate(step.tokens[:length]):
             if is_end(token):
                 length, finish = i, "stop"

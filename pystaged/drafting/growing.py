@@ -38,9 +38,7 @@ class TreeDrafter:
     def close(self) -> None:
         pass
 
-    def _expand(
-        self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int
-    ) -> None:
+    def _expand(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
         """Add a node's candidates, best first, as its children."""
         believed = builder.nodes[node].score
         cells = self._calibration.cells(self._stage, scores)

@@ -236,9 +236,7 @@ class ModelDrafter(TreeDrafter):
         self._unguessed = 0
         return True
 
-    def _add(
-        self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int
-    ) -> None:
+    def _add(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
         # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.
         good = [i for i, token in enumerate(tokens) if 0 <= token < self._vocab_size]
         if good:
@@ -293,4 +291,4 @@ class ModelDrafter(TreeDrafter):
             self.below.close()
 
     def _can_read(self, tokens: Sequence[int]) -> bool:
-        return max(tokens) < self.session.vocab_size
+        return max(tokens, default=0) < self.session.vocab_size

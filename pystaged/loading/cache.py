@@ -111,10 +111,13 @@ def remove(name: str) -> int:
         freed = path.stat().st_size
     path.unlink()
     path.with_suffix(".ngram.npz").unlink(missing_ok=True)
+    source.files.pop(_file(path), None)
+    source.downloaded.discard(_file(path))
+    _keep(path, source)
     root = repository_folder(_repository(path))
     for parent in path.parents:
         if parent == root and not any(root.rglob("*.gguf")):
-            (root / _SOURCE).unlink(missing_ok=True)
+            (root / _SOURCE).unlink()
         if parent == folder() or any(parent.iterdir()):
             break
         parent.rmdir()
@@ -124,16 +127,11 @@ def remove(name: str) -> int:
 def save_source(path: Path, revision: str, license_name: str, *, downloaded: bool = False) -> None:
     """Keep the commit that a model in the cache is from, its license, and whether it was downloaded to be here."""
     source, file = _source(path), _file(path)
-    ours = downloaded or (file in source.downloaded and source.files.get(file) == revision)
-    kept = {
-        "license": license_name,
-        "files": source.files | {file: revision},
-        "downloaded": sorted((source.downloaded - {file}) | ({file} if ours else set())),
-    }
-    target = repository_folder(_repository(path)) / _SOURCE
-    with part_file(target) as part:
-        part.write_text(json.dumps(kept))
-        part.replace(target)
+    if downloaded:
+        source.downloaded.add(file)
+    elif source.files.get(file) != revision:
+        source.downloaded.discard(file)
+    _keep(path, _Source(license_name, source.files | {file: revision}, source.downloaded))
 
 
 def is_current(path: Path, revision: str) -> bool:
@@ -230,6 +228,14 @@ def _source(path: Path) -> _Source:
         files={file: str(revision) for file, revision in files.items()} if isinstance(files, dict) else {},
         downloaded={str(file) for file in downloaded} if isinstance(downloaded, list) else set(),
     )
+
+
+def _keep(path: Path, source: _Source) -> None:
+    target = repository_folder(_repository(path)) / _SOURCE
+    with part_file(target) as part:
+        found = {"license": source.license, "files": source.files, "downloaded": sorted(source.downloaded)}
+        part.write_text(json.dumps(found))
+        part.replace(target)
 
 
 def _type_name(file_type: str) -> str:

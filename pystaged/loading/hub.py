@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -57,7 +58,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
     repository_name, wanted = match["repository"], quantization or match["wanted"] or ""
     if quantization and quantization.lower() not in FILE_TYPES:
         raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(FILE_TYPES)}")
-    repository = _open(repository_name, progress)
+    repository = _Repository.open(repository_name, progress)
     models = [file for file in repository.files if file.endswith(".gguf") and not _PART_OF_MODEL.search(file)]
     chosen = cache.choose(models, wanted)
     if chosen:
@@ -73,7 +74,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
                 f"{repository_name} has no {wanted}; its checkpoint can be made: {', '.join(FILE_TYPES)}"
             )
         repository.check_architecture()
-        return _convert(repository_name, repository, kind, progress)
+        return _convert(repository, kind)
     if models:
         raise FileNotFoundError(
             f"{repository_name} has {'no single file that fits ' + wanted if wanted else 'several models'}; "
@@ -84,13 +85,13 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
     )
 
 
-def _convert(name: str, repository: _Repository, kind: str, progress: Progress) -> Path:
+def _convert(repository: _Repository, kind: str) -> Path:
     """A checkpoint of the hub as a model in the cache."""
     from pystaged.loading.convert import CONFIG, INDEX, WEIGHTS, shard_names  # noqa: PLC0415
     from pystaged.loading.families import Shape  # noqa: PLC0415
     from pystaged.loading.vocabulary import TOKENIZER_FILES, read_json  # noqa: PLC0415
 
-    stem = name.rpartition("/")[2]
+    name, stem = repository.name, repository.name.rpartition("/")[2]
     out = cache.repository_folder(name) / f"{stem}.{kind.upper()}.gguf"
     if cache.is_current(out, repository.revision):
         return out
@@ -104,9 +105,14 @@ def _convert(name: str, repository: _Repository, kind: str, progress: Progress) 
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.is_symlink():  # to a file of that name that the repository had before
         out.unlink()
-    url = f"{_endpoint()}/{name}"
     quantize_checkpoint(
-        config.parent, out, kind, name=stem, license_name=repository.license, source_url=url, progress=progress
+        config.parent,
+        out,
+        kind,
+        name=stem,
+        license_name=repository.license,
+        source_url=f"{_endpoint()}/{name}",
+        progress=repository.progress,
     )
     cache.save_source(out, repository.revision, repository.license)
     return out
@@ -129,87 +135,76 @@ def announced(report: Callable[[str], None]) -> Progress:
 
 @dataclass(frozen=True)
 class _File:
-    size: int | None
+    size: int
     etag: str
 
 
+@dataclass
 class _Repository:
-    """A model repository on the hub, and its files by name."""
+    """A model repository at a commit, and its files by name; `downloaded` are those that were not there before."""
 
-    def __init__(self, name: str, info: Any, progress: Progress) -> None:
-        self._name = name
-        self._progress = progress
-        self.downloaded: set[str] = set()
-        self.revision = str(info.sha)
-        self.files = {file.rfilename: _file(name, file) for file in info.siblings or ()}
+    name: str
+    revision: str
+    files: dict[str, _File]
+    progress: Progress
+    license: str = ""
+    architecture: str | None = None
+    downloaded: set[str] = field(default_factory=set)
+
+    @classmethod
+    def open(cls, name: str, progress: Progress) -> _Repository:
+        """As it is on the hub, or as the cache has it where the hub cannot be asked."""
+        from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
+
+        try:
+            with _errors(name):
+                info = _retried(lambda: HfApi(endpoint=_endpoint()).model_info(name, files_metadata=True))
+        except ConnectionError as error:
+            try:
+                folder = Path(snapshot_download(name, local_files_only=True))
+            except (OSError, ValueError):
+                raise error from None
+            found = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+            return cls(name, folder.name, dict.fromkeys(found, _File(0, "")), progress)
         card = info.card_data.license if info.card_data else None
         tags = [tag.removeprefix("license:") for tag in info.tags or () if tag.startswith("license:")]
-        self.license = card if isinstance(card, str) else tags[0] if tags else ""
-        self._architecture = (info.gguf or {}).get("architecture") or (info.config or {}).get("model_type")
+        return cls(
+            name,
+            str(info.sha),
+            {file.rfilename: _file(name, file) for file in info.siblings or ()},
+            progress,
+            card if isinstance(card, str) else tags[0] if tags else "",
+            (info.gguf or {}).get("architecture") or (info.config or {}).get("model_type"),
+        )
 
     def check_architecture(self) -> None:
         """Refuse what the hub knows to be of another kind, before it is downloaded."""
-        if self._architecture not in (None, "gpt2"):
-            raise ValueError(f"{self._name}: the architecture {self._architecture!r} is not supported, only 'gpt2'")
+        if self.architecture not in (None, "gpt2"):
+            raise ValueError(f"{self.name}: the architecture {self.architecture!r} is not supported, only 'gpt2'")
 
     def fetch(self, name: str) -> Path:
         """A file, in Hugging Face's cache; downloaded and verified where it is not there yet."""
         from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
 
         if name not in self.files:
-            raise FileNotFoundError(f"{self._name} has no {name}")
-        file = self.files[name]
-        is_there = isinstance(try_to_load_from_cache(self._name, name, revision=self.revision), str)
-        if not is_there:
-            check_room(Path(constants.HF_HUB_CACHE), file.size or 0)
-        what = f"downloading {name}"
-        bar = _bar(lambda done: self._progress(what, done, file.size or done))
-        with _errors(self._name):
+            raise FileNotFoundError(f"{self.name} has no {name}")
+        cached = try_to_load_from_cache(self.name, name, revision=self.revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        size, etag = self.files[name].size, self.files[name].etag
+        check_room(Path(constants.HF_HUB_CACHE), size)
+        bar = _bar(lambda done: self.progress(f"downloading {name}", done, size))
+        with _errors(self.name):
             # Of the branch, not the commit: so that it is found by its name without a network.
-            found = _retried(lambda: hf_hub_download(self._name, name, endpoint=_endpoint(), tqdm_class=bar))
-        path = Path(found)
+            path = Path(_retried(lambda: hf_hub_download(self.name, name, endpoint=_endpoint(), tqdm_class=bar)))
         if not path.as_posix().endswith(f"/{self.revision}/{name}"):
-            raise OSError(f"{self._name} was changed while it was downloaded; try again")
-        if not is_there:
-            if _checksum(path, file.etag) != file.etag:
-                path.resolve().unlink()
-                path.unlink(missing_ok=True)
-                raise OSError(f"{self._name}: what was downloaded is not {name}: its checksum differs; try again")
-            self.downloaded.add(name)
+            raise OSError(f"{self.name} was changed while it was downloaded; try again")
+        if _checksum(path, etag) != etag:
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+            raise OSError(f"{self.name}: what was downloaded is not {name}: its checksum differs; try again")
+        self.downloaded.add(name)
         return path
-
-
-class _Snapshot(_Repository):
-    """A repository as Hugging Face's cache has it, where the hub cannot be asked."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self._name = name
-        self._folder = folder
-        self.downloaded = set()
-        self.revision, self.license, self._architecture = folder.name, "", None
-        found = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
-        self.files = dict.fromkeys(found, _File(None, ""))
-
-    def fetch(self, name: str) -> Path:
-        if name not in self.files:
-            raise FileNotFoundError(f"{self._name} has no {name} in Hugging Face's cache, and the hub cannot be asked")
-        return self._folder / name
-
-
-def _open(name: str, progress: Progress) -> _Repository:
-    """A repository on the hub, or what the cache has of it."""
-    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
-
-    try:
-        with _errors(name):
-            info = _retried(lambda: HfApi(endpoint=_endpoint()).model_info(name, files_metadata=True))
-    except ConnectionError as error:
-        try:
-            folder = snapshot_download(name, local_files_only=True)
-        except (OSError, ValueError):
-            raise error from None
-        return _Snapshot(name, Path(folder))
-    return _Repository(name, info, progress)
 
 
 def _file(repository: str, found: Any) -> _File:
@@ -225,7 +220,7 @@ def _file(repository: str, found: Any) -> _File:
     etag = found.lfs.sha256 if found.lfs else found.blob_id
     if not isinstance(etag, str) or not _ETAG.fullmatch(etag):
         raise ValueError(f"{repository}: the hub gives no checksum for {name}")
-    return _File(found.lfs.size if found.lfs else found.size, etag)
+    return _File((found.lfs.size if found.lfs else found.size) or 0, etag)
 
 
 def _endpoint() -> str:
@@ -294,18 +289,21 @@ def _checksum(path: Path, etag: str) -> str:
 
 def _bar(show: Callable[[int], None]) -> type[Any]:
     """A class of progress bars for huggingface_hub; they draw nothing, and tell `show` the bytes there are."""
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    most = 0
 
     class Bar(tqdm):  # type: ignore[misc]
         monitor_interval = 0  # no thread
 
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options | {"disable": False})
+            super().__init__(*args, **options | {"disable": False, "file": io.StringIO()})
 
-        def update(self, n: float = 1) -> bool | None:
+        def update(self, n: float = 1) -> None:
+            nonlocal most
             super().update(n)
-            show(int(self.n))
-            return None
+            most = max(most, int(self.n))  # Xet has two bars, one for what is received and one for what is written
+            show(most)
 
         def display(self, *_: object, **__: object) -> None:
             pass

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 from pystaged import _core
+from pystaged.process import parent, serve
 
 _BEAT_SECONDS = 1.0
 _BEAT = (-1, True, None)
@@ -52,19 +52,5 @@ class Host:
 
 def main() -> None:
     """Answer calls until whoever makes them is gone."""
-    connection: Connection = Connection(int(sys.argv[1]))
-    host = Host(connection)
-    while True:
-        try:
-            number, name, args = connection.recv()
-        except EOFError:
-            return
-        try:
-            answer = (number, True, getattr(host, name)(*args))
-        except Exception as error:  # whatever it is, it belongs to the caller
-            answer = (number, False, error)
-        connection.send(answer)
-
-
-if __name__ == "__main__":
-    main()
+    connection = parent()
+    serve(connection, Host(connection))

@@ -1,6 +1,6 @@
 """Write a GPT-2 GGUF with random weights, of any shape and fast enough for the 774M one.
 
-    python -m pystaged.bench.random_model OUT.gguf [--width 1280] [--layers 36] [--type Q8_0] [--vocabulary VOCAB.gguf]
+    python -m models.random_gpt2 OUT.gguf [--width 1280] [--layers 36] [--type Q8_0] [--vocabulary VOCAB.gguf]
 
 Quantized matrices are drawn as blocks, integers and scales, instead of being quantized from floats.
 """
