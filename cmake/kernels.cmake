@@ -37,7 +37,7 @@ if(processor MATCHES "^(x86_64|amd64)$")
   add_kernel(avx_vnni.cpp -mavx2 -mfma -mf16c
     $<IF:$<BOOL:${PYSTAGED_SANITIZE}>,-mavx512vl$<SEMICOLON>-mavx512vnni,-mavxvnni>)
   add_kernel(avx512_vnni.cpp -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c
-    -Wno-maybe-uninitialized)
+    -Wno-uninitialized -Wno-maybe-uninitialized)
 elseif(processor MATCHES "^(aarch64|arm64)$")
   target_compile_definitions(pystaged_kernels PRIVATE PYSTAGED_ARM)
   target_sources(pystaged_kernels PRIVATE ${cpp}/kernels/arm_features.cpp)

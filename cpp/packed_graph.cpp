@@ -222,7 +222,7 @@ void PackedGraph::run_linear(ggml_tensor* out, int, int, void* data) {
     const Activations x = self.activations(node, weight, out->src[0]);
     Epilogue epilogue;
     epilogue.bias = node.weights->bias.data();
-    epilogue.gelu = node.gelu;
+    epilogue.activation = node.gelu ? Activation::gelu : Activation::none;
     epilogue.residual = out->src[1] ? static_cast<const float*>(out->src[1]->data) : nullptr;
     epilogue.out = static_cast<float*>(out->data);
     epilogue.stride = static_cast<size_t>(out->ne[0]);
@@ -240,8 +240,22 @@ void PackedGraph::run_attention(ggml_tensor* out, int, int, void* data) {
     if (node.next) {
         handed = self.handed_.rows(self.pass_->num_rows - node.first_row, *node.next);
     }
-    tree_attention(self.model_, self.cache_, node.layer, *self.pass_, static_cast<const float*>(out->src[0]->data),
-                   node.first_row, static_cast<float*>(out->data), node.next ? &handed : nullptr,
+    const Gpt2Shape& shape = self.model_.shape();
+    AttentionLayer how;
+    how.num_heads = how.num_kv_heads = shape.num_heads;
+    how.head_dim = shape.head_dim();
+    how.scale = 1.0f / std::sqrt(static_cast<float>(how.head_dim));
+    AttentionRows rows;
+    rows.n = self.pass_->num_rows;
+    rows.first_row = node.first_row;
+    rows.first_cell = self.pass_->first_cell;
+    rows.contexts = self.pass_->contexts;
+    rows.q = static_cast<float*>(out->src[0]->data);
+    rows.k = rows.q + shape.width;
+    rows.v = rows.k + shape.width;
+    rows.stride = static_cast<size_t>(out->src[0]->ne[0]);
+    tree_attention(self.model_.kernel(), self.model_.num_threads(), self.cache_, node.layer, how, rows,
+                   static_cast<float*>(out->data), static_cast<size_t>(out->ne[0]), node.next ? &handed : nullptr,
                    self.attention_scratch_.data());
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -211,9 +212,50 @@ size_t PackedMatrix::packed_bytes(ggml_type type, int rows, int cols) {
     return group_bytes(packing_of(type), padded(cols, kBlock)) * (padded(rows, kBlock) / kLanes);
 }
 
+RowOrder in_order(int rows) {
+    RowOrder order(rows);
+    std::iota(order.begin(), order.end(), 0);
+    return order;
+}
+
+RowOrder halves_of_pairs(int rows, int head_dim, int rotary) {
+    RowOrder order = in_order(rows);
+    for (int head = 0; head + head_dim <= rows; head += head_dim) {
+        for (int i = 0; i < rotary / 2; ++i) {
+            order[head + i] = head + 2 * i;
+            order[head + rotary / 2 + i] = head + 2 * i + 1;
+        }
+    }
+    return order;
+}
+
+RowOrder gate_in_turns(int rows) {
+    RowOrder order;
+    for (int group = 0; group < padded(rows, kBlock); group += kLanes) {
+        for (const int first : {0, rows}) {
+            for (int i = group; i < group + kLanes; ++i) {
+                order.push_back(i < rows ? first + i : -1);
+            }
+        }
+    }
+    return order;
+}
+
+RowOrder stacked(RowOrder order, const RowOrder& next) {
+    const int first = order.empty() ? 0 : *std::max_element(order.begin(), order.end()) + 1;
+    for (const int row : next) {
+        order.push_back(row < 0 ? row : first + row);
+    }
+    return order;
+}
+
 PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* source, uint8_t* storage, int num_threads)
+    : PackedMatrix(type, cols, {{source, rows}}, in_order(rows), storage, num_threads) {}
+
+PackedMatrix::PackedMatrix(ggml_type type, int cols, const std::vector<Tensor>& sources, const RowOrder& order,
+                           uint8_t* storage, int num_threads)
     : packing_(packing_of(type)),
-      rows_(rows),
+      rows_(static_cast<int>(order.size())),
       cols_(cols),
       group_bytes_(group_bytes(packing_, padded(cols, kBlock))),
       data_(storage) {
@@ -221,22 +263,44 @@ PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* so
         throw std::invalid_argument(std::string(ggml_type_name(type)) + " needs rows of a multiple of " +
                                     std::to_string(ggml_blck_size(type)) + " weights, not " + std::to_string(cols));
     }
+    std::vector<const uint8_t*> file_rows;
+    for (const Tensor& source : sources) {
+        for (int i = 0; i < source.rows; ++i) {
+            file_rows.push_back(source.data + i * ggml_row_size(type, cols_));
+        }
+    }
     ThreadPool::shared().run(padded_rows() / kLanes, num_threads, [&](int g, int) {
-        if (rows_ < (g + 1) * kLanes || cols_ != padded_cols()) {
+        const uint8_t* rows[kLanes] = {};
+        for (int lane = 0; lane < std::min(rows_ - g * kLanes, kLanes); ++lane) {
+            const int row = order[g * kLanes + lane];
+            rows[lane] = row < 0 ? nullptr : file_rows[row];
+        }
+        if (cols_ != padded_cols() || std::find(rows, rows + kLanes, nullptr) != rows + kLanes) {
             std::memset(data_ + g * group_bytes_, 0, group_bytes_);
         }
         if (integer()) {
-            pack_blocks(g, source);
+            pack_blocks(g, rows);
         } else {
-            pack_floats(g, source);
+            pack_floats(g, rows);
         }
     });
 }
 
-void PackedMatrix::pack_floats(int group, const uint8_t* source) const {
+bool PackedMatrix::reads(Packing packing) const {
+    const auto has_minima = [](Packing p) {
+        return p == Packing::q4_1 || p == Packing::q5_1 || p == Packing::q4_k || p == Packing::q5_k;
+    };
+    // Minima take the sum of the values, which is there for all.
+    return !integer() || packing == packing_ || has_minima(packing_);
+}
+
+void PackedMatrix::pack_floats(int group, const uint8_t* const* rows) const {
     const size_t size = ggml_type_size(layout_of(packing_).type);
-    for (int lane = 0; lane < std::min(rows_ - group * kLanes, kLanes); ++lane) {
-        const uint8_t* in = source + size_t(group * kLanes + lane) * cols_ * size;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const uint8_t* in = rows[lane];
+        if (!in) {
+            continue;
+        }
         uint8_t* out = data_ + group * group_bytes_ + lane * size;
         for (int i = 0; i < cols_; ++i) {
             std::memcpy(out + i * kLanes * size, in + i * size, size);
@@ -244,16 +308,19 @@ void PackedMatrix::pack_floats(int group, const uint8_t* source) const {
     }
 }
 
-void PackedMatrix::pack_blocks(int group, const uint8_t* source) const {
+void PackedMatrix::pack_blocks(int group, const uint8_t* const* rows) const {
     const Layout& l = layout_of(packing_);
-    const size_t row_bytes = ggml_row_size(l.type, cols_), file_block = ggml_type_size(l.type);
+    const size_t file_block = ggml_type_size(l.type);
     uint8_t* out = data_ + group * group_bytes_;
     for (int b = 0; b < cols_ / kBlock; ++b, out += block_bytes(l)) {
         const bool begins = b % l.blocks == 0;
         uint8_t* header = out;
         out += begins ? header_bytes(l) : 0;
-        for (int lane = 0; lane < std::min(rows_ - group * kLanes, kLanes); ++lane) {
-            const uint8_t* in = source + size_t(group * kLanes + lane) * row_bytes + b / l.blocks * file_block;
+        for (int lane = 0; lane < kLanes; ++lane) {
+            if (!rows[lane]) {
+                continue;
+            }
+            const uint8_t* in = rows[lane] + b / l.blocks * file_block;
             const Block block = l.blocks == 1 ? read_block(l, in)
                                 : l.bits == 6 ? read_halves_block(in, b % l.blocks)
                                               : read_minimum_block(l, in, b % l.blocks);
@@ -272,18 +339,37 @@ void PackedMatrix::pack_blocks(int group, const uint8_t* source) const {
 
 void PackedMatrix::multiply(const Kernel& kernel, const Activations& x, const Epilogue& epilogue,
                             const QuantizedRows* quantized, int num_threads) const {
-    // Groups are handed out in pairs: two of them make a block of outputs.
-    const int pairs = padded_rows() / kBlock;
-    const int fair = (pairs + 2 * num_threads - 1) / (2 * num_threads);
-    const int chunk = std::clamp(static_cast<int>(kChunkBytes / (2 * group_bytes_)), 1, fair);
-    const auto matmul = kernel.matmul[static_cast<int>(packing_)];
-    ThreadPool::shared().run((pairs + chunk - 1) / chunk, num_threads, [&](int i, int) {
-        const int first = i * chunk, last = std::min(pairs, first + chunk);
-        matmul(data_, 2 * first, 2 * last, x, epilogue);
-        if (quantized) {
-            const float* out = epilogue.out + size_t(first) * kBlock;
-            for (int row = 0; row < x.n; ++row, out += epilogue.stride) {
-                kernel.quantize(out, (last - first) * kBlock, row, quantized->from_block(first));
+    multiply_all(kernel, {{this, x, epilogue, quantized}}, num_threads);
+}
+
+void multiply_all(const Kernel& kernel, const std::vector<Product>& products, int num_threads) {
+    // Groups are handed out so that the outputs make whole blocks.
+    struct Share {
+        int groups, blocks, chunk, tasks;  // groups of a block, blocks, those of a task
+    };
+    std::vector<Share> shares;
+    int count = 0;
+    for (const Product& p : products) {
+        const int groups = p.epilogue.gated ? 4 : 2, blocks = p.weights->padded_rows() / kLanes / groups;
+        const int fair = (blocks + 2 * num_threads - 1) / (2 * num_threads);
+        const int chunk = std::clamp(static_cast<int>(kChunkBytes / (groups * p.weights->group_bytes_)), 1, fair);
+        shares.push_back({groups, blocks, chunk, (blocks + chunk - 1) / chunk});
+        count += shares.back().tasks;
+    }
+    ThreadPool::shared().run(count, num_threads, [&](int i, int) {
+        size_t at = 0;
+        for (; i >= shares[at].tasks; ++at) {
+            i -= shares[at].tasks;
+        }
+        const Product& p = products[at];
+        const Share& share = shares[at];
+        const int first = i * share.chunk, last = std::min(share.blocks, first + share.chunk);
+        const auto matmul = kernel.matmul[static_cast<int>(p.weights->packing_)];
+        matmul(p.weights->data_, share.groups * first, share.groups * last, p.x, p.epilogue);
+        if (p.quantized) {
+            const float* out = p.epilogue.out + size_t(first) * kBlock;
+            for (int row = 0; row < p.x.n; ++row, out += p.epilogue.stride) {
+                kernel.quantize(out, (last - first) * kBlock, row, p.quantized->from_block(first));
             }
         }
     });

@@ -21,6 +21,8 @@ constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
          integer_matmul<MinimumBlock<5>>, integer_matmul<SuperMinimumBlock<4>>, integer_matmul<SuperMinimumBlock<5>>,
          integer_matmul<HalvesBlock>},
         layer_norm,
+        rms_norm,
+        rotate,
         quantize,
         to_f16,
         attend,

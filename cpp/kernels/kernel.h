@@ -66,10 +66,19 @@ struct Activations {
     QuantizedRows quantized;
 };
 
-// What happens to a sum before it is stored: + bias, GELU, + residual.
+enum class Activation { none, gelu, silu };  // gelu in its tanh form
+
+// What happens to a sum before it is stored:
+//   out = softcap(gate * activation(sum + bias) * scale) + residual
+// Where the outputs are `gated`, those of groups 2 g are gates of those of groups 2 g + 1, which alone make group g:
+//   out = softcap(activation(gate's sum + bias) * (sum + bias) * scale) + residual
 struct Epilogue {
     const float* bias = nullptr;  // [outputs], or none
-    bool gelu = false;
+    Activation activation = Activation::none;
+    bool gated = false;
+    const float* gate = nullptr;      // [n][stride], or none
+    float scale = 1;                  // of a branch before it is added
+    float softcap = 0;                // c tanh(x / c), or 0 for none
     const float* residual = nullptr;  // [n][stride], or none
     float* out = nullptr;             // [n][stride]
     size_t stride = 0;
@@ -82,19 +91,25 @@ struct RowContext {
     const int32_t* tail = nullptr;  // [length - direct] cells
 };
 
-// One attention head over the rows of one pass.
+// One head of keys and values over the rows of one pass, each with the `group` query heads that share them. Row and
+// query head together count as one: number i is query head i % group of row i / group.
 struct HeadPass {
-    int n = 0;
+    int first = 0, last = 0;  // numbers to attend for
+    int group = 1;
     int head_dim = 0;
     int num_cells = 0;                 // cells in use, committed and pending
-    const RowContext* rows = nullptr;  // [n]
-    const float* q = nullptr;          // [n][q_stride]
+    int window = 0;                    // positions a row sees at most, itself included; 0 for all
+    float scale = 1;                   // of the scores
+    float softcap = 0;                 // c tanh(score / c) after it, or 0 for none
+    const float* row_scale = nullptr;  // [rows] on top of `scale`, or none
+    const RowContext* rows = nullptr;  // [rows]
+    const float* q = nullptr;          // [rows][q_stride], of a row [group][head_dim]
     size_t q_stride = 0;
     const uint16_t* k = nullptr;         // [cells / kLanes][head_dim][kLanes], F16
     const uint16_t* v = nullptr;         // [cells][padded head_dim], F16
     const uint16_t* upcoming = nullptr;  // keys of the head that this thread probably does next, or none
     float* scratch = nullptr;            // [attention_scratch(...)]
-    float* out = nullptr;                // [n][out_stride]
+    float* out = nullptr;                // [rows][out_stride], as q
     size_t out_stride = 0;
 };
 
@@ -105,9 +120,14 @@ struct Kernel {
 
     // out[row][g * kLanes + lane] for the output groups g in [first, last) of a packed matrix.
     void (*matmul[kNumPackings])(const uint8_t* weights, int first, int last, const Activations&, const Epilogue&);
-    // y = (x - mean) / sqrt(var + eps) * weight + bias over `cols` values; y is zero up to `padded_cols`.
+    // y = (x - mean) / sqrt(var + eps) * weight + bias over `cols` values, y perhaps x; y is zero up to `padded_cols`.
+    // The bias may be null.
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int cols, int padded_cols,
                        float* y);
+    // y = x / sqrt(mean of squares + eps) * weight, the rest as above.
+    void (*rms_norm)(const float* x, const float* weight, float eps, int cols, int padded_cols, float* y);
+    // Turns each (x[i], x[i + half]) by the angle whose cosine and sine are cos[i] and sin[i], i < half.
+    void (*rotate)(float* x, int half, const float* cos, const float* sin);
     // x[cols], cols a multiple of kBlock, into row `row` of `out`.
     void (*quantize)(const float* x, int cols, int row, const QuantizedRows& out);
     // x[n] to F16, rounding half to even.
