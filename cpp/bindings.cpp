@@ -197,6 +197,17 @@ PYBIND11_MODULE(_core, m) {
     m.def("serve_devices", &serve_devices, py::arg("endpoint"), py::arg("device"), py::arg("num_threads"),
           py::call_guard<py::gil_scoped_release>());
     m.def("gumbel", py::vectorize(&gumbel), py::arg("seed"), py::arg("position"), py::arg("token"));
+    m.def(
+        "rotation",
+        [](int position, int dims, float base) {
+            Rope rope;
+            rope.dims = dims;
+            rope.base = base;
+            py::array_t<float> cosines(dims / 2), sines(dims / 2);
+            rotation(rope.frequencies({}), rope.amplitude(), position, cosines.mutable_data(), sines.mutable_data());
+            return py::make_tuple(cosines, sines);
+        },
+        py::arg("position"), py::arg("dims"), py::arg("base") = 10000.0f);
     m.def("multiply", &multiply, py::arg("type"), py::arg("weights"), py::arg("rows"), py::arg("x"),
           py::arg("kernel") = "", py::arg("num_threads") = 1);
     m.def("read_bandwidth", &read_bandwidth, py::arg("num_bytes"), py::arg("num_threads"));
@@ -244,17 +255,17 @@ PYBIND11_MODULE(_core, m) {
         .def("first_difference", &Tokenizer::first_difference, py::arg("other"))
         .def_property_readonly("fingerprint", &Tokenizer::fingerprint);
 
-    py::class_<Gpt2, std::shared_ptr<Gpt2>>(m, "Model")
+    py::class_<Model, std::shared_ptr<Model>>(m, "Model")
         .def(py::init([](const std::string& path, const std::string& kernel, int num_threads, const std::string& device,
                          const std::function<void()>& progress) {
                  const py::gil_scoped_release release;
-                 return std::make_shared<Gpt2>(path, kernel, num_threads,
-                                               device == "cpu" ? Devices() : find_devices(device), progress);
+                 return std::make_shared<Model>(path, kernel, num_threads,
+                                                device == "cpu" ? Devices() : find_devices(device), progress);
              }),
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
              py::arg("progress") = std::function<void()>())
         .def_property_readonly("devices",
-                               [](const Gpt2& self) {
+                               [](const Model& self) {
                                    std::vector<std::string> names;
                                    const DeviceMemory* memory = self.device_memory();
                                    for (int i = 0; memory && i < memory->num_devices(); ++i) {
@@ -262,21 +273,26 @@ PYBIND11_MODULE(_core, m) {
                                    }
                                    return names;
                                })
-        .def_property_readonly("name", [](const Gpt2& self) { return to_text(self.name()); })
-        .def_property_readonly("kernel", [](const Gpt2& self) { return self.kernel().name; })
-        .def_property_readonly("num_threads", &Gpt2::num_threads)
-        .def_property_readonly("file_bytes", &Gpt2::file_bytes)
-        .def_property_readonly("weight_bytes", &Gpt2::weight_bytes)
-        .def_property_readonly("num_weights", &Gpt2::num_weights)
-        .def_property_readonly("weight_type", &Gpt2::weight_type)
-        .def_property_readonly("vocab_size", [](const Gpt2& self) { return self.shape().vocab_size; })
-        .def_property_readonly("max_context", [](const Gpt2& self) { return self.shape().max_context; })
-        .def_property_readonly("width", [](const Gpt2& self) { return self.shape().width; })
-        .def_property_readonly("num_layers", [](const Gpt2& self) { return self.shape().num_layers; })
-        .def_property_readonly("num_heads", [](const Gpt2& self) { return self.shape().num_heads; });
+        .def_property_readonly("name", [](const Model& self) { return to_text(self.name()); })
+        .def_property_readonly("kernel", [](const Model& self) { return self.kernel().name; })
+        .def_property_readonly("num_threads", &Model::num_threads)
+        .def_property_readonly("file_bytes", &Model::file_bytes)
+        .def_property_readonly("weight_bytes", &Model::weight_bytes)
+        .def_property_readonly("num_weights", &Model::num_weights)
+        .def_property_readonly("weight_type", &Model::weight_type)
+        .def_property_readonly("vocab_size", [](const Model& self) { return self.numbers().vocab_size; })
+        .def_property_readonly("max_context", [](const Model& self) { return self.numbers().max_context; })
+        .def_property_readonly("width", [](const Model& self) { return self.numbers().width; })
+        .def_property_readonly("num_layers", [](const Model& self) { return self.numbers().num_layers; })
+        .def_property_readonly("num_heads", [](const Model& self) { return self.numbers().num_heads; })
+        .def_property_readonly("num_kv_heads", [](const Model& self) { return self.numbers().num_kv_heads; })
+        .def_property_readonly("head_dim", [](const Model& self) { return self.numbers().head_dim; })
+        .def_property_readonly("ffn_width", [](const Model& self) { return self.numbers().ffn_width; })
+        .def_property_readonly("cell_bytes", &Model::cell_bytes)
+        .def_property_readonly("architecture", [](const Model& self) { return self.family().name; });
 
     py::class_<Session>(m, "Session")
-        .def(py::init([](std::shared_ptr<Gpt2> model, int n_ctx) {
+        .def(py::init([](std::shared_ptr<Model> model, int n_ctx) {
                  const py::gil_scoped_release release;
                  return std::make_unique<Session>(std::move(model), n_ctx);
              }),
@@ -307,7 +323,7 @@ PYBIND11_MODULE(_core, m) {
                 const auto* one = std::get_if<Sampling>(&sampling);
                 const std::vector<Sampling> samplings = one ? std::vector<Sampling>{*one} : std::get<1>(sampling);
                 const std::vector<int32_t> indices = to_ints(rows, "rows");
-                if (k < 1 || k > self.model().shape().vocab_size) {
+                if (k < 1 || k > self.model().numbers().vocab_size) {
                     throw py::value_error("k must be between 1 and the size of the vocabulary");
                 }
                 py::array_t<int32_t> tokens({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
@@ -346,7 +362,7 @@ PYBIND11_MODULE(_core, m) {
         .def(
             "logits",
             [](Session& self, int row) {
-                py::array_t<float> out(self.model().shape().vocab_size);
+                py::array_t<float> out(self.model().numbers().vocab_size);
                 float* data = out.mutable_data();
                 const py::gil_scoped_release release;
                 self.logits(row, data);
@@ -374,5 +390,5 @@ PYBIND11_MODULE(_core, m) {
                                })
         .def_property_readonly("n_ctx", &Session::context)
         .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().weight_bytes(); })
-        .def_property_readonly("vocab_size", [](const Session& self) { return self.model().shape().vocab_size; });
+        .def_property_readonly("vocab_size", [](const Session& self) { return self.model().numbers().vocab_size; });
 }

@@ -176,6 +176,42 @@ float GgufFile::real(const std::string& name, float otherwise) const {
     return gguf_get_val_f32(context_.get(), id);
 }
 
+bool GgufFile::flag(const std::string& name, bool otherwise) const {
+    const int64_t id = key(name);
+    if (id < 0) {
+        return otherwise;
+    }
+    if (gguf_get_kv_type(context_.get(), id) != GGUF_TYPE_BOOL) {
+        fail("metadata '" + name + "' is not a boolean");
+    }
+    return gguf_get_val_bool(context_.get(), id);
+}
+
+std::optional<std::vector<int64_t>> GgufFile::integers(const std::string& name) const {
+    const gguf_context* context = context_.get();
+    const int64_t id = key(name);
+    if (id < 0 || gguf_get_kv_type(context, id) != GGUF_TYPE_ARRAY) {
+        return std::nullopt;
+    }
+    const size_t size = gguf_get_arr_n(context, id);
+    const gguf_type type = gguf_get_arr_type(context, id);
+    if (type != GGUF_TYPE_INT32 && type != GGUF_TYPE_UINT32 && type != GGUF_TYPE_BOOL) {
+        fail("metadata '" + name + "' is not an array of 32-bit integers or booleans");
+    }
+    const auto* data = static_cast<const uint8_t*>(gguf_get_arr_data(context, id));
+    std::vector<int64_t> values(size);
+    for (size_t i = 0; i < size; ++i) {
+        if (type == GGUF_TYPE_BOOL) {
+            values[i] = data[i] != 0;
+            continue;
+        }
+        uint32_t bits;
+        std::memcpy(&bits, data + 4 * i, sizeof(bits));
+        values[i] = type == GGUF_TYPE_INT32 ? static_cast<int32_t>(bits) : static_cast<int64_t>(bits);
+    }
+    return values;
+}
+
 std::optional<std::pair<int64_t, size_t>> GgufFile::array(const std::string& name, gguf_type type) const {
     const int64_t id = key(name);
     if (id < 0) {
@@ -193,6 +229,14 @@ const char* GgufFile::array_text(int64_t key_id, size_t index) const {
 
 bool GgufFile::has_tensor(const std::string& name) const {
     return gguf_find_tensor(context_.get(), name.c_str()) >= 0;
+}
+
+std::vector<std::string> GgufFile::tensor_names() const {
+    std::vector<std::string> names;
+    for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {
+        names.emplace_back(gguf_get_tensor_name(context_.get(), i));
+    }
+    return names;
 }
 
 TensorView GgufFile::tensor(const std::string& name) const {

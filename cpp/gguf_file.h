@@ -36,11 +36,16 @@ public:
     int64_t integer(const std::string& key, int64_t least, int64_t most) const;
     int64_t integer(const std::string& key, int64_t least, int64_t most, int64_t otherwise) const;
     float real(const std::string& key, float otherwise) const;
+    bool flag(const std::string& key, bool otherwise) const;
+    // The numbers or booleans of an array; nothing where the key is missing or no array.
+    std::optional<std::vector<int64_t>> integers(const std::string& key) const;
+    bool has(const std::string& name) const { return key(name) >= 0; }
     // The key of an array of that type and its length.
     std::optional<std::pair<int64_t, size_t>> array(const std::string& key, gguf_type type) const;
     const char* array_text(int64_t key_id, size_t index) const;
 
     bool has_tensor(const std::string& name) const;
+    std::vector<std::string> tensor_names() const;
     // A tensor of exactly this shape (missing dimensions are 1).
     TensorView tensor(const std::string& name, std::vector<int64_t> shape) const;
     // A tensor of that name of any shape.

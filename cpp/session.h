@@ -9,7 +9,7 @@
 #include <mutex>
 #include <vector>
 
-#include "graph.h"
+#include "pass/graph.h"
 #include "sampler.h"
 
 namespace pystaged {
@@ -23,7 +23,7 @@ struct Followed {
 class Session {
 public:
     // `context` positions, 0 for as many as the model was trained for; more are refused with std::invalid_argument.
-    Session(std::shared_ptr<const Gpt2> model, int context);
+    Session(std::shared_ptr<const Model> model, int context);
 
     // Evaluates and commits tokens, computing no logits. `interrupted` is called between passes and may throw; then, as
     // after any error, nothing is committed.
@@ -55,7 +55,7 @@ public:
     int num_pending();
     bool closed();
     int context() const { return context_; }
-    const Gpt2& model() const { return *model_; }
+    const Model& model() const { return *model_; }
 
 private:
     struct Row {
@@ -79,7 +79,7 @@ private:
     LogitsRow row_to_choose_from(const Sampling& sampling, int row);
 
     std::mutex mutex_;
-    std::shared_ptr<const Gpt2> model_;
+    std::shared_ptr<const Model> model_;
     int context_;
     std::unique_ptr<Graph> graph_;
     std::vector<Sampler> samplers_;  // one per thread

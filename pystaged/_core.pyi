@@ -46,6 +46,9 @@ def gumbel(seed: int, position: int, token: int) -> float: ...
 def gumbel(seed: int, position: int, token: NDArray[np.int32]) -> NDArray[np.float32]:
     """The noise shared by every model for tokens at a position (Philox4x32-10, Salmon et al. 2011)."""
 
+def rotation(position: int, dims: int, base: float = 10000.0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines of the rotary angles at a position, float32[dims / 2] each; for tests."""
+
 def multiply(
     type: str, weights: bytes, rows: int, x: NDArray[np.float32], kernel: str = "", num_threads: int = 1
 ) -> NDArray[np.float32]:
@@ -92,7 +95,7 @@ class Tokenizer:
         """Names the vocabulary: equal for equal token bytes."""
 
 class Model:
-    """Weights of a GPT-2 GGUF file, repacked for the kernel or on ggml's devices; shared by any number of sessions.
+    """Weights of a GGUF file, repacked for the kernel or on ggml's devices; shared by any number of sessions.
 
     Args:
         path: GGUF file.
@@ -105,7 +108,7 @@ class Model:
 
     Raises:
         DeviceError: no such device, or too little memory on it.
-        ModelError: the file is damaged, incomplete, or not a GPT-2 model of supported types.
+        ModelError: the file is damaged, incomplete, or of an architecture or a type that is not supported.
         ValueError: unknown kernel or number of threads.
     """
 
@@ -147,6 +150,19 @@ class Model:
     def num_layers(self) -> int: ...
     @property
     def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values, each shared by num_heads / num_kv_heads heads of queries."""
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_width(self) -> int: ...
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of keys and values that one token of a context takes."""
+    @property
+    def architecture(self) -> str:
+        """The family, as the file names it: "llama", "qwen3", ..."""
 
 class Session:
     """A model with its context: evaluates trees of tokens, judges which path stands, keeps that path.

@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "check.h"
-#include "kv_cache.h"
+#include "pass/kv_cache.h"
 #include "packed_matrix.h"
 #include "thread_pool.h"
-#include "tree_attention.h"
+#include "pass/attention.h"
 
 using namespace pystaged;
 

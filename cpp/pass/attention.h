@@ -1,7 +1,7 @@
 // Attention of tree rows: each row sees the committed cells, its own ancestors, and itself.
 #pragma once
 
-#include "kv_cache.h"
+#include "pass/kv_cache.h"
 
 namespace pystaged {
 

@@ -1,4 +1,4 @@
-#include "tree_attention.h"
+#include "pass/attention.h"
 
 #include <algorithm>
 #include <numeric>
