@@ -349,6 +349,18 @@ PYBIND11_MODULE(_core, m) {
             },
             py::arg("sampling"), py::arg("root") = 0)
         .def(
+            "verify",
+            [](Session& self, const py::object& tokens, const py::object& parents, const Sampling& sampling) {
+                const std::vector<int32_t> ids = to_ints(tokens, "tokens"), before = to_ints(parents, "parents");
+                Followed followed;
+                {
+                    const py::gil_scoped_release release;
+                    followed = self.verify(ids, before, sampling);
+                }
+                return py::make_tuple(to_array(followed.path), to_array(followed.tokens));
+            },
+            py::arg("tokens"), py::arg("parents"), py::arg("sampling"))
+        .def(
             "commit",
             [](Session& self, const py::object& path) {
                 const std::vector<int32_t> rows = to_ints(path, "path");

@@ -2,19 +2,16 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <limits>
 #include <mutex>
 
 #include "error.h"
 #include "llama.h"
 
-#ifndef _WIN32
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#endif
 
 namespace pystaged {
 
@@ -70,11 +67,9 @@ GgufFile::GgufFile(const std::string& path) : path_(path) {
 }
 
 GgufFile::~GgufFile() {
-#ifndef _WIN32
     if (data_) {
         munmap(const_cast<uint8_t*>(data_), size_);
     }
-#endif
 }
 
 void GgufFile::fail(const std::string& what) const {
@@ -82,7 +77,6 @@ void GgufFile::fail(const std::string& what) const {
 }
 
 void GgufFile::map() {
-#ifndef _WIN32
     const int fd = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
     struct stat info = {};
     if (fd < 0 || fstat(fd, &info) != 0) {
@@ -101,16 +95,6 @@ void GgufFile::map() {
     }
     data_ = static_cast<const uint8_t*>(p);
     madvise(p, size_, MADV_SEQUENTIAL);
-#else
-    std::ifstream file(path_, std::ios::binary | std::ios::ate);
-    buffer_.resize(static_cast<size_t>(std::max<std::streamoff>(0, file.tellg())));
-    file.seekg(0);
-    if (!file.read(reinterpret_cast<char*>(buffer_.data()), static_cast<std::streamsize>(buffer_.size()))) {
-        fail("cannot read");
-    }
-    data_ = buffer_.data();
-    size_ = buffer_.size();
-#endif
 }
 
 int64_t GgufFile::key(const std::string& name) const {
@@ -268,7 +252,6 @@ TensorView GgufFile::tensor(const std::string& name, std::vector<int64_t> shape)
 }
 
 void GgufFile::release(const TensorView& tensor) const {
-#ifndef _WIN32
     // Whole pages inside the tensor; neighbours may not have been read yet.
     const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t first = (reinterpret_cast<uintptr_t>(tensor.data) + page - 1) / page * page;
@@ -276,9 +259,6 @@ void GgufFile::release(const TensorView& tensor) const {
     if (first < last) {
         madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
     }
-#else
-    (void)tensor;
-#endif
 }
 
 }  // namespace pystaged

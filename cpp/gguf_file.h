@@ -67,7 +67,6 @@ private:
     std::unique_ptr<gguf_context, Free> context_;
     const uint8_t* data_ = nullptr;
     size_t size_ = 0;
-    std::vector<uint8_t> buffer_;  // where files cannot be mapped
 };
 
 // Collects what ggml and llama.cpp log on this thread's behalf while it lives, instead of printing it.

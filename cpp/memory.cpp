@@ -3,11 +3,7 @@
 #include <new>
 #include <utility>
 
-#ifdef _WIN32
-#include <windows.h>
-#else
 #include <sys/mman.h>
-#endif
 
 namespace pystaged {
 
@@ -23,18 +19,11 @@ Memory::Memory(size_t bytes, bool huge) : size_(bytes) {
     if (reserved_ < bytes) {
         throw std::bad_alloc();
     }
-#ifdef _WIN32
-    base_ = static_cast<uint8_t*>(VirtualAlloc(nullptr, reserved_, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE));
-    if (!base_) {
-        throw std::bad_alloc();
-    }
-#else
     void* p = mmap(nullptr, reserved_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) {
         throw std::bad_alloc();
     }
     base_ = static_cast<uint8_t*>(p);
-#endif
     data_ = base_;
     if (huge) {
         data_ += (kHugePage - reinterpret_cast<uintptr_t>(base_) % kHugePage) % kHugePage;
@@ -48,11 +37,7 @@ Memory::~Memory() {
     if (!base_) {
         return;
     }
-#ifdef _WIN32
-    VirtualFree(base_, 0, MEM_RELEASE);
-#else
     munmap(base_, reserved_);
-#endif
 }
 
 Memory::Memory(Memory&& other) noexcept

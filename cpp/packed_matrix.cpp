@@ -16,52 +16,27 @@ namespace {
 // out evenly.
 constexpr size_t kChunkBytes = 256 << 10;
 
-struct Layout {
-    ggml_type type;
-    int bits = 0;          // of a quant; the rest is for integer packings
-    int factors = 0;       // scales and minima per lane and block
-    int factor_bytes = 0;  // of one of them
-    int headers = 0;       // F16 numbers per lane that the blocks of one of the file's blocks share
-    int blocks = 1;        // of ours in one of the file's
+// By Packing.
+constexpr ggml_type kTypes[kNumPackings] = {
+    GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_Q4_1,
+    GGML_TYPE_Q5_0, GGML_TYPE_Q5_1, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K,
 };
 
-constexpr Layout kLayouts[kNumPackings] = {
-    {GGML_TYPE_F32},
-    {GGML_TYPE_F16},
-    {GGML_TYPE_BF16},
-    {GGML_TYPE_Q8_0, 8, 1, 2},
-    {GGML_TYPE_Q4_0, 4, 1, 2},
-    {GGML_TYPE_Q4_1, 4, 2, 2},
-    {GGML_TYPE_Q5_0, 5, 1, 2},
-    {GGML_TYPE_Q5_1, 5, 2, 2},
-    {GGML_TYPE_Q4_K, 4, 2, 1, 2, 8},
-    {GGML_TYPE_Q5_K, 5, 2, 1, 2, 8},
-    {GGML_TYPE_Q6_K, 6, 2, 1, 1, 8},
-};
+ggml_type type_of(Packing packing) {
+    return kTypes[static_cast<int>(packing)];
+}
 
 const Layout& layout_of(Packing packing) {
     return kLayouts[static_cast<int>(packing)];
 }
 
-size_t factors_bytes(const Layout& l) {
-    return size_t(kLanes) * l.factors * l.factor_bytes;
-}
-
-size_t header_bytes(const Layout& l) {
-    return size_t(kLanes) * l.headers * 2;
-}
-
-size_t block_bytes(const Layout& l) {
-    return factors_bytes(l) + kLanes * (l.bits == 8 ? kBlock : kBlock / 2 + 4 * (l.bits - 4));
-}
-
 size_t group_bytes(Packing packing, int padded_cols) {
     const Layout& l = layout_of(packing);
     if (l.bits == 0) {
-        return ggml_row_size(l.type, padded_cols) * kLanes;
+        return ggml_row_size(type_of(packing), padded_cols) * kLanes;
     }
     const size_t blocks = padded_cols / kBlock;
-    return blocks * block_bytes(l) + blocks / l.blocks * header_bytes(l);
+    return blocks * l.block_bytes + blocks / l.blocks * l.header_bytes;
 }
 
 uint32_t load_word(const uint8_t* p) {
@@ -199,10 +174,10 @@ float load_half(const uint8_t* p) {
 Packing PackedMatrix::packing_of(ggml_type type) {
     std::string names;
     for (int i = 0; i < kNumPackings; ++i) {
-        if (kLayouts[i].type == type) {
+        if (kTypes[i] == type) {
             return static_cast<Packing>(i);
         }
-        names += std::string(i == 0 ? "" : i + 1 < kNumPackings ? ", " : " or ") + ggml_type_name(kLayouts[i].type);
+        names += std::string(i == 0 ? "" : i + 1 < kNumPackings ? ", " : " or ") + ggml_type_name(kTypes[i]);
     }
     throw std::invalid_argument(std::string("weights of type ") + ggml_type_name(type) + " are not supported; use " +
                                 names);
@@ -295,7 +270,7 @@ bool PackedMatrix::reads(Packing packing) const {
 }
 
 void PackedMatrix::pack_floats(int group, const uint8_t* const* rows) const {
-    const size_t size = ggml_type_size(layout_of(packing_).type);
+    const size_t size = ggml_type_size(type_of(packing_));
     for (int lane = 0; lane < kLanes; ++lane) {
         const uint8_t* in = rows[lane];
         if (!in) {
@@ -310,12 +285,12 @@ void PackedMatrix::pack_floats(int group, const uint8_t* const* rows) const {
 
 void PackedMatrix::pack_blocks(int group, const uint8_t* const* rows) const {
     const Layout& l = layout_of(packing_);
-    const size_t file_block = ggml_type_size(l.type);
+    const size_t file_block = ggml_type_size(type_of(packing_));
     uint8_t* out = data_ + group * group_bytes_;
-    for (int b = 0; b < cols_ / kBlock; ++b, out += block_bytes(l)) {
+    for (int b = 0; b < cols_ / kBlock; ++b, out += l.block_bytes) {
         const bool begins = b % l.blocks == 0;
         uint8_t* header = out;
-        out += begins ? header_bytes(l) : 0;
+        out += begins ? l.header_bytes : 0;
         for (int lane = 0; lane < kLanes; ++lane) {
             if (!rows[lane]) {
                 continue;
@@ -332,7 +307,7 @@ void PackedMatrix::pack_blocks(int group, const uint8_t* const* rows) const {
                 std::memcpy(out + (i * kLanes + lane) * l.factor_bytes, block.factors + i * l.factor_bytes,
                             l.factor_bytes);
             }
-            store_quants(l, block.words, lane, out + factors_bytes(l));
+            store_quants(l, block.words, lane, out + l.factors_bytes);
         }
     }
 }
@@ -369,7 +344,7 @@ void multiply_all(const Kernel& kernel, const std::vector<Product>& products, in
         if (p.quantized) {
             const float* out = p.epilogue.out + size_t(first) * kBlock;
             for (int row = 0; row < p.x.n; ++row, out += p.epilogue.stride) {
-                kernel.quantize(out, (last - first) * kBlock, row, p.quantized->from_block(first));
+                kernel.quantize(out, (last - first) * kBlock, row, from_block(*p.quantized, first));
             }
         }
     });
@@ -380,8 +355,9 @@ void PackedMatrix::row(int index, float* out) const {
     const uint8_t* in = data_ + index / kLanes * group_bytes_;
     const int lane = index % kLanes;
     if (!integer()) {
-        const size_t size = ggml_type_size(l.type);
-        const ggml_to_float_t to_float = ggml_get_type_traits(l.type)->to_float;
+        const ggml_type type = type_of(packing_);
+        const size_t size = ggml_type_size(type);
+        const ggml_to_float_t to_float = ggml_get_type_traits(type)->to_float;
         for (int i = 0; i < cols_; ++i) {
             const uint8_t* value = in + (size_t(i) * kLanes + lane) * size;
             if (to_float) {
@@ -393,10 +369,10 @@ void PackedMatrix::row(int index, float* out) const {
         return;
     }
     const uint8_t* header = in;
-    for (int b = 0; b < cols_ / kBlock; ++b, in += block_bytes(l), out += kBlock) {
+    for (int b = 0; b < cols_ / kBlock; ++b, in += l.block_bytes, out += kBlock) {
         if (b % l.blocks == 0) {
             header = in;
-            in += header_bytes(l);
+            in += l.header_bytes;
         }
         float factors[2] = {};
         for (int i = 0; i < l.factors; ++i) {
@@ -410,7 +386,7 @@ void PackedMatrix::row(int index, float* out) const {
             }
         }
         uint32_t words[8];
-        load_quants(l, in + factors_bytes(l), lane, words);
+        load_quants(l, in + l.factors_bytes, lane, words);
         for (int i = 0; i < kBlock; ++i) {
             const auto quant =
                 static_cast<float>(static_cast<int>(words[i / 4] >> 8 * (i % 4) & 255) - zero_point(packing_));

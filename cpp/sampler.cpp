@@ -9,7 +9,6 @@ namespace pystaged {
 
 namespace {
 
-constexpr int kRun = 64;
 constexpr float kMostNoise = 22.9f;
 
 struct Philox {

@@ -27,10 +27,10 @@ void check(const Sampling& sampling);
 // Gumbel noise by Philox4x32-10 (Salmon et al. 2011); within [-3.14, 22.88].
 float gumbel(uint64_t seed, int64_t position, int32_t token);
 
-// One row of logits with the maximum of each run of 64.
+// One row of logits with the maximum of each run.
 struct LogitsRow {
     const float* logits = nullptr;  // [stride], -inf past `size`
-    const float* maxima = nullptr;  // [stride / 64]
+    const float* maxima = nullptr;  // [stride / kRun]
     int size = 0;
     int stride = 0;
 };

@@ -17,7 +17,6 @@ namespace {
 
 // Cells beyond the context, so that a tree at its very end still has room for branches.
 constexpr int kSpareCells = 512;
-constexpr int kRun = 64;
 
 int checked_context(const Model& model, int context) {
     const int most = model.numbers().max_context;
@@ -60,6 +59,13 @@ void Session::check_tokens(const std::vector<int32_t>& tokens) const {
     }
 }
 
+void Session::check_nothing_pending(const char* call) const {
+    if (!pending_.empty()) {
+        throw std::invalid_argument(std::string(call) +
+                                    " needs a session without pending rows; commit or discard them first");
+    }
+}
+
 const Session::Row& Session::checked_row(int row) const {
     if (row < 0 || static_cast<size_t>(row) >= pending_.size()) {
         throw std::invalid_argument("row " + std::to_string(row) + " is not among the " +
@@ -72,9 +78,7 @@ void Session::prefill(const std::vector<int32_t>& tokens, const std::function<vo
     std::lock_guard<std::mutex> lock(mutex_);
     check_open();
     check_tokens(tokens);
-    if (!pending_.empty()) {
-        throw std::invalid_argument("prefill needs a session without pending rows; commit or discard them first");
-    }
+    check_nothing_pending("prefill");
     std::vector<int32_t> parents(tokens.size());
     std::iota(parents.begin(), parents.end(), -1);
     try {
@@ -96,6 +100,10 @@ void Session::prefill(const std::vector<int32_t>& tokens, const std::function<vo
 void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
     std::lock_guard<std::mutex> lock(mutex_);
     check_open();
+    evaluate_rows(tokens, parents, num_logits);
+}
+
+void Session::evaluate_rows(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
     check_tokens(tokens);
     if (tokens.empty() || tokens.size() != parents.size()) {
         throw std::invalid_argument("evaluate needs at least one token and as many parents as tokens, not " +
@@ -284,9 +292,29 @@ void Session::candidates(const std::vector<Sampling>& sampling, const std::vecto
     });
 }
 
+Followed Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
+                         const Sampling& sampling) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check_open();
+    check_nothing_pending("verify");
+    try {
+        evaluate_rows(tokens, parents, -1);
+        Followed result = follow_from(sampling, 0);
+        commit_path(result.path);
+        return result;
+    } catch (...) {
+        drop_from(0);
+        throw;
+    }
+}
+
 Followed Session::follow(const Sampling& sampling, int root) {
     std::lock_guard<std::mutex> lock(mutex_);
     check_open();
+    return follow_from(sampling, root);
+}
+
+Followed Session::follow_from(const Sampling& sampling, int root) {
     checked_row(root);
     Followed result;
     for (int row = root; row >= 0;) {
@@ -309,16 +337,16 @@ Followed Session::follow(const Sampling& sampling, int root) {
 void Session::commit(const std::vector<int32_t>& path) {
     std::lock_guard<std::mutex> lock(mutex_);
     check_open();
+    commit_path(path);
+}
+
+void Session::commit_path(const std::vector<int32_t>& path) {
     for (size_t i = 0; i < path.size(); ++i) {
         if (checked_row(path[i]).parent != (i == 0 ? -1 : path[i - 1])) {
             throw std::invalid_argument("row " + std::to_string(path[i]) + " does not continue the path to commit");
         }
     }
     const int committed = static_cast<int>(committed_.size());
-    committed_.reserve(committed_.size() + path.size());
-    for (const int32_t row : path) {
-        committed_.push_back(pending_[row].token);
-    }
     // Rows only move towards the front, so going along the path never overwrites one that is still to move.
     std::vector<std::pair<int, int>> moves;
     for (int i = 0; i < static_cast<int>(path.size()); ++i) {
@@ -326,7 +354,11 @@ void Session::commit(const std::vector<int32_t>& path) {
             moves.emplace_back(committed + path[i], committed + i);
         }
     }
+    committed_.reserve(committed_.size() + path.size());
     graph_->move(moves);
+    for (const int32_t row : path) {
+        committed_.push_back(pending_[row].token);
+    }
     drop_from(0);
 }
 

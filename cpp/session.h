@@ -40,6 +40,10 @@ public:
     // Walks from row `root` for as long as the model's own token is among a row's children.
     Followed follow(const Sampling& sampling, int root);
 
+    // One step: evaluates a tree whose first row is its root, follows it from there and commits the path. Needs a
+    // session without pending rows, and leaves none behind, whatever happens.
+    Followed verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, const Sampling& sampling);
+
     // Keeps these pending rows, a path from the committed end on, and drops the rest.
     void commit(const std::vector<int32_t>& path);
     // Drops the pending rows.
@@ -67,7 +71,11 @@ private:
 
     void check_open() const;
     void check_tokens(const std::vector<int32_t>& tokens) const;
+    void check_nothing_pending(const char* call) const;
     const Row& checked_row(int row) const;
+    void evaluate_rows(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits);
+    Followed follow_from(const Sampling& sampling, int root);
+    void commit_path(const std::vector<int32_t>& path);
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
     void compute(size_t first, size_t last, int num_logits);
     float* reserve_logits(int num_rows);
@@ -86,7 +94,7 @@ private:
     std::vector<int32_t> committed_;
     std::vector<Row> pending_;
     std::unique_ptr<float[]> logits_;  // [slots][logits stride]
-    std::vector<float> maxima_;        // [slots][logits stride / 64]
+    std::vector<float> maxima_;        // [slots][logits stride / kRun]
     int num_slots_ = 0, num_logits_ = 0;
     int num_unread_ = 0;                     // of the last of these slots: their logits are still on the device
     std::vector<int32_t> shortlist_tokens_;  // [slots][shortlist size]

@@ -8,7 +8,7 @@
 #include <system_error>
 #include <thread>
 
-#if defined(__x86_64__) || defined(_M_X64)
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 #ifdef __linux__
@@ -26,7 +26,7 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(50);
 
 inline void relax() {
-#if defined(__x86_64__) || defined(_M_X64)
+#ifdef __x86_64__
     _mm_pause();
 #elif defined(__aarch64__)
     asm volatile("isb" ::: "memory");

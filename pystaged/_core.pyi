@@ -212,6 +212,18 @@ class Session:
             path: int32[m], the rows walked, root first; tokens: int32[m], the model's token after each, the last of
             which is the bonus token.
         """
+    def verify(
+        self, tokens: _Ints, parents: _Ints, sampling: Sampling
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """One step: evaluate a tree, int32[n] with the root in row 0, follow it from there and commit the path.
+
+        Returns:
+            As follow.
+
+        Raises:
+            ContextFullError: as evaluate.
+            ValueError: there are pending rows. Whatever fails, the committed tokens stay and nothing is left pending.
+        """
     def commit(self, path: _Ints) -> None:
         """Keep these pending rows, a path from the committed end on, and drop the rest."""
     def discard(self) -> None:

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pystaged import ContextFullError, _core, _llama
+from pystaged.backends.rpc import RemoteModel, RemoteSession
+from pystaged.backends.worker import Host
 from pystaged.bench.random_model import write_random_gpt2
 
 Floats = npt.NDArray[np.float32]
@@ -298,6 +302,66 @@ def test_follow(random_gguf: Callable[..., Path], shape: str, guesses: list[tupl
         np.testing.assert_array_equal(session.logits(0), expected)
 
 
+class OneHost:
+    """A worker's calls without its process, counted."""
+
+    def __init__(self, model: _core.Model) -> None:
+        ours, self._theirs = Pipe()
+        self._host, self.calls = Host(ours), 0
+        self._host._model = model
+
+    def call(self, name: str, *args: object) -> Any:
+        self.calls += 1
+        return getattr(self._host, name)(*args)
+
+
+def remote(model: _core.Model) -> RemoteSession:
+    stand_in = SimpleNamespace(weight_bytes=model.weight_bytes, vocab_size=model.vocab_size, worker=OneHost(model))
+    return RemoteSession(cast(RemoteModel, stand_in), 0)
+
+
+@given(steps=st.lists(st.tuples(trees(12), st.sampled_from([0.0, 1.0])), min_size=1, max_size=5))
+@examples
+def test_verify_is_evaluate_follow_commit(random_gguf: Callable[..., Path], steps: list[tuple[Tree, float]]) -> None:
+    model = load(str(random_gguf("Q8_0")))
+    apart, together, afar = _core.Session(model), _core.Session(model), remote(model)
+    for session in (apart, together, afar):
+        session.prefill(PREFIX[:5])
+    for tree, temperature in steps:
+        sampling = _core.Sampling(temperature, seed=3)
+        apart.evaluate(tree.tokens, tree.parents)
+        expected = apart.follow(sampling)
+        apart.commit(expected[0])
+        before = afar._worker.calls
+        for path, tokens in (session.verify(tree.tokens, tree.parents, sampling) for session in (together, afar)):
+            np.testing.assert_array_equal(path, expected[0])
+            np.testing.assert_array_equal(tokens, expected[1])
+        assert afar._worker.calls == before + 1
+        np.testing.assert_array_equal(together.tokens, apart.tokens)
+        assert together.num_pending == 0
+    for session in (apart, together):
+        session.evaluate([42], [-1])
+    np.testing.assert_array_equal(together.logits(0), apart.logits(0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "kind"),
+    [([7, 300], [-1, 0], ValueError), ([7] * 30, range(-1, 29), ContextFullError), ([7, 8], [-1, 1], ValueError)],
+    ids=["token", "context", "parent"],
+)
+def test_failed_verify_leaves_nothing_behind(
+    random_gguf: Callable[..., Path], tokens: list[int], parents: list[int], kind: type[Exception]
+) -> None:
+    path = random_gguf("Q8_0")
+    session = _core.Session(load(str(path)), 16)
+    session.prefill(PREFIX[:5])
+    with pytest.raises(kind):
+        session.verify(tokens, parents, GREEDY)
+    assert (tuple(session.tokens), session.num_pending) == (PREFIX[:5], 0)
+    session.evaluate([42], [-1])
+    np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:5], 42))
+
+
 GREEDY = _core.Sampling()
 BAD_CALLS: dict[str, tuple[Callable[[_core.Session], object], type[Exception], str]] = {
     "negative-token": (lambda s: s.evaluate([1, -1], [1, 1]), ValueError, "token -1"),
@@ -320,6 +384,7 @@ BAD_CALLS: dict[str, tuple[Callable[[_core.Session], object], type[Exception], s
     "chain-past-the-context": (lambda s: s.evaluate([1] * 20, range(1, 21)), ContextFullError, "16 tokens"),
     "more-rows-than-cells": (lambda s: s.evaluate([1] * 600, [-1] * 600), ContextFullError, "more rows than"),
     "prefill-with-pending-rows": (lambda s: s.prefill([1]), ValueError, "pending rows"),
+    "verify-with-pending-rows": (lambda s: s.verify([1], [-1], GREEDY), ValueError, "pending rows"),
     "logits-without": (lambda s: s.logits(0), ValueError, "row 0 .*without logits"),
     "logits-row": (lambda s: s.logits(2), ValueError, "row 2"),
     "logits-negative-row": (lambda s: s.logits(-1), ValueError, "row -1"),
@@ -406,6 +471,7 @@ def test_context_of_the_model(random_gguf: Callable[..., Path]) -> None:
         lambda s: s.candidates([0], 1, GREEDY),
         lambda s: s.candidates([], 1, GREEDY),
         lambda s: s.follow(GREEDY),
+        lambda s: s.verify([1], [-1], GREEDY),
         lambda s: s.commit([]),
         lambda s: s.discard(),
         lambda s: s.truncate(0),
@@ -413,7 +479,7 @@ def test_context_of_the_model(random_gguf: Callable[..., Path]) -> None:
     ],
     ids=[
         *("prefill", "prefill-nothing", "evaluate", "candidates", "candidates-of-nothing"),
-        *("follow", "commit", "discard", "truncate", "logits"),
+        *("follow", "verify", "commit", "discard", "truncate", "logits"),
     ],
 )
 def test_closed_session(random_gguf: Callable[..., Path], call: Callable[[_core.Session], object]) -> None:

@@ -96,7 +96,7 @@ inline float soften(float* scores, int first, int length, float scale, float sof
 template <int rows, int vectors>
 void mix_tile(const HeadPass& p, const AttendRow* row, int dim, const float* weights, size_t stride,
               const float* inverse_sums, const uint16_t* upcoming) {
-    const size_t v_stride = (p.head_dim + kLanes - 1) / kLanes * kLanes;
+    const size_t v_stride = padded(p.head_dim, kLanes);
     const uint16_t* v = p.v + dim;
     int begin = row[0].first, end = row[0].context->direct;
     for (int r = 1; r < rows; ++r) {
@@ -164,7 +164,7 @@ void attend_rows(const HeadPass& p, int number) {
         }
     }
     const int blocks = (cells + kLanes - 1) / kLanes;
-    const size_t stride = (p.num_cells + kLanes - 1) / kLanes * kLanes;
+    const size_t stride = padded(p.num_cells, kLanes);
     float* scores = p.scratch;
     float* gathered = p.scratch + rows * stride;
     constexpr int wide = kScoreSums / rows < 8 ? kScoreSums / rows : 8;

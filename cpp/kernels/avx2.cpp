@@ -1,4 +1,5 @@
 // AVX2, FMA and F16C: any x86-64 laptop since 2013.
+#include <cpuid.h>
 #include <immintrin.h>
 
 #include "kernel.h"
@@ -55,7 +56,7 @@ inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offse
 #include "generic.h"
 
 bool supported() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && supports_f16c();
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // AVX-VNNI, the 256-bit form without AVX-512: Intel client CPUs since Alder Lake, AMD since Zen 5.
+#include <cpuid.h>
 #include <immintrin.h>
 
 #include "kernel.h"
@@ -42,8 +43,7 @@ inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offse
 
 bool supported() {
 #ifdef __AVXVNNI__
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-           __builtin_cpu_supports("avxvnni");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && supports_f16c() && supports_avx_vnni();
 #else
     return __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 #endif

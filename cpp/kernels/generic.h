@@ -10,16 +10,26 @@
 #include "rows.h"
 #include "vector.h"
 
+// The product of a packing, read by blocks of the size that packed_matrix.cpp writes.
+template <class Block, Packing packing>
+constexpr auto matmul_of() {
+    constexpr Layout layout = kLayouts[static_cast<int>(packing)];
+    static_assert(Block::bytes == layout.block_bytes, "a block");
+    static_assert(Block::Header::bytes == layout.header_bytes && Block::Header::blocks == layout.blocks, "a header");
+    return integer_matmul<Block>;
+}
+
 // The table of all that these define.
 constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
     return {
         name,
         supported,
         kRowPairs,
-        {float_matmul<WeightF32>, float_matmul<WeightF16>, float_matmul<WeightBf16>, integer_matmul<OffsetBlock<8>>,
-         integer_matmul<OffsetBlock<4>>, integer_matmul<MinimumBlock<4>>, integer_matmul<OffsetBlock<5>>,
-         integer_matmul<MinimumBlock<5>>, integer_matmul<SuperMinimumBlock<4>>, integer_matmul<SuperMinimumBlock<5>>,
-         integer_matmul<HalvesBlock>},
+        {float_matmul<WeightF32>, float_matmul<WeightF16>, float_matmul<WeightBf16>,
+         matmul_of<OffsetBlock<8>, Packing::q8_0>(), matmul_of<OffsetBlock<4>, Packing::q4_0>(),
+         matmul_of<MinimumBlock<4>, Packing::q4_1>(), matmul_of<OffsetBlock<5>, Packing::q5_0>(),
+         matmul_of<MinimumBlock<5>, Packing::q5_1>(), matmul_of<SuperMinimumBlock<4>, Packing::q4_k>(),
+         matmul_of<SuperMinimumBlock<5>, Packing::q5_k>(), matmul_of<HalvesBlock, Packing::q6_k>()},
         layer_norm,
         rms_norm,
         rotate,

@@ -4,6 +4,8 @@
 // on the tree they form, not on the number of threads. Reductions run over 16 lanes by position (or output) and are
 // then folded in a fixed order; multiply-adds are fused everywhere. So a row has the same bits whatever it is batched
 // with, and the same bits on every instruction set.
+//
+// Functions here are static: code compiled for a newer CPU must never be the copy the linker keeps for all.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +19,10 @@ namespace pystaged {
 constexpr int kLanes = 16;
 // Inputs that share one scale.
 constexpr int kBlock = 32;
+// Logits that share one maximum.
+constexpr int kRun = 64;
 
-constexpr int padded(int n, int multiple) {
+static constexpr int padded(int n, int multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
@@ -26,8 +30,48 @@ constexpr int padded(int n, int multiple) {
 enum class Packing { f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
 constexpr int kNumPackings = 11;
 
+// The parts of an integer packing.
+struct Layout {
+    int bits;          // of a quant
+    int factors;       // scales and minima per lane and block
+    int factor_bytes;  // of one of them
+    int headers;       // F16 numbers per lane that several blocks in a row share
+    int blocks;        // that share them
+
+    // Of a group.
+    int factors_bytes, block_bytes, header_bytes;
+};
+
+static constexpr Layout make_layout(int bits, int factors, int factor_bytes, int headers, int blocks) {
+    const int factors_bytes = kLanes * factors * factor_bytes;
+    const int quants_bytes = kLanes * (bits == 8 ? kBlock : kBlock / 2 + 4 * (bits - 4));
+    return {bits,
+            factors,
+            factor_bytes,
+            headers,
+            blocks,
+            factors_bytes,
+            factors_bytes + quants_bytes,
+            kLanes * headers * 2};
+}
+
+// By Packing; none for floats.
+constexpr Layout kLayouts[kNumPackings] = {
+    {},
+    {},
+    {},
+    make_layout(8, 1, 2, 0, 1),
+    make_layout(4, 1, 2, 0, 1),
+    make_layout(4, 2, 2, 0, 1),
+    make_layout(5, 1, 2, 0, 1),
+    make_layout(5, 2, 2, 0, 1),
+    make_layout(4, 2, 1, 2, 8),
+    make_layout(5, 2, 1, 2, 8),
+    make_layout(6, 2, 1, 1, 8),
+};
+
 // What an integer packing adds to its weights to store them unsigned; those with a minimum need not.
-constexpr int zero_point(Packing packing) {
+static constexpr int zero_point(Packing packing) {
     switch (packing) {
         case Packing::q8_0: return 128;
         case Packing::q4_0: return 8;
@@ -51,12 +95,12 @@ struct QuantizedRows {
     Packing packing = Packing::q8_0;  // of the weights they are to be multiplied with
     int8_t* quants = nullptr;         // [cols / kBlock][n][kBlock]
     BlockFactors* factors = nullptr;  // [cols / kBlock][n]
-
-    QuantizedRows from_block(int block) const {
-        const size_t at = size_t(block) * n;
-        return {n, packing, quants + at * kBlock, factors + at};
-    }
 };
+
+static inline QuantizedRows from_block(const QuantizedRows& rows, int block) {
+    const size_t at = size_t(block) * rows.n;
+    return {rows.n, rows.packing, rows.quants + at * kBlock, rows.factors + at};
+}
 
 // n rows of activations, as float packings or as integer packings read them.
 struct Activations {
@@ -133,7 +177,7 @@ struct Kernel {
     // x[n] to F16, rounding half to even.
     void (*to_f16)(const float* x, int n, uint16_t* out);
     void (*attend)(const HeadPass&);
-    // The maximum of each run of 64 values of x[n], NaN aside; n is a multiple of 64.
+    // The maximum of each run of kRun values of x[n], NaN aside; n is a multiple of kRun.
     void (*run_max)(const float* x, int n, float* maxima);
     // The sum of exp((x[i] - top) * factor) over x[n]; n is a multiple of 16.
     double (*sum_exp)(const float* x, int n, float top, float factor);
@@ -146,7 +190,7 @@ struct Kernel {
 
 // Floats of scratch that `attend` needs: scores of the rows it takes at a time, and one row's tail.
 constexpr int kMostAttendRows = 8;
-constexpr size_t attention_scratch(size_t num_cells) {
+static constexpr size_t attention_scratch(size_t num_cells) {
     return (kMostAttendRows + 1) * (num_cells + kLanes);
 }
 

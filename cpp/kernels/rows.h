@@ -107,10 +107,10 @@ void to_f16(const float* x, int n, uint16_t* out) {
 
 // NaN counts as absent: where max() meets one it returns its second operand.
 void run_max(const float* x, int n, float* maxima) {
-    for (int i = 0; i < n; i += 4 * kLanes) {
+    for (int i = 0; i < n; i += kRun) {
         Row most = Row::set(-__builtin_inff());
-        for (int j = 0; j < 4; ++j) {
-            most = max(Row::load(x + i + j * kLanes), most);
+        for (int j = 0; j < kRun; j += kLanes) {
+            most = max(Row::load(x + i + j), most);
         }
         *maxima++ = fold_max(most);
     }

@@ -71,7 +71,7 @@ void tree_attention(const Kernel& kernel, int num_threads, KvCache& cache, int l
         for (int i = first; quantized && i < last; ++i) {
             const int row = i / group, head = kv_head * group + i % group;
             kernel.quantize(out + row * out_stride + size_t(head) * head_dim, head_dim, row,
-                            quantized->from_block(head * head_dim / kBlock));
+                            from_block(*quantized, head * head_dim / kBlock));
         }
     };
     // Heads of keys that do not share out evenly are split by what reads them. A whole head is independent of every

@@ -32,7 +32,7 @@ public:
     Graph& operator=(const Graph&) = delete;
 
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
-    size_t logits_stride() const { return padded(model_.numbers().vocab_size, 64); }
+    size_t logits_stride() const { return padded(model_.numbers().vocab_size, kRun); }
     virtual int num_cells() const = 0;
     // At most kMaxRows rows.
     virtual void compute(const Pass& pass) = 0;

@@ -216,6 +216,12 @@ class RemoteSession:
         followed: tuple[NDArray[np.int32], NDArray[np.int32]] = self._call("follow", sampling, root)
         return followed
 
+    def verify(
+        self, tokens: object, parents: object, sampling: Sampling
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        followed: tuple[NDArray[np.int32], NDArray[np.int32]] = self._call("verify", tokens, parents, sampling)
+        return followed
+
     def commit(self, path: object) -> None:
         self._call("commit", path)
 

@@ -430,9 +430,9 @@ void test_row_functions() {
                     CHECK(a.factors[block].offsets[1] == b.factors[block].offsets[1]);
                 }
             }
-            kernel->run_max(x.data(), 64, maxima.data());
+            kernel->run_max(x.data(), kRun, maxima.data());
             float most = -INFINITY;
-            for (int i = 0; i < 64; ++i) {
+            for (int i = 0; i < kRun; ++i) {
                 most = x[i] > most ? x[i] : most;
             }
             CHECK(maxima[0] == most);

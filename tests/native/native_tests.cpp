@@ -22,7 +22,7 @@ struct Logits {
     Array<float> values, maxima;
     int size;
 
-    explicit Logits(int n) : values(padded(n, 64)), maxima(padded(n, 64) / 64), size(n) {
+    explicit Logits(int n) : values(padded(n, kRun)), maxima(padded(n, kRun) / kRun), size(n) {
         std::fill_n(values.data(), values.size(), -INFINITY);
         std::generate_n(values.data(), n, [] { return random_float(3); });
     }
