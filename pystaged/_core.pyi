@@ -78,21 +78,48 @@ class Tokenizer:
     def __init__(self, path: str | bytes) -> None: ...
     @property
     def num_tokens(self) -> int: ...
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """Token ids of a text; special tokens written out in it are recognized.
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> NDArray[np.int32]:
+        """Token ids of a text.
+
+        Args:
+            text: any.
+            add_special: put before and behind it what the vocabulary puts there (BOS, EOS).
+            parse_special: recognize control tokens written out in it; those that users defined always are.
 
         Raises:
             UnicodeEncodeError: the text cannot be written as UTF-8.
+            ValueError: the vocabulary has no tokens for a character of it.
         """
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for, possibly part of a character; empty for control tokens."""
+    def token_bytes(self, token: int, special: bool = False) -> bytes:
+        """The bytes a token stands for, possibly part of a character; empty for control tokens unless `special`."""
+    def token_text(self, token: int) -> str:
+        """How the vocabulary spells a token."""
+    def is_control(self, token: int) -> bool:
+        """Whether the token steers the model and is no text."""
     def is_end(self, token: int) -> bool:
         """Whether the token ends a text."""
+    @property
+    def end_tokens(self) -> NDArray[np.int32]:
+        """The tokens that end a text, int32[n]."""
+    @property
+    def adds_bos(self) -> bool:
+        """Whether texts begin with `bos`."""
+    @property
+    def adds_eos(self) -> bool:
+        """Whether texts end with `eos`."""
+    @property
+    def bos(self) -> int:
+        """The token that begins texts, or -1."""
+    @property
+    def eos(self) -> int:
+        """The token that ends texts, or -1."""
     def first_difference(self, other: Tokenizer) -> int:
-        """The first token that both have and that stands for different bytes, or -1."""
+        """The first token that both have and that differs in bytes, spelling or role, or -1."""
+    def shared_with(self, other: Tokenizer) -> NDArray[np.bool_]:
+        """For each token of this vocabulary whether the other one has it under the same id, bool[num_tokens]."""
     @property
     def fingerprint(self) -> str:
-        """Names the vocabulary: equal for equal token bytes."""
+        """Names the vocabulary: equal for equal tokens."""
 
 class Model:
     """Weights of a GGUF file, repacked for the kernel or on ggml's devices; shared by any number of sessions.
@@ -172,7 +199,7 @@ class Session:
 
     Args:
         model: shared.
-        n_ctx: positions, 0 for as many as the model was trained for.
+        n_ctx: positions, 0 for as many as the model was trained for, but no more than 8192.
 
     Raises:
         ValueError: n_ctx out of range; a closed session (every method); rows, parents or tokens out of range.
@@ -212,9 +239,7 @@ class Session:
             path: int32[m], the rows walked, root first; tokens: int32[m], the model's token after each, the last of
             which is the bonus token.
         """
-    def verify(
-        self, tokens: _Ints, parents: _Ints, sampling: Sampling
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def verify(self, tokens: _Ints, parents: _Ints, sampling: Sampling) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """One step: evaluate a tree, int32[n] with the root in row 0, follow it from there and commit the path.
 
         Returns:

@@ -8,7 +8,7 @@ namespace pystaged {
 namespace {
 
 constexpr int64_t kMostNumbers = int64_t(1) << 24;  // far beyond any model, far below any overflow
-constexpr int kMostLayers = 1 << 12;
+constexpr int kMostLayers = 512;                    // ggml visits a graph by recursion, for which a stack must do
 
 // Metadata under the architecture's own prefix.
 class Keys {

@@ -13,23 +13,20 @@ constexpr size_t kAlignment = 64;
 // The floats of a tensor, all rows in turn.
 std::vector<float> read_floats(const GgufFile& file, const TensorView& tensor) {
     const size_t size = size_t(tensor.ne[0]) * tensor.ne[1];
+    const Memory data = file.read(tensor);
     std::vector<float> values(size);
     switch (tensor.type) {
-        case GGML_TYPE_F32: std::copy_n(reinterpret_cast<const float*>(tensor.data), size, values.data()); break;
+        case GGML_TYPE_F32: std::copy_n(reinterpret_cast<const float*>(data.data()), size, values.data()); break;
         case GGML_TYPE_F16:
-            ggml_fp16_to_fp32_row(reinterpret_cast<const ggml_fp16_t*>(tensor.data), values.data(), int64_t(size));
+            ggml_fp16_to_fp32_row(reinterpret_cast<const ggml_fp16_t*>(data.data()), values.data(), int64_t(size));
             break;
         case GGML_TYPE_BF16:
-            ggml_bf16_to_fp32_row(reinterpret_cast<const ggml_bf16_t*>(tensor.data), values.data(), int64_t(size));
+            ggml_bf16_to_fp32_row(reinterpret_cast<const ggml_bf16_t*>(data.data()), values.data(), int64_t(size));
             break;
         default:
             file.fail("tensor '" + tensor.name + "' is of type " + ggml_type_name(tensor.type) +
                       " where F32, F16 or BF16 is needed");
     }
-    if (!std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); })) {
-        file.fail("tensor '" + tensor.name + "' holds values that are not finite; the file is damaged, get it again");
-    }
-    file.release(tensor);
     return values;
 }
 
@@ -79,17 +76,20 @@ Vector PackedLoader::vector(Role role) const {
 }
 
 Linear PackedLoader::pack(const Parts& parts) {
+    std::vector<Memory> data;
     std::vector<Tensor> sources;
     for (const TensorView* weight : parts.weights) {
-        sources.push_back({weight->data, int(weight->ne[1])});
+        data.push_back(file_.read(*weight, num_threads_));
+        sources.push_back({data.back().data(), static_cast<int>(weight->ne[1])});
     }
     Linear result;
-    result.packed = PackedMatrix(parts.weights[0]->type, int(parts.weights[0]->ne[0]), sources, parts.order,
-                                 arena_.data() + used_, num_threads_);
-    used_ += (result.packed.bytes() + kAlignment - 1) / kAlignment * kAlignment;
-    for (const TensorView* weight : parts.weights) {
-        file_.release(*weight);
+    try {
+        result.packed = PackedMatrix(parts.weights[0]->type, static_cast<int>(parts.weights[0]->ne[0]), sources,
+                                     parts.order, arena_.data() + used_, num_threads_);
+    } catch (const std::invalid_argument& error) {
+        file_.fail("tensor '" + parts.weights[0]->name + "': " + error.what());
     }
+    used_ += (result.packed.bytes() + kAlignment - 1) / kAlignment * kAlignment;
     if (!parts.biases.empty()) {
         const std::vector<float> values = read_floats(file_, parts.biases);
         result.bias.values.resize(result.packed.padded_rows());
@@ -196,13 +196,16 @@ ggml_tensor* DeviceLoader::matrix(const TensorView& tensor, int device) {
         file_.fail("tensor '" + tensor.name + "' is of type " + ggml_type_name(tensor.type) +
                    ", which ggml cannot multiply");
     }
-    return memory_.place(tensor.type, tensor.ne[0], tensor.ne[1], device, tensor.data);
+    return memory_.place(tensor.type, tensor.ne[0], tensor.ne[1], device,
+                         [this, tensor](const auto& copy) { copy(file_.read(tensor, num_threads_).data()); });
 }
 
 Vector DeviceLoader::floats(const std::vector<const TensorView*>& tensors, int device) {
-    floats_.push_back(read_floats(file_, tensors));
-    const int64_t rows = tensors[0]->ne[1], cols = int64_t(floats_.back().size()) / rows;
-    return {{}, memory_.place(GGML_TYPE_F32, cols, rows, device, floats_.back().data())};
+    std::vector<float> values = read_floats(file_, tensors);
+    const int64_t rows = tensors[0]->ne[1], cols = static_cast<int64_t>(values.size()) / rows;
+    return {{}, memory_.place(GGML_TYPE_F32, cols, rows, device, [values = std::move(values)](const auto& copy) {
+                copy(values.data());
+            })};
 }
 
 Linear DeviceLoader::token_embedding() {

@@ -1,7 +1,6 @@
 // The two ways in which a file's tensors become a model's weights, with one interface.
 #pragma once
 
-#include <deque>
 #include <vector>
 
 #include "model/manifest.h"
@@ -51,8 +50,9 @@ private:
 // Places on ggml's devices; the data goes there when their memory is filled.
 class DeviceLoader {
 public:
-    DeviceLoader(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers, DeviceMemory& memory)
-        : file_(file), manifest_(manifest), numbers_(numbers), memory_(memory) {}
+    DeviceLoader(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers, DeviceMemory& memory,
+                 int num_threads)
+        : file_(file), manifest_(manifest), numbers_(numbers), memory_(memory), num_threads_(num_threads) {}
 
     void begin_model();
     void begin_layer(int layer);
@@ -75,8 +75,7 @@ private:
     const Manifest& manifest_;
     const Hyperparameters& numbers_;
     DeviceMemory& memory_;
-    int device_ = 0, layer_ = 0;
-    std::deque<std::vector<float>> floats_;
+    int num_threads_, device_ = 0, layer_ = 0;
 };
 
 }  // namespace pystaged

@@ -32,6 +32,7 @@ void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
 Model::Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
              const std::function<void()>& progress)
     : kernel_(find_kernel(kernel)), num_threads_(checked_threads(num_threads)) {
+    const FloatEnvironment pinned;
     const GgufFile file(path);
     file_bytes_ = file.bytes();
     name_ = file.text("general.name", "");
@@ -54,7 +55,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
         }
     } else {
         device_memory_ = std::make_unique<DeviceMemory>(devices);
-        DeviceLoader loader(file, manifest, numbers_, *device_memory_);
+        DeviceLoader loader(file, manifest, numbers_, *device_memory_, num_threads_);
         load(loader);
         device_memory_->fill(progress);
         for (const TensorView* tensor : manifest.multiplied()) {
