@@ -7,10 +7,16 @@
 //   Q4_1, Q5_1   F16 scales[lane], F16 minima[lane], quants
 //   Q4_K, Q5_K   8-bit scales[lane], 8-bit minima[lane], quants; before every eighth block F16 scales and minima of the
 //                scales and of the minima
-//   Q6_K         8-bit scales[2][lane] of the halves, quants; before every eighth block F16 scales of the scales
+//   Q6_K, Q3_K   8-bit scales[2][lane] of the halves, quants; before every eighth block F16 scales of the scales
+//   Q2_K         scales (low four bits) and minima (high) [2][lane] of the halves, quants; before every eighth block F16
+//                scales of the scales and of the minima
+//   IQ4_NL       F16 scales[lane], indices
+//   IQ4_XS       8-bit scales[lane], indices; before every eighth block F16 scales of the scales
+//   MXFP4        exponents[lane], indices
 // Quants are unsigned, the zero point added; those of eight bits are words[8][lane], a word being four inputs' bytes.
-// Those of four bits have word i in the low and word i + 4 in the high half of nibbles[4][lane]. Fifth bits follow as
-// bit i of fifth[lane] for word i, fifth and sixth ones as bits 2 i and 2 i + 1 of both[2][lane] for words i and i + 4.
+// Those of four bits, and indices into a table of quants, have word i in the low and word i + 4 in the high half of
+// nibbles[4][lane]; those of two bits word 4 i + j in bits 2 j and 2 j + 1 of pairs[2][lane]. Of what is above four or
+// two bits, one follows as bit i of more[lane] for word i, two as bits 2 j and 2 j + 1 of more[2][lane].
 // Outputs are padded with zeros to a multiple of 32, inputs likewise.
 #pragma once
 

@@ -27,8 +27,25 @@ static constexpr int padded(int n, int multiple) {
 }
 
 // How a packed matrix stores its weights; see packed_matrix.h for the layouts.
-enum class Packing { f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
-constexpr int kNumPackings = 11;
+enum class Packing {
+    f32,
+    f16,
+    bf16,
+    q8_0,
+    q4_0,
+    q4_1,
+    q5_0,
+    q5_1,
+    q4_k,
+    q5_k,
+    q6_k,
+    iq4_nl,
+    iq4_xs,
+    mxfp4,
+    q3_k,
+    q2_k,
+};
+constexpr int kNumPackings = 16;
 
 // The parts of an integer packing.
 struct Layout {
@@ -44,7 +61,7 @@ struct Layout {
 
 static constexpr Layout make_layout(int bits, int factors, int factor_bytes, int headers, int blocks) {
     const int factors_bytes = kLanes * factors * factor_bytes;
-    const int quants_bytes = kLanes * (bits == 8 ? kBlock : kBlock / 2 + 4 * (bits - 4));
+    const int quants_bytes = kLanes * kBlock / 8 * bits;
     return {bits,
             factors,
             factor_bytes,
@@ -68,24 +85,44 @@ constexpr Layout kLayouts[kNumPackings] = {
     make_layout(4, 2, 1, 2, 8),
     make_layout(5, 2, 1, 2, 8),
     make_layout(6, 2, 1, 1, 8),
+    make_layout(4, 1, 2, 0, 1),
+    make_layout(4, 1, 1, 1, 8),
+    make_layout(4, 1, 1, 0, 1),
+    make_layout(3, 2, 1, 1, 8),
+    make_layout(2, 2, 1, 2, 8),
 };
+
+// What the four bits of IQ4_NL and IQ4_XS, and of MXFP4, stand for, the zero point added.
+alignas(16) constexpr uint8_t kIq4Values[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                129, 141, 153, 166, 181, 197, 217, 241};
+alignas(16) constexpr uint8_t kFp4Values[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                                128, 127, 126, 125, 124, 122, 120, 116};
 
 // What an integer packing adds to its weights to store them unsigned; those with a minimum need not.
 static constexpr int zero_point(Packing packing) {
     switch (packing) {
-        case Packing::q8_0: return 128;
+        case Packing::q8_0:
+        case Packing::iq4_nl:
+        case Packing::iq4_xs:
+        case Packing::mxfp4: return 128;
         case Packing::q4_0: return 8;
         case Packing::q5_0: return 16;
         case Packing::q6_k: return 32;
+        case Packing::q3_k: return 4;
         default: return 0;
     }
+}
+
+// Whether the halves of a block have scales of their own.
+static constexpr bool has_halves(Packing packing) {
+    return packing == Packing::q6_k || packing == Packing::q3_k || packing == Packing::q2_k;
 }
 
 // What a product needs to know of one block of one row besides its quants.
 struct BlockFactors {
     float scale;         // value = scale * quant
     float sum;           // of the values
-    int32_t offsets[2];  // minus the zero point times the sum of the quants; Q6_K: of the first half, of the second
+    int32_t offsets[2];  // minus the zero point times the sum of the quants, or of either half's; Q2_K: those sums
 };
 
 // n rows of int8 blocks. The rows of a block lie side by side, so that a tile of rows reaches them all from one

@@ -83,11 +83,10 @@ void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
             __builtin_memcpy(to.quants + (at - row % 2) * kBlock + row % 2 * 8 + 2 * i, own + i, 8);
         }
         const float scale = round_to_f16(largest / 127.0f);
-        const int zero = zero_point(to.packing);
-        const bool halves = to.packing == Packing::q6_k;
+        const int factor = to.packing == Packing::q2_k ? 1 : -zero_point(to.packing);
         to.factors[at] = {scale,
                           scale * static_cast<float>(first + second),
-                          {-zero * (halves ? first : first + second), -zero * second}};
+                          {factor * (has_halves(to.packing) ? first : first + second), factor * second}};
     }
 }
 

@@ -34,6 +34,12 @@ FILE_TYPES = {
     "q4_k_s": LlamaFileType.MOSTLY_Q4_K_S,
     "q4_1": LlamaFileType.MOSTLY_Q4_1,
     "q4_0": LlamaFileType.MOSTLY_Q4_0,
+    "iq4_nl": LlamaFileType.MOSTLY_IQ4_NL,
+    "iq4_xs": LlamaFileType.MOSTLY_IQ4_XS,
+    "q3_k_l": LlamaFileType.MOSTLY_Q3_K_L,
+    "q3_k_m": LlamaFileType.MOSTLY_Q3_K_M,
+    "q3_k_s": LlamaFileType.MOSTLY_Q3_K_S,
+    "q2_k": LlamaFileType.MOSTLY_Q2_K,
 }
 DEFAULT_TYPE = "q8_0"
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]")

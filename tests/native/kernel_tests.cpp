@@ -45,8 +45,10 @@ void unmix(const Array<int8_t>& quants, int n) {
 
 // The integer types, and where in a block of theirs F16 numbers stand.
 const std::map<ggml_type, std::vector<int>> kIntegerTypes = {
-    {GGML_TYPE_Q8_0, {0}},    {GGML_TYPE_Q4_0, {0}},    {GGML_TYPE_Q4_1, {0, 2}}, {GGML_TYPE_Q5_0, {0}},
-    {GGML_TYPE_Q5_1, {0, 2}}, {GGML_TYPE_Q4_K, {0, 2}}, {GGML_TYPE_Q5_K, {0, 2}}, {GGML_TYPE_Q6_K, {208}},
+    {GGML_TYPE_Q8_0, {0}},      {GGML_TYPE_Q4_0, {0}},    {GGML_TYPE_Q4_1, {0, 2}}, {GGML_TYPE_Q5_0, {0}},
+    {GGML_TYPE_Q5_1, {0, 2}},   {GGML_TYPE_Q4_K, {0, 2}}, {GGML_TYPE_Q5_K, {0, 2}}, {GGML_TYPE_Q6_K, {208}},
+    {GGML_TYPE_IQ4_NL, {0}},    {GGML_TYPE_IQ4_XS, {0}},  {GGML_TYPE_MXFP4, {}},    {GGML_TYPE_Q3_K, {108}},
+    {GGML_TYPE_Q2_K, {80, 82}},
 };
 
 void fill_weights(ggml_type type, Array<uint8_t>& source) {
@@ -65,6 +67,9 @@ void fill_weights(ggml_type type, Array<uint8_t>& source) {
         for (const int field : type == GGML_TYPE_F16 ? std::vector<int>{0} : kIntegerTypes.at(type)) {
             const ggml_fp16_t h = ggml_fp32_to_fp16(random_float(0.05f));
             std::memcpy(&source[at + field], &h, 2);
+        }
+        if (type == GGML_TYPE_MXFP4) {  // an exponent: mostly ordinary, sometimes of subnormal numbers
+            source[at] = static_cast<uint8_t>(at / block % 7 ? random_int(119, 126) : random_int(0, 4));
         }
     }
 }
@@ -243,7 +248,8 @@ void test_together() {
         ggml_type type;
         int rows;
     };
-    const Case cases[] = {{GGML_TYPE_Q4_K, 70}, {GGML_TYPE_Q6_K, 16}, {GGML_TYPE_Q8_0, 200}, {GGML_TYPE_F16, 33}};
+    const Case cases[] = {{GGML_TYPE_Q4_K, 70}, {GGML_TYPE_Q6_K, 16},  {GGML_TYPE_IQ4_NL, 200},
+                          {GGML_TYPE_F16, 33},  {GGML_TYPE_Q2_K, 100}, {GGML_TYPE_Q8_0, 1}};
     const Array<float> x(size_t(n) * cols);
     std::generate_n(x.data(), x.size(), [] { return random_float(); });
     for (const Kernel* kernel : available_kernels()) {
@@ -257,8 +263,10 @@ void test_together() {
             storage.emplace_back(PackedMatrix::packed_bytes(c.type, c.rows, cols));
             const PackedMatrix& matrix =
                 matrices.emplace_back(c.type, c.rows, cols, source.data(), storage.back().data(), 1);
-            // Q6_K's rows do for Q4_K too.
-            const Packing packing = matrix.reads(Packing::q6_k) ? Packing::q6_k : matrix.packing();
+            // Q6_K's rows do for Q4_K too, and Q8_0's for IQ4_NL.
+            const Packing packing = matrix.reads(Packing::q6_k)   ? Packing::q6_k
+                                    : matrix.reads(Packing::q8_0) ? Packing::q8_0
+                                                                  : matrix.packing();
             const QuantizedRows rows = inputs.emplace_back(n, cols).rows(n, packing);
             for (int i = 0; i < n; ++i) {
                 kernel->quantize(&x[size_t(i) * cols], cols, i, rows);
@@ -327,7 +335,7 @@ void test_matrices() {
         test_gated(GGML_TYPE_F32, rows, 33);
         test_gated(GGML_TYPE_F16, rows, 33);
     }
-    CHECK_THROWS(std::invalid_argument, PackedMatrix::packing_of(GGML_TYPE_Q3_K));
+    CHECK_THROWS(std::invalid_argument, PackedMatrix::packing_of(GGML_TYPE_IQ3_S));
     CHECK_THROWS(std::invalid_argument, PackedMatrix(GGML_TYPE_Q8_0, 1, 33, nullptr, nullptr, 1));
 }
 
@@ -419,7 +427,7 @@ void test_row_functions() {
             const Array<float> x(64), twin(64), maxima(1);
             std::generate_n(x.data(), 64, [] { return random_float(); });
             x[random_int(0, 63)] = odd;
-            for (const Packing packing : {Packing::q8_0, Packing::q4_k, Packing::q6_k}) {
+            for (const Packing packing : {Packing::q8_0, Packing::q4_k, Packing::q6_k, Packing::q3_k, Packing::q2_k}) {
                 const Quantized a(1, 64), b(1, 64);
                 kernel->quantize(x.data(), 64, 0, a.rows(1, packing));
                 scalar.quantize(x.data(), 64, 0, b.rows(1, packing));
