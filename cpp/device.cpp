@@ -44,7 +44,7 @@ ggml_backend_reg_t rpc() {
         throw DeviceError(
             "the installed llama-cpp-python is built without RPC; install it with: CMAKE_ARGS=-DGGML_RPC=on pip "
             "install "
-            "--force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36");
+            "--force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python==" LLAMA_CPP_PYTHON_VERSION);
     }
     return found;
 }
