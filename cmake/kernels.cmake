@@ -7,8 +7,8 @@ set(pystaged_options -Wall -Wextra -ffp-contract=off)
 find_package(Threads REQUIRED)
 set(cpp "${CMAKE_CURRENT_LIST_DIR}/../cpp")
 add_library(pystaged_kernels STATIC
-  ${cpp}/memory.cpp ${cpp}/thread_pool.cpp ${cpp}/packed_matrix.cpp ${cpp}/kv_cache.cpp
-  ${cpp}/kernels/dispatch.cpp)
+  ${cpp}/memory.cpp ${cpp}/thread_pool.cpp ${cpp}/packed_matrix.cpp ${cpp}/pass/kv_cache.cpp
+  ${cpp}/pass/attention.cpp ${cpp}/kernels/dispatch.cpp)
 target_include_directories(pystaged_kernels PUBLIC ${cpp})
 target_link_libraries(pystaged_kernels PUBLIC Threads::Threads)
 target_compile_options(pystaged_kernels PRIVATE ${pystaged_options})
@@ -38,7 +38,7 @@ if(processor MATCHES "^(x86_64|amd64)$")
   add_kernel(avx2.cpp -mavx2 -mfma -mf16c)
   add_kernel(avx_vnni.cpp -mavx2 -mfma -mf16c ${vnni})
   add_kernel(avx512_vnni.cpp -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c
-    -Wno-maybe-uninitialized)
+    -Wno-uninitialized -Wno-maybe-uninitialized)
 elseif(processor MATCHES "^(aarch64|arm64)$")
   target_compile_definitions(pystaged_kernels PRIVATE PYSTAGED_ARM)
   target_sources(pystaged_kernels PRIVATE ${cpp}/kernels/arm_features.cpp)

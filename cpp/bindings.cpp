@@ -208,6 +208,17 @@ PYBIND11_MODULE(_core, m) {
     m.def("serve_devices", &serve_devices, py::arg("endpoint"), py::arg("device"), py::arg("num_threads"),
           py::call_guard<py::gil_scoped_release>());
     m.def("gumbel", py::vectorize(&gumbel), py::arg("seed"), py::arg("position"), py::arg("token"));
+    m.def(
+        "rotation",
+        [](int position, int dims, float base) {
+            Rope rope;
+            rope.dims = dims;
+            rope.base = base;
+            py::array_t<float> cosines(dims / 2), sines(dims / 2);
+            rotation(rope.frequencies({}), rope.amplitude(), position, cosines.mutable_data(), sines.mutable_data());
+            return py::make_tuple(cosines, sines);
+        },
+        py::arg("position"), py::arg("dims"), py::arg("base") = 10000.0f);
     m.def("multiply", &multiply, py::arg("type"), py::arg("weights"), py::arg("rows"), py::arg("x"),
           py::arg("kernel") = "", py::arg("num_threads") = 1);
     m.def("read_bandwidth", &read_bandwidth, py::arg("num_bytes"), py::arg("num_threads"));
@@ -238,36 +249,66 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("num_tokens", &Tokenizer::num_tokens)
         .def(
             "encode",
-            [](const Tokenizer& self, const py::str& text) {
+            [](const Tokenizer& self, const py::str& text, bool add_special, bool parse_special) {
                 // By Python's own encoder, whose error says what is wrong.
                 const std::string bytes = text.attr("encode")("utf-8").cast<py::bytes>();
                 std::vector<int32_t> tokens;
                 {
                     const py::gil_scoped_release release;
-                    tokens = self.encode(bytes, check_signals);
+                    tokens = self.encode(bytes, add_special, parse_special, check_signals);
                 }
                 return to_array(tokens);
             },
-            py::arg("text"))
+            py::arg("text"), py::arg("add_special") = true, py::arg("parse_special") = true)
         .def(
-            "token_bytes", [](const Tokenizer& self, int32_t token) { return py::bytes(self.token_bytes(token)); },
+            "token_bytes",
+            [](const Tokenizer& self, int32_t token, bool special) {
+                return py::bytes(self.token_bytes(token, special));
+            },
+            py::arg("token"), py::arg("special") = false)
+        .def(
+            "token_text", [](const Tokenizer& self, int32_t token) { return to_text(self.token_text(token)); },
             py::arg("token"))
+        .def("is_control", &Tokenizer::is_control, py::arg("token"))
+        .def_property_readonly("adds_bos", &Tokenizer::adds_bos)
+        .def_property_readonly("adds_eos", &Tokenizer::adds_eos)
+        .def_property_readonly("bos", &Tokenizer::bos)
+        .def_property_readonly("eos", &Tokenizer::eos)
+        .def_property_readonly("end_tokens",
+                               [](const Tokenizer& self) {
+                                   std::vector<int32_t> tokens;
+                                   for (int32_t token = 0; token < self.num_tokens(); ++token) {
+                                       if (self.is_end(token)) {
+                                           tokens.push_back(token);
+                                       }
+                                   }
+                                   return to_array(tokens);
+                               })
+        .def(
+            "shared_with",
+            [](const Tokenizer& self, const Tokenizer& other) {
+                const std::vector<bool> shared = self.shared_with(other);
+                py::array_t<bool> result(static_cast<py::ssize_t>(shared.size()));
+                std::copy(shared.begin(), shared.end(), result.mutable_data());
+                return result;
+            },
+            py::arg("other"))
         .def("is_end", &Tokenizer::is_end, py::arg("token"))
         .def("first_difference", &Tokenizer::first_difference, py::arg("other"))
         .def_property_readonly("fingerprint", &Tokenizer::fingerprint);
 
-    py::class_<Gpt2, std::shared_ptr<Gpt2>>(m, "Model")
+    py::class_<Model, std::shared_ptr<Model>>(m, "Model")
         .def(py::init([](const py::object& path, const std::string& kernel, int num_threads, const std::string& device,
                          const std::function<void()>& progress) {
                  const std::string bytes = to_path(path);
                  const py::gil_scoped_release release;
-                 return std::make_shared<Gpt2>(bytes, kernel, num_threads,
-                                               device == "cpu" ? Devices() : find_devices(device), progress);
+                 return std::make_shared<Model>(bytes, kernel, num_threads,
+                                                device == "cpu" ? Devices() : find_devices(device), progress);
              }),
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
              py::arg("progress") = std::function<void()>())
         .def_property_readonly("devices",
-                               [](const Gpt2& self) {
+                               [](const Model& self) {
                                    std::vector<std::string> names;
                                    const DeviceMemory* memory = self.device_memory();
                                    for (int i = 0; memory && i < memory->num_devices(); ++i) {
@@ -275,21 +316,26 @@ PYBIND11_MODULE(_core, m) {
                                    }
                                    return names;
                                })
-        .def_property_readonly("name", [](const Gpt2& self) { return to_text(self.name()); })
-        .def_property_readonly("kernel", [](const Gpt2& self) { return self.kernel().name; })
-        .def_property_readonly("num_threads", &Gpt2::num_threads)
-        .def_property_readonly("file_bytes", &Gpt2::file_bytes)
-        .def_property_readonly("weight_bytes", &Gpt2::weight_bytes)
-        .def_property_readonly("num_weights", &Gpt2::num_weights)
-        .def_property_readonly("weight_type", &Gpt2::weight_type)
-        .def_property_readonly("vocab_size", [](const Gpt2& self) { return self.shape().vocab_size; })
-        .def_property_readonly("max_context", [](const Gpt2& self) { return self.shape().max_context; })
-        .def_property_readonly("width", [](const Gpt2& self) { return self.shape().width; })
-        .def_property_readonly("num_layers", [](const Gpt2& self) { return self.shape().num_layers; })
-        .def_property_readonly("num_heads", [](const Gpt2& self) { return self.shape().num_heads; });
+        .def_property_readonly("name", [](const Model& self) { return to_text(self.name()); })
+        .def_property_readonly("kernel", [](const Model& self) { return self.kernel().name; })
+        .def_property_readonly("num_threads", &Model::num_threads)
+        .def_property_readonly("file_bytes", &Model::file_bytes)
+        .def_property_readonly("weight_bytes", &Model::weight_bytes)
+        .def_property_readonly("num_weights", &Model::num_weights)
+        .def_property_readonly("weight_type", &Model::weight_type)
+        .def_property_readonly("vocab_size", [](const Model& self) { return self.numbers().vocab_size; })
+        .def_property_readonly("max_context", [](const Model& self) { return self.numbers().max_context; })
+        .def_property_readonly("width", [](const Model& self) { return self.numbers().width; })
+        .def_property_readonly("num_layers", [](const Model& self) { return self.numbers().num_layers; })
+        .def_property_readonly("num_heads", [](const Model& self) { return self.numbers().num_heads; })
+        .def_property_readonly("num_kv_heads", [](const Model& self) { return self.numbers().num_kv_heads; })
+        .def_property_readonly("head_dim", [](const Model& self) { return self.numbers().head_dim; })
+        .def_property_readonly("ffn_width", [](const Model& self) { return self.numbers().ffn_width; })
+        .def_property_readonly("cell_bytes", &Model::cell_bytes)
+        .def_property_readonly("architecture", [](const Model& self) { return self.family().name; });
 
     py::class_<Session>(m, "Session")
-        .def(py::init([](std::shared_ptr<Gpt2> model, int n_ctx) {
+        .def(py::init([](std::shared_ptr<Model> model, int n_ctx) {
                  const py::gil_scoped_release release;
                  return std::make_unique<Session>(std::move(model), n_ctx);
              }),
@@ -320,7 +366,7 @@ PYBIND11_MODULE(_core, m) {
                 const auto* one = std::get_if<Sampling>(&sampling);
                 const std::vector<Sampling> samplings = one ? std::vector<Sampling>{*one} : std::get<1>(sampling);
                 const std::vector<int32_t> indices = to_ints(rows, "rows");
-                if (k < 1 || k > self.model().shape().vocab_size) {
+                if (k < 1 || k > self.model().numbers().vocab_size) {
                     throw py::value_error("k must be between 1 and the size of the vocabulary");
                 }
                 py::array_t<int32_t> tokens({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
@@ -371,7 +417,7 @@ PYBIND11_MODULE(_core, m) {
         .def(
             "logits",
             [](Session& self, int row) {
-                py::array_t<float> out(self.model().shape().vocab_size);
+                py::array_t<float> out(self.model().numbers().vocab_size);
                 float* data = out.mutable_data();
                 const py::gil_scoped_release release;
                 self.logits(row, data);
@@ -399,5 +445,5 @@ PYBIND11_MODULE(_core, m) {
                                })
         .def_property_readonly("n_ctx", &Session::context)
         .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().weight_bytes(); })
-        .def_property_readonly("vocab_size", [](const Session& self) { return self.model().shape().vocab_size; });
+        .def_property_readonly("vocab_size", [](const Session& self) { return self.model().numbers().vocab_size; });
 }

@@ -68,7 +68,9 @@ void LogCapture::log(ggml_log_level level, const char* text, void*) {
     }
 }
 
-GgufFile::GgufFile(const std::string& path) : path_(path) {
+GgufFile::GgufFile(const std::string& path) : GgufFile(path, true) {}
+
+GgufFile::GgufFile(const std::string& path, bool first) : path_(path) {
     // Without waiting for a pipe's other end.
     const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     file_.reset(descriptor < 0 ? nullptr : fdopen(descriptor, "rb"));
@@ -98,6 +100,37 @@ GgufFile::GgufFile(const std::string& path) : path_(path) {
                  "' lies beyond the end of the file; it is truncated or damaged, get it again");
         }
     }
+    if (first) {
+        open_shards();
+    }
+}
+
+void GgufFile::open_shards() {
+    const int64_t count = integer("split.count", 0, 99999, 1);
+    if (count <= 1) {
+        return;
+    }
+    const auto suffix = [count](int64_t number) {
+        char text[32];
+        std::snprintf(text, sizeof(text), "-%05d-of-%05d.gguf", static_cast<int>(number), static_cast<int>(count));
+        return std::string(text);
+    };
+    const std::string own = suffix(1);
+    if (path_.size() < own.size() || path_.compare(path_.size() - own.size(), own.size(), own) != 0) {
+        fail("the model lies in " + std::to_string(count) + " files; name the first, which ends in '" + own + "'");
+    }
+    for (int64_t i = 2; i <= count; ++i) {
+        const std::string path = path_.substr(0, path_.size() - own.size()) + suffix(i);
+        shards_.push_back(std::unique_ptr<GgufFile>(new GgufFile(path, false)));
+    }
+}
+
+size_t GgufFile::bytes() const {
+    size_t sum = size_;
+    for (const auto& shard : shards_) {
+        sum += shard->size_;
+    }
+    return sum;
 }
 
 void GgufFile::fail(const std::string& what) const {
@@ -167,6 +200,42 @@ float GgufFile::real(const std::string& name, float otherwise) const {
     return gguf_get_val_f32(context_.get(), id);
 }
 
+bool GgufFile::flag(const std::string& name, bool otherwise) const {
+    const int64_t id = key(name);
+    if (id < 0) {
+        return otherwise;
+    }
+    if (gguf_get_kv_type(context_.get(), id) != GGUF_TYPE_BOOL) {
+        fail("metadata '" + name + "' is not a boolean");
+    }
+    return gguf_get_val_bool(context_.get(), id);
+}
+
+std::optional<std::vector<int64_t>> GgufFile::integers(const std::string& name) const {
+    const gguf_context* context = context_.get();
+    const int64_t id = key(name);
+    if (id < 0 || gguf_get_kv_type(context, id) != GGUF_TYPE_ARRAY) {
+        return std::nullopt;
+    }
+    const size_t size = gguf_get_arr_n(context, id);
+    const gguf_type type = gguf_get_arr_type(context, id);
+    if (type != GGUF_TYPE_INT32 && type != GGUF_TYPE_UINT32 && type != GGUF_TYPE_BOOL) {
+        fail("metadata '" + name + "' is not an array of 32-bit integers or booleans");
+    }
+    const auto* data = static_cast<const uint8_t*>(gguf_get_arr_data(context, id));
+    std::vector<int64_t> values(size);
+    for (size_t i = 0; i < size; ++i) {
+        if (type == GGUF_TYPE_BOOL) {
+            values[i] = data[i] != 0;
+            continue;
+        }
+        uint32_t bits;
+        std::memcpy(&bits, data + 4 * i, sizeof(bits));
+        values[i] = type == GGUF_TYPE_INT32 ? static_cast<int32_t>(bits) : static_cast<int64_t>(bits);
+    }
+    return values;
+}
+
 std::optional<std::pair<int64_t, size_t>> GgufFile::array(const std::string& name, gguf_type type) const {
     const int64_t id = key(name);
     if (id < 0) {
@@ -183,11 +252,31 @@ const char* GgufFile::array_text(int64_t key_id, size_t index) const {
 }
 
 bool GgufFile::has_tensor(const std::string& name) const {
-    return gguf_find_tensor(context_.get(), name.c_str()) >= 0;
+    return gguf_find_tensor(context_.get(), name.c_str()) >= 0 ||
+           std::any_of(shards_.begin(), shards_.end(), [&](const auto& shard) { return shard->has_tensor(name); });
+}
+
+std::vector<std::string> GgufFile::tensor_names() const {
+    std::vector<std::string> names;
+    for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {
+        names.emplace_back(gguf_get_tensor_name(context_.get(), i));
+    }
+    for (const auto& shard : shards_) {
+        const std::vector<std::string> more = shard->tensor_names();
+        names.insert(names.end(), more.begin(), more.end());
+    }
+    return names;
 }
 
 TensorView GgufFile::tensor(const std::string& name) const {
     const int64_t id = gguf_find_tensor(context_.get(), name.c_str());
+    for (size_t i = 0; id < 0 && i < shards_.size(); ++i) {
+        if (shards_[i]->has_tensor(name)) {
+            TensorView view = shards_[i]->tensor(name);
+            view.shard = static_cast<int>(i) + 1;
+            return view;
+        }
+    }
     if (id < 0) {
         fail("tensor '" + name + "' is missing");
     }
@@ -215,6 +304,11 @@ TensorView GgufFile::tensor(const std::string& name, std::vector<int64_t> shape)
 }
 
 Memory GgufFile::read(const TensorView& tensor, int num_threads) const {
+    if (tensor.shard > 0) {
+        TensorView own = tensor;
+        own.shard = 0;
+        return shards_[tensor.shard - 1]->read(own, num_threads);
+    }
     Memory data(tensor.bytes);
     // Blocks of weights are not cut.
     const size_t part = kReadBytes / ggml_type_size(tensor.type) * ggml_type_size(tensor.type);

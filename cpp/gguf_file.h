@@ -18,15 +18,18 @@ struct TensorView {
     ggml_type type;
     int64_t ne[GGML_MAX_DIMS];  // ne[0] varies fastest
     size_t at, bytes;
+    int shard = 0;  // of a model in several files
 };
 
 class GgufFile {
 public:
-    // Throws ModelError when the file cannot be read or is not a whole, valid GGUF file.
+    // Throws ModelError when the file cannot be read or is not a whole, valid GGUF file. The first of several files
+    // (...-00001-of-00003.gguf) stands for all of them.
     explicit GgufFile(const std::string& path);
 
     const std::string& path() const { return path_; }
-    size_t bytes() const { return size_; }
+    // Of all files.
+    size_t bytes() const;
 
     // Metadata. Each throws ModelError when the key is there with another type, or missing without a default.
     std::string text(const std::string& key) const;
@@ -34,11 +37,16 @@ public:
     int64_t integer(const std::string& key, int64_t least, int64_t most) const;
     int64_t integer(const std::string& key, int64_t least, int64_t most, int64_t otherwise) const;
     float real(const std::string& key, float otherwise) const;
+    bool flag(const std::string& key, bool otherwise) const;
+    // The numbers or booleans of an array; nothing where the key is missing or no array.
+    std::optional<std::vector<int64_t>> integers(const std::string& key) const;
+    bool has(const std::string& name) const { return key(name) >= 0; }
     // The key of an array of that type and its length.
     std::optional<std::pair<int64_t, size_t>> array(const std::string& key, gguf_type type) const;
     const char* array_text(int64_t key_id, size_t index) const;
 
     bool has_tensor(const std::string& name) const;
+    std::vector<std::string> tensor_names() const;
     // A tensor of exactly this shape (missing dimensions are 1).
     TensorView tensor(const std::string& name, std::vector<int64_t> shape) const;
     // A tensor of that name of any shape.
@@ -50,7 +58,9 @@ public:
     [[noreturn]] void fail(const std::string& what) const;
 
 private:
+    GgufFile(const std::string& path, bool first);
     int64_t key(const std::string& name) const;
+    void open_shards();
 
     struct Free {
         void operator()(gguf_context* context) const { gguf_free(context); }
@@ -61,6 +71,7 @@ private:
     std::unique_ptr<FILE, Free> file_;
     std::unique_ptr<gguf_context, Free> context_;
     size_t size_ = 0;
+    std::vector<std::unique_ptr<GgufFile>> shards_;  // after the first
 };
 
 // Collects what ggml and llama.cpp log in this thread while it lives; what other threads log goes where it went before.

@@ -1,7 +1,9 @@
 #include "packed_matrix.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -17,8 +19,9 @@ constexpr size_t kChunkBytes = 256 << 10;
 
 // By Packing.
 constexpr ggml_type kTypes[kNumPackings] = {
-    GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_Q4_1,
-    GGML_TYPE_Q5_0, GGML_TYPE_Q5_1, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K,
+    GGML_TYPE_F32,    GGML_TYPE_F16,   GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_Q4_1,
+    GGML_TYPE_Q5_0,   GGML_TYPE_Q5_1,  GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_IQ4_NL,
+    GGML_TYPE_IQ4_XS, GGML_TYPE_MXFP4, GGML_TYPE_Q3_K, GGML_TYPE_Q2_K,
 };
 
 ggml_type type_of(Packing packing) {
@@ -27,6 +30,37 @@ ggml_type type_of(Packing packing) {
 
 const Layout& layout_of(Packing packing) {
     return kLayouts[static_cast<int>(packing)];
+}
+
+// Where in a block of the file its F16 numbers for all of ours stand.
+int header_at(Packing packing) {
+    switch (packing) {
+        case Packing::q6_k: return 208;
+        case Packing::q3_k: return 108;
+        case Packing::q2_k: return 80;
+        default: return 0;
+    }
+}
+
+// What quants stand for, or null where they are numbers themselves.
+const uint8_t* table_of(Packing packing) {
+    switch (packing) {
+        case Packing::iq4_nl:
+        case Packing::iq4_xs: return kIq4Values;
+        case Packing::mxfp4: return kFp4Values;
+        default: return nullptr;
+    }
+}
+
+bool has_minima(Packing packing) {
+    switch (packing) {
+        case Packing::q4_1:
+        case Packing::q5_1:
+        case Packing::q4_k:
+        case Packing::q5_k:
+        case Packing::q2_k: return true;
+        default: return false;
+    }
 }
 
 size_t group_bytes(Packing packing, int padded_cols) {
@@ -122,7 +156,59 @@ Block read_halves_block(const uint8_t* in, int index) {
     return block;
 }
 
-// Moves the quants of one lane to their places in a packed block, and back.
+// Block `index` of the eight in a file's block of IQ4_XS.
+Block read_scaled_block(const uint8_t* in, int index) {
+    Block block;
+    uint16_t high;
+    std::memcpy(&high, in + 2, sizeof(high));
+    const int scale = (in[4 + index / 2] >> 4 * (index % 2) & 15) | (high >> 2 * index & 3) << 4;
+    block.factors[0] = static_cast<uint8_t>(scale - 32);
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t both = load_word(in + 8 + 16 * index + 4 * i);
+        block.words[i] = both & kNibbles;
+        block.words[i + 4] = both >> 4 & kNibbles;
+    }
+    return block;
+}
+
+// Block `index` of the eight in a file's block of Q2_K or Q3_K.
+Block read_small_block(const Layout& l, const uint8_t* in, int index) {
+    Block block;
+    const uint8_t* scales = in + (l.bits == 3 ? 96 : 0);
+    const uint8_t* low = in + (l.bits == 3 ? 32 : 16) + 32 * (index / 4);
+    for (int i = 0; i < 8; ++i) {
+        block.words[i] = load_word(low + 4 * i) >> 2 * (index % 4) & 3 * kOnes;
+        if (l.bits == 3) {
+            block.words[i] |= (load_word(in + 4 * i) >> index & kOnes) << 2;
+        }
+    }
+    for (int half = 0; half < 2; ++half) {
+        const int k = 2 * index + half;
+        if (l.bits == 3) {
+            const int scale = (scales[k % 8] >> 4 * (k / 8) & 15) | (scales[8 + k % 4] >> 2 * (k / 4) & 3) << 4;
+            block.factors[half] = static_cast<uint8_t>(scale - 32);
+        } else {
+            block.factors[half] = scales[k];
+        }
+    }
+    return block;
+}
+
+Block read_block(Packing packing, const uint8_t* in, int index) {
+    const Layout& l = layout_of(packing);
+    switch (packing) {
+        case Packing::q4_k:
+        case Packing::q5_k: return read_minimum_block(l, in, index);
+        case Packing::q6_k: return read_halves_block(in, index);
+        case Packing::iq4_xs: return read_scaled_block(in, index);
+        case Packing::q2_k:
+        case Packing::q3_k: return read_small_block(l, in, index);
+        default: return read_block(l, in);
+    }
+}
+
+// Moves the quants of one lane to their places in a packed block, and back. Beyond the lower bits, which are four or
+// else two, there are none, one or two.
 void store_quants(const Layout& l, const uint32_t* words, int lane, uint8_t* out) {
     out += 4 * lane;
     if (l.bits == 8) {
@@ -131,17 +217,24 @@ void store_quants(const Layout& l, const uint32_t* words, int lane, uint8_t* out
         }
         return;
     }
+    const auto store_bits = [&](int at, int width) {
+        for (int plane = 0, count = width == 1 ? 8 : 4; plane < width; ++plane) {
+            uint32_t bits = 0;
+            for (int i = 0; i < count; ++i) {
+                bits |= (words[plane * count + i] >> at & (width == 1 ? kOnes : 3 * kOnes)) << width * i;
+            }
+            store_word(out + 4 * kLanes * (at + plane), bits);
+        }
+    };
+    if (l.bits < 4) {
+        store_bits(0, 2);
+        store_bits(2, l.bits - 2);
+        return;
+    }
     for (int i = 0; i < 4; ++i) {
         store_word(out + 4 * kLanes * i, (words[i] & kNibbles) | (words[i + 4] & kNibbles) << 4);
     }
-    const int width = l.bits - 4, count = width == 1 ? 8 : 4;
-    for (int plane = 0; plane < width; ++plane) {
-        uint32_t high = 0;
-        for (int i = 0; i < count; ++i) {
-            high |= (words[plane * count + i] >> 4 & (width == 1 ? kOnes : 3 * kOnes)) << width * i;
-        }
-        store_word(out + 4 * kLanes * (4 + plane), high);
-    }
+    store_bits(4, l.bits - 4);
 }
 
 void load_quants(const Layout& l, const uint8_t* in, int lane, uint32_t* words) {
@@ -152,13 +245,20 @@ void load_quants(const Layout& l, const uint8_t* in, int lane, uint32_t* words) 
         }
         return;
     }
-    const int width = l.bits - 4, count = width == 1 ? 8 : 4;
-    for (int i = 0; i < 8; ++i) {
-        words[i] = load_word(in + 4 * kLanes * (i % 4)) >> 4 * (i / 4) & kNibbles;
-        if (width > 0) {
-            const uint32_t high = load_word(in + 4 * kLanes * (4 + i / count)) >> width * (i % count);
-            words[i] |= (high & (width == 1 ? kOnes : 3 * kOnes)) << 4;
+    const auto add_bits = [&](int at, int width) {
+        for (int i = 0, count = width == 1 ? 8 : 4; width > 0 && i < 8; ++i) {
+            const uint32_t bits = load_word(in + 4 * kLanes * (at + i / count)) >> width * (i % count);
+            words[i] |= (bits & (width == 1 ? kOnes : 3 * kOnes)) << at;
         }
+    };
+    for (int i = 0; i < 8; ++i) {
+        words[i] = l.bits < 4 ? 0 : load_word(in + 4 * kLanes * (i % 4)) >> 4 * (i / 4) & kNibbles;
+    }
+    if (l.bits < 4) {
+        add_bits(0, 2);
+        add_bits(2, l.bits - 2);
+    } else {
+        add_bits(4, l.bits - 4);
     }
 }
 
@@ -186,9 +286,50 @@ size_t PackedMatrix::packed_bytes(ggml_type type, int rows, int cols) {
     return group_bytes(packing_of(type), padded(cols, kBlock)) * (padded(rows, kBlock) / kLanes);
 }
 
+RowOrder in_order(int rows) {
+    RowOrder order(rows);
+    std::iota(order.begin(), order.end(), 0);
+    return order;
+}
+
+RowOrder halves_of_pairs(int rows, int head_dim, int rotary) {
+    RowOrder order = in_order(rows);
+    for (int head = 0; head + head_dim <= rows; head += head_dim) {
+        for (int i = 0; i < rotary / 2; ++i) {
+            order[head + i] = head + 2 * i;
+            order[head + rotary / 2 + i] = head + 2 * i + 1;
+        }
+    }
+    return order;
+}
+
+RowOrder gate_in_turns(int rows) {
+    RowOrder order;
+    for (int group = 0; group < padded(rows, kBlock); group += kLanes) {
+        for (const int first : {0, rows}) {
+            for (int i = group; i < group + kLanes; ++i) {
+                order.push_back(i < rows ? first + i : -1);
+            }
+        }
+    }
+    return order;
+}
+
+RowOrder stacked(RowOrder order, const RowOrder& next) {
+    const int first = order.empty() ? 0 : *std::max_element(order.begin(), order.end()) + 1;
+    for (const int row : next) {
+        order.push_back(row < 0 ? row : first + row);
+    }
+    return order;
+}
+
 PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* source, uint8_t* storage, int num_threads)
+    : PackedMatrix(type, cols, {{source, rows}}, in_order(rows), storage, num_threads) {}
+
+PackedMatrix::PackedMatrix(ggml_type type, int cols, const std::vector<Tensor>& sources, const RowOrder& order,
+                           uint8_t* storage, int num_threads)
     : packing_(packing_of(type)),
-      rows_(rows),
+      rows_(static_cast<int>(order.size())),
       cols_(cols),
       group_bytes_(group_bytes(packing_, padded(cols, kBlock))),
       data_(storage) {
@@ -196,22 +337,45 @@ PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* so
         throw std::invalid_argument(std::string(ggml_type_name(type)) + " needs rows of a multiple of " +
                                     std::to_string(ggml_blck_size(type)) + " weights, not " + std::to_string(cols));
     }
+    std::vector<const uint8_t*> file_rows;
+    for (const Tensor& source : sources) {
+        for (int i = 0; i < source.rows; ++i) {
+            file_rows.push_back(source.data + i * ggml_row_size(type, cols_));
+        }
+    }
     ThreadPool::shared().run(padded_rows() / kLanes, num_threads, [&](int g, int) {
-        if (rows_ < (g + 1) * kLanes || cols_ != padded_cols()) {
+        const uint8_t* rows[kLanes] = {};
+        for (int lane = 0; lane < std::min(rows_ - g * kLanes, kLanes); ++lane) {
+            const int row = order[g * kLanes + lane];
+            rows[lane] = row < 0 ? nullptr : file_rows[row];
+        }
+        if (cols_ != padded_cols() || std::find(rows, rows + kLanes, nullptr) != rows + kLanes) {
             std::memset(data_ + g * group_bytes_, 0, group_bytes_);
         }
         if (integer()) {
-            pack_blocks(g, source);
+            pack_blocks(g, rows);
         } else {
-            pack_floats(g, source);
+            pack_floats(g, rows);
         }
     });
 }
 
-void PackedMatrix::pack_floats(int group, const uint8_t* source) const {
+bool PackedMatrix::reads(Packing packing) const {
+    // A minimum for a whole block takes the sum of the values, which is there for all.
+    if (!integer() || packing == packing_ || (has_minima(packing_) && !has_halves(packing_))) {
+        return true;
+    }
+    return packing_ != Packing::q2_k && packing != Packing::q2_k && zero_point(packing_) == zero_point(packing) &&
+           has_halves(packing_) == has_halves(packing);
+}
+
+void PackedMatrix::pack_floats(int group, const uint8_t* const* rows) const {
     const size_t size = ggml_type_size(type_of(packing_));
-    for (int lane = 0; lane < std::min(rows_ - group * kLanes, kLanes); ++lane) {
-        const uint8_t* in = source + size_t(group * kLanes + lane) * cols_ * size;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const uint8_t* in = rows[lane];
+        if (!in) {
+            continue;
+        }
         uint8_t* out = data_ + group * group_bytes_ + lane * size;
         for (int i = 0; i < cols_; ++i) {
             std::memcpy(out + i * kLanes * size, in + i * size, size);
@@ -219,23 +383,22 @@ void PackedMatrix::pack_floats(int group, const uint8_t* source) const {
     }
 }
 
-void PackedMatrix::pack_blocks(int group, const uint8_t* source) const {
+void PackedMatrix::pack_blocks(int group, const uint8_t* const* rows) const {
     const Layout& l = layout_of(packing_);
-    const ggml_type type = type_of(packing_);
-    const size_t row_bytes = ggml_row_size(type, cols_), file_block = ggml_type_size(type);
+    const size_t file_block = ggml_type_size(type_of(packing_));
     uint8_t* out = data_ + group * group_bytes_;
     for (int b = 0; b < cols_ / kBlock; ++b, out += l.block_bytes) {
         const bool begins = b % l.blocks == 0;
         uint8_t* header = out;
         out += begins ? l.header_bytes : 0;
-        for (int lane = 0; lane < std::min(rows_ - group * kLanes, kLanes); ++lane) {
-            const uint8_t* in = source + size_t(group * kLanes + lane) * row_bytes + b / l.blocks * file_block;
-            const Block block = l.blocks == 1 ? read_block(l, in)
-                                : l.bits == 6 ? read_halves_block(in, b % l.blocks)
-                                              : read_minimum_block(l, in, b % l.blocks);
+        for (int lane = 0; lane < kLanes; ++lane) {
+            if (!rows[lane]) {
+                continue;
+            }
+            const uint8_t* in = rows[lane] + b / l.blocks * file_block;
+            const Block block = read_block(packing_, in, b % l.blocks);
             for (int i = 0; begins && i < l.headers; ++i) {
-                // Q6_K has its scale at the end, the others begin with theirs.
-                std::memcpy(header + 2 * (i * kLanes + lane), in + (l.bits == 6 ? 208 : 2 * i), 2);
+                std::memcpy(header + 2 * (i * kLanes + lane), in + header_at(packing_) + 2 * i, 2);
             }
             for (int i = 0; i < l.factors; ++i) {
                 std::memcpy(out + (i * kLanes + lane) * l.factor_bytes, block.factors + i * l.factor_bytes,
@@ -248,18 +411,37 @@ void PackedMatrix::pack_blocks(int group, const uint8_t* source) const {
 
 void PackedMatrix::multiply(const Kernel& kernel, const Activations& x, const Epilogue& epilogue,
                             const QuantizedRows* quantized, int num_threads) const {
-    // Groups are handed out in pairs: two of them make a block of outputs.
-    const int pairs = padded_rows() / kBlock;
-    const int fair = (pairs + 2 * num_threads - 1) / (2 * num_threads);
-    const int chunk = std::clamp(static_cast<int>(kChunkBytes / (2 * group_bytes_)), 1, fair);
-    const auto matmul = kernel.matmul[static_cast<int>(packing_)];
-    ThreadPool::shared().run((pairs + chunk - 1) / chunk, num_threads, [&](int i, int) {
-        const int first = i * chunk, last = std::min(pairs, first + chunk);
-        matmul(data_, 2 * first, 2 * last, x, epilogue);
-        if (quantized) {
-            const float* out = epilogue.out + size_t(first) * kBlock;
-            for (int row = 0; row < x.n; ++row, out += epilogue.stride) {
-                kernel.quantize(out, (last - first) * kBlock, row, from_block(*quantized, first));
+    multiply_all(kernel, {{this, x, epilogue, quantized}}, num_threads);
+}
+
+void multiply_all(const Kernel& kernel, const std::vector<Product>& products, int num_threads) {
+    // Groups are handed out so that the outputs make whole blocks.
+    struct Share {
+        int groups, blocks, chunk, tasks;  // groups of a block, blocks, those of a task
+    };
+    std::vector<Share> shares;
+    int count = 0;
+    for (const Product& p : products) {
+        const int groups = p.epilogue.gated ? 4 : 2, blocks = p.weights->padded_rows() / kLanes / groups;
+        const int fair = (blocks + 2 * num_threads - 1) / (2 * num_threads);
+        const int chunk = std::clamp(static_cast<int>(kChunkBytes / (groups * p.weights->group_bytes_)), 1, fair);
+        shares.push_back({groups, blocks, chunk, (blocks + chunk - 1) / chunk});
+        count += shares.back().tasks;
+    }
+    ThreadPool::shared().run(count, num_threads, [&](int i, int) {
+        size_t at = 0;
+        for (; i >= shares[at].tasks; ++at) {
+            i -= shares[at].tasks;
+        }
+        const Product& p = products[at];
+        const Share& share = shares[at];
+        const int first = i * share.chunk, last = std::min(share.blocks, first + share.chunk);
+        const auto matmul = kernel.matmul[static_cast<int>(p.weights->packing_)];
+        matmul(p.weights->data_, share.groups * first, share.groups * last, p.x, p.epilogue);
+        if (p.quantized) {
+            const float* out = p.epilogue.out + size_t(first) * kBlock;
+            for (int row = 0; row < p.x.n; ++row, out += p.epilogue.stride) {
+                kernel.quantize(out, (last - first) * kBlock, row, from_block(*p.quantized, first));
             }
         }
     });
@@ -284,31 +466,43 @@ void PackedMatrix::row(int index, float* out) const {
         return;
     }
     const uint8_t* header = in;
+    const uint8_t* table = table_of(packing_);
     for (int b = 0; b < cols_ / kBlock; ++b, in += l.block_bytes, out += kBlock) {
         if (b % l.blocks == 0) {
             header = in;
             in += l.header_bytes;
         }
-        float factors[2] = {};
-        for (int i = 0; i < l.factors; ++i) {
-            const uint8_t* factor = in + (i * kLanes + lane) * l.factor_bytes;
-            if (l.headers == 0) {
-                factors[i] = load_half(factor);
-            } else {
-                const float shared = load_half(header + 2 * ((l.headers == 2 ? i * kLanes : 0) + lane));
-                const int number = l.headers == 2 ? *factor : static_cast<int8_t>(*factor);
-                factors[i] = shared * static_cast<float>(number);
+        // Of either half of the block; minima are subtracted.
+        float scales[2], minima[2];
+        for (int half = 0; half < 2; ++half) {
+            const auto factor = [&](int i) { return in + (i * kLanes + lane) * l.factor_bytes; };
+            const auto shared = [&](int i) { return load_half(header + 2 * (i * kLanes + lane)); };
+            const uint8_t* own = factor(has_halves(packing_) ? half : 0);
+            switch (packing_) {
+                case Packing::mxfp4: scales[half] = std::ldexp(1.0f, *own - 128); break;
+                case Packing::q4_k:
+                case Packing::q5_k:
+                    scales[half] = shared(0) * static_cast<float>(*own);
+                    minima[half] = shared(1) * static_cast<float>(*factor(1));
+                    break;
+                case Packing::q2_k:
+                    scales[half] = shared(0) * static_cast<float>(*own & 15);
+                    minima[half] = shared(1) * static_cast<float>(*own >> 4);
+                    break;
+                default:
+                    scales[half] =
+                        l.headers ? shared(0) * static_cast<float>(static_cast<int8_t>(*own)) : load_half(own);
+                    minima[half] = l.headers || l.factors == 1 ? 0 : -load_half(factor(1));
             }
         }
         uint32_t words[8];
         load_quants(l, in + l.factors_bytes, lane, words);
         for (int i = 0; i < kBlock; ++i) {
-            const auto quant =
-                static_cast<float>(static_cast<int>(words[i / 4] >> 8 * (i % 4) & 255) - zero_point(packing_));
-            const bool halves = packing_ == Packing::q6_k;
-            const float product = factors[halves ? i / 16 : 0] * quant;
+            const int byte = static_cast<int>(words[i / 4] >> 8 * (i % 4) & 255);
+            const int quant = (table ? table[byte] : byte) - zero_point(packing_);
             // As ggml writes it, for the sign of zeros.
-            out[i] = l.factors == 1 || halves ? product : l.headers == 2 ? product - factors[1] : product + factors[1];
+            const float product = scales[i / 16] * static_cast<float>(quant);
+            out[i] = has_minima(packing_) ? product - minima[i / 16] : product;
         }
     }
 }

@@ -7,23 +7,57 @@
 //   Q4_1, Q5_1   F16 scales[lane], F16 minima[lane], quants
 //   Q4_K, Q5_K   8-bit scales[lane], 8-bit minima[lane], quants; before every eighth block F16 scales and minima of the
 //                scales and of the minima
-//   Q6_K         8-bit scales[2][lane] of the halves, quants; before every eighth block F16 scales of the scales
+//   Q6_K, Q3_K   8-bit scales[2][lane] of the halves, quants; before every eighth block F16 scales of the scales
+//   Q2_K         scales (low four bits) and minima (high) [2][lane] of the halves, quants; before every eighth block F16
+//                scales of the scales and of the minima
+//   IQ4_NL       F16 scales[lane], indices
+//   IQ4_XS       8-bit scales[lane], indices; before every eighth block F16 scales of the scales
+//   MXFP4        exponents[lane], indices
 // Quants are unsigned, the zero point added; those of eight bits are words[8][lane], a word being four inputs' bytes.
-// Those of four bits have word i in the low and word i + 4 in the high half of nibbles[4][lane]. Fifth bits follow as
-// bit i of fifth[lane] for word i, fifth and sixth ones as bits 2 i and 2 i + 1 of both[2][lane] for words i and i + 4.
+// Those of four bits, and indices into a table of quants, have word i in the low and word i + 4 in the high half of
+// nibbles[4][lane]; those of two bits word 4 i + j in bits 2 j and 2 j + 1 of pairs[2][lane]. Of what is above four or
+// two bits, one follows as bit i of more[lane] for word i, two as bits 2 j and 2 j + 1 of more[2][lane].
 // Outputs are padded with zeros to a multiple of 32, inputs likewise.
 #pragma once
+
+#include <vector>
 
 #include "ggml.h"
 #include "kernels/kernel.h"
 
 namespace pystaged {
 
+// Which row of a tensor becomes each row of a packed matrix; -1 is a row of zeros. Several tensors of one type make one
+// matrix: their rows are counted through.
+using RowOrder = std::vector<int>;
+
+// Rows 0 to rows - 1.
+RowOrder in_order(int rows);
+// Heads of `head_dim` rows whose first `rotary` rows belong together as (2 i, 2 i + 1): as (i, i + rotary / 2), which
+// is what Kernel::rotate() turns.
+RowOrder halves_of_pairs(int rows, int head_dim, int rotary);
+// A gate's `rows` rows and then as many of what it opens, in turns of kLanes, for Epilogue::gated; padded to kBlock
+// each.
+RowOrder gate_in_turns(int rows);
+// `order`, and then the rows of another tensor.
+RowOrder stacked(RowOrder order, const RowOrder& next);
+
+// A matrix as a file holds it.
+struct Tensor {
+    const uint8_t* data = nullptr;
+    int rows = 0;
+};
+
+struct Product;
+
 class PackedMatrix {
 public:
     PackedMatrix() = default;
     // Packs `source`, a [rows][cols] matrix of ggml `type`, into `storage` of size packed_bytes().
     PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* source, uint8_t* storage, int num_threads);
+    // Packs order.size() rows of `sources`.
+    PackedMatrix(ggml_type type, int cols, const std::vector<Tensor>& sources, const RowOrder& order, uint8_t* storage,
+                 int num_threads);
 
     // Throws std::invalid_argument when `type` has no packing here.
     static Packing packing_of(ggml_type type);
@@ -36,6 +70,8 @@ public:
     Packing packing() const { return packing_; }
     bool integer() const { return packing_ >= Packing::q8_0; }
     size_t bytes() const { return group_bytes_ * (padded_rows() / kLanes); }
+    // Whether rows that were quantized for matrices of `packing` will do for this one.
+    bool reads(Packing packing) const;
 
     // out = W x, then the epilogue, for x.n rows of activations; the outputs are quantized too where `quantized` is
     // given, by the thread that has them at hand.
@@ -45,13 +81,25 @@ public:
     void row(int index, float* out) const;
 
 private:
-    void pack_floats(int group, const uint8_t* source) const;
-    void pack_blocks(int group, const uint8_t* source) const;
+    friend void multiply_all(const Kernel& kernel, const std::vector<Product>& products, int num_threads);
+    void pack_floats(int group, const uint8_t* const* rows) const;
+    void pack_blocks(int group, const uint8_t* const* rows) const;
 
     Packing packing_ = Packing::f32;
     int rows_ = 0, cols_ = 0;
     size_t group_bytes_ = 0;
     uint8_t* data_ = nullptr;
 };
+
+// One product of several over the same rows; see PackedMatrix::multiply.
+struct Product {
+    const PackedMatrix* weights = nullptr;
+    Activations x;
+    Epilogue epilogue;
+    const QuantizedRows* quantized = nullptr;
+};
+
+// All of them in one join.
+void multiply_all(const Kernel& kernel, const std::vector<Product>& products, int num_threads);
 
 }  // namespace pystaged

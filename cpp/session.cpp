@@ -9,9 +9,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "device_graph.h"
 #include "error.h"
-#include "packed_graph.h"
+#include "pass/device_pass.h"
+#include "pass/packed_pass.h"
 #include "thread_pool.h"
 
 namespace pystaged {
@@ -21,13 +21,13 @@ namespace {
 // Cells beyond the context, so that a tree at its very end still has room for branches.
 constexpr int kSpareCells = 512;
 
-int checked_context(const Gpt2& model, int context) {
-    const int most = model.shape().max_context;
+int checked_context(const Model& model, int context) {
+    const int most = model.numbers().max_context;
     if (context < 0 || context > most) {
         throw std::invalid_argument("n_ctx must be between 1 and the model's " + std::to_string(most) + ", not " +
                                     std::to_string(context));
     }
-    return context == 0 ? most : context;
+    return context == 0 ? std::min(most, Session::kDefaultContext) : context;
 }
 
 // Bits, not comparisons, so that it is a few vector instructions.
@@ -44,11 +44,11 @@ void check_finite(const float* x, size_t n) {
 }
 
 // The form that fits where the weights are.
-std::unique_ptr<Graph> make_graph(const Gpt2& model, int num_cells) {
+std::unique_ptr<Graph> make_graph(const Model& model, int num_cells, int context) {
     if (model.device_memory()) {
-        return std::make_unique<DeviceGraph>(model, num_cells);
+        return std::make_unique<DevicePass>(model, num_cells, context);
     }
-    return std::make_unique<PackedGraph>(model, num_cells);
+    return std::make_unique<PackedPass>(model, num_cells, context);
 }
 
 }  // namespace
@@ -82,10 +82,10 @@ private:
     FloatEnvironment floats_;
 };
 
-Session::Session(std::shared_ptr<const Gpt2> model, int context)
+Session::Session(std::shared_ptr<const Model> model, int context)
     : model_(std::move(model)),
       context_(checked_context(*model_, context)),
-      graph_(make_graph(*model_, context_ + kSpareCells)),
+      graph_(make_graph(*model_, context_ + kSpareCells, context_)),
       samplers_(model_->num_threads(), Sampler(model_->kernel())) {}
 
 void Session::check_open() const {
@@ -95,7 +95,7 @@ void Session::check_open() const {
 }
 
 void Session::check_tokens(const std::vector<int32_t>& tokens) const {
-    const int size = model_->shape().vocab_size;
+    const int size = model_->numbers().vocab_size;
     for (const int32_t token : tokens) {
         if (token < 0 || token >= size) {
             throw std::invalid_argument("token " + std::to_string(token) + " is outside the vocabulary of " +
@@ -244,7 +244,7 @@ void Session::read_logits() {
     }
     ThreadPool::shared().run(num_unread_, model_->num_threads(), [&](int i, int) {
         const float* row = &logits_[size_t(first + i) * stride];
-        check_finite(row, model_->shape().vocab_size);
+        check_finite(row, model_->numbers().vocab_size);
         model_->kernel().run_max(row, stride, &maxima_[size_t(first + i) * runs]);
     });
     num_unread_ = 0;
@@ -288,7 +288,7 @@ LogitsRow Session::logits_row(int row) {
         read_logits();
     }
     const size_t stride = graph_->logits_stride();
-    return {logits_.get() + slot * stride, maxima_.data() + slot * stride / kRun, model_->shape().vocab_size,
+    return {logits_.get() + slot * stride, maxima_.data() + slot * stride / kRun, model_->numbers().vocab_size,
             static_cast<int>(stride)};
 }
 
@@ -313,7 +313,7 @@ LogitsRow Session::shortlisted_row(int row) {
         sparse_logits_[token] = shortlist_logits_[first + i];
         sparse_maxima_[token / kRun] = std::max(sparse_maxima_[token / kRun], sparse_logits_[token]);
     }
-    return {sparse_logits_.data(), sparse_maxima_.data(), model_->shape().vocab_size, stride};
+    return {sparse_logits_.data(), sparse_maxima_.data(), model_->numbers().vocab_size, stride};
 }
 
 void Session::candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k,

@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "graph.h"
+#include "pass/graph.h"
 #include "sampler.h"
 
 namespace pystaged {
@@ -27,8 +27,11 @@ struct Followed {
 
 class Session {
 public:
-    // `context` positions, 0 for as many as the model was trained for; more are refused with std::invalid_argument.
-    Session(std::shared_ptr<const Gpt2> model, int context);
+    static constexpr int kDefaultContext = 8192;
+
+    // `context` positions, 0 for as many as the model was trained for, but no more than kDefaultContext; more than it
+    // was trained for are refused with std::invalid_argument.
+    Session(std::shared_ptr<const Model> model, int context);
 
     // Evaluates and commits tokens, computing no logits. `interrupted` is called between passes and may throw; then, as
     // after any error, nothing is committed.
@@ -64,7 +67,7 @@ public:
     int num_pending();
     bool closed();
     int context() const { return context_; }
-    const Gpt2& model() const { return *model_; }
+    const Model& model() const { return *model_; }
 
 private:
     struct Row {
@@ -96,7 +99,7 @@ private:
     std::mutex mutex_;
     std::atomic<std::thread::id> caller_{};  // whose turn it is
     std::atomic<int> process_{0};            // and in which process, 0 for nobody's
-    std::shared_ptr<const Gpt2> model_;
+    std::shared_ptr<const Model> model_;
     int context_;
     std::unique_ptr<Graph> graph_;
     std::vector<Sampler> samplers_;  // one per thread

@@ -23,8 +23,9 @@ constexpr size_t kPieceBytes = 64 << 10;
 // libllama asserts, and so aborts, on some malformed vocabularies; those are refused here first.
 void check_vocabulary(const std::string& path) {
     const GgufFile file(path);
-    if (file.text("tokenizer.ggml.model") != "gpt2") {
-        file.fail("tokenizer model '" + file.text("tokenizer.ggml.model") + "' is not supported, only 'gpt2'");
+    const std::string model = file.text("tokenizer.ggml.model");
+    if (model != "gpt2" && model != "llama") {
+        file.fail("tokenizer model '" + model + "' is not supported, only 'gpt2' (BPE) and 'llama' (SentencePiece)");
     }
     const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
     if (!tokens || tokens->second == 0 || tokens->second > size_t(1) << 24) {
@@ -43,11 +44,7 @@ void check_vocabulary(const std::string& path) {
     }
     const auto last = static_cast<int64_t>(tokens->second) - 1;
     for (const char* name : {"bos", "eos"}) {
-        // libllama's default for a BPE vocabulary that names none is 11.
-        const std::string key = std::string("tokenizer.ggml.") + name + "_token_id";
-        if (file.integer(key, 0, last, 11) > last) {
-            file.fail("metadata '" + key + "' is missing");
-        }
+        file.integer(std::string("tokenizer.ggml.") + name + "_token_id", 0, last, 0);
     }
 }
 
@@ -71,6 +68,16 @@ Tokenizer::Tokenizer(const std::string& path) {
         throw ModelError(path + ": cannot load the vocabulary: " + reason);
     }
     vocab_ = llama_model_get_vocab(model_.get());
+    // libllama ends the process where it is to add a token that the vocabulary does not have.
+    for (const bool begin : {true, false}) {
+        const bool adds = begin ? adds_bos() : adds_eos();
+        const int32_t token = begin ? bos() : eos();
+        if (adds && (token < 0 || token >= num_tokens())) {
+            const std::string name = begin ? "bos" : "eos";
+            throw ModelError(path + ": the vocabulary adds a token to every text (tokenizer.ggml.add_" + name +
+                             "_token), but has none: 'tokenizer.ggml." + name + "_token_id' is missing");
+        }
+    }
     for (int32_t token = 0; token < num_tokens(); ++token) {
         const int attributes = llama_vocab_get_attr(vocab_, token);
         constexpr int kSpecial = LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_USER_DEFINED | LLAMA_TOKEN_ATTR_UNKNOWN;
@@ -78,7 +85,8 @@ Tokenizer::Tokenizer(const std::string& path) {
             // White space at either end may be taken by a neighbour that strips.
             const bool spaces = std::isspace(static_cast<uint8_t>(text[0])) ||
                                 std::isspace(static_cast<uint8_t>(text[std::strlen(text) - 1]));
-            specials_.push_back({text, (attributes & LLAMA_TOKEN_ATTR_RSTRIP) == 0 && !spaces});
+            specials_.push_back({text, (attributes & LLAMA_TOKEN_ATTR_RSTRIP) == 0 && !spaces,
+                                 (attributes & LLAMA_TOKEN_ATTR_USER_DEFINED) != 0});
         }
     }
     std::sort(specials_.begin(), specials_.end(), [](const Special& a, const Special& b) { return a.text < b.text; });
@@ -93,7 +101,7 @@ int Tokenizer::num_tokens() const {
 // libllama takes special tokens out of a text, the longest first, and then tokenizes what lies between them. A special
 // token whose place no other one overlaps is taken out there whatever stands around it, so what lies before its end and
 // behind it never meet, unless it takes white space with it.
-std::vector<size_t> Tokenizer::cuts(const std::string& text) const {
+std::vector<size_t> Tokenizer::cuts(const std::string& text, bool parse_special) const {
     bool begins[256] = {};
     for (const Special& special : specials_) {
         begins[static_cast<uint8_t>(special.text[0])] = true;
@@ -124,7 +132,7 @@ std::vector<size_t> Tokenizer::cuts(const std::string& text) const {
             const int wanted = static_cast<uint8_t>(text[at + depth]);
             first = std::partition_point(first, last, [&](const Special& s) { return byte(s) < wanted; });
             last = std::partition_point(first, last, [&](const Special& s) { return byte(s) == wanted; });
-            if (first != last && first->text.size() == depth + 1) {
+            if (first != last && first->text.size() == depth + 1 && (parse_special || first->always)) {
                 ++overlapping;
                 firm = first->firm;
                 end = std::max(end, at + depth + 1);
@@ -136,41 +144,49 @@ std::vector<size_t> Tokenizer::cuts(const std::string& text) const {
 }
 
 // In pieces, because libllama's time grows with the square of the number of special tokens.
-std::vector<int32_t> Tokenizer::encode(const std::string& text, const std::function<void()>& interrupted) const {
+std::vector<int32_t> Tokenizer::encode(const std::string& text, bool add_special, bool parse_special,
+                                       const std::function<void()>& interrupted) const {
     if (text.size() > static_cast<size_t>(std::numeric_limits<int32_t>::max())) {
         throw std::invalid_argument("the text is longer than 2 GiB");
     }
-    const std::vector<size_t> ends = cuts(text);
+    const std::vector<size_t> ends = cuts(text, parse_special);
     if (ends.size() == 1) {
-        return encode_piece(text.data(), text.size(), true);
+        return encode_piece(text.data(), text.size(), add_special, parse_special);
     }
     std::vector<int32_t> tokens;
-    if (llama_vocab_get_add_bos(vocab_)) {
+    if (add_special && adds_bos()) {
         tokens.push_back(llama_vocab_bos(vocab_));
     }
     size_t begin = 0;
     for (const size_t end : ends) {
-        const std::vector<int32_t> piece = encode_piece(text.data() + begin, end - begin, false);
+        const std::vector<int32_t> piece = encode_piece(text.data() + begin, end - begin, false, parse_special);
         tokens.insert(tokens.end(), piece.begin(), piece.end());
         begin = end;
         interrupted();
     }
-    if (llama_vocab_get_add_eos(vocab_)) {
+    if (add_special && adds_eos()) {
         tokens.push_back(llama_vocab_eos(vocab_));
     }
     return tokens;
 }
 
-std::vector<int32_t> Tokenizer::encode_piece(const char* text, size_t size, bool add_special) const {
+std::vector<int32_t> Tokenizer::encode_piece(const char* text, size_t size, bool add_special,
+                                             bool parse_special) const {
     std::vector<int32_t> tokens(size + 2);
     const auto tokenize = [&] {
         return llama_tokenize(vocab_, text, static_cast<int32_t>(size), tokens.data(),
-                              static_cast<int32_t>(tokens.size()), add_special, /*parse_special=*/true);
+                              static_cast<int32_t>(tokens.size()), add_special, parse_special);
     };
-    int32_t n = tokenize();
-    if (n < 0) {
-        tokens.resize(static_cast<size_t>(-static_cast<int64_t>(n)));
+    int32_t n = 0;
+    try {
         n = tokenize();
+        if (n < 0) {
+            tokens.resize(static_cast<size_t>(-static_cast<int64_t>(n)));
+            n = tokenize();
+        }
+    } catch (const std::out_of_range&) {
+        // A SentencePiece vocabulary that spells not even all bytes.
+        throw std::invalid_argument("the vocabulary has no tokens for some character of the text");
     }
     if (n < 0) {
         throw std::runtime_error("the text cannot be tokenized");
@@ -179,44 +195,95 @@ std::vector<int32_t> Tokenizer::encode_piece(const char* text, size_t size, bool
     return tokens;
 }
 
-std::string Tokenizer::token_bytes(int32_t token) const {
+void Tokenizer::check_token(int32_t token) const {
     if (token < 0 || token >= num_tokens()) {
         throw std::invalid_argument("token " + std::to_string(token) + " is outside the vocabulary of " +
                                     std::to_string(num_tokens()));
     }
+}
+
+std::string Tokenizer::token_bytes(int32_t token, bool special) const {
+    check_token(token);
     std::string piece(32, '\0');
-    int32_t n = llama_token_to_piece(vocab_, token, piece.data(), static_cast<int32_t>(piece.size()), 0, false);
+    int32_t n = llama_token_to_piece(vocab_, token, piece.data(), static_cast<int32_t>(piece.size()), 0, special);
     if (n < 0) {
         piece.resize(static_cast<size_t>(-n));
-        n = llama_token_to_piece(vocab_, token, piece.data(), static_cast<int32_t>(piece.size()), 0, false);
+        n = llama_token_to_piece(vocab_, token, piece.data(), static_cast<int32_t>(piece.size()), 0, special);
     }
     piece.resize(static_cast<size_t>(n < 0 ? 0 : n));
     return piece;
+}
+
+std::string Tokenizer::token_text(int32_t token) const {
+    check_token(token);
+    return llama_vocab_get_text(vocab_, token);
+}
+
+bool Tokenizer::is_control(int32_t token) const {
+    check_token(token);
+    return llama_vocab_get_attr(vocab_, token) & LLAMA_TOKEN_ATTR_CONTROL;
 }
 
 bool Tokenizer::is_end(int32_t token) const {
     return token >= 0 && token < num_tokens() && llama_vocab_is_eog(vocab_, token);
 }
 
+bool Tokenizer::adds_bos() const {
+    return llama_vocab_get_add_bos(vocab_);
+}
+
+bool Tokenizer::adds_eos() const {
+    return llama_vocab_get_add_eos(vocab_);
+}
+
+int32_t Tokenizer::bos() const {
+    return llama_vocab_bos(vocab_);
+}
+
+int32_t Tokenizer::eos() const {
+    return llama_vocab_eos(vocab_);
+}
+
+bool Tokenizer::same(const Tokenizer& other, int32_t token) const {
+    return std::strcmp(llama_vocab_get_text(vocab_, token), llama_vocab_get_text(other.vocab_, token)) == 0 &&
+           is_control(token) == other.is_control(token) && is_end(token) == other.is_end(token) &&
+           token_bytes(token) == other.token_bytes(token);
+}
+
 int32_t Tokenizer::first_difference(const Tokenizer& other) const {
     const int32_t shared = std::min(num_tokens(), other.num_tokens());
     for (int32_t token = 0; token < shared; ++token) {
-        if (token_bytes(token) != other.token_bytes(token) || is_end(token) != other.is_end(token)) {
+        if (!same(other, token)) {
             return token;
         }
     }
     return -1;
 }
 
+std::vector<bool> Tokenizer::shared_with(const Tokenizer& other) const {
+    std::vector<bool> result(num_tokens());
+    for (int32_t token = 0; token < std::min(num_tokens(), other.num_tokens()); ++token) {
+        result[token] = same(other, token);
+    }
+    return result;
+}
+
 std::string Tokenizer::fingerprint() const {
     uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a
     const auto add = [&](uint8_t byte) { hash = (hash ^ byte) * 0x100000001b3u; };
-    for (int32_t token = 0; token < num_tokens(); ++token) {
-        const std::string bytes = token_bytes(token);
-        add(static_cast<uint8_t>(bytes.size()));
-        for (const char c : bytes) {
+    const auto add_text = [&](const std::string& text) {
+        add(static_cast<uint8_t>(text.size()));
+        for (const char c : text) {
             add(static_cast<uint8_t>(c));
         }
+    };
+    for (int32_t token = 0; token < num_tokens(); ++token) {
+        add_text(token_bytes(token));
+        // What has no bytes is told by its spelling.
+        if (is_control(token)) {
+            add_text(llama_vocab_get_text(vocab_, token));
+        }
+        add(is_end(token));
     }
     char text[17];
     std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));

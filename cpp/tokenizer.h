@@ -18,16 +18,32 @@ public:
     explicit Tokenizer(const std::string& path);
 
     int num_tokens() const;
-    // Token ids of UTF-8 text; special tokens written out in the text are recognized. `interrupted` is called now and
-    // then and may throw.
-    std::vector<int32_t> encode(const std::string& text, const std::function<void()>& interrupted = [] {}) const;
-    // The bytes a token stands for, possibly part of a character; empty for control tokens.
-    std::string token_bytes(int32_t token) const;
+    // Token ids of UTF-8 text, with what the vocabulary puts before and behind a text where `add_special`. Control
+    // tokens written out in the text are recognized where `parse_special`; those that users defined always are.
+    // `interrupted` is called now and then and may throw. Throws std::invalid_argument for a text the vocabulary cannot
+    // spell.
+    std::vector<int32_t> encode(
+        const std::string& text, bool add_special = true, bool parse_special = true,
+        const std::function<void()>& interrupted = [] {}) const;
+    // The bytes a token stands for, possibly part of a character; empty for control tokens unless `special`.
+    std::string token_bytes(int32_t token, bool special = false) const;
+    // How the vocabulary spells a token.
+    std::string token_text(int32_t token) const;
+    // Whether the token steers the model and is no text.
+    bool is_control(int32_t token) const;
     // Whether the token ends a text.
     bool is_end(int32_t token) const;
-    // The first token that both vocabularies have and that stands for different bytes, or -1.
+    // Whether texts begin with a token of their own, and end with one.
+    bool adds_bos() const;
+    bool adds_eos() const;
+    // Token ids, or -1.
+    int32_t bos() const;
+    int32_t eos() const;
+    // The first token that both vocabularies have and that differs in bytes, spelling or role, or -1.
     int32_t first_difference(const Tokenizer& other) const;
-    // Names the vocabulary: equal for equal token bytes.
+    // For each token of this vocabulary whether the other one has it under the same id.
+    std::vector<bool> shared_with(const Tokenizer& other) const;
+    // Names the vocabulary: equal for equal tokens.
     std::string fingerprint() const;
 
 private:
@@ -37,11 +53,14 @@ private:
     // The text of a token that libllama looks for before all else.
     struct Special {
         std::string text;
-        bool firm;  // whether text may be cut behind it
+        bool firm;    // whether text may be cut behind it
+        bool always;  // recognized even where control tokens are not
     };
 
-    std::vector<int32_t> encode_piece(const char* text, size_t size, bool add_special) const;
-    std::vector<size_t> cuts(const std::string& text) const;
+    std::vector<int32_t> encode_piece(const char* text, size_t size, bool add_special, bool parse_special) const;
+    std::vector<size_t> cuts(const std::string& text, bool parse_special) const;
+    void check_token(int32_t token) const;
+    bool same(const Tokenizer& other, int32_t token) const;
 
     std::unique_ptr<llama_model, Free> model_;
     const llama_vocab* vocab_ = nullptr;

@@ -54,6 +54,9 @@ def gumbel(seed: int, position: int, token: int) -> float: ...
 def gumbel(seed: int, position: int, token: NDArray[np.int32]) -> NDArray[np.float32]:
     """The noise shared by every model for tokens at a position (Philox4x32-10, Salmon et al. 2011)."""
 
+def rotation(position: int, dims: int, base: float = 10000.0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines of the rotary angles at a position, float32[dims / 2] each; for tests."""
+
 def multiply(
     type: str, weights: bytes, rows: int, x: NDArray[np.float32], kernel: str = "", num_threads: int = 1
 ) -> NDArray[np.float32]:
@@ -83,24 +86,51 @@ class Tokenizer:
     def __init__(self, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None: ...
     @property
     def num_tokens(self) -> int: ...
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """Token ids of a text; special tokens written out in it are recognized.
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> NDArray[np.int32]:
+        """Token ids of a text.
+
+        Args:
+            text: any.
+            add_special: put before and behind it what the vocabulary puts there (BOS, EOS).
+            parse_special: recognize control tokens written out in it; those that users defined always are.
 
         Raises:
             UnicodeEncodeError: the text cannot be written as UTF-8.
+            ValueError: the vocabulary has no tokens for a character of it.
         """
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for, possibly part of a character; empty for control tokens."""
+    def token_bytes(self, token: int, special: bool = False) -> bytes:
+        """The bytes a token stands for, possibly part of a character; empty for control tokens unless `special`."""
+    def token_text(self, token: int) -> str:
+        """How the vocabulary spells a token."""
+    def is_control(self, token: int) -> bool:
+        """Whether the token steers the model and is no text."""
     def is_end(self, token: int) -> bool:
         """Whether the token ends a text."""
+    @property
+    def end_tokens(self) -> NDArray[np.int32]:
+        """The tokens that end a text, int32[n]."""
+    @property
+    def adds_bos(self) -> bool:
+        """Whether texts begin with `bos`."""
+    @property
+    def adds_eos(self) -> bool:
+        """Whether texts end with `eos`."""
+    @property
+    def bos(self) -> int:
+        """The token that begins texts, or -1."""
+    @property
+    def eos(self) -> int:
+        """The token that ends texts, or -1."""
     def first_difference(self, other: Tokenizer) -> int:
-        """The first token that both have and that stands for different bytes, or -1."""
+        """The first token that both have and that differs in bytes, spelling or role, or -1."""
+    def shared_with(self, other: Tokenizer) -> NDArray[np.bool_]:
+        """For each token of this vocabulary whether the other one has it under the same id, bool[num_tokens]."""
     @property
     def fingerprint(self) -> str:
-        """Names the vocabulary: equal for equal token bytes."""
+        """Names the vocabulary: equal for equal tokens."""
 
 class Model:
-    """Weights of a GPT-2 GGUF file, repacked for the kernel or on ggml's devices; shared by any number of sessions.
+    """Weights of a GGUF file, repacked for the kernel or on ggml's devices; shared by any number of sessions.
 
     Args:
         path: GGUF file.
@@ -113,7 +143,7 @@ class Model:
 
     Raises:
         DeviceError: no such device, or too little memory on it.
-        ModelError: the file is damaged, incomplete, or not a GPT-2 model of supported types.
+        ModelError: the file is damaged, incomplete, or of an architecture or a type that is not supported.
         ValueError: unknown kernel or number of threads.
     """
 
@@ -155,6 +185,19 @@ class Model:
     def num_layers(self) -> int: ...
     @property
     def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values, each shared by num_heads / num_kv_heads heads of queries."""
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_width(self) -> int: ...
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of keys and values that one token of a context takes."""
+    @property
+    def architecture(self) -> str:
+        """The family, as the file names it: "llama", "qwen3", ..."""
 
 class Session:
     """A model with its context: evaluates trees of tokens, judges which path stands, keeps that path.
@@ -164,7 +207,7 @@ class Session:
 
     Args:
         model: shared.
-        n_ctx: positions, 0 for as many as the model was trained for.
+        n_ctx: positions, 0 for as many as the model was trained for, but no more than 8192.
 
     Raises:
         ValueError: n_ctx out of range; a closed session (every method); rows, parents or tokens out of range.

@@ -530,7 +530,7 @@ EPSILON = "gpt2.attention.layer_norm_epsilon"
 MODEL_CASES: dict[str, tuple[Change, str]] = {
     "architecture": (
         put("general.architecture", STRING, text("llama")),
-        "architecture 'llama' is not supported, only 'gpt2'",
+        "metadata 'llama.embedding_length' is missing",
     ),
     "no-architecture": (drop("general.architecture"), "metadata 'general.architecture' is missing"),
     "not-utf8": (
@@ -573,7 +573,7 @@ MODEL_CASES: dict[str, tuple[Change, str]] = {
     "double-key": (lambda entries, _: entries.append(entries[-1]), "duplicate key 'tokenizer.ggml.eos_token_id'"),
 }
 TOKENIZER_CASES: dict[str, tuple[Change, str]] = {
-    "llama": (put("tokenizer.ggml.model", STRING, text("llama")), "tokenizer model 'llama' is not supported, only"),
+    "bert": (put("tokenizer.ggml.model", STRING, text("bert")), "tokenizer model 'bert' is not supported, only"),
     "no-model": (drop("tokenizer.ggml.model"), "metadata 'tokenizer.ggml.model' is missing"),
     "no-tokens": (drop("tokenizer.ggml.tokens"), "vocabulary 'tokenizer.ggml.tokens' is missing"),
     "empty": (tokens_of([]), "vocabulary 'tokenizer.ggml.tokens' is missing, empty"),
@@ -793,7 +793,7 @@ def test_any_form_of_path(small: Gguf, tmp_path: Path, load: Callable[[object], 
 
 def test_weights_for_another_vocabulary(small: Gguf, tmp_path: Path) -> None:
     path = write(tmp_path / "bad.gguf", small, reshape("token_embd.weight", (32, 256)))
-    with pytest.raises(ValueError, match="has weights for 256 tokens, but a vocabulary of 257"):
+    with pytest.raises(ModelError, match="has weights for 256 tokens, but a vocabulary of 257"):
         pystaged.load(path)
 
 

@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 Packed = npt.NDArray[np.uint8]
 
 FLOAT_TYPES = ("f32", "f16", "bf16")
-# What a file's block has: its size in bytes and where its F16 numbers stand.
+# What a file's block has: its size in bytes and where its F16 numbers stand. MXFP4 has an exponent, at 0.
 INTEGER_TYPES = {
     "q8_0": (34, (0,)),
     "q4_0": (18, (0,)),
@@ -30,6 +30,11 @@ INTEGER_TYPES = {
     "q4_K": (144, (0, 2)),
     "q5_K": (176, (0, 2)),
     "q6_K": (210, (208,)),
+    "iq4_nl": (18, (0,)),
+    "iq4_xs": (136, (0,)),
+    "mxfp4": (17, ()),
+    "q3_K": (110, (108,)),
+    "q2_K": (84, (80, 82)),
 }
 TYPES = (*FLOAT_TYPES, *INTEGER_TYPES)
 BLOCK = 32  # activations of one scale
@@ -37,7 +42,7 @@ BLOCK = 32  # activations of one scale
 
 def block_size(kind: str) -> int:
     """Weights of a file's block."""
-    return 1 if kind in FLOAT_TYPES else 256 if kind.endswith("K") else 32
+    return 1 if kind in FLOAT_TYPES else 256 if kind.endswith("K") or kind == "iq4_xs" else 32
 
 
 def whole_blocks(kind: str, cols: int) -> int:
@@ -65,6 +70,8 @@ def draw_weights(kind: str, rows: int, cols: int, seed: int = 0) -> Packed:
     for i, field in enumerate(fields):
         scales = (values[:, i :: block_size(kind)] * 0.05).astype(np.float16)
         blocks[..., field : field + 2] = scales[..., None].view(np.uint8)
+    if kind == "mxfp4":
+        blocks[..., 0] = generator.integers(118, 128, blocks.shape[:-1])
     return blocks.reshape(rows, -1)
 
 
@@ -182,6 +189,8 @@ def extreme_weights(kind: str, cols: int) -> Packed:
         blocks[1:4] = np.array([[0x80, 0x7F, 0]] if kind == "q8_0" else [[0x00, 0xFF, 0x88]]).T[:, None]
         for field in fields:
             blocks[..., field : field + 2] = scales[..., field : field + 2]
+        if kind == "mxfp4":
+            blocks[..., 0] = scales[..., 0]
     weights[4] = 0
     return weights
 
@@ -225,7 +234,7 @@ def test_no_rows(kernel: str, kind: str) -> None:
     ("changes", "message"),
     [
         ({"type": "nonsense"}, "'nonsense'"),
-        ({"type": "q2_K", "weights": bytes(84), "x": np.zeros((1, 256), np.float32)}, "q2_K are not supported"),
+        ({"type": "iq3_s", "weights": bytes(110), "x": np.zeros((1, 256), np.float32)}, "iq3_s are not supported"),
         ({"weights": bytes(33)}, "weights' size"),
         ({"weights": bytes(35)}, "weights' size"),
         ({"rows": 2}, "weights' size"),

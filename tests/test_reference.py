@@ -99,7 +99,7 @@ def llama_logits(path: Path, windows: list[list[int]]) -> list[Floats]:
 
 
 # Each mixes types, and falls back to others where rows are no multiple of 256.
-FILE_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q4_k_m", "q5_k_m", "q6_k")
+FILE_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q4_k_m", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs", "q3_k_m", "q2_k")
 
 
 @pytest.mark.parametrize("width", [256, 320])

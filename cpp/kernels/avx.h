@@ -91,6 +91,12 @@ struct Bytes {
     friend Bytes operator|(Bytes a, Bytes b) { return {_mm256_or_si256(a.x, b.x)}; }
 };
 
+// table[i] for every byte i < 16.
+inline Bytes lookup(const uint8_t* table, Bytes i) {
+    const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+    return {_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), i.x)};
+}
+
 template <int left>
 inline Bytes shift(Bytes a) {
     return {left >= 0 ? _mm256_slli_epi16(a.x, left & 15) : _mm256_srli_epi16(a.x, -left & 15)};

@@ -19,7 +19,7 @@ template <int bits, int count, int rows>
 inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
     // As many words as the 16-bit sums hold: words * 2 * (2^bits - 1) * 127 < 2^15. With 8 bits not even one is safe,
     // so there the weight's sign goes to the activation; the zero point cancels out and the offset is not needed.
-    constexpr int together = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+    constexpr int most = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1, together = most < count ? most : count;
     static_assert(count % together == 0);
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum[rows];

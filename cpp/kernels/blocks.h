@@ -3,37 +3,10 @@
 
 #include "vector.h"
 
-// The unsigned weights of one unit and block: words[i] has inputs 4 i to 4 i + 3 of every lane. Above four bits, the
-// fifth bits are one more vector of bytes, bit i for words[i]; the fifth and sixth are two, with two bits for each
-// word.
+// The unsigned weights, below 2^bits, of one unit and block: words[i] has inputs 4 i to 4 i + 3 of every lane.
 template <int bits>
-struct Quants {
-    static constexpr int bytes = kLanes * (bits == 8 ? kBlock : kBlock / 2 + 4 * (bits - 4));
+struct Words {
     Bytes words[8];
-
-    Quants(const uint8_t* data, int part) {
-        data += part * F::lanes * 4;
-        if constexpr (bits == 8) {
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) {
-                words[i] = Bytes::load(data + 4 * kLanes * i);
-            }
-        } else {
-            const Bytes nibble = Bytes::set(15);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) {
-                const Bytes both = Bytes::load(data + 4 * kLanes * i);
-                words[i] = both & nibble;
-                words[i + 4] = shift<-4>(both) & nibble;
-            }
-            if constexpr (bits == 5) {
-                add_bits<1, 8>(words, Bytes::load(data + 16 * kLanes));
-            } else if constexpr (bits == 6) {
-                add_bits<2, 4>(words, Bytes::load(data + 16 * kLanes));
-                add_bits<2, 4>(words + 4, Bytes::load(data + 20 * kLanes));
-            }
-        }
-    }
 
     // Of each row the products with 32 inputs, or with the 16 of either half, and its offset.
     template <int rows>
@@ -49,9 +22,9 @@ struct Quants {
         dot_from<4, 4, 1>(x, row, out);
     }
     // Without an offset.
-    template <int rows>
+    template <int rows, int first = 0, int count = 8>
     void dot_only(const int8_t* x, const BlockFactors* row, F (&out)[rows]) const {
-        dot_from<0, 8, -1>(x, row, out);
+        dot_from<first, count, -1>(x, row, out);
     }
 
 private:
@@ -64,13 +37,70 @@ private:
         constexpr int bytes_of_word = kRowPairs && rows == 2 ? 8 : 4;
         dot_words<bits, count, rows>(words + first, x + bytes_of_word * first, offsets, out);
     }
+};
 
-    // Bits 4 and up of each word, `width` of them at a time from `high`.
-    template <int width, int count, int i = 0>
-    static void add_bits(Bytes* words, Bytes high) {
-        words[i] = words[i] | (shift<4 - width * i>(high) & Bytes::set(width == 1 ? 0x10 : 0x30));
+// As they are stored: the lower four bits of words i and i + 4 in one vector, or the lower two of words 4 i to 4 i + 3.
+// One more bit above those is a vector of bytes, bit i for words[i]; two more are two, with two bits for each word.
+template <int bits>
+struct Quants : Words<bits> {
+    static constexpr int bytes = kLanes * kBlock / 8 * bits;
+    using Words<bits>::words;
+
+    Quants(const uint8_t* data, int part) {
+        data += part * F::lanes * 4;
+        if constexpr (bits == 8) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) {
+                words[i] = Bytes::load(data + 4 * kLanes * i);
+            }
+        } else if constexpr (bits >= 4) {
+            const Bytes nibble = Bytes::set(15);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                const Bytes both = Bytes::load(data + 4 * kLanes * i);
+                words[i] = both & nibble;
+                words[i + 4] = shift<-4>(both) & nibble;
+            }
+            if constexpr (bits == 5) {
+                add_bits<1, 8, 4>(words, Bytes::load(data + 16 * kLanes));
+            } else if constexpr (bits == 6) {
+                add_bits<2, 4, 4>(words, Bytes::load(data + 16 * kLanes));
+                add_bits<2, 4, 4>(words + 4, Bytes::load(data + 20 * kLanes));
+            }
+        } else {
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) {
+                words[i] = Bytes::set(0);
+            }
+            add_bits<2, 4, 0>(words, Bytes::load(data));
+            add_bits<2, 4, 0>(words + 4, Bytes::load(data + 4 * kLanes));
+            if constexpr (bits == 3) {
+                add_bits<1, 8, 2>(words, Bytes::load(data + 8 * kLanes));
+            }
+        }
+    }
+
+private:
+    // Bits `at` and up of each word, `width` of them at a time from `from`.
+    template <int width, int count, int at, int i = 0>
+    static void add_bits(Bytes* words, Bytes from) {
+        words[i] = words[i] | (shift<at - width * i>(from) & Bytes::set((width == 1 ? 1 : 3) << at));
         if constexpr (i + 1 < count) {
-            add_bits<width, count, i + 1>(words, high);
+            add_bits<width, count, at, i + 1>(words, from);
+        }
+    }
+};
+
+// Four bits that stand for bytes of a table.
+template <const uint8_t (&table)[16]>
+struct TableQuants : Words<8> {
+    static constexpr int bytes = Quants<4>::bytes;
+
+    TableQuants(const uint8_t* data, int part) {
+        const Quants<4> indices(data, part);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            words[i] = lookup(table, indices.words[i]);
         }
     }
 };
@@ -93,21 +123,66 @@ struct NoHeader {
     NoHeader(const uint8_t*, int) {}
 };
 
-// weight = scale * (quant - zero point)
-template <int bits>
-struct OffsetBlock {
-    using Header = NoHeader;
-    static constexpr int bytes = 2 * kLanes + Quants<bits>::bytes;
+// F16 numbers of which the blocks' are multiples.
+struct ScaleHeader {
+    static constexpr int bytes = 2 * kLanes, blocks = 8;
     F scale;
-    Quants<bits> quants;
+    ScaleHeader(const uint8_t* data, int part) : scale(load_part(data, part)) {}
+};
 
-    OffsetBlock(const Header&, const uint8_t* data, int part)
-        : scale(load_part(data, part)), quants(data + 2 * kLanes, part) {}
+struct MinimumHeader {
+    static constexpr int bytes = 4 * kLanes, blocks = 8;
+    F scale, minus_minimum;
+    MinimumHeader(const uint8_t* data, int part)
+        : scale(load_part(data, part)), minus_minimum(F::set(-1) * load_part(data + 2 * kLanes, part)) {}
+};
+
+// weight = scale * (quant - zero point)
+template <class Quants>
+struct WithOffset {
+    F scale;
+    Quants quants;
+
     template <int rows>
     void add(F* sum, const int8_t* x, const BlockFactors* row) const {
         F dot[rows];
         quants.dot(x, row, dot);
         add_scaled(sum, scale, row, dot);
+    }
+};
+
+template <class Quants>
+struct OffsetBlock : WithOffset<Quants> {
+    using Header = NoHeader;
+    static constexpr int bytes = 2 * kLanes + Quants::bytes;
+
+    OffsetBlock(const Header&, const uint8_t* data, int part)
+        : WithOffset<Quants>{load_part(data, part), {data + 2 * kLanes, part}} {}
+};
+
+// scale = header scale * block scale
+template <class Quants>
+struct SuperOffsetBlock : WithOffset<Quants> {
+    using Header = ScaleHeader;
+    static constexpr int bytes = kLanes + Quants::bytes;
+
+    SuperOffsetBlock(const Header& header, const uint8_t* data, int part)
+        : WithOffset<Quants>{header.scale * F::load_i8(data + part * F::lanes), {data + kLanes, part}} {}
+};
+
+// scale = 2^(exponent - 128), perhaps a subnormal number
+template <class Quants>
+struct ExponentBlock : WithOffset<Quants> {
+    using Header = NoHeader;
+    static constexpr int bytes = kLanes + Quants::bytes;
+
+    ExponentBlock(const Header&, const uint8_t* data, int part)
+        : WithOffset<Quants>{power(F::load_u8(data + part * F::lanes) - F::set(128)), {data + kLanes, part}} {}
+
+private:
+    static F power(F exponent) {
+        const F normal = max(exponent, F::set(-126));
+        return exp2_int(normal) * exp2_int(exponent - normal);
     }
 };
 
@@ -140,12 +215,7 @@ struct MinimumBlock : WithMinimum<bits> {
 // scale = header scale * block scale, and the same for the minimum
 template <int bits>
 struct SuperMinimumBlock : WithMinimum<bits> {
-    struct Header {
-        static constexpr int bytes = 4 * kLanes, blocks = 8;
-        F scale, minus_minimum;
-        Header(const uint8_t* data, int part)
-            : scale(load_part(data, part)), minus_minimum(F::set(-1) * load_part(data + 2 * kLanes, part)) {}
-    };
+    using Header = MinimumHeader;
     static constexpr int bytes = 2 * kLanes + Quants<bits>::bytes;
 
     SuperMinimumBlock(const Header& header, const uint8_t* data, int part)
@@ -155,15 +225,12 @@ struct SuperMinimumBlock : WithMinimum<bits> {
 };
 
 // weight = header scale * scale of the half block * (quant - zero point)
+template <int bits>
 struct HalvesBlock {
-    struct Header {
-        static constexpr int bytes = 2 * kLanes, blocks = 8;
-        F scale;
-        Header(const uint8_t* data, int part) : scale(load_part(data, part)) {}
-    };
-    static constexpr int bytes = 2 * kLanes + Quants<6>::bytes;
+    using Header = ScaleHeader;
+    static constexpr int bytes = 2 * kLanes + Quants<bits>::bytes;
     F scale, first, second;
-    Quants<6> quants;
+    Quants<bits> quants;
 
     HalvesBlock(const Header& header, const uint8_t* data, int part)
         : scale(header.scale),
@@ -179,6 +246,41 @@ struct HalvesBlock {
             // Exact: both products and their sum are integers below 2^24.
             dot[r] = fma(second_dot[r], second, dot[r] * first);
         }
+        add_scaled(sum, scale, row, dot);
+    }
+};
+
+// weight = header scale * scale of the half block * quant - header minimum * minimum of the half block
+template <int bits>
+struct HalvesMinimumBlock {
+    using Header = MinimumHeader;
+    static constexpr int bytes = 2 * kLanes + Quants<bits>::bytes;
+    F scale, minus_minimum;
+    F scales[2], minima[2];
+    Quants<bits> quants;
+
+    HalvesMinimumBlock(const Header& header, const uint8_t* data, int part)
+        : scale(header.scale), minus_minimum(header.minus_minimum), quants(data + 2 * kLanes, part) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            // The scale in the low and the minimum in the high half of a byte.
+            const F both = F::load_u8(data + half * kLanes + part * F::lanes);
+            minima[half] = round((both - F::set(7.5f)) * F::set(0.0625f));
+            scales[half] = fma(minima[half], F::set(-16), both);
+        }
+    }
+    template <int rows>
+    void add(F* sum, const int8_t* x, const BlockFactors* row) const {
+        F dot[rows], second_dot[rows], least[rows];
+        quants.template dot_only<rows, 0, 4>(x, row, dot);
+        quants.template dot_only<rows, 4, 4>(x, row, second_dot);
+        for (int r = 0; r < rows; ++r) {
+            // Exact, as above.
+            dot[r] = fma(second_dot[r], scales[1], dot[r] * scales[0]);
+            least[r] = fma(minima[1], F::set(static_cast<float>(row[r].offsets[1])),
+                           minima[0] * F::set(static_cast<float>(row[r].offsets[0])));
+        }
+        add_scaled(sum, minus_minimum, row, least);
         add_scaled(sum, scale, row, dot);
     }
 };

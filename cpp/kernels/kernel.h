@@ -27,8 +27,25 @@ static constexpr int padded(int n, int multiple) {
 }
 
 // How a packed matrix stores its weights; see packed_matrix.h for the layouts.
-enum class Packing { f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
-constexpr int kNumPackings = 11;
+enum class Packing {
+    f32,
+    f16,
+    bf16,
+    q8_0,
+    q4_0,
+    q4_1,
+    q5_0,
+    q5_1,
+    q4_k,
+    q5_k,
+    q6_k,
+    iq4_nl,
+    iq4_xs,
+    mxfp4,
+    q3_k,
+    q2_k,
+};
+constexpr int kNumPackings = 16;
 
 // The parts of an integer packing.
 struct Layout {
@@ -44,7 +61,7 @@ struct Layout {
 
 static constexpr Layout make_layout(int bits, int factors, int factor_bytes, int headers, int blocks) {
     const int factors_bytes = kLanes * factors * factor_bytes;
-    const int quants_bytes = kLanes * (bits == 8 ? kBlock : kBlock / 2 + 4 * (bits - 4));
+    const int quants_bytes = kLanes * kBlock / 8 * bits;
     return {bits,
             factors,
             factor_bytes,
@@ -68,24 +85,44 @@ constexpr Layout kLayouts[kNumPackings] = {
     make_layout(4, 2, 1, 2, 8),
     make_layout(5, 2, 1, 2, 8),
     make_layout(6, 2, 1, 1, 8),
+    make_layout(4, 1, 2, 0, 1),
+    make_layout(4, 1, 1, 1, 8),
+    make_layout(4, 1, 1, 0, 1),
+    make_layout(3, 2, 1, 1, 8),
+    make_layout(2, 2, 1, 2, 8),
 };
+
+// What the four bits of IQ4_NL and IQ4_XS, and of MXFP4, stand for, the zero point added.
+alignas(16) constexpr uint8_t kIq4Values[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                129, 141, 153, 166, 181, 197, 217, 241};
+alignas(16) constexpr uint8_t kFp4Values[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                                128, 127, 126, 125, 124, 122, 120, 116};
 
 // What an integer packing adds to its weights to store them unsigned; those with a minimum need not.
 static constexpr int zero_point(Packing packing) {
     switch (packing) {
-        case Packing::q8_0: return 128;
+        case Packing::q8_0:
+        case Packing::iq4_nl:
+        case Packing::iq4_xs:
+        case Packing::mxfp4: return 128;
         case Packing::q4_0: return 8;
         case Packing::q5_0: return 16;
         case Packing::q6_k: return 32;
+        case Packing::q3_k: return 4;
         default: return 0;
     }
+}
+
+// Whether the halves of a block have scales of their own.
+static constexpr bool has_halves(Packing packing) {
+    return packing == Packing::q6_k || packing == Packing::q3_k || packing == Packing::q2_k;
 }
 
 // What a product needs to know of one block of one row besides its quants.
 struct BlockFactors {
     float scale;         // value = scale * quant
     float sum;           // of the values
-    int32_t offsets[2];  // minus the zero point times the sum of the quants; Q6_K: of the first half, of the second
+    int32_t offsets[2];  // minus the zero point times the sum of the quants, or of either half's; Q2_K: those sums
 };
 
 // n rows of int8 blocks. The rows of a block lie side by side, so that a tile of rows reaches them all from one
@@ -110,10 +147,19 @@ struct Activations {
     QuantizedRows quantized;
 };
 
-// What happens to a sum before it is stored: + bias, GELU, + residual.
+enum class Activation { none, gelu, silu };  // gelu in its tanh form
+
+// What happens to a sum before it is stored:
+//   out = softcap(gate * activation(sum + bias) * scale) + residual
+// Where the outputs are `gated`, those of groups 2 g are gates of those of groups 2 g + 1, which alone make group g:
+//   out = softcap(activation(gate's sum + bias) * (sum + bias) * scale) + residual
 struct Epilogue {
     const float* bias = nullptr;  // [outputs], or none
-    bool gelu = false;
+    Activation activation = Activation::none;
+    bool gated = false;
+    const float* gate = nullptr;      // [n][stride], or none
+    float scale = 1;                  // of a branch before it is added
+    float softcap = 0;                // c tanh(x / c), or 0 for none
     const float* residual = nullptr;  // [n][stride], or none
     float* out = nullptr;             // [n][stride]
     size_t stride = 0;
@@ -126,19 +172,25 @@ struct RowContext {
     const int32_t* tail = nullptr;  // [length - direct] cells
 };
 
-// One attention head over the rows of one pass.
+// One head of keys and values over the rows of one pass, each with the `group` query heads that share them. Row and
+// query head together count as one: number i is query head i % group of row i / group.
 struct HeadPass {
-    int n = 0;
+    int first = 0, last = 0;  // numbers to attend for
+    int group = 1;
     int head_dim = 0;
     int num_cells = 0;                 // cells in use, committed and pending
-    const RowContext* rows = nullptr;  // [n]
-    const float* q = nullptr;          // [n][q_stride]
+    int window = 0;                    // positions a row sees at most, itself included; 0 for all
+    float scale = 1;                   // of the scores
+    float softcap = 0;                 // c tanh(score / c) after it, or 0 for none
+    const float* row_scale = nullptr;  // [rows] on top of `scale`, or none
+    const RowContext* rows = nullptr;  // [rows]
+    const float* q = nullptr;          // [rows][q_stride], of a row [group][head_dim]
     size_t q_stride = 0;
     const uint16_t* k = nullptr;         // [cells / kLanes][head_dim][kLanes], F16
     const uint16_t* v = nullptr;         // [cells][padded head_dim], F16
     const uint16_t* upcoming = nullptr;  // keys of the head that this thread probably does next, or none
     float* scratch = nullptr;            // [attention_scratch(...)]
-    float* out = nullptr;                // [n][out_stride]
+    float* out = nullptr;                // [rows][out_stride], as q
     size_t out_stride = 0;
 };
 
@@ -149,9 +201,14 @@ struct Kernel {
 
     // out[row][g * kLanes + lane] for the output groups g in [first, last) of a packed matrix.
     void (*matmul[kNumPackings])(const uint8_t* weights, int first, int last, const Activations&, const Epilogue&);
-    // y = (x - mean) / sqrt(var + eps) * weight + bias over `cols` values; y is zero up to `padded_cols`.
+    // y = (x - mean) / sqrt(var + eps) * weight + bias over `cols` values, y perhaps x; y is zero up to `padded_cols`.
+    // The bias may be null.
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int cols, int padded_cols,
                        float* y);
+    // y = x / sqrt(mean of squares + eps) * weight, the rest as above.
+    void (*rms_norm)(const float* x, const float* weight, float eps, int cols, int padded_cols, float* y);
+    // Turns each (x[i], x[i + half]) by the angle whose cosine and sine are cos[i] and sin[i], i < half.
+    void (*rotate)(float* x, int half, const float* cos, const float* sin);
     // x[cols], cols a multiple of kBlock, into row `row` of `out`.
     void (*quantize)(const float* x, int cols, int row, const QuantizedRows& out);
     // x[n] to F16, rounding half to even.

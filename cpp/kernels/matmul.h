@@ -4,13 +4,38 @@
 
 #include "blocks.h"
 
+// A function of its own, because there are hundreds of tiles.
+[[gnu::noinline]] F activate(F x, Activation activation) {
+    return activation == Activation::gelu ? gelu(x) : silu(x);
+}
+
+[[gnu::noinline]] F cap(F x, float most) {
+    return softcapped(x, most);
+}
+
 inline void finish(F sum, const Epilogue& e, int row, int unit) {
-    const size_t column = size_t(unit) * F::lanes, at = row * e.stride + column;
+    size_t column = size_t(unit) * F::lanes;
     if (e.bias) {
         sum = sum + F::load(e.bias + column);
     }
-    if (e.gelu) {
-        sum = gelu(sum);
+    const bool opened = e.gated && unit / kUnits % 2 == 1;  // its gate lies in `out` already
+    if (e.activation != Activation::none && !opened) {
+        sum = activate(sum, e.activation);
+    }
+    if (e.gated) {
+        column -= size_t(unit / kUnits + 1) / 2 * kLanes;
+    }
+    const size_t at = row * e.stride + column;
+    if (e.gated && !opened) {
+        sum.store(e.out + at);
+        return;
+    }
+    if (opened || e.gate) {
+        sum = F::load((opened ? e.out : e.gate) + at) * sum;
+    }
+    sum = sum * F::set(e.scale);
+    if (e.softcap > 0) {
+        sum = cap(sum, e.softcap);
     }
     if (e.residual) {
         sum = sum + F::load(e.residual + at);

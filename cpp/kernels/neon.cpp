@@ -22,7 +22,7 @@ inline int8x16_t broadcast4(const int8_t* p) {
 template <int bits, int count, int rows>
 inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
     // As many words as the 16-bit sums hold: words * 127 * the largest weight < 2^15.
-    constexpr int together = bits == 8 ? 2 : bits == 6 ? 4 : 8;
+    constexpr int most = bits == 8 ? 2 : bits == 6 ? 4 : 8, together = most < count ? most : count;
     static_assert(count % together == 0);
     for (int r = 0; r < rows; ++r) {
         int32x4_t lo = vdupq_n_s32(0), hi = lo;  // two sums for each lane

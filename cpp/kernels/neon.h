@@ -71,6 +71,11 @@ struct Bytes {
     friend Bytes operator|(Bytes a, Bytes b) { return {vorrq_u8(a.x, b.x)}; }
 };
 
+// table[i] for every byte i < 16.
+inline Bytes lookup(const uint8_t* table, Bytes i) {
+    return {vqtbl1q_u8(vld1q_u8(table), i.x)};
+}
+
 template <int left>
 inline Bytes shift(Bytes a) {
     if constexpr (left > 0) {

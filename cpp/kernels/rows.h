@@ -3,24 +3,55 @@
 
 #include "vector.h"
 
+inline void clear_padding(float* y, int cols, int padded_cols) {
+    for (int i = cols; i < padded_cols; ++i) {
+        y[i] = 0;
+    }
+}
+
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int cols, int padded_cols,
                 float* y) {
     Row sum = Row::set(0);
     for (int i = 0; i < cols; i += kLanes) {
-        sum = sum + Row::load(x + i);
+        sum = sum + load_first(x + i, cols - i);
     }
     const Row mean = Row::set(fold_sum(sum) / static_cast<float>(cols));
     Row squares = Row::set(0);
     for (int i = 0; i < cols; i += kLanes) {
-        Row d = Row::load(x + i) - mean;
+        Row d = load_first(x + i, cols - i) - mean;
         if (cols - i < kLanes) {
-            d = first_lanes(d, cols - i);
+            d = some_lanes(d, 0, cols - i);
         }
         squares = fma(d, d, squares);
     }
     const Row rstd = Row::set(1.0f / __builtin_sqrtf(fold_sum(squares) / static_cast<float>(cols) + eps));
-    for (int i = 0; i < padded_cols; i += kLanes) {
-        fma((Row::load(x + i) - mean) * rstd, Row::load(weight + i), Row::load(bias + i)).store(y + i);
+    for (int i = 0; i < cols; i += kLanes) {
+        const Row scaled = (load_first(x + i, cols - i) - mean) * rstd, w = load_first(weight + i, cols - i);
+        store_first(bias ? fma(scaled, w, load_first(bias + i, cols - i)) : scaled * w, y + i, cols - i);
+    }
+    clear_padding(y, cols, padded_cols);
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int cols, int padded_cols, float* y) {
+    Row squares = Row::set(0);
+    for (int i = 0; i < cols; i += kLanes) {
+        const Row v = load_first(x + i, cols - i);
+        squares = fma(v, v, squares);
+    }
+    const Row rms = Row::set(1.0f / __builtin_sqrtf(fold_sum(squares) / static_cast<float>(cols) + eps));
+    for (int i = 0; i < cols; i += kLanes) {
+        store_first(load_first(x + i, cols - i) * rms * load_first(weight + i, cols - i), y + i, cols - i);
+    }
+    clear_padding(y, cols, padded_cols);
+}
+
+void rotate(float* x, int half, const float* cos, const float* sin) {
+    for (int i = 0; i < half; i += kLanes) {
+        const int left = half - i;
+        const Row a = load_first(x + i, left), b = load_first(x + half + i, left);
+        const Row c = load_first(cos + i, left), s = load_first(sin + i, left);
+        store_first(a * c - b * s, x + i, left);
+        store_first(a * s + b * c, x + half + i, left);
     }
 }
 
@@ -52,11 +83,10 @@ void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
             __builtin_memcpy(to.quants + (at - row % 2) * kBlock + row % 2 * 8 + 2 * i, own + i, 8);
         }
         const float scale = round_to_f16(largest / 127.0f);
-        const int zero = zero_point(to.packing);
-        const bool halves = to.packing == Packing::q6_k;
+        const int factor = to.packing == Packing::q2_k ? 1 : -zero_point(to.packing);
         to.factors[at] = {scale,
                           scale * static_cast<float>(first + second),
-                          {-zero * (halves ? first : first + second), -zero * second}};
+                          {factor * (has_halves(to.packing) ? first : first + second), factor * second}};
     }
 }
 

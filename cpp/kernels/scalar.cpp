@@ -74,6 +74,15 @@ struct Bytes {
     friend Bytes operator|(Bytes a, Bytes b) { return {a.x | b.x}; }
 };
 
+// table[i] for every byte i < 16.
+inline Bytes lookup(const uint8_t* table, Bytes i) {
+    Bytes found{0};
+    for (int byte = 0; byte < 32; byte += 8) {
+        found.x |= uint32_t(table[i.x >> byte & 255]) << byte;
+    }
+    return found;
+}
+
 // To the left, or to the right where negative. Bits may come over from neighbouring bytes; nobody looks at them.
 template <int left>
 inline Bytes shift(Bytes a) {

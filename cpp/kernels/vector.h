@@ -42,13 +42,34 @@ struct Widened<V, true> {
 using Row = typename Widened<F>::type;
 constexpr int kUnits = kLanes / F::lanes;
 
-inline Row first_lanes(Row v, int count) {
+// Lanes from `from` up to `to`; the others are zero.
+inline Row some_lanes(Row v, int from, int to) {
     float a[kLanes];
     v.store(a);
-    for (int i = count; i < kLanes; ++i) {
-        a[i] = 0;
+    for (int i = 0; i < kLanes; ++i) {
+        a[i] = i < from || i >= to ? 0 : a[i];
     }
     return Row::load(a);
+}
+
+// The first `count` floats at p, zeros behind them, and the other way round; `count` may be more than there are lanes.
+inline Row load_first(const float* p, int count) {
+    if (count >= kLanes) {
+        return Row::load(p);
+    }
+    float a[kLanes] = {};
+    __builtin_memcpy(a, p, count * sizeof(float));
+    return Row::load(a);
+}
+
+inline void store_first(Row v, float* p, int count) {
+    if (count >= kLanes) {
+        v.store(p);
+        return;
+    }
+    float a[kLanes];
+    v.store(a);
+    __builtin_memcpy(p, a, count * sizeof(float));
 }
 
 template <int rows, int units>
@@ -84,4 +105,16 @@ template <class V>
 inline V gelu(V x) {
     const V cubic = fma(x * x * x, V::set(0.044715f), x);
     return x / (V::set(1.0f) + exp(cubic * V::set(-1.59576912f)));
+}
+
+template <class V>
+inline V silu(V x) {
+    return x / (V::set(1.0f) + exp(x * V::set(-1.0f)));
+}
+
+// cap * tanh(x / cap), as cap - 2 cap / (exp(2 x / cap) + 1); NaN where x is not finite.
+template <class V>
+inline V softcapped(V x, float cap) {
+    const V bounded = V::set(cap) - V::set(2 * cap) / (exp(x * V::set(2 / cap)) + V::set(1.0f));
+    return bounded + (x - x);
 }

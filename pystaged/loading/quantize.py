@@ -31,6 +31,12 @@ FILE_TYPES = {  # as libllama numbers them (llama_ftype)
     "q4_k_s": 14,
     "q4_1": 3,
     "q4_0": 2,
+    "iq4_nl": 25,
+    "iq4_xs": 30,
+    "q3_k_l": 13,
+    "q3_k_m": 12,
+    "q3_k_s": 11,
+    "q2_k": 10,
 }
 DEFAULT_TYPE = "q8_0"
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]")

@@ -2,9 +2,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cfenv>
 #include <cmath>
+#include <deque>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -12,9 +14,10 @@
 #include <vector>
 
 #include "check.h"
-#include "kv_cache.h"
+#include "pass/kv_cache.h"
 #include "packed_matrix.h"
 #include "thread_pool.h"
+#include "pass/attention.h"
 
 using namespace pystaged;
 
@@ -46,8 +49,10 @@ void unmix(const Array<int8_t>& quants, int n) {
 
 // The integer types, and where in a block of theirs F16 numbers stand.
 const std::map<ggml_type, std::vector<int>> kIntegerTypes = {
-    {GGML_TYPE_Q8_0, {0}},    {GGML_TYPE_Q4_0, {0}},    {GGML_TYPE_Q4_1, {0, 2}}, {GGML_TYPE_Q5_0, {0}},
-    {GGML_TYPE_Q5_1, {0, 2}}, {GGML_TYPE_Q4_K, {0, 2}}, {GGML_TYPE_Q5_K, {0, 2}}, {GGML_TYPE_Q6_K, {208}},
+    {GGML_TYPE_Q8_0, {0}},      {GGML_TYPE_Q4_0, {0}},    {GGML_TYPE_Q4_1, {0, 2}}, {GGML_TYPE_Q5_0, {0}},
+    {GGML_TYPE_Q5_1, {0, 2}},   {GGML_TYPE_Q4_K, {0, 2}}, {GGML_TYPE_Q5_K, {0, 2}}, {GGML_TYPE_Q6_K, {208}},
+    {GGML_TYPE_IQ4_NL, {0}},    {GGML_TYPE_IQ4_XS, {0}},  {GGML_TYPE_MXFP4, {}},    {GGML_TYPE_Q3_K, {108}},
+    {GGML_TYPE_Q2_K, {80, 82}},
 };
 
 void fill_weights(ggml_type type, Array<uint8_t>& source) {
@@ -67,6 +72,9 @@ void fill_weights(ggml_type type, Array<uint8_t>& source) {
             const ggml_fp16_t h = ggml_fp32_to_fp16(random_float(0.05f));
             std::memcpy(&source[at + field], &h, 2);
         }
+        if (type == GGML_TYPE_MXFP4) {  // an exponent: mostly ordinary, sometimes of subnormal numbers
+            source[at] = static_cast<uint8_t>(at / block % 7 ? random_int(119, 126) : random_int(0, 4));
+        }
     }
 }
 
@@ -76,23 +84,46 @@ struct Product {
     Product(int n, int rows) : out(size_t(n) * rows), quantized(n, rows) {}
 };
 
-// What x.n rows give, with bias, GELU, residual and quantized output.
+// What x.n rows give, with what `how` says besides bias, residual and quantized output.
 void multiply(const PackedMatrix& matrix, const Kernel& kernel, const Array<float>& x, int first, int n,
-              const Array<float>& bias, const Array<float>& residual, int num_threads, Product& result) {
-    const int cols = matrix.padded_cols(), rows = matrix.padded_rows();
+              const Array<float>& bias, const Array<float>& residual, int num_threads, Epilogue how, Product& result) {
+    const int cols = matrix.padded_cols(), width = matrix.padded_rows() / (how.gated ? 2 : 1);
     const Quantized input(n, cols);
     const float* values = x.data() + size_t(first) * cols;
     for (int i = 0; i < n; ++i) {
         kernel.quantize(values + size_t(i) * cols, cols, i, input.rows(n, matrix.packing()));
     }
-    Epilogue epilogue;
-    epilogue.bias = bias.data();
-    epilogue.gelu = true;
-    epilogue.residual = residual.data() + size_t(first) * rows;
-    epilogue.out = result.out.data();
-    epilogue.stride = rows;
+    how.bias = bias.data();
+    how.residual = residual.data() + size_t(first) * width;
+    how.gate = how.gate ? how.gate + size_t(first) * width : nullptr;
+    how.out = result.out.data();
+    how.stride = width;
     const QuantizedRows next = result.quantized.rows(n, matrix.packing());
-    matrix.multiply(kernel, {n, cols, values, input.rows(n, matrix.packing())}, epilogue, &next, num_threads);
+    matrix.multiply(kernel, {n, cols, values, input.rows(n, matrix.packing())}, how, &next, num_threads);
+}
+
+double activated(double x, Activation activation) {
+    switch (activation) {
+        case Activation::gelu: return x / (1 + std::exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)));
+        case Activation::silu: return x / (1 + std::exp(-x));
+        default: return x;
+    }
+}
+
+// Epilogues in turn.
+Epilogue some_epilogue() {
+    static int turn = 0;
+    Epilogue epilogue;
+    epilogue.activation = std::array{Activation::gelu, Activation::none, Activation::silu}[turn % 3];
+    epilogue.scale = turn % 2 ? 0.25f : 1.0f;
+    epilogue.softcap = turn % 5 == 4 ? 1.5f : 0.0f;
+    ++turn;
+    return epilogue;
+}
+
+double finished(double sum, const Epilogue& e) {
+    sum = activated(sum, e.activation) * e.scale;
+    return e.softcap > 0 ? e.softcap * std::tanh(sum / e.softcap) : sum;
 }
 
 void test_matrix(ggml_type type, int rows, int cols) {
@@ -127,8 +158,9 @@ void test_matrix(ggml_type type, int rows, int cols) {
     std::generate_n(bias.data(), rows, [] { return random_float(); });
 
     const Kernel& scalar = find_kernel("scalar");
+    const Epilogue how = some_epilogue();
     Product alone(1, stride), whole(kMost, stride);
-    multiply(matrix, scalar, x, 0, kMost, bias, residual, 1, whole);
+    multiply(matrix, scalar, x, 0, kMost, bias, residual, 1, how, whole);
     for (int i = 0; i < kMost; ++i) {
         for (int r = 0; r < rows; ++r) {
             double sum = bias[r], size = 0;
@@ -136,20 +168,20 @@ void test_matrix(ggml_type type, int rows, int cols) {
                 sum += double(weights[r][c]) * x[size_t(i) * width + c];
                 size += std::fabs(weights[r][c]);
             }
-            const double gelu = sum / (1 + std::exp(-1.5957691216057308 * (sum + 0.044715 * sum * sum * sum)));
             // Activations of integer matrices are rounded to 8 bits.
             const double allowed = (matrix.integer() ? 0.02 : 1e-5) * (size + 1);
-            CHECK(std::fabs(gelu + residual[size_t(i) * stride + r] - whole.out[size_t(i) * stride + r]) <= allowed);
+            CHECK(std::fabs(finished(sum, how) + residual[size_t(i) * stride + r] -
+                            whole.out[size_t(i) * stride + r]) <= allowed);
         }
     }
     for (const Kernel* kernel : available_kernels()) {
         for (int n = 1; n <= kMost; ++n) {
             Product product(n, stride);
-            multiply(matrix, *kernel, x, 0, n, bias, residual, n % 3 + 1, product);
+            multiply(matrix, *kernel, x, 0, n, bias, residual, n % 3 + 1, how, product);
             CHECK(same(product.out.data(), whole.out.data(), size_t(n) * stride));
             // A quantized row lies in the order of a pass of n; the scalar kernel says what it must be.
             Product twin(n, stride);
-            multiply(matrix, scalar, x, 0, n, bias, residual, 1, twin);
+            multiply(matrix, scalar, x, 0, n, bias, residual, 1, how, twin);
             if (kernel->row_pairs) {
                 unmix(product.quantized.quants, n);
             }
@@ -157,8 +189,137 @@ void test_matrix(ggml_type type, int rows, int cols) {
             CHECK(product.quantized.factors.same(twin.quantized.factors));
         }
         for (int i = 0; i < kMost; ++i) {
-            multiply(matrix, *kernel, x, i, 1, bias, residual, 1, alone);
+            multiply(matrix, *kernel, x, i, 1, bias, residual, 1, how, alone);
             CHECK(same(alone.out.data(), &whole.out[size_t(i) * stride], stride));
+        }
+    }
+}
+
+struct RandomWeights : Array<uint8_t> {
+    RandomWeights(ggml_type type, int rows, int cols) : Array(ggml_row_size(type, cols) * rows) {
+        fill_weights(type, *this);
+    }
+};
+
+// Gate and up in turns, against one after the other.
+void test_gated(ggml_type type, int rows, int cols) {
+    constexpr int kMost = 9;
+    const RandomWeights gate_source(type, rows, cols), up_source(type, rows, cols);
+    const RowOrder order = gate_in_turns(rows);
+    const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, static_cast<int>(order.size()), cols));
+    const Array<uint8_t> gate_storage(PackedMatrix::packed_bytes(type, rows, cols)), up_storage(gate_storage.size());
+    const PackedMatrix both(type, cols, {{gate_source.data(), rows}, {up_source.data(), rows}}, order, storage.data(),
+                            2);
+    const PackedMatrix gate(type, rows, cols, gate_source.data(), gate_storage.data(), 1);
+    const PackedMatrix up(type, rows, cols, up_source.data(), up_storage.data(), 1);
+    CHECK(both.bytes() == storage.size());
+
+    const int width = both.padded_cols(), stride = up.padded_rows();
+    CHECK(both.padded_rows() == 2 * stride);
+    const Array<float> x(size_t(kMost) * width), residual(size_t(kMost) * stride);
+    const Array<float> bias(2 * stride), gate_bias(stride), up_bias(stride), none(size_t(kMost) * stride);
+    std::generate_n(x.data(), x.size(), [] { return random_float(); });
+    std::generate_n(residual.data(), residual.size(), [] { return random_float(); });
+    for (int i = 0; i < 2 * stride; ++i) {
+        bias[i] = order[i] < 0 ? 0 : random_float();
+        if (order[i] >= 0) {
+            (order[i] < rows ? gate_bias : up_bias)[order[i] % rows] = bias[i];
+        }
+    }
+    for (const Activation activation : {Activation::gelu, Activation::silu}) {
+        Epilogue first, second, at_once;
+        first.activation = at_once.activation = activation;
+        second.scale = at_once.scale = 0.25f;
+        at_once.gated = true;
+        Product opened(kMost, stride), expected(kMost, stride);
+        multiply(gate, find_kernel("scalar"), x, 0, kMost, gate_bias, none, 1, first, opened);
+        second.gate = opened.out.data();
+        multiply(up, find_kernel("scalar"), x, 0, kMost, up_bias, residual, 1, second, expected);
+        for (const Kernel* kernel : available_kernels()) {
+            for (int n = 1; n <= kMost; ++n) {
+                Product product(n, stride);
+                multiply(both, *kernel, x, kMost - n, n, bias, residual, n % 3 + 1, at_once, product);
+                CHECK(same(product.out.data(), &expected.out[size_t(kMost - n) * stride], size_t(n) * stride));
+            }
+        }
+    }
+}
+
+// Matrices of several types over the same rows, in one join and alone.
+void test_together() {
+    constexpr int n = 5, cols = 256;
+    struct Case {
+        ggml_type type;
+        int rows;
+    };
+    const Case cases[] = {{GGML_TYPE_Q4_K, 70}, {GGML_TYPE_Q6_K, 16},  {GGML_TYPE_IQ4_NL, 200},
+                          {GGML_TYPE_F16, 33},  {GGML_TYPE_Q2_K, 100}, {GGML_TYPE_Q8_0, 1}};
+    const Array<float> x(size_t(n) * cols);
+    std::generate_n(x.data(), x.size(), [] { return random_float(); });
+    for (const Kernel* kernel : available_kernels()) {
+        std::deque<Array<uint8_t>> storage;
+        std::deque<PackedMatrix> matrices;
+        std::deque<Quantized> inputs;
+        std::deque<Array<float>> expected, outs;
+        std::vector<pystaged::Product> products;
+        for (const Case& c : cases) {
+            const RandomWeights source(c.type, c.rows, cols);
+            storage.emplace_back(PackedMatrix::packed_bytes(c.type, c.rows, cols));
+            const PackedMatrix& matrix =
+                matrices.emplace_back(c.type, c.rows, cols, source.data(), storage.back().data(), 1);
+            // Q6_K's rows do for Q4_K too, and Q8_0's for IQ4_NL.
+            const Packing packing = matrix.reads(Packing::q6_k)   ? Packing::q6_k
+                                    : matrix.reads(Packing::q8_0) ? Packing::q8_0
+                                                                  : matrix.packing();
+            const QuantizedRows rows = inputs.emplace_back(n, cols).rows(n, packing);
+            for (int i = 0; i < n; ++i) {
+                kernel->quantize(&x[size_t(i) * cols], cols, i, rows);
+            }
+            const size_t stride = matrix.padded_rows();
+            expected.emplace_back(n * stride);
+            outs.emplace_back(n * stride);
+            Epilogue epilogue;
+            epilogue.stride = stride;
+            epilogue.out = expected.back().data();
+            Quantized own(n, cols);
+            for (int i = 0; i < n; ++i) {
+                kernel->quantize(&x[size_t(i) * cols], cols, i, own.rows(n, matrix.packing()));
+            }
+            matrix.multiply(*kernel, {n, cols, x.data(), own.rows(n, matrix.packing())}, epilogue, nullptr, 1);
+            epilogue.out = outs.back().data();
+            products.push_back({&matrix, {n, cols, x.data(), rows}, epilogue});
+        }
+        for (const int num_threads : {1, 2, 3, 7}) {
+            for (const Array<float>& out : outs) {
+                std::fill_n(out.data(), out.size(), NAN);
+            }
+            multiply_all(*kernel, products, num_threads);
+            for (size_t i = 0; i < outs.size(); ++i) {
+                CHECK(outs[i].same(expected[i]));
+            }
+        }
+    }
+}
+
+void test_orders() {
+    // Two heads of 10 rows, 6 of which rotate, and then another tensor.
+    const RowOrder order = stacked(halves_of_pairs(20, 10, 6), in_order(3));
+    const RowOrder expected = {0, 2, 4, 1, 3, 5, 6, 7, 8, 9, 10, 12, 14, 11, 13, 15, 16, 17, 18, 19, 20, 21, 22};
+    CHECK(order == expected);
+    CHECK(stacked(gate_in_turns(2), in_order(1)).back() == 4);
+    const int cols = 32;
+    for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_Q8_0}) {
+        const RandomWeights first(type, 20, cols), second(type, 3, cols);
+        const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, 23, cols));
+        const PackedMatrix matrix(type, cols, {{first.data(), 20}, {second.data(), 3}}, order, storage.data(), 1);
+        Array<float> row(cols), source(cols);
+        for (int i = 0; i < 23; ++i) {
+            matrix.row(i, row.data());
+            const Array<uint8_t>& tensor = order[i] < 20 ? first : second;
+            const Array<uint8_t> alone(PackedMatrix::packed_bytes(type, 1, cols));
+            PackedMatrix(type, 1, cols, &tensor[order[i] % 20 * ggml_row_size(type, cols)], alone.data(), 1)
+                .row(0, source.data());
+            CHECK(row.same(source));
         }
     }
 }
@@ -173,13 +334,71 @@ void test_matrices() {
         for (const auto& [type, fields] : kIntegerTypes) {
             test_matrix(type, rows, static_cast<int>(ggml_blck_size(type)));
             test_matrix(type, rows, 3 * static_cast<int>(ggml_blck_size(type)));
+            test_gated(type, rows, static_cast<int>(ggml_blck_size(type)));
         }
+        test_gated(GGML_TYPE_F32, rows, 33);
+        test_gated(GGML_TYPE_F16, rows, 33);
     }
-    CHECK_THROWS(std::invalid_argument, PackedMatrix::packing_of(GGML_TYPE_Q3_K));
+    CHECK_THROWS(std::invalid_argument, PackedMatrix::packing_of(GGML_TYPE_IQ3_S));
     CHECK_THROWS(std::invalid_argument, PackedMatrix(GGML_TYPE_Q8_0, 1, 33, nullptr, nullptr, 1));
 }
 
 // ---- Rows ----
+
+// Exactly as many numbers as there are, with and without bias, also in place.
+void test_norms(const Kernel& kernel, int cols) {
+    const Kernel& scalar = find_kernel("scalar");
+    const Array<float> x(cols), weight(cols), y(cols), twin(cols);
+    std::generate_n(x.data(), cols, [] { return random_float(3); });
+    std::generate_n(weight.data(), cols, [] { return random_float(); });
+    double mean = 0, squares = 0;
+    for (int i = 0; i < cols; ++i) {
+        mean += x[i] / cols;
+        squares += double(x[i]) * x[i] / cols;
+    }
+    kernel.rms_norm(x.data(), weight.data(), 1e-5f, cols, cols, y.data());
+    scalar.rms_norm(x.data(), weight.data(), 1e-5f, cols, cols, twin.data());
+    CHECK(y.same(twin));
+    for (int i = 0; i < cols; ++i) {
+        CHECK(std::fabs(y[i] - x[i] / std::sqrt(squares + 1e-5) * weight[i]) < 1e-5);
+    }
+    kernel.layer_norm(x.data(), weight.data(), nullptr, 1e-5f, cols, cols, y.data());
+    scalar.layer_norm(x.data(), weight.data(), nullptr, 1e-5f, cols, cols, twin.data());
+    CHECK(y.same(twin));
+    for (int i = 0; i < cols; ++i) {
+        const double deviation = std::sqrt(std::max(0.0, squares - mean * mean) + 1e-5);
+        CHECK(std::fabs(y[i] - (x[i] - mean) / deviation * weight[i]) < 1e-3);
+    }
+    kernel.layer_norm(x.data(), weight.data(), nullptr, 1e-5f, cols, cols, x.data());
+    CHECK(x.same(y));
+    kernel.rms_norm(x.data(), weight.data(), 1e-5f, cols, cols, y.data());
+    kernel.rms_norm(x.data(), weight.data(), 1e-5f, cols, cols, x.data());
+    CHECK(x.same(y));
+    const Array<float> wide(cols + 40);
+    std::fill_n(wide.data(), wide.size(), 7.0f);
+    kernel.rms_norm(x.data(), weight.data(), 1e-5f, cols, cols + 40, wide.data());
+    CHECK(std::all_of(wide.data() + cols, wide.data() + wide.size(), [](float v) { return v == 0; }));
+}
+
+void test_rotation(const Kernel& kernel, int half) {
+    const Array<float> x(2 * half), twin(2 * half), cosines(half), sines(half);
+    std::generate_n(x.data(), x.size(), [] { return random_float(); });
+    std::copy_n(x.data(), x.size(), twin.data());
+    std::vector<double> expected(2 * half);
+    for (int i = 0; i < half; ++i) {
+        const double angle = random_float(3);
+        cosines[i] = static_cast<float>(std::cos(angle));
+        sines[i] = static_cast<float>(std::sin(angle));
+        expected[i] = x[i] * std::cos(angle) - x[half + i] * std::sin(angle);
+        expected[half + i] = x[i] * std::sin(angle) + x[half + i] * std::cos(angle);
+    }
+    kernel.rotate(x.data(), half, cosines.data(), sines.data());
+    find_kernel("scalar").rotate(twin.data(), half, cosines.data(), sines.data());
+    CHECK(x.same(twin));
+    for (int i = 0; i < 2 * half; ++i) {
+        CHECK(std::fabs(x[i] - expected[i]) < 1e-6);
+    }
+}
 
 void test_row_functions() {
     const Kernel& scalar = find_kernel("scalar");
@@ -194,6 +413,8 @@ void test_row_functions() {
             scalar.layer_norm(x.data(), weight.data(), bias.data(), 1e-5f, cols, width, expected.data());
             CHECK(y.same(expected));
             CHECK(std::all_of(y.data() + cols, y.data() + width, [](float v) { return v == 0; }));
+            test_norms(*kernel, cols);
+            test_rotation(*kernel, cols);
 
             const Array<uint16_t> halves(cols), twin(cols);
             const Array<float> floats(cols);
@@ -210,7 +431,7 @@ void test_row_functions() {
             const Array<float> x(64), twin(64), maxima(1);
             std::generate_n(x.data(), 64, [] { return random_float(); });
             x[random_int(0, 63)] = odd;
-            for (const Packing packing : {Packing::q8_0, Packing::q4_k, Packing::q6_k}) {
+            for (const Packing packing : {Packing::q8_0, Packing::q4_k, Packing::q6_k, Packing::q3_k, Packing::q2_k}) {
                 const Quantized a(1, 64), b(1, 64);
                 kernel->quantize(x.data(), 64, 0, a.rows(1, packing));
                 scalar.quantize(x.data(), 64, 0, b.rows(1, packing));
@@ -293,82 +514,203 @@ void test_cache() {
     }
 }
 
-void test_attention(int dim, int committed, int n) {
+struct AttentionCase {
+    int dim, committed, n, kv_heads, group, window;
+    float softcap;
+    int half;
+    bool norms;
+};
+
+// Random trees over a random cache: against sums in double, for every kernel and number of threads, and row by row.
+void test_attention(const AttentionCase& c) {
     const Kernel& scalar = find_kernel("scalar");
-    const int cells = committed + n;
-    KvCache cache(1, 1, dim, cells);
-    const Array<float> keys(size_t(cells) * dim), values(size_t(cells) * dim), q(size_t(n) * dim);
-    for (const Array<float>* array : {&keys, &values, &q}) {
-        // Halves, so that the twin below reads what the cache holds.
-        std::generate_n(array->data(), array->size(),
-                        [] { return ggml_fp16_to_fp32(ggml_fp32_to_fp16(random_float())); });
+    const int cells = c.committed + c.n, heads = c.kv_heads * c.group, stride = (heads + 2 * c.kv_heads) * c.dim;
+    const auto half_exact = [] { return ggml_fp16_to_fp32(ggml_fp32_to_fp16(random_float())); };
+
+    AttentionLayer how;
+    how.num_heads = heads;
+    how.num_kv_heads = c.kv_heads;
+    how.head_dim = c.dim;
+    how.scale = 0.8f / std::sqrt(static_cast<float>(c.dim));
+    how.softcap = c.softcap;
+    how.window = c.window;
+    const Array<float> q_norm(heads * c.dim), k_norm(c.kv_heads * c.dim);
+    std::generate_n(q_norm.data(), q_norm.size(), [] { return random_float(); });
+    std::generate_n(k_norm.data(), k_norm.size(), [] { return random_float(); });
+    if (c.norms) {
+        how.q_norm = q_norm.data();
+        how.k_norm = k_norm.data();
+        how.own_norms = how.layer_norms = c.dim % 2;
+        how.norm_epsilon = 1e-5f;
     }
-    for (int cell = 0; cell < cells; ++cell) {
-        cache.store(scalar, 0, 0, cell, &keys[size_t(cell) * dim], &values[size_t(cell) * dim]);
-    }
-    std::vector<std::vector<int32_t>> tails(n);
-    std::vector<RowContext> rows(n);
-    for (int i = 0; i < n; ++i) {
+
+    std::vector<std::vector<int32_t>> tails(c.n);
+    std::vector<RowContext> contexts(c.n);
+    for (int i = 0; i < c.n; ++i) {
         const int parent = random_int(-1, i - 1);
-        rows[i].direct = parent < 0 ? committed : rows[parent].direct;
+        contexts[i].direct = parent < 0 ? c.committed : contexts[parent].direct;
         if (parent >= 0) {
             tails[i] = tails[parent];
         }
-        rows[i].length = (parent < 0 ? committed : rows[parent].length) + 1;
-        if (tails[i].empty() && rows[i].length == committed + i + 1) {
-            rows[i].direct = rows[i].length;
+        contexts[i].length = (parent < 0 ? c.committed : contexts[parent].length) + 1;
+        if (tails[i].empty() && contexts[i].length == c.committed + i + 1) {
+            contexts[i].direct = contexts[i].length;
         } else {
-            tails[i].push_back(committed + i);
+            tails[i].push_back(c.committed + i);
         }
-        rows[i].tail = tails[i].data();
+        contexts[i].tail = tails[i].data();
     }
-    const auto attend = [&](const Kernel& kernel, int first, int count, Array<float>& out) {
-        const Array<float> scratch(attention_scratch(cache.num_cells()));
-        HeadPass pass;
-        pass.n = count;
-        pass.head_dim = dim;
-        pass.num_cells = cells;
-        pass.rows = rows.data() + first;
-        pass.q = q.data() + size_t(first) * dim;
-        pass.q_stride = dim;
-        pass.k = cache.keys(0, 0);
-        pass.v = cache.values(0, 0);
-        pass.scratch = scratch.data();
-        pass.out = out.data();
-        pass.out_stride = dim;
-        kernel.attend(pass);
+    const Array<float> qkv(size_t(c.n) * stride), row_scale(c.n), cosines(c.n * c.half), sines(c.n * c.half);
+    const Array<float> keys(size_t(c.kv_heads) * cells * c.dim), values(keys.size());
+    std::generate_n(qkv.data(), qkv.size(), half_exact);
+    std::generate_n(keys.data(), keys.size(), half_exact);
+    std::generate_n(values.data(), values.size(), half_exact);
+    std::generate_n(row_scale.data(), c.n, [] { return 1 + std::fabs(random_float(0.1f)); });
+    for (size_t i = 0; i < cosines.size(); ++i) {
+        const double angle = random_float(3);
+        cosines[i] = static_cast<float>(std::cos(angle));
+        sines[i] = static_cast<float>(std::sin(angle));
+    }
+
+    // What becomes of q and k before they meet.
+    const Array<float> prepared(qkv.size());
+    std::copy_n(qkv.data(), qkv.size(), prepared.data());
+    for (int i = 0; i < c.n; ++i) {
+        for (int head = 0; head < heads + c.kv_heads; ++head) {
+            float* x = &prepared[size_t(i) * stride + size_t(head) * c.dim];
+            const float* norm = head < heads ? q_norm.data() : k_norm.data();
+            norm += how.own_norms ? (head < heads ? head : head - heads) * c.dim : 0;
+            if (c.norms && how.layer_norms) {
+                scalar.layer_norm(x, norm, nullptr, 1e-5f, c.dim, c.dim, x);
+            } else if (c.norms) {
+                scalar.rms_norm(x, norm, 1e-5f, c.dim, c.dim, x);
+            }
+            scalar.rotate(x, c.half, &cosines[i * c.half], &sines[i * c.half]);
+        }
+    }
+
+    const size_t out_stride = padded(heads * c.dim, kBlock);
+    const auto attend = [&](const Kernel& kernel, int first_row, int num_threads, const Array<float>& out,
+                            const Quantized* quantized) {
+        KvCache cache(2, c.kv_heads, c.dim, cells);
+        for (int head = 0; head < c.kv_heads; ++head) {
+            for (int cell = 0; cell < c.committed; ++cell) {
+                const size_t at = (size_t(head) * cells + cell) * c.dim;
+                cache.store(scalar, 1, head, cell, &keys[at], &values[at]);
+            }
+        }
+        const Array<float> mutated(qkv.size()), scratch(num_threads * attention_scratch(cache.num_cells()));
+        std::copy_n(qkv.data(), qkv.size(), mutated.data());
+        AttentionRows rows;
+        rows.n = c.n;
+        rows.first_row = first_row;
+        rows.first_cell = c.committed;
+        rows.contexts = contexts.data();
+        rows.half = c.half;
+        rows.cos = cosines.data();
+        rows.sin = sines.data();
+        rows.row_scale = c.norms ? row_scale.data() : nullptr;
+        rows.q = mutated.data();
+        rows.k = rows.q + heads * c.dim;
+        rows.v = rows.k + c.kv_heads * c.dim;
+        rows.stride = stride;
+        const QuantizedRows next = quantized ? quantized->rows(c.n - first_row, Packing::q8_0) : QuantizedRows();
+        tree_attention(kernel, num_threads, cache, 1, how, rows, out.data(), out_stride, quantized ? &next : nullptr,
+                       scratch.data());
+        for (int head = 0; head < c.kv_heads; ++head) {
+            for (int i = 0; i < c.n; ++i) {
+                const int cell = c.committed + i;
+                const float* key = &prepared[size_t(i) * stride + size_t(heads + head) * c.dim];
+                const float* value = &qkv[size_t(i) * stride + size_t(heads + c.kv_heads + head) * c.dim];
+                for (int d = 0; d < c.dim; ++d) {
+                    CHECK(cache.keys(1, head)[(cell / kLanes * c.dim + d) * kLanes + cell % kLanes] ==
+                          ggml_fp32_to_fp16(key[d]));
+                    CHECK(cache.values(1, head)[cell * padded(c.dim, kLanes) + d] == ggml_fp32_to_fp16(value[d]));
+                }
+            }
+        }
     };
-    Array<float> expected(size_t(n) * dim), row(dim);
-    attend(scalar, 0, n, expected);
-    for (int i = 0; i < n; ++i) {
-        std::vector<int> seen;
-        for (int c = 0; c < rows[i].length; ++c) {
-            seen.push_back(c < rows[i].direct ? c : rows[i].tail[c - rows[i].direct]);
-        }
-        std::vector<double> mixed(dim);
-        double total = 0;
-        for (const int cell : seen) {
-            double score = 0;
-            for (int d = 0; d < dim; ++d) {
-                score += double(q[size_t(i) * dim + d]) * keys[size_t(cell) * dim + d];
+
+    const Array<float> expected(c.n * out_stride);
+    std::fill_n(expected.data(), expected.size(), NAN);
+    attend(scalar, 0, 1, expected, nullptr);
+    for (int i = 0; i < c.n; ++i) {
+        const int first = c.window > 0 ? std::max(0, contexts[i].length - c.window) : 0;
+        for (int head = 0; head < heads; ++head) {
+            std::vector<double> mixed(c.dim);
+            double total = 0;
+            for (int position = first; position < contexts[i].length; ++position) {
+                const int cell =
+                    position < contexts[i].direct ? position : contexts[i].tail[position - contexts[i].direct];
+                const int kv_head = head / c.group, row = cell - c.committed;
+                const size_t at = (size_t(kv_head) * cells + cell) * c.dim;
+                const float* key =
+                    row < 0 ? &keys[at] : &prepared[size_t(row) * stride + size_t(heads + kv_head) * c.dim];
+                const float* value =
+                    row < 0 ? &values[at] : &qkv[size_t(row) * stride + size_t(heads + c.kv_heads + kv_head) * c.dim];
+                double score = 0;
+                for (int d = 0; d < c.dim; ++d) {
+                    score += double(prepared[size_t(i) * stride + size_t(head) * c.dim + d]) *
+                             ggml_fp16_to_fp32(ggml_fp32_to_fp16(key[d]));
+                }
+                score *= how.scale * (c.norms ? row_scale[i] : 1);
+                score = c.softcap > 0 ? c.softcap * std::tanh(score / c.softcap) : score;
+                const double weight = std::exp(score);
+                total += weight;
+                for (int d = 0; d < c.dim; ++d) {
+                    mixed[d] += weight * value[d];
+                }
             }
-            const double weight = std::exp(score / std::sqrt(double(dim)));
-            total += weight;
-            for (int d = 0; d < dim; ++d) {
-                mixed[d] += weight * values[size_t(cell) * dim + d];
+            for (int d = 0; d < c.dim; ++d) {
+                CHECK(std::fabs(mixed[d] / total - expected[i * out_stride + size_t(head) * c.dim + d]) < 1e-4);
             }
         }
-        for (int d = 0; d < dim; ++d) {
-            CHECK(std::fabs(mixed[d] / total - expected[size_t(i) * dim + d]) < 1e-4);
+        for (size_t column = size_t(heads) * c.dim; column < out_stride; ++column) {
+            CHECK(expected[i * out_stride + column] == 0);
         }
     }
     for (const Kernel* kernel : available_kernels()) {
-        Array<float> out(size_t(n) * dim);
-        attend(*kernel, 0, n, out);
-        CHECK(out.same(expected));
-        for (int i = 0; i < n; ++i) {
-            attend(*kernel, i, 1, row);
-            CHECK(same(row.data(), &expected[size_t(i) * dim], dim));
+        for (const int num_threads : {1, 2, 3, 4}) {
+            // Fewer rows need attention than are stored; another tile of rows must not change one.
+            const int first_row = num_threads == 1 ? 0 : random_int(0, c.n);
+            const Array<float> out((c.n - first_row) * out_stride);
+            attend(*kernel, first_row, num_threads, out, nullptr);
+            CHECK(same(out.data(), expected.data() + first_row * out_stride, out.size()));
+        }
+        if (c.dim % kBlock == 0) {
+            const Array<float> out(c.n * out_stride);
+            const Quantized handed(c.n, static_cast<int>(out_stride)), twin(c.n, static_cast<int>(out_stride));
+            attend(*kernel, 0, 3, out, &handed);
+            for (int i = 0; i < c.n; ++i) {
+                kernel->quantize(&out[i * out_stride], static_cast<int>(out_stride), i, twin.rows(c.n, Packing::q8_0));
+            }
+            CHECK(handed.quants.same(twin.quants));
+            CHECK(handed.factors.same(twin.factors));
+        }
+    }
+}
+
+void test_attentions() {
+    for (const int dim : {1, 7, 16, 33, 64, 80, 130}) {
+        for (const int committed : {0, 1, 15, 16, 100}) {
+            for (const int n : {1, 3, 8, 21}) {
+                test_attention({dim, committed, n, 1, 1, 0, 0, 0, false});
+            }
+        }
+    }
+    int turn = 0;
+    for (const int kv_heads : {1, 2, 3}) {
+        for (const int group : {1, 3, 4, 8}) {
+            for (const int window : {0, 1, 2, 16, 21, 40}) {
+                for (const int n : {1, 5, 12}) {
+                    const int dim = std::array{32, 40, 17, 64, 80}[turn % 5];
+                    const int half = std::array{0, dim / 2, dim / 4, 1}[turn / 2 % 4];
+                    const int committed = std::array{0, 3, 37, 70}[turn / 3 % 4];
+                    test_attention(
+                        {dim, committed, n, kv_heads, group, window, turn % 3 ? 0 : 2.5f, half, turn % 4 == 1});
+                    ++turn;
+                }
+            }
         }
     }
 }
@@ -493,15 +835,11 @@ int main(int argc, char** argv) {
     }
     CHECK(argc == 1 || names == std::vector<std::string>(argv + 1, argv + argc));
     test_matrices();
+    test_together();
+    test_orders();
     test_row_functions();
     test_cache();
-    for (const int dim : {1, 7, 16, 33, 64, 80, 130}) {
-        for (const int committed : {0, 1, 15, 16, 100}) {
-            for (const int n : {1, 3, 8, 21}) {
-                test_attention(dim, committed, n);
-            }
-        }
-    }
+    test_attentions();
     test_fork();
     test_pool();
     test_pool_exceptions();

@@ -95,23 +95,23 @@ void test_sampler() {
 // ---- Sessions ----
 
 std::vector<float> logits_of(Session& session, int row) {
-    std::vector<float> logits(session.model().shape().vocab_size);
+    std::vector<float> logits(session.model().numbers().vocab_size);
     session.logits(row, logits.data());
     return logits;
 }
 
-std::vector<int32_t> random_tokens(const Gpt2& model, int n) {
+std::vector<int32_t> random_tokens(const Model& model, int n) {
     std::vector<int32_t> tokens(n);
-    std::generate(tokens.begin(), tokens.end(), [&] { return random_int(0, model.shape().vocab_size - 1); });
+    std::generate(tokens.begin(), tokens.end(), [&] { return random_int(0, model.numbers().vocab_size - 1); });
     return tokens;
 }
 
 void test_session(const std::string& path, const Kernel& kernel) {
-    const auto model = std::make_shared<Gpt2>(path, kernel.name, 2);
+    const auto model = std::make_shared<Model>(path, kernel.name, 2);
     const auto uninterrupted = [] {};
     Session session(model, 0), plain(model, 0);
     const int context = session.context();
-    CHECK(context == model->shape().max_context);
+    CHECK(context == model->numbers().max_context);
     for (int round = 0; round < 8; ++round) {
         const int room = context - static_cast<int>(session.tokens().size());
         const std::vector<int32_t> prompt = random_tokens(*model, random_int(0, std::min(20, room / 2)));
@@ -167,7 +167,7 @@ void test_session(const std::string& path, const Kernel& kernel) {
     // Errors leave everything as it was.
     session.truncate(3);
     const std::vector<int32_t> before = session.tokens();
-    const int vocabulary = model->shape().vocab_size;
+    const int vocabulary = model->numbers().vocab_size;
     session.evaluate({1, 2}, {-1, 0}, 1);
     CHECK_THROWS(std::invalid_argument, (session.evaluate({1}, {2}, -1), 0));
     CHECK_THROWS(std::invalid_argument, (session.evaluate({1}, {-2}, -1), 0));
@@ -312,7 +312,7 @@ void load(const std::string& path) {
     for (const bool model : {false, true}) {
         try {
             if (model) {
-                Session session(std::make_shared<Gpt2>(path, "", 2), 0);
+                Session session(std::make_shared<Model>(path, "", 2), 0);
                 session.evaluate({0, 0, 0}, {-1, 0, 0}, -1);
                 session.follow({1, 0, 0.9f, 0, 0}, 0);
             } else {
@@ -350,10 +350,10 @@ void test_damaged_files(const std::string& path) {
     }
     std::filesystem::remove(damaged);
     CHECK_THROWS(ModelError, Tokenizer(damaged.string()));
-    CHECK_THROWS(ModelError, Gpt2(damaged.string(), "", 0));
-    CHECK_THROWS(std::invalid_argument, Gpt2(path, "abacus", 0));
-    CHECK_THROWS(std::invalid_argument, Gpt2(path, "", -1));
-    CHECK_THROWS(std::invalid_argument, Gpt2(path, "", 257));
+    CHECK_THROWS(ModelError, Model(damaged.string(), "", 0));
+    CHECK_THROWS(std::invalid_argument, Model(path, "abacus", 0));
+    CHECK_THROWS(std::invalid_argument, Model(path, "", -1));
+    CHECK_THROWS(std::invalid_argument, Model(path, "", 257));
 }
 
 }  // namespace

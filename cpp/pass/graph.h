@@ -1,15 +1,14 @@
-// One pass of GPT-2 over rows of tokens as a ggml graph, and the cache it reads and writes.
+// One pass of a model over rows of tokens, and the cache it reads and writes.
 //
-// The model is written down once, in build(); two operations have two forms each. PackedGraph has them as custom
-// operations of our kernels, bit-exact on the CPU; DeviceGraph as ggml's standard ones, on any device ggml knows.
+// The model is written down once, in transformer.h. PackedPass runs its operations at once on our kernels, bit-exact on
+// the CPU; DevicePass records them as ggml's, for any device ggml knows.
 #pragma once
 
 #include <cstdint>
 #include <utility>
 #include <vector>
 
-#include "ggml.h"
-#include "gpt2.h"
+#include "model/model.h"
 
 namespace pystaged {
 
@@ -33,7 +32,7 @@ public:
     Graph& operator=(const Graph&) = delete;
 
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
-    size_t logits_stride() const { return padded(model_.shape().vocab_size, kRun); }
+    size_t logits_stride() const { return padded(model_.numbers().vocab_size, kRun); }
     virtual int num_cells() const = 0;
     // At most kMaxRows rows.
     virtual void compute(const Pass& pass) = 0;
@@ -49,27 +48,9 @@ public:
     virtual void read_logits(float*) {}
 
 protected:
-    explicit Graph(const Gpt2& model) : model_(model) {}
+    explicit Graph(const Model& model) : model_(model) {}
 
-    // y = W norm(x) + b, then GELU or + residual.
-    struct Dense {
-        const Linear* weights = nullptr;
-        const LayerNorm* norm = nullptr;
-        bool gelu = false;
-        ggml_tensor* residual = nullptr;
-        const Linear* next = nullptr;  // the one that alone reads the result
-    };
-
-    // The last tensor of a pass: the logits, or whatever ends it where none are needed.
-    ggml_tensor* build(ggml_context* c, int num_rows, int num_logits);
-
-    virtual ggml_tensor* embed(ggml_context* c, int num_rows) = 0;
-    virtual ggml_tensor* linear(ggml_context* c, ggml_tensor* x, const Dense& dense) = 0;
-    // Stores the keys and values of all rows; attends for those from `first_row` on, perhaps none. `next` as in Dense.
-    virtual ggml_tensor* attention(ggml_context* c, ggml_tensor* qkv, int layer, int first_row, const Linear* next) = 0;
-    virtual ggml_tensor* head(ggml_context* c, ggml_tensor* x) = 0;
-
-    const Gpt2& model_;
+    const Model& model_;
 };
 
 }  // namespace pystaged

@@ -1,4 +1,4 @@
-#include "kv_cache.h"
+#include "pass/kv_cache.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,0 +1,47 @@
+// The architectures this engine runs, one row each: what neither a file's tensors nor its metadata say.
+#pragma once
+
+#include "gguf_file.h"
+
+namespace pystaged {
+
+// Which numbers of a head rotary positions turn together.
+enum class Pairs { none, adjacent, halves };
+
+// What the feed-forward network does between its matrices: GELU alone, or an activation of the gate times the rest.
+enum class Gate { none, silu, gelu };
+
+// Tensors that not every architecture has.
+enum Part : unsigned {
+    kPositions = 1 << 0,     // position_embd
+    kAttnNorm = 1 << 1,      // before attention
+    kFfnNorm = 1 << 2,       // before the feed-forward network; without it that reads what attention read
+    kPostNorms = 1 << 3,     // of both branches, before they are added
+    kHeadNorms = 1 << 4,     // of queries and keys, the same for every head
+    kOwnHeadNorms = 1 << 5,  // of queries and keys, one for each head
+    kWholeNorms = 1 << 6,    // of queries and keys, over all heads at once
+    kQkvBias = 1 << 7,       //
+    kOutputBias = 1 << 8,    // of attention
+    kFfnBias = 1 << 9,       //
+    kFusedGate = 1 << 10,    // gate rows first in ffn_up, no ffn_gate
+    kHead = 1 << 11,         // output.weight; else the head is the embedding
+    kHeadBias = 1 << 12,     //
+    kRopeFactors = 1 << 13,  // rope_freqs
+    kLongFactors = 1 << 14,  // rope_factors_long and rope_factors_short
+};
+
+struct Family {
+    const char* name;  // general.architecture
+    Pairs rope;
+    Gate gate;
+    unsigned required, optional;   // parts
+    bool layer_norm = false;       // else RMS
+    int skip_rope_every = 0;       // every so many layers, one has no rotary positions
+    int window_period = 0;         // where a file has a window but no pattern: how many layers to one without it
+    bool scale_embedding = false;  // by the square root of the width
+};
+
+// The row of a file. Throws ModelError for an architecture that has none, saying what it would need.
+const Family& find_family(const GgufFile& file);
+
+}  // namespace pystaged

@@ -1,0 +1,238 @@
+#include "model/hyperparameters.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace pystaged {
+
+namespace {
+
+constexpr int64_t kMostNumbers = int64_t(1) << 24;  // far beyond any model, far below any overflow
+constexpr int kMostLayers = 512;                    // ggml visits a graph by recursion, for which a stack must do
+
+// Metadata under the architecture's own prefix.
+class Keys {
+public:
+    explicit Keys(const GgufFile& file, const Family& family) : file_(file), prefix_(std::string(family.name) + ".") {}
+
+    std::string name(const char* key) const { return prefix_ + key; }
+    bool has(const char* key) const { return file_.has(name(key)); }
+    int number(const char* key, int64_t least, int64_t most) const {
+        return static_cast<int>(file_.integer(name(key), least, most));
+    }
+    int number(const char* key, int64_t least, int64_t most, int64_t otherwise) const {
+        return static_cast<int>(file_.integer(name(key), least, most, otherwise));
+    }
+    // One for all layers, or an array that says the same for each.
+    int number_of_layers(const char* key, int64_t least, int64_t most, int64_t otherwise) const {
+        const auto values = file_.integers(name(key));
+        if (!values) {
+            return number(key, least, most, otherwise);
+        }
+        if (values->empty() || std::count(values->begin(), values->end(), values->front()) != int64_t(values->size())) {
+            file_.fail("metadata '" + name(key) + "' differs between layers, which is not supported");
+        }
+        if (values->front() < least || values->front() > most) {
+            file_.fail("metadata '" + name(key) + "' is " + std::to_string(values->front()) + ", outside " +
+                       std::to_string(least) + " to " + std::to_string(most));
+        }
+        return static_cast<int>(values->front());
+    }
+    float real(const char* key, float otherwise) const {
+        const float value = file_.real(name(key), otherwise);
+        if (!std::isfinite(value)) {
+            file_.fail("metadata '" + name(key) + "' is not a number");
+        }
+        return value;
+    }
+    float positive(const char* key, float otherwise) const {
+        const float value = real(key, otherwise);
+        if (!(value > 0)) {
+            file_.fail("metadata '" + name(key) + "' is not above 0");
+        }
+        return value;
+    }
+
+private:
+    const GgufFile& file_;
+    std::string prefix_;
+};
+
+void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
+    if (family.rope == Pairs::none) {
+        return;
+    }
+    Rope& rope = h.rope;
+    rope.dims = keys.number("rope.dimension_count", 2, h.head_dim, h.head_dim);
+    if (rope.dims % 2 != 0) {
+        file.fail("metadata '" + keys.name("rope.dimension_count") + "' is odd, but rotary positions turn pairs");
+    }
+    if (std::string(family.name) == "llama" && rope.dims != h.head_dim) {
+        file.fail("metadata '" + keys.name("rope.dimension_count") + "' is " + std::to_string(rope.dims) +
+                  " where heads are " + std::to_string(h.head_dim) + " wide");
+    }
+    rope.base = keys.positive("rope.freq_base", 10000);
+    if (!(rope.base > 1)) {
+        file.fail("metadata '" + keys.name("rope.freq_base") + "' is not above 1");
+    }
+    rope.original_context = h.original_context;
+    const std::string scaling = file.text(keys.name("rope.scaling.type"), "linear");
+    if (scaling != "none" && scaling != "linear" && scaling != "yarn" && scaling != "longrope") {
+        file.fail("metadata '" + keys.name("rope.scaling.type") + "' is '" + scaling +
+                  "', which is unknown; there are: none, linear, yarn, longrope");
+    }
+    const float factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 0));
+    if (factor < 0) {
+        file.fail("metadata '" + keys.name("rope.scaling.factor") + "' is negative");
+    }
+    rope.scale = scaling == "none" || factor == 0 ? 1 : 1 / factor;
+    rope.yarn = scaling == "yarn";
+    if (rope.yarn) {
+        double multiplier = 0;
+        if (std::string(family.name) == "mistral3") {
+            rope.beta_fast = keys.positive("rope.scaling.yarn_beta_fast", rope.beta_fast);
+            rope.beta_slow = keys.positive("rope.scaling.yarn_beta_slow", rope.beta_slow);
+            multiplier = keys.real("rope.scaling.yarn_log_multiplier", 0);
+        }
+        // Attention sharpens by 0.1 ln(factor) + 1; amplitude() has that factor already, so the two cancel but for the
+        // multiplier.
+        const double log_factor = own_log(1.0 / rope.scale);
+        const auto sharpening = [&](double m) { return rope.scale >= 1 ? 1.0 : 0.1 * m * log_factor + 1; };
+        rope.magnitude = static_cast<float>(sharpening(1) / sharpening(multiplier) / (1 + 0.1 * log_factor));
+    }
+    rope.magnitude *= keys.positive("rope.scaling.attn_factor", 1);
+
+    h.windowed_rope = rope;
+    h.windowed_rope.base = keys.positive("rope.freq_base_swa", rope.base);
+    const std::string name = family.name;
+    if (name == "gemma3") {
+        h.windowed_rope.base = keys.positive("rope.freq_base_swa", 10000);
+        h.windowed_rope.scale = 1;
+    } else if (name == "olmo2") {
+        // OLMo 3 stretches the context of its global layers only.
+        h.windowed_rope.scale = h.windowed_rope.magnitude = 1;
+        h.windowed_rope.yarn = false;
+        h.windowed_rope.base = rope.base;
+    }
+    if (family.skip_rope_every > 0) {
+        for (int i = family.skip_rope_every - 1; i < h.num_layers; i += family.skip_rope_every) {
+            h.layers[i].rotates = false;
+        }
+    }
+    if (name == "granite" && !file.flag(keys.name("rope.scaling.finetuned"), true)) {
+        for (LayerNumbers& layer : h.layers) {
+            layer.rotates = false;
+        }
+    }
+}
+
+void read_windows(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
+    // Other families may have the key, but their models never learnt to use it (Phi-3's is wrong in most files).
+    if (family.window_period == 0) {
+        return;
+    }
+    const bool always = std::string(family.name) == "gemma2";
+    h.window = keys.number("attention.sliding_window", 0, int64_t(1) << 30, always ? 4096 : 0);
+    if (h.window == 0) {
+        if (always) {
+            file.fail("metadata '" + keys.name("attention.sliding_window") + "' is 0");
+        }
+        return;
+    }
+    const std::string key = keys.name("attention.sliding_window_pattern");
+    if (const auto pattern = file.integers(key)) {
+        if (int(pattern->size()) != h.num_layers) {
+            file.fail("metadata '" + key + "' has " + std::to_string(pattern->size()) + " entries for " +
+                      std::to_string(h.num_layers) + " layers");
+        }
+        for (int i = 0; i < h.num_layers; ++i) {
+            h.layers[i].windowed = (*pattern)[i] != 0;
+        }
+        return;
+    }
+    const int period = keys.number("attention.sliding_window_pattern", 0, kMostLayers, family.window_period);
+    for (int i = 0; i < h.num_layers; ++i) {
+        h.layers[i].windowed = period == 0 || i % period < period - 1;
+    }
+}
+
+void read_scales(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
+    const std::string name = family.name;
+    // The largest Gemmas scale by the width of a head as it would be if heads shared the model's width.
+    const bool large_gemma = (name == "gemma2" && h.num_layers == 46) || (name == "gemma3" && h.num_layers == 62);
+    h.attention_scale = 1 / std::sqrt(static_cast<float>(large_gemma ? h.width / h.num_heads : h.head_dim));
+    h.embedding_scale = family.scale_embedding ? std::sqrt(static_cast<float>(h.width)) : 1;
+    if (name == "granite") {
+        const auto scale = [&](const char* key, float otherwise) {
+            const float value = keys.real(key, 0);
+            return value == 0 ? otherwise : value;
+        };
+        if (!keys.has("logit_scale")) {
+            file.fail("metadata '" + keys.name("logit_scale") + "' is missing");
+        }
+        h.logit_scale = 1 / scale("logit_scale", 1);
+        h.residual_scale = scale("residual_scale", 1);
+        h.embedding_scale = scale("embedding_scale", 1);
+        h.attention_scale = scale("attention.scale", h.attention_scale);
+    } else if (name == "gemma2") {
+        h.attention_softcap = keys.positive("attn_logit_softcapping", 50);
+        h.logit_softcap = keys.positive("final_logit_softcapping", 30);
+    } else if (name == "gemma3") {
+        h.logit_softcap = keys.real("final_logit_softcapping", 0);
+    } else if (name == "mistral3") {
+        h.temperature_scale = keys.real("attention.temperature_scale", 0);
+    }
+}
+
+}  // namespace
+
+Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family) {
+    const Keys keys(file, family);
+    Hyperparameters h;
+    h.width = keys.number("embedding_length", 1, kMostNumbers);
+    h.max_context = keys.number("context_length", 1, kMostNumbers);
+    h.original_context = keys.number("rope.scaling.original_context_length", 1, kMostNumbers, h.max_context);
+    h.num_layers = keys.number("block_count", 1, kMostLayers);
+    h.layers.resize(h.num_layers);
+    const bool gpt2 = std::string(family.name) == "gpt2";
+    h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0);
+    if (h.num_heads == 0) {
+        file.fail("metadata '" + keys.name("attention.head_count") + "' is missing");
+    }
+    h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads);
+    if (h.num_heads % h.num_kv_heads != 0) {
+        file.fail(std::to_string(h.num_heads) + " heads do not share " + std::to_string(h.num_kv_heads) +
+                  " heads of keys and values evenly");
+    }
+    h.ffn_width = keys.number_of_layers("feed_forward_length", 1, kMostNumbers, gpt2 ? int64_t(4) * h.width : 0);
+    if (h.ffn_width == 0) {
+        file.fail("metadata '" + keys.name("feed_forward_length") + "' is missing");
+    }
+    h.head_dim = keys.number("attention.key_length", 1, 1 << 16, h.width / h.num_heads);
+    if (keys.number("attention.value_length", 1, 1 << 16, h.width / h.num_heads) != h.head_dim) {
+        file.fail("keys and values of different lengths are not supported");
+    }
+    if (!keys.has("attention.key_length") && h.width % h.num_heads != 0) {
+        file.fail("a width of " + std::to_string(h.width) + " does not split into " + std::to_string(h.num_heads) +
+                  " heads");
+    }
+    const char* epsilon = family.layer_norm ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon";
+    if (!gpt2 && !keys.has(epsilon)) {
+        file.fail("metadata '" + keys.name(epsilon) + "' is missing");
+    }
+    h.norm_epsilon = file.real(keys.name(epsilon), 1e-5f);
+    if (!(h.norm_epsilon > 0 && h.norm_epsilon < 1)) {
+        file.fail("metadata '" + keys.name(epsilon) + "' is not between 0 and 1");
+    }
+    const int64_t vocab_size = file.tensor("token_embd.weight").ne[1];
+    if (vocab_size < 1 || vocab_size > kMostNumbers) {
+        file.fail("tensor 'token_embd.weight' has " + std::to_string(vocab_size) + " rows");
+    }
+    h.vocab_size = static_cast<int>(vocab_size);
+    read_rope(file, family, keys, h);
+    read_windows(file, family, keys, h);
+    read_scales(file, family, keys, h);
+    return h;
+}
+
+}  // namespace pystaged

@@ -1,0 +1,46 @@
+// The numbers of a model: from a file's metadata, and the few rules that no key states.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels/kernel.h"
+#include "model/family.h"
+#include "pass/rope.h"
+
+namespace pystaged {
+
+struct LayerNumbers {
+    bool rotates = true;
+    bool windowed = false;
+};
+
+struct Hyperparameters {
+    int vocab_size = 0;
+    int max_context = 0;       // positions the model was trained for
+    int original_context = 0;  // before its rotary positions were stretched
+    int width = 0;
+    int ffn_width = 0;
+    int num_layers = 0;
+    int num_heads = 0;
+    int num_kv_heads = 0;
+    int head_dim = 0;
+    float norm_epsilon = 1e-5f;
+    float embedding_scale = 1, residual_scale = 1, logit_scale = 1;
+    float attention_scale = 0;
+    float attention_softcap = 0, logit_softcap = 0;  // 0 for none
+    float temperature_scale = 0;                     // of queries beyond the original context
+    int window = 0;                                  // positions a windowed layer sees, the row's own included
+    std::vector<LayerNumbers> layers;
+    Rope rope, windowed_rope;
+
+    int q_width() const { return num_heads * head_dim; }
+    int kv_width() const { return num_kv_heads * head_dim; }
+    int group() const { return num_heads / num_kv_heads; }
+    int padded_width() const { return padded(width, kBlock); }
+};
+
+// Throws ModelError for what is missing, out of range, or inconsistent.
+Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family);
+
+}  // namespace pystaged

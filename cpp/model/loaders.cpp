@@ -1,0 +1,253 @@
+#include "model/loaders.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+namespace pystaged {
+
+namespace {
+
+constexpr size_t kAlignment = 64;
+
+// The floats of a tensor, all rows in turn.
+std::vector<float> read_floats(const GgufFile& file, const TensorView& tensor) {
+    const size_t size = size_t(tensor.ne[0]) * tensor.ne[1];
+    const Memory data = file.read(tensor);
+    std::vector<float> values(size);
+    switch (tensor.type) {
+        case GGML_TYPE_F32: std::copy_n(reinterpret_cast<const float*>(data.data()), size, values.data()); break;
+        case GGML_TYPE_F16:
+            ggml_fp16_to_fp32_row(reinterpret_cast<const ggml_fp16_t*>(data.data()), values.data(), int64_t(size));
+            break;
+        case GGML_TYPE_BF16:
+            ggml_bf16_to_fp32_row(reinterpret_cast<const ggml_bf16_t*>(data.data()), values.data(), int64_t(size));
+            break;
+        default:
+            file.fail("tensor '" + tensor.name + "' is of type " + ggml_type_name(tensor.type) +
+                      " where F32, F16 or BF16 is needed");
+    }
+    return values;
+}
+
+std::vector<float> read_floats(const GgufFile& file, const std::vector<const TensorView*>& tensors) {
+    std::vector<float> all;
+    for (const TensorView* tensor : tensors) {
+        const std::vector<float> values = read_floats(file, *tensor);
+        all.insert(all.end(), values.begin(), values.end());
+    }
+    return all;
+}
+
+}  // namespace
+
+PackedLoader::PackedLoader(const GgufFile& file, const Manifest& manifest, const Family& family,
+                           const Hyperparameters& numbers, int num_threads)
+    : file_(file), manifest_(manifest), family_(family), numbers_(numbers), num_threads_(num_threads) {
+    size_t total = 0;
+    for (const TensorView* tensor : manifest.matrices()) {
+        try {
+            // Two halves that are packed in turns are padded each.
+            total += PackedMatrix::packed_bytes(tensor->type, int(tensor->ne[1]) + kBlock, int(tensor->ne[0]));
+        } catch (const std::invalid_argument& error) {
+            file.fail("tensor '" + tensor->name + "': " + error.what());
+        }
+        total += kAlignment;
+    }
+    arena_ = Memory(total, /*huge=*/true);
+}
+
+Vector PackedLoader::vector(Role role) const {
+    const TensorView* tensor = find(role);
+    if (!tensor) {
+        return {};
+    }
+    const std::vector<float> values = read_floats(file_, *tensor);
+    const int cols = int(tensor->ne[0]), rows = int(tensor->ne[1]);
+    // Norms of heads lie side by side, as heads do.
+    const bool heads = role == Role::attn_q_norm || role == Role::attn_k_norm;
+    const size_t stride = heads ? cols : padded(cols, kBlock);
+    Vector result;
+    result.values.resize(stride * rows);
+    for (int i = 0; i < rows; ++i) {
+        std::copy_n(values.data() + size_t(i) * cols, cols, result.values.data() + i * stride);
+    }
+    return result;
+}
+
+Linear PackedLoader::pack(const Parts& parts) {
+    std::vector<Memory> data;
+    std::vector<Tensor> sources;
+    for (const TensorView* weight : parts.weights) {
+        data.push_back(file_.read(*weight, num_threads_));
+        sources.push_back({data.back().data(), static_cast<int>(weight->ne[1])});
+    }
+    Linear result;
+    try {
+        result.packed = PackedMatrix(parts.weights[0]->type, static_cast<int>(parts.weights[0]->ne[0]), sources,
+                                     parts.order, arena_.data() + used_, num_threads_);
+    } catch (const std::invalid_argument& error) {
+        file_.fail("tensor '" + parts.weights[0]->name + "': " + error.what());
+    }
+    used_ += (result.packed.bytes() + kAlignment - 1) / kAlignment * kAlignment;
+    if (!parts.biases.empty()) {
+        const std::vector<float> values = read_floats(file_, parts.biases);
+        result.bias.values.resize(result.packed.padded_rows());
+        for (size_t i = 0; i < parts.order.size(); ++i) {
+            result.bias.values[i] = parts.order[i] < 0 ? 0 : values[parts.order[i]];
+        }
+    }
+    return result;
+}
+
+Linear PackedLoader::linear(Role weight) {
+    const TensorView& tensor = *find(weight);
+    return pack({{&tensor}, {}, in_order(int(tensor.ne[1]))});
+}
+
+Linear PackedLoader::linear(Role weight, Role bias) {
+    const TensorView& tensor = *find(weight);
+    Parts parts{{&tensor}, {}, in_order(int(tensor.ne[1]))};
+    if (find(bias)) {
+        parts.biases = {find(bias)};
+    }
+    return pack(parts);
+}
+
+void PackedLoader::qkv(Layer& layer) {
+    const int q = numbers_.q_width(), kv = numbers_.kv_width();
+    // Our kernel turns (i, i + half), and the order of a head's numbers is nobody's business but queries' and keys'.
+    const auto turned = [&](int rows) {
+        return family_.rope == Pairs::adjacent ? halves_of_pairs(rows, numbers_.head_dim, numbers_.rope.dims)
+                                               : in_order(rows);
+    };
+    const RowOrder orders[] = {turned(q), turned(kv), in_order(kv)};
+    std::vector<Parts> matrices;
+    const std::vector<const TensorView*> biases = [&]() -> std::vector<const TensorView*> {
+        if (const TensorView* fused = find(Role::attn_qkv_bias)) {
+            return {fused};
+        }
+        if (find(Role::attn_q_bias)) {
+            return {find(Role::attn_q_bias), find(Role::attn_k_bias), find(Role::attn_v_bias)};
+        }
+        return {};
+    }();
+    size_t* places[] = {&layer.q_at, &layer.k_at, &layer.v_at};
+    int end = 0;
+    if (const TensorView* fused = find(Role::attn_qkv)) {
+        matrices.push_back({{fused}, biases, stacked(stacked(orders[0], orders[1]), orders[2])});
+        layer.k_at = q;
+        layer.v_at = q + kv;
+        end = q + 2 * kv;
+    } else {
+        const Role roles[] = {Role::attn_q, Role::attn_k, Role::attn_v};
+        for (int i = 0; i < 3; ++i) {
+            const TensorView* tensor = find(roles[i]);
+            if (i > 0 && matrices.back().weights[0]->type == tensor->type) {
+                matrices.back().order = stacked(std::move(matrices.back().order), orders[i]);
+            } else {
+                end = padded(end, kBlock);
+                matrices.push_back({{}, {}, orders[i]});
+            }
+            matrices.back().weights.push_back(tensor);
+            if (!biases.empty()) {
+                matrices.back().biases.push_back(biases[i]);
+            }
+            *places[i] = static_cast<size_t>(end);
+            end += static_cast<int>(orders[i].size());
+        }
+    }
+    layer.qkv_stride = padded(end, kBlock);
+    for (const Parts& parts : matrices) {
+        layer.qkv.push_back(pack(parts));
+    }
+}
+
+void PackedLoader::feed_forward(Layer& layer) {
+    const TensorView *gate = find(Role::ffn_gate), *up = find(Role::ffn_up);
+    const TensorView *gate_bias = find(Role::ffn_gate_bias), *up_bias = find(Role::ffn_up_bias);
+    if (family_.gate != Gate::none && !gate) {
+        layer.ffn_up = pack({{up}, {}, gate_in_turns(numbers_.ffn_width)});
+    } else if (gate && gate->type == up->type) {
+        Parts parts{{gate, up}, {}, gate_in_turns(numbers_.ffn_width)};
+        if (gate_bias) {
+            parts.biases = {gate_bias, up_bias};
+        }
+        layer.ffn_up = pack(parts);
+    } else {
+        if (gate) {
+            layer.ffn_gate = linear(Role::ffn_gate, Role::ffn_gate_bias);
+        }
+        layer.ffn_up = linear(Role::ffn_up, Role::ffn_up_bias);
+    }
+}
+
+void DeviceLoader::begin_model() {
+    device_ = memory_.num_devices() - 1;
+}
+
+void DeviceLoader::begin_layer(int layer) {
+    layer_ = layer;
+    device_ = memory_.device_of(layer, numbers_.num_layers);
+}
+
+ggml_tensor* DeviceLoader::matrix(const TensorView& tensor, int device) {
+    if (!DeviceMemory::can_multiply(tensor.type)) {
+        file_.fail("tensor '" + tensor.name + "' is of type " + ggml_type_name(tensor.type) +
+                   ", which ggml cannot multiply");
+    }
+    return memory_.place(tensor.type, tensor.ne[0], tensor.ne[1], device,
+                         [this, tensor](const auto& copy) { copy(file_.read(tensor, num_threads_).data()); });
+}
+
+Vector DeviceLoader::floats(const std::vector<const TensorView*>& tensors, int device) {
+    std::vector<float> values = read_floats(file_, tensors);
+    const int64_t rows = tensors[0]->ne[1], cols = static_cast<int64_t>(values.size()) / rows;
+    return {{}, memory_.place(GGML_TYPE_F32, cols, rows, device, [values = std::move(values)](const auto& copy) {
+                copy(values.data());
+            })};
+}
+
+Linear DeviceLoader::token_embedding() {
+    return {{}, {}, matrix(manifest_.get(Role::token_embedding), memory_.cpu())};
+}
+
+// A head that is the embedding needs a copy of its own where that lies elsewhere.
+Linear DeviceLoader::head() {
+    if (!manifest_.find(Role::head) && memory_.cpu() == device_) {
+        return {};
+    }
+    return {{}, {}, matrix(manifest_.head(), device_)};
+}
+
+Vector DeviceLoader::vector(Role role) {
+    const TensorView* tensor = find(role);
+    const bool looked_up = role == Role::position_embedding;
+    return tensor ? floats({tensor}, looked_up ? memory_.cpu() : device_) : Vector();
+}
+
+Linear DeviceLoader::linear(Role weight, Role bias) {
+    return {{}, vector(bias), matrix(*find(weight), device_)};
+}
+
+void DeviceLoader::qkv(Layer& layer) {
+    if (!find(Role::attn_qkv)) {
+        layer.qkv = {linear(Role::attn_q, Role::attn_q_bias), linear(Role::attn_k, Role::attn_k_bias),
+                     linear(Role::attn_v, Role::attn_v_bias)};
+        return;
+    }
+    Linear fused = linear(Role::attn_qkv, Role::attn_qkv_bias);
+    if (find(Role::attn_q_bias)) {
+        fused.bias = floats({find(Role::attn_q_bias), find(Role::attn_k_bias), find(Role::attn_v_bias)}, device_);
+    }
+    layer.qkv = {fused};
+}
+
+void DeviceLoader::feed_forward(Layer& layer) {
+    if (find(Role::ffn_gate)) {
+        layer.ffn_gate = linear(Role::ffn_gate, Role::ffn_gate_bias);
+    }
+    layer.ffn_up = linear(Role::ffn_up, Role::ffn_up_bias);
+}
+
+}  // namespace pystaged

@@ -1,0 +1,81 @@
+// The two ways in which a file's tensors become a model's weights, with one interface.
+#pragma once
+
+#include <vector>
+
+#include "model/manifest.h"
+#include "model/model.h"
+
+namespace pystaged {
+
+// Packs for our kernels.
+class PackedLoader {
+public:
+    // Throws ModelError for a type that has no packing.
+    PackedLoader(const GgufFile& file, const Manifest& manifest, const Family& family, const Hyperparameters& numbers,
+                 int num_threads);
+
+    void begin_model() {}
+    void begin_layer(int layer) { layer_ = layer; }
+    Linear token_embedding() { return linear(Role::token_embedding); }
+    Linear head() { return manifest_.find(Role::head) ? linear(Role::head) : Linear(); }
+    Vector vector(Role role) const;
+    Norm norm(Role weight, Role bias) const { return {vector(weight), vector(bias)}; }
+    Linear linear(Role weight);
+    Linear linear(Role weight, Role bias);
+    void qkv(Layer& layer);
+    void feed_forward(Layer& layer);
+    // The memory that the matrices are in.
+    Memory take_arena() { return std::move(arena_); }
+
+private:
+    // Tensors of which a matrix is made, the rows of all in this order, and its bias if it has one.
+    struct Parts {
+        std::vector<const TensorView*> weights, biases;
+        RowOrder order;
+    };
+
+    const TensorView* find(Role role) const { return manifest_.find(role, role < Role::attn_norm ? 0 : layer_); }
+    Linear pack(const Parts& parts);
+
+    const GgufFile& file_;
+    const Manifest& manifest_;
+    const Family& family_;
+    const Hyperparameters& numbers_;
+    int num_threads_, layer_ = 0;
+    Memory arena_;
+    size_t used_ = 0;
+};
+
+// Places on ggml's devices; the data goes there when their memory is filled.
+class DeviceLoader {
+public:
+    DeviceLoader(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers, DeviceMemory& memory,
+                 int num_threads)
+        : file_(file), manifest_(manifest), numbers_(numbers), memory_(memory), num_threads_(num_threads) {}
+
+    void begin_model();
+    void begin_layer(int layer);
+    // Lookups are by the CPU, so that only the rows looked up travel, not the table.
+    Linear token_embedding();
+    Linear head();
+    Vector vector(Role role);
+    Norm norm(Role weight, Role bias) { return {vector(weight), vector(bias)}; }
+    Linear linear(Role weight, Role bias);
+    void qkv(Layer& layer);
+    void feed_forward(Layer& layer);
+
+private:
+    const TensorView* find(Role role) const { return manifest_.find(role, role < Role::attn_norm ? 0 : layer_); }
+    ggml_tensor* matrix(const TensorView& tensor, int device);
+    // Floats of several tensors in a row; ggml's backends add and scale in F32 alone.
+    Vector floats(const std::vector<const TensorView*>& tensors, int device);
+
+    const GgufFile& file_;
+    const Manifest& manifest_;
+    const Hyperparameters& numbers_;
+    DeviceMemory& memory_;
+    int num_threads_, device_ = 0, layer_ = 0;
+};
+
+}  // namespace pystaged

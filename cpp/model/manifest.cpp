@@ -1,0 +1,216 @@
+#include "model/manifest.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+namespace pystaged {
+
+namespace {
+
+// A dimension, by what it counts.
+enum class Size { none, one_row, vocabulary, context, width, ffn, fused_ffn, q, kv, qkv, head, heads, kv_heads, pairs };
+
+int64_t count(Size size, const Hyperparameters& h) {
+    switch (size) {
+        case Size::vocabulary: return h.vocab_size;
+        case Size::context: return h.max_context;
+        case Size::width: return h.width;
+        case Size::ffn: return h.ffn_width;
+        case Size::fused_ffn: return int64_t(2) * h.ffn_width;
+        case Size::q: return h.q_width();
+        case Size::kv: return h.kv_width();
+        case Size::qkv: return h.q_width() + int64_t(2) * h.kv_width();
+        case Size::head: return h.head_dim;
+        case Size::heads: return h.num_heads;
+        case Size::kv_heads: return h.num_kv_heads;
+        case Size::pairs: return h.rope.dims / 2;
+        default: return 1;
+    }
+}
+
+struct Entry {
+    Role role;
+    const char* name;
+    Size cols, rows;  // rows none: a vector
+    unsigned parts;   // what a family must have for this tensor to be there
+};
+
+// Beyond those of families: what their other fields say.
+constexpr unsigned kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28;
+
+constexpr Entry kOfModel[] = {
+    {Role::token_embedding, "token_embd.weight", Size::width, Size::vocabulary, 0},
+    {Role::position_embedding, "position_embd.weight", Size::width, Size::context, kPositions},
+    {Role::output_norm, "output_norm.weight", Size::width, Size::none, 0},
+    {Role::output_norm_bias, "output_norm.bias", Size::width, Size::none, kNormBias},
+    {Role::head, "output.weight", Size::width, Size::vocabulary, kHead},
+    {Role::head_bias, "output.bias", Size::vocabulary, Size::none, kHeadBias},
+    {Role::rope_factors, "rope_freqs.weight", Size::pairs, Size::none, kRopeFactors},
+    {Role::rope_factors_long, "rope_factors_long.weight", Size::pairs, Size::none, kLongFactors},
+    {Role::rope_factors_short, "rope_factors_short.weight", Size::pairs, Size::none, kLongFactors},
+};
+
+constexpr Entry kFused[] = {
+    {Role::attn_qkv, "attn_qkv.weight", Size::width, Size::qkv, 0},
+    {Role::attn_qkv_bias, "attn_qkv.bias", Size::qkv, Size::none, kQkvBias},
+};
+constexpr Entry kSeparate[] = {
+    {Role::attn_q, "attn_q.weight", Size::width, Size::q, 0},
+    {Role::attn_k, "attn_k.weight", Size::width, Size::kv, 0},
+    {Role::attn_v, "attn_v.weight", Size::width, Size::kv, 0},
+};
+constexpr Entry kSeparateBiases[] = {
+    {Role::attn_q_bias, "attn_q.bias", Size::q, Size::none, kQkvBias},
+    {Role::attn_k_bias, "attn_k.bias", Size::kv, Size::none, kQkvBias},
+    {Role::attn_v_bias, "attn_v.bias", Size::kv, Size::none, kQkvBias},
+};
+constexpr Entry kOfLayer[] = {
+    {Role::attn_norm, "attn_norm.weight", Size::width, Size::none, kAttnNorm},
+    {Role::attn_norm_bias, "attn_norm.bias", Size::width, Size::none, kAttnNorm | kNormBias},
+    {Role::attn_q_norm, "attn_q_norm.weight", Size::head, Size::none, kHeadNorms},
+    {Role::attn_k_norm, "attn_k_norm.weight", Size::head, Size::none, kHeadNorms},
+    {Role::attn_q_norm, "attn_q_norm.weight", Size::head, Size::heads, kOwnHeadNorms},
+    {Role::attn_k_norm, "attn_k_norm.weight", Size::head, Size::kv_heads, kOwnHeadNorms},
+    {Role::attn_q_norm, "attn_q_norm.weight", Size::q, Size::none, kWholeNorms},
+    {Role::attn_k_norm, "attn_k_norm.weight", Size::kv, Size::none, kWholeNorms},
+    {Role::attn_output, "attn_output.weight", Size::q, Size::width, 0},
+    {Role::attn_output_bias, "attn_output.bias", Size::width, Size::none, kOutputBias},
+    {Role::attn_post_norm, "post_attention_norm.weight", Size::width, Size::none, kPostNorms},
+    {Role::ffn_norm, "ffn_norm.weight", Size::width, Size::none, kFfnNorm},
+    {Role::ffn_norm_bias, "ffn_norm.bias", Size::width, Size::none, kFfnNorm | kNormBias},
+    {Role::ffn_gate, "ffn_gate.weight", Size::width, Size::ffn, kGate},
+    {Role::ffn_gate_bias, "ffn_gate.bias", Size::ffn, Size::none, kGate | kFfnBias},
+    {Role::ffn_up, "ffn_up.weight", Size::width, Size::ffn, kPlainUp},
+    {Role::ffn_up, "ffn_up.weight", Size::width, Size::fused_ffn, kFusedGate},
+    {Role::ffn_up_bias, "ffn_up.bias", Size::ffn, Size::none, kPlainUp | kFfnBias},
+    {Role::ffn_down, "ffn_down.weight", Size::ffn, Size::width, 0},
+    {Role::ffn_down_bias, "ffn_down.bias", Size::width, Size::none, kFfnBias},
+    {Role::ffn_post_norm, "post_ffw_norm.weight", Size::width, Size::none, kPostNorms},
+};
+
+bool is_matrix(Role role) {
+    switch (role) {
+        case Role::token_embedding:
+        case Role::head:
+        case Role::attn_qkv:
+        case Role::attn_q:
+        case Role::attn_k:
+        case Role::attn_v:
+        case Role::attn_output:
+        case Role::ffn_gate:
+        case Role::ffn_up:
+        case Role::ffn_down: return true;
+        default: return false;
+    }
+}
+
+}  // namespace
+
+Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparameters& h) {
+    const bool fused_gate = family.required & kFusedGate;
+    const unsigned required = family.required | (family.layer_norm ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
+                              (family.gate != Gate::none && !fused_gate ? kGate : 0);
+    const unsigned known = required | family.optional;
+    std::unordered_set<std::string> claimed;
+    // Where an option was seen and where it was missed: the two may not both be.
+    std::map<unsigned, std::string> seen, missed;
+
+    const auto claim = [&](const Entry& entry, const std::string& prefix, int layer) {
+        if ((entry.parts & known) != entry.parts) {
+            return;
+        }
+        const std::string name = prefix + entry.name;
+        if (const unsigned option = entry.parts & ~required; option != 0) {
+            const bool there = file.has_tensor(name);
+            (there ? seen : missed).emplace(option, name);
+            if (seen.count(option) && missed.count(option)) {
+                file.fail("tensor '" + missed[option] + "' is missing, although '" + seen[option] + "' is there");
+            }
+            if (!there) {
+                return;
+            }
+        }
+        std::vector<int64_t> shape = {count(entry.cols, h)};
+        if (entry.rows != Size::none) {
+            shape.push_back(count(entry.rows, h));
+        }
+        tensors_.emplace(std::make_pair(layer, entry.role), file.tensor(name, shape));
+        claimed.insert(name);
+    };
+
+    for (const Entry& entry : kOfModel) {
+        claim(entry, "", 0);
+    }
+    for (int layer = 0; layer < h.num_layers; ++layer) {
+        const std::string prefix = "blk." + std::to_string(layer) + ".";
+        const bool separate = file.has_tensor(prefix + "attn_q.weight");
+        if (separate) {
+            for (const Entry& entry : kSeparate) {
+                claim(entry, prefix, layer);
+            }
+        } else {
+            claim(kFused[0], prefix, layer);
+        }
+        // A fused matrix may have separate biases.
+        if (separate || file.has_tensor(prefix + "attn_q.bias")) {
+            for (const Entry& entry : kSeparateBiases) {
+                claim(entry, prefix, layer);
+            }
+        } else {
+            claim(kFused[1], prefix, layer);
+        }
+        for (const Entry& entry : kOfLayer) {
+            claim(entry, prefix, layer);
+        }
+        claimed.insert(prefix + "attn_rot_embd");  // of old files, which nothing reads
+    }
+    for (const std::string& name : file.tensor_names()) {
+        if (!claimed.count(name)) {
+            file.fail("tensor '" + name + "' is none of architecture '" + family.name +
+                      "' as it is known here; without it the model would not be the one that was trained");
+        }
+    }
+}
+
+const TensorView* Manifest::find(Role role, int layer) const {
+    const auto found = tensors_.find({layer, role});
+    return found == tensors_.end() ? nullptr : &found->second;
+}
+
+const TensorView& Manifest::head() const {
+    const TensorView* own = find(Role::head);
+    return own ? *own : get(Role::token_embedding);
+}
+
+std::vector<const TensorView*> Manifest::multiplied() const {
+    std::vector<const TensorView*> result;
+    for (const auto& [key, tensor] : tensors_) {
+        if (is_matrix(key.second) && key.second != Role::token_embedding && key.second != Role::head) {
+            result.push_back(&tensor);
+        }
+    }
+    result.push_back(&head());
+    return result;
+}
+
+std::vector<const TensorView*> Manifest::matrices() const {
+    std::vector<const TensorView*> result;
+    for (const auto& [key, tensor] : tensors_) {
+        if (is_matrix(key.second)) {
+            result.push_back(&tensor);
+        }
+    }
+    return result;
+}
+
+std::string Manifest::most_common_type() const {
+    std::map<ggml_type, size_t> bytes;
+    for (const TensorView* tensor : matrices()) {
+        bytes[tensor->type] += tensor->bytes;
+    }
+    const auto most =
+        std::max_element(bytes.begin(), bytes.end(), [](auto& a, auto& b) { return a.second < b.second; });
+    return ggml_type_name(most->first);
+}
+
+}  // namespace pystaged

@@ -1,0 +1,74 @@
+// Which tensors a model of an architecture consists of. Both loaders, byte counts and type statistics go through this
+// list; what a file has besides is refused.
+#pragma once
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gguf_file.h"
+#include "model/family.h"
+#include "model/hyperparameters.h"
+
+namespace pystaged {
+
+enum class Role {
+    token_embedding,
+    position_embedding,
+    output_norm,
+    output_norm_bias,
+    head,
+    head_bias,
+    rope_factors,
+    rope_factors_long,
+    rope_factors_short,
+    attn_norm,
+    attn_norm_bias,
+    attn_qkv,
+    attn_qkv_bias,
+    attn_q,
+    attn_q_bias,
+    attn_k,
+    attn_k_bias,
+    attn_v,
+    attn_v_bias,
+    attn_q_norm,
+    attn_k_norm,
+    attn_output,
+    attn_output_bias,
+    attn_post_norm,
+    ffn_norm,
+    ffn_norm_bias,
+    ffn_gate,
+    ffn_gate_bias,
+    ffn_up,
+    ffn_up_bias,
+    ffn_down,
+    ffn_down_bias,
+    ffn_post_norm,
+};
+
+class Manifest {
+public:
+    // Throws ModelError for a tensor that is missing, of the wrong shape, only in some layers, or none of the
+    // architecture's.
+    Manifest(const GgufFile& file, const Family& family, const Hyperparameters& numbers);
+
+    // Null where the file has none.
+    const TensorView* find(Role role, int layer = 0) const;
+    const TensorView& get(Role role, int layer = 0) const { return tensors_.at({layer, role}); }
+    // The matrix that makes logits: the token embedding where there is no other.
+    const TensorView& head() const;
+    // The matrices that a pass multiplies by, the head last.
+    std::vector<const TensorView*> multiplied() const;
+    // All matrices.
+    std::vector<const TensorView*> matrices() const;
+    // ggml's name of the type most weights have.
+    std::string most_common_type() const;
+
+private:
+    std::map<std::pair<int, Role>, TensorView> tensors_;
+};
+
+}  // namespace pystaged

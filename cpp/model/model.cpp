@@ -1,0 +1,110 @@
+#include "model/model.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "model/loaders.h"
+#include "model/manifest.h"
+#include "thread_pool.h"
+
+namespace pystaged {
+
+namespace {
+
+int checked_threads(int num_threads) {
+    if (num_threads < 0 || num_threads > ThreadPool::kMaxThreads) {
+        throw std::invalid_argument("the number of threads must be between 0 (automatic) and " +
+                                    std::to_string(ThreadPool::kMaxThreads) + ", not " + std::to_string(num_threads));
+    }
+    return num_threads > 0 ? num_threads : physical_cores();
+}
+
+void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
+    const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
+    if (tokens && tokens->second != size_t(numbers.vocab_size)) {
+        file.fail("the file has weights for " + std::to_string(numbers.vocab_size) + " tokens, but a vocabulary of " +
+                  std::to_string(tokens->second));
+    }
+}
+
+}  // namespace
+
+Model::Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
+             const std::function<void()>& progress)
+    : kernel_(find_kernel(kernel)), num_threads_(checked_threads(num_threads)) {
+    const FloatEnvironment pinned;
+    const GgufFile file(path);
+    file_bytes_ = file.bytes();
+    name_ = file.text("general.name", "");
+    family_ = &find_family(file);
+    numbers_ = read_hyperparameters(file, *family_);
+    check_vocabulary(file, numbers_);
+    const Manifest manifest(file, *family_, numbers_);
+    weight_type_ = manifest.most_common_type();
+    if (devices.empty()) {
+        PackedLoader loader(file, manifest, *family_, numbers_, num_threads_);
+        load(loader);
+        arena_ = loader.take_arena();
+        weight_bytes_ = head().packed.bytes();
+        for (const Layer& layer : layers_) {
+            weight_bytes_ += layer.attn_output.packed.bytes() + layer.ffn_gate.packed.bytes() +
+                             layer.ffn_up.packed.bytes() + layer.ffn_down.packed.bytes();
+            for (const Linear& linear : layer.qkv) {
+                weight_bytes_ += linear.packed.bytes();
+            }
+        }
+    } else {
+        device_memory_ = std::make_unique<DeviceMemory>(devices);
+        DeviceLoader loader(file, manifest, numbers_, *device_memory_, num_threads_);
+        load(loader);
+        device_memory_->fill(progress);
+        for (const TensorView* tensor : manifest.multiplied()) {
+            weight_bytes_ += tensor->bytes;
+        }
+    }
+    for (const TensorView* tensor : manifest.multiplied()) {
+        num_weights_ += size_t(tensor->ne[0]) * tensor->ne[1];
+    }
+}
+
+template <class Loader>
+void Model::load(Loader& loader) {
+    loader.begin_model();
+    token_embedding_ = loader.token_embedding();
+    head_ = loader.head();
+    head_bias_ = loader.vector(Role::head_bias);
+    position_embedding_ = loader.vector(Role::position_embedding);
+    rope_factors_ = loader.vector(Role::rope_factors);
+    rope_factors_long_ = loader.vector(Role::rope_factors_long);
+    rope_factors_short_ = loader.vector(Role::rope_factors_short);
+    output_norm_ = loader.norm(Role::output_norm, Role::output_norm_bias);
+    for (int i = 0; i < numbers_.num_layers; ++i) {
+        loader.begin_layer(i);
+        Layer layer;
+        layer.attn_norm = loader.norm(Role::attn_norm, Role::attn_norm_bias);
+        layer.q_norm.weight = loader.vector(Role::attn_q_norm);
+        layer.k_norm.weight = loader.vector(Role::attn_k_norm);
+        layer.attn_post_norm.weight = loader.vector(Role::attn_post_norm);
+        layer.ffn_norm = loader.norm(Role::ffn_norm, Role::ffn_norm_bias);
+        layer.ffn_post_norm.weight = loader.vector(Role::ffn_post_norm);
+        loader.qkv(layer);
+        layer.attn_output = loader.linear(Role::attn_output, Role::attn_output_bias);
+        loader.feed_forward(layer);
+        layer.ffn_down = loader.linear(Role::ffn_down, Role::ffn_down_bias);
+        layers_.push_back(std::move(layer));
+    }
+}
+
+size_t Model::cell_bytes() const {
+    const size_t head = numbers_.head_dim + (device_memory_ ? numbers_.head_dim : padded(numbers_.head_dim, kLanes));
+    return head * sizeof(uint16_t) * numbers_.num_kv_heads * numbers_.num_layers;
+}
+
+const Vector& Model::rope_factors(int context) const {
+    if (rope_factors_.present()) {
+        return rope_factors_;
+    }
+    return context > numbers_.original_context ? rope_factors_long_ : rope_factors_short_;
+}
+
+}  // namespace pystaged

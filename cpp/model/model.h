@@ -1,0 +1,105 @@
+// A model: hyperparameters and weights, immutable and shared by any number of sessions. Weights are packed for our
+// kernels, or lie as they are in the file in the memory of ggml's devices.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "memory.h"
+#include "model/family.h"
+#include "model/hyperparameters.h"
+#include "packed_matrix.h"
+
+namespace pystaged {
+
+// Floats of the host, padded with zeros like the rows they meet, or of a device. Empty where a model has none.
+struct Vector {
+    std::vector<float> values;
+    ggml_tensor* device = nullptr;
+
+    bool present() const { return device || !values.empty(); }
+    const float* data() const { return values.empty() ? nullptr : values.data(); }
+};
+
+struct Norm {
+    Vector weight, bias;
+
+    bool present() const { return weight.present(); }
+};
+
+struct Linear {
+    PackedMatrix packed;
+    Vector bias;
+    ggml_tensor* device = nullptr;
+
+    bool present() const { return device || packed.rows() > 0; }
+};
+
+// One layer. Packed, matrices that read the same row are one where their types allow it.
+struct Layer {
+    Norm attn_norm, q_norm, k_norm, attn_post_norm, ffn_norm, ffn_post_norm;
+    std::vector<Linear> qkv;
+    size_t q_at = 0, k_at = 0, v_at = 0, qkv_stride = 0;  // where rows of `qkv`'s products, packed, have their parts
+    Linear attn_output;
+    Linear ffn_gate;  // empty where there is none, or where it is a part of ffn_up
+    Linear ffn_up;
+    Linear ffn_down;
+};
+
+class Model {
+public:
+    // Loads a GGUF file, or the first of several that belong together; `kernel` as in find_kernel(), `num_threads` 0
+    // for one per physical core. Throws ModelError for a file that is damaged, incomplete or of an architecture unknown
+    // here; std::invalid_argument for the rest. Weights are packed for the kernels where there are no `devices`; else
+    // layers are split over them by their memory, and `progress` is called after each tensor. Throws DeviceError where
+    // that memory is too small.
+    Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
+          const std::function<void()>& progress = {});
+
+    const Family& family() const { return *family_; }
+    const Hyperparameters& numbers() const { return numbers_; }
+    const Kernel& kernel() const { return kernel_; }
+    int num_threads() const { return num_threads_; }
+    size_t file_bytes() const { return file_bytes_; }
+    // Bytes of weights that one pass reads, and multiply-adds of one of its rows, attention aside.
+    size_t weight_bytes() const { return weight_bytes_; }
+    size_t num_weights() const { return num_weights_; }
+    // Bytes of keys and values that one token of a context takes.
+    size_t cell_bytes() const;
+    // ggml's name of the type most weights have.
+    const std::string& weight_type() const { return weight_type_; }
+    const std::string& name() const { return name_; }
+
+    // Null where the weights are packed.
+    const DeviceMemory* device_memory() const { return device_memory_.get(); }
+
+    const Linear& token_embedding() const { return token_embedding_; }
+    const Linear& head() const { return head_.present() ? head_ : token_embedding_; }
+    const Vector& head_bias() const { return head_bias_; }
+    const Vector& position_embedding() const { return position_embedding_; }  // [max_context][padded width]
+    const Vector& rope_factors(int context) const;  // for sessions of that many positions; perhaps none
+    const std::vector<Layer>& layers() const { return layers_; }
+    const Norm& output_norm() const { return output_norm_; }
+
+private:
+    template <class Loader>
+    void load(Loader& loader);
+
+    const Kernel& kernel_;
+    int num_threads_;
+    const Family* family_ = nullptr;
+    Hyperparameters numbers_;
+    size_t file_bytes_ = 0, weight_bytes_ = 0, num_weights_ = 0;
+    std::string weight_type_, name_;
+    Memory arena_;
+    std::unique_ptr<DeviceMemory> device_memory_;
+    Linear token_embedding_, head_;
+    Vector head_bias_, position_embedding_, rope_factors_, rope_factors_long_, rope_factors_short_;
+    std::vector<Layer> layers_;
+    Norm output_norm_;
+};
+
+}  // namespace pystaged

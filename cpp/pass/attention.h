@@ -1,0 +1,48 @@
+// Attention of tree rows: each row sees the committed cells, its own ancestors, and itself.
+#pragma once
+
+#include "pass/kv_cache.h"
+
+namespace pystaged {
+
+// What attention does in one layer.
+struct AttentionLayer {
+    int num_heads = 0;
+    int num_kv_heads = 0;  // each shared by num_heads / num_kv_heads heads
+    int head_dim = 0;
+    float scale = 1;    // of the scores
+    float softcap = 0;  // of the scores, or 0 for none
+    int window = 0;     // positions a row sees at most, itself included; 0 for all
+
+    // Norms of each head before it is rotated: layer norms without bias, or else RMS.
+    const float* q_norm = nullptr;  // [head_dim], or none
+    const float* k_norm = nullptr;
+    bool own_norms = false;  // whether each head has its own: [heads][head_dim]
+    bool layer_norms = false;
+    float norm_epsilon = 0;
+};
+
+// The rows of a pass.
+struct AttentionRows {
+    int n = 0;
+    int first_row = 0;                     // attention is wanted from this one on
+    int first_cell = 0;                    // row i writes its key and value into cell first_cell + i
+    const RowContext* contexts = nullptr;  // [n]
+    int half = 0;                          // pairs of dimensions to rotate, 0 for none
+    const float* cos = nullptr;            // [n][half]
+    const float* sin = nullptr;            // [n][half]
+    const float* row_scale = nullptr;      // [n] of the scores, or none
+    float* q = nullptr;                    // [n][stride], of a row [num_heads][head_dim]; normed and rotated in place
+    float* k = nullptr;                    // [n][stride], of a row [num_kv_heads][head_dim]; likewise
+    const float* v = nullptr;              // [n][stride], as k
+    size_t stride = 0;
+};
+
+// Writes keys and values into the cache's cells of this pass, then attends for the rows from `first_row` on into
+// out[n - first_row][out_stride], zero behind the heads, and into `quantized` where that is given (heads must be a
+// multiple of kBlock wide). `scratch` holds attention_scratch() floats per thread.
+void tree_attention(const Kernel& kernel, int num_threads, KvCache& cache, int layer, const AttentionLayer& how,
+                    const AttentionRows& rows, float* out, size_t out_stride, const QuantizedRows* quantized,
+                    float* scratch);
+
+}  // namespace pystaged

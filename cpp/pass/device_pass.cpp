@@ -1,0 +1,416 @@
+#include "pass/device_pass.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "error.h"
+#include "ggml-cpu.h"
+#include "pass/transformer.h"
+
+namespace pystaged {
+
+// One graph and its inputs.
+struct DevicePass::Built {
+    int num_rows, num_logits;
+    int num_cells;  // that attention reads
+    ContextPtr context;
+    ggml_cgraph* graph = nullptr;
+    ggml_tensor *tokens = nullptr, *positions = nullptr;
+    ggml_tensor* places = nullptr;       // I64, where each row's key and value go
+    ggml_tensor* mask = nullptr;         // F16 [cells, rows], 0 for what a row sees and -inf
+    ggml_tensor* window_mask = nullptr;  // the same for windowed layers
+    ggml_tensor* row_scales = nullptr;   // of queries
+    ggml_tensor *logits = nullptr, *shortlist = nullptr, *shortlist_logits = nullptr;
+};
+
+namespace {
+
+// Attention reads whole runs of cells: fewer shapes of graphs, and some devices' kernels are fastest so.
+constexpr int kCells = 256;
+constexpr int kShortlist = 64;
+
+}  // namespace
+
+DevicePass::DevicePass(const Model& model, int num_cells, int context)
+    : Graph(model),
+      rope_factors_(model.rope_factors(context).device),
+      places_(padded(num_cells, kCells)),
+      most_nodes_(96 * size_t(model.numbers().num_layers) + 128) {
+    const DeviceMemory& memory = *model.device_memory();
+    std::iota(places_.begin(), places_.end(), 0);
+    std::vector<ggml_backend_t> backends;
+    for (ggml_backend_dev_t device : memory.devices()) {
+        backends_.emplace_back(ggml_backend_dev_init(device, nullptr));
+        if (!backends_.back()) {
+            throw DeviceError(std::string("device '") + ggml_backend_dev_name(device) + "' does not start");
+        }
+        if (ggml_backend_is_cpu(backends_.back().get())) {
+            ggml_backend_cpu_set_n_threads(backends_.back().get(), model.num_threads());
+        }
+        backends.push_back(backends_.back().get());
+    }
+    for (int device = 0; device < memory.num_devices(); ++device) {
+        ContextPtr context = cache_context(memory, device);
+        if (ggml_get_first_tensor(context.get())) {
+            buffers_.push_back(allocate(context.get(), memory.devices()[device], "a cache"));
+            // Masked cells count as zero times what they hold, which must be a number.
+            ggml_backend_buffer_clear(buffers_.back().get(), 0);
+        }
+        contexts_.push_back(std::move(context));
+    }
+    shortlist_size_ = supported_shortlist(memory.devices()[memory.num_devices() - 1]);
+    scheduler_.reset(ggml_backend_sched_new(backends.data(), nullptr, static_cast<int>(backends.size()), most_nodes_,
+                                            /*parallel=*/false, /*op_offload=*/false));
+    // The largest graph, so that memory is there for every other.
+    build_graph(kMaxRows, kMaxRows, this->num_cells());
+    const bool reserved = ggml_backend_sched_reserve(scheduler_.get(), built_->graph);
+    built_.reset();
+    if (!reserved) {
+        throw DeviceError("there is too little memory on the device for the values of a pass");
+    }
+}
+
+DevicePass::~DevicePass() = default;
+
+ContextPtr DevicePass::cache_context(const DeviceMemory& memory, int device) {
+    const int num_layers = model_.numbers().num_layers;
+    ContextPtr context(ggml_init({ggml_tensor_overhead() * 2 * num_layers, nullptr, /*no_alloc=*/true}));
+    if (!context) {
+        throw std::bad_alloc();
+    }
+    const bool flash = supports_flash_attention(memory.devices()[device]);
+    for (int layer = 0; layer < num_layers; ++layer) {
+        if (memory.device_of(layer, num_layers) == device) {
+            for (auto* tensors : {&keys_, &values_}) {
+                tensors->push_back(
+                    ggml_new_tensor_2d(context.get(), GGML_TYPE_F16, model_.numbers().kv_width(), num_cells()));
+            }
+            flash_.push_back(flash);
+        }
+    }
+    return context;
+}
+
+bool DevicePass::supports_flash_attention(ggml_backend_dev_t device) const {
+    const Hyperparameters& h = model_.numbers();
+    const ContextPtr context(ggml_init({16 * ggml_tensor_overhead(), nullptr, /*no_alloc=*/true}));
+    ggml_context* c = context.get();
+    const auto heads = [&](ggml_type type, int num_heads, int n) {
+        return ggml_permute(c, ggml_new_tensor_3d(c, type, h.head_dim, num_heads, n), 0, 2, 1, 3);
+    };
+    ggml_tensor* cells = heads(GGML_TYPE_F16, h.num_kv_heads, kCells);
+    ggml_tensor* mask = ggml_new_tensor_2d(c, GGML_TYPE_F16, kCells, 4);
+    return ggml_backend_dev_supports_op(device, ggml_flash_attn_ext(c, heads(GGML_TYPE_F32, h.num_heads, 4), cells,
+                                                                    cells, mask, 1.0f, 0.0f, h.attention_softcap));
+}
+
+int DevicePass::supported_shortlist(ggml_backend_dev_t device) const {
+    const ContextPtr context(ggml_init({16 * ggml_tensor_overhead(), nullptr, /*no_alloc=*/true}));
+    ggml_context* c = context.get();
+    const int vocab = model_.numbers().vocab_size, size = std::min(kShortlist, vocab);
+    ggml_tensor* logits = ggml_new_tensor_2d(c, GGML_TYPE_F32, vocab, 4);
+    ggml_tensor* top = ggml_top_k(c, logits, size);
+    ggml_tensor* values = ggml_get_rows(c, ggml_reshape_3d(c, logits, 1, vocab, 4), top);
+    return ggml_backend_dev_supports_op(device, top) && ggml_backend_dev_supports_op(device, values) ? size : 0;
+}
+
+void DevicePass::build_graph(int num_rows, int num_logits, int num_cells) {
+    built_ = std::make_unique<Built>();
+    Built& built = *built_;
+    built.num_rows = num_rows;
+    built.num_logits = num_logits;
+    built.num_cells = num_cells;
+    built.context.reset(
+        ggml_init({ggml_tensor_overhead() * most_nodes_ + ggml_graph_overhead_custom(most_nodes_, false),
+                   /*mem_buffer=*/nullptr, /*no_alloc=*/true}));
+    if (!built.context) {
+        built_.reset();
+        throw std::bad_alloc();
+    }
+    ggml_context* c = built.context.get();
+    built.graph = ggml_new_graph_custom(c, most_nodes_, false);
+    built.places = input(GGML_TYPE_I64, num_rows, 1);
+    built.mask = input(GGML_TYPE_F16, num_cells, num_rows);
+    built.window_mask = input(GGML_TYPE_F16, num_cells, num_rows);
+    built.row_scales = input(GGML_TYPE_F32, num_rows, 1);
+    ggml_tensor* end = run_transformer(*this, model_, num_rows, num_logits).rows;
+    ggml_set_output(end);
+    ggml_build_forward_expand(built.graph, end);
+    if (num_logits > 0 && shortlist_size_ > 0) {
+        built.shortlist = ggml_top_k(c, end, shortlist_size_);
+        built.shortlist_logits = ggml_get_rows(c, ggml_reshape_3d(c, end, 1, end->ne[0], num_logits), built.shortlist);
+        ggml_set_output(built.shortlist);
+        ggml_set_output(built.shortlist_logits);
+        ggml_build_forward_expand(built.graph, built.shortlist_logits);
+    }
+}
+
+ggml_tensor* DevicePass::input(ggml_type type, int64_t cols, int64_t rows) {
+    ggml_tensor* tensor = ggml_new_tensor_2d(built_->context.get(), type, cols, rows);
+    ggml_set_input(tensor);
+    return tensor;
+}
+
+DevicePass::Value DevicePass::embed(int num_rows) {
+    ggml_context* c = built_->context.get();
+    built_->tokens = input(GGML_TYPE_I32, num_rows, 1);
+    built_->positions = input(GGML_TYPE_I32, num_rows, 1);
+    ggml_tensor* x = ggml_get_rows(c, model_.token_embedding().device, built_->tokens);
+    if (model_.numbers().embedding_scale != 1) {
+        x = ggml_scale(c, x, model_.numbers().embedding_scale);
+    }
+    if (model_.position_embedding().present()) {
+        x = ggml_add(c, x, ggml_get_rows(c, model_.position_embedding().device, built_->positions));
+    }
+    return {x};
+}
+
+DevicePass::Value DevicePass::tail(const Value& x, int first_row) {
+    ggml_tensor* t = x.rows;
+    return first_row == 0 ? x
+                          : Value{ggml_view_2d(built_->context.get(), t, t->ne[0], t->ne[1] - first_row, t->nb[1],
+                                               first_row * t->nb[1])};
+}
+
+ggml_tensor* DevicePass::normed(ggml_tensor* x, const Norm& norm) {
+    ggml_context* c = built_->context.get();
+    const float epsilon = model_.numbers().norm_epsilon;
+    x = model_.family().layer_norm ? ggml_norm(c, x, epsilon) : ggml_rms_norm(c, x, epsilon);
+    x = ggml_mul(c, x, norm.weight.device);
+    return norm.bias.present() ? ggml_add(c, x, norm.bias.device) : x;
+}
+
+ggml_tensor* DevicePass::linear(ggml_tensor* x, const Linear& linear) {
+    ggml_context* c = built_->context.get();
+    x = ggml_mul_mat(c, linear.device, x);
+    return linear.bias.present() ? ggml_add(c, x, linear.bias.device) : x;
+}
+
+ggml_tensor* DevicePass::softcapped(ggml_tensor* x, float cap) {
+    ggml_context* c = built_->context.get();
+    return ggml_scale(c, ggml_tanh(c, ggml_scale(c, x, 1 / cap)), cap);
+}
+
+DevicePass::Value DevicePass::norm(const Value& x, const Norm& norm) {
+    return norm.present() ? Value{normed(x.rows, norm)} : x;
+}
+
+DevicePass::Value DevicePass::qkv(const Value& x, const Layer& layer) {
+    if (layer.qkv.size() == 3) {
+        return {linear(x.rows, layer.qkv[0]), linear(x.rows, layer.qkv[1]), linear(x.rows, layer.qkv[2])};
+    }
+    ggml_tensor* all = linear(x.rows, layer.qkv[0]);
+    const Hyperparameters& h = model_.numbers();
+    const auto part = [&](int first, int width) {
+        return ggml_view_2d(built_->context.get(), all, width, all->ne[1], all->nb[1], first * sizeof(float));
+    };
+    return {part(0, h.q_width()), part(h.q_width(), h.kv_width()), part(h.q_width() + h.kv_width(), h.kv_width())};
+}
+
+// Queries or keys as [head_dim, heads, rows], normalized and turned.
+ggml_tensor* DevicePass::heads(ggml_tensor* x, const Norm& norm, int num_heads, int layer) {
+    ggml_context* c = built_->context.get();
+    const Hyperparameters& h = model_.numbers();
+    const bool whole = model_.family().required & kWholeNorms;
+    if (whole) {
+        x = normed(x, norm);
+    }
+    const size_t head_bytes = h.head_dim * sizeof(float);
+    x = ggml_view_3d(c, x, h.head_dim, num_heads, x->ne[1], head_bytes, x->nb[1], 0);
+    if (norm.present() && !whole) {
+        x = normed(x, norm);
+    }
+    if (!h.layers[layer].rotates || h.rope.dims == 0) {
+        return x;
+    }
+    const Rope& rope = h.layers[layer].windowed ? h.windowed_rope : h.rope;
+    const int mode = model_.family().rope == Pairs::halves ? GGML_ROPE_TYPE_NEOX : GGML_ROPE_TYPE_NORMAL;
+    return ggml_rope_ext(c, x, built_->positions, rope_factors_, rope.dims, mode, rope.original_context, rope.base,
+                         rope.scale, rope.yarn ? 1.0f : 0.0f, rope.magnitude, rope.beta_fast, rope.beta_slow);
+}
+
+DevicePass::Value DevicePass::attention(const Value& qkv, int index, int first_row) {
+    ggml_context* c = built_->context.get();
+    const Hyperparameters& h = model_.numbers();
+    const Layer& layer = model_.layers()[index];
+    const int num_rows = static_cast<int>(qkv.rows->ne[1]), num_out = num_rows - first_row;
+    ggml_tensor* keys = heads(qkv.keys, layer.k_norm, h.num_kv_heads, index);
+    keys = ggml_view_2d(c, keys, h.kv_width(), num_rows, keys->nb[2], 0);
+    ggml_build_forward_expand(built_->graph, ggml_set_rows(c, keys_[index], keys, built_->places));
+    ggml_build_forward_expand(built_->graph, ggml_set_rows(c, values_[index], qkv.values, built_->places));
+    if (num_out == 0) {
+        return {keys};
+    }
+    ggml_tensor* q = heads(qkv.rows, layer.q_norm, h.num_heads, index);
+    if (h.temperature_scale != 0) {
+        q = ggml_mul(c, q, ggml_reshape_3d(c, built_->row_scales, 1, 1, num_rows));
+    }
+    float scale = h.attention_scale;
+    if (model_.family().scale_embedding) {
+        // As llama.cpp computes Gemma, before queries are rounded.
+        q = ggml_scale(c, q, scale);
+        scale = 1;
+    }
+    q = ggml_view_3d(c, q, h.head_dim, h.num_heads, num_out, q->nb[1], q->nb[2], first_row * q->nb[2]);
+    // [head_dim, cells, heads]
+    const auto cells = [&](ggml_tensor* cache) {
+        const size_t head_bytes = ggml_row_size(cache->type, h.head_dim);
+        return ggml_permute(
+            c, ggml_view_3d(c, cache, h.head_dim, h.num_kv_heads, built_->num_cells, head_bytes, cache->nb[1], 0), 0, 2,
+            1, 3);
+    };
+    ggml_tensor* mask = h.layers[index].windowed ? built_->window_mask : built_->mask;
+    if (first_row > 0) {
+        mask = ggml_view_2d(c, mask, mask->ne[0], num_out, mask->nb[1], first_row * mask->nb[1]);
+    }
+    return {
+        mix(ggml_permute(c, q, 0, 2, 1, 3), cells(keys_[index]), cells(values_[index]), mask, scale, flash_[index])};
+}
+
+ggml_tensor* DevicePass::mix(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale,
+                             bool flash) {
+    ggml_context* c = built_->context.get();
+    const Hyperparameters& h = model_.numbers();
+    if (flash) {
+        ggml_tensor* mixed = ggml_flash_attn_ext(c, q, k, v, mask, scale, 0.0f, h.attention_softcap);
+        // As in llama.cpp: a GPU's sums in half precision would show in the logits.
+        ggml_flash_attn_ext_set_prec(mixed, GGML_PREC_F32);
+        return ggml_reshape_2d(c, mixed, h.q_width(), q->ne[1]);
+    }
+    ggml_tensor* scores = ggml_mul_mat(c, k, q);
+    ggml_mul_mat_set_prec(scores, GGML_PREC_F32);
+    if (h.attention_softcap > 0) {
+        scores = softcapped(ggml_scale(c, scores, scale), h.attention_softcap);
+        scale = 1;
+    }
+    ggml_tensor* weights = ggml_soft_max_ext(c, scores, mask, scale, 0.0f);
+    ggml_tensor* mixed = ggml_mul_mat(c, ggml_cont(c, ggml_transpose(c, v)), weights);
+    return ggml_cont_2d(c, ggml_permute(c, mixed, 0, 2, 1, 3), h.q_width(), q->ne[1]);
+}
+
+DevicePass::Value DevicePass::hidden(const Value& x, const Layer& layer) {
+    ggml_context* c = built_->context.get();
+    const bool silu = model_.family().gate == Gate::silu;
+    ggml_tensor* up = linear(x.rows, layer.ffn_up);
+    if (model_.family().gate == Gate::none) {
+        return {ggml_gelu(c, up)};
+    }
+    if (!layer.ffn_gate.present()) {
+        return {silu ? ggml_swiglu(c, up) : ggml_geglu(c, up)};
+    }
+    ggml_tensor* gate = linear(x.rows, layer.ffn_gate);
+    return {silu ? ggml_swiglu_split(c, gate, up) : ggml_geglu_split(c, gate, up)};
+}
+
+DevicePass::Value DevicePass::add(const Value& x, const Value& y, const Linear& weights, const Norm& norm) {
+    ggml_context* c = built_->context.get();
+    ggml_tensor* branch = linear(y.rows, weights);
+    if (norm.present()) {
+        branch = normed(branch, norm);
+    }
+    if (model_.numbers().residual_scale != 1) {
+        branch = ggml_scale(c, branch, model_.numbers().residual_scale);
+    }
+    return {ggml_add(c, branch, x.rows)};
+}
+
+DevicePass::Value DevicePass::logits(const Value& x) {
+    const Hyperparameters& h = model_.numbers();
+    ggml_tensor* logits = linear(x.rows, {{}, model_.head_bias(), model_.head().device});
+    if (h.logit_scale != 1) {
+        logits = ggml_scale(built_->context.get(), logits, h.logit_scale);
+    }
+    if (h.logit_softcap > 0) {
+        logits = softcapped(logits, h.logit_softcap);
+    }
+    return {built_->logits = logits};
+}
+
+void DevicePass::compute(const Pass& pass) {
+    const int end = pass.first_cell + pass.num_rows;
+    const int num_cells = padded(*std::max_element(places_.begin(), places_.begin() + end) + 1, kCells);
+    const bool same = built_ && built_->num_rows == pass.num_rows && built_->num_logits == pass.num_logits &&
+                      built_->num_cells == num_cells;
+    try {
+        if (!same) {
+            built_.reset();
+            ggml_backend_sched_reset(scheduler_.get());
+            build_graph(pass.num_rows, pass.num_logits, num_cells);
+            if (!ggml_backend_sched_alloc_graph(scheduler_.get(), built_->graph)) {
+                throw DeviceError("there is too little memory on the device for the values of a pass");
+            }
+        }
+        set_inputs(pass);
+        const ggml_status status = ggml_backend_sched_graph_compute(scheduler_.get(), built_->graph);
+        if (status != GGML_STATUS_SUCCESS) {
+            throw DeviceError(std::string("the pass failed on the device: ") + ggml_status_to_string(status));
+        }
+    } catch (const std::bad_alloc&) {
+        built_.reset();
+        throw;
+    } catch (const std::exception& error) {
+        // Some backends throw exceptions of their own.
+        built_.reset();
+        throw DeviceError(error.what());
+    }
+}
+
+void DevicePass::set_inputs(const Pass& pass) {
+    const Hyperparameters& h = model_.numbers();
+    const int num_cells = built_->num_cells;
+    const std::vector<int64_t> places(places_.begin() + pass.first_cell,
+                                      places_.begin() + pass.first_cell + pass.num_rows);
+    std::vector<ggml_fp16_t> mask(size_t(num_cells) * pass.num_rows, ggml_fp32_to_fp16(-INFINITY)), window_mask(mask);
+    std::vector<float> row_scales(pass.num_rows, 1.0f);
+    const ggml_fp16_t seen = ggml_fp32_to_fp16(0);
+    for (int i = 0; i < pass.num_rows; ++i) {
+        const RowContext& context = pass.contexts[i];
+        for (int j = 0; j < context.length; ++j) {
+            const size_t cell =
+                size_t(i) * num_cells + places_[j < context.direct ? j : context.tail[j - context.direct]];
+            mask[cell] = seen;
+            if (context.length - j <= h.window) {
+                window_mask[cell] = seen;
+            }
+        }
+        if (h.temperature_scale != 0) {
+            const double stretched = own_log(pass.positions[i] / h.original_context + 1);
+            row_scales[i] = static_cast<float>(1 + h.temperature_scale * stretched);
+        }
+    }
+    // Inputs that no operation reads have no memory.
+    const auto set = [](ggml_tensor* tensor, const void* data) {
+        if (tensor->buffer) {
+            ggml_backend_tensor_set(tensor, data, 0, ggml_nbytes(tensor));
+        }
+    };
+    set(built_->tokens, pass.tokens);
+    set(built_->positions, pass.positions);
+    set(built_->places, places.data());
+    set(built_->mask, mask.data());
+    set(built_->window_mask, window_mask.data());
+    set(built_->row_scales, row_scales.data());
+}
+
+void DevicePass::move(const std::vector<std::pair<int, int>>& cells) {
+    for (const auto& [from, to] : cells) {
+        std::swap(places_[from], places_[to]);
+    }
+}
+
+void DevicePass::read_shortlist(int32_t* tokens, float* logits) {
+    ggml_backend_tensor_get(built_->shortlist, tokens, 0, ggml_nbytes(built_->shortlist));
+    ggml_backend_tensor_get(built_->shortlist_logits, logits, 0, ggml_nbytes(built_->shortlist_logits));
+}
+
+void DevicePass::read_logits(float* out) {
+    const size_t vocab = model_.numbers().vocab_size, stride = logits_stride();
+    ggml_backend_tensor_get_2d(built_->logits, out, 0, vocab * sizeof(float), built_->num_logits, built_->logits->nb[1],
+                               stride * sizeof(float));
+    for (int i = 0; i < built_->num_logits; ++i) {
+        std::fill(out + i * stride + vocab, out + (i + 1) * stride, -INFINITY);
+    }
+}
+
+}  // namespace pystaged

@@ -1,0 +1,71 @@
+// A pass recorded in ggml's standard operations, for any of its devices. The cache lies where the layers do; only the
+// logits asked for come back.
+#pragma once
+
+#include "device.h"
+#include "pass/graph.h"
+
+namespace pystaged {
+
+class DevicePass : public Graph {
+public:
+    DevicePass(const Model& model, int num_cells, int context);
+    ~DevicePass() override;
+
+    int num_cells() const override { return static_cast<int>(places_.size()); }
+    void compute(const Pass& pass) override;
+    // Only says where a cell is; nothing moves on the device.
+    void move(const std::vector<std::pair<int, int>>& cells) override;
+
+    int shortlist_size() const override { return shortlist_size_; }
+    void read_shortlist(int32_t* tokens, float* logits) override;
+    void read_logits(float* out) override;
+
+    // The operations of run_transformer(); of qkv(), `rows` are queries.
+    struct Value {
+        ggml_tensor* rows = nullptr;
+        ggml_tensor *keys = nullptr, *values = nullptr;
+    };
+    Value embed(int num_rows);
+    Value tail(const Value& x, int first_row);
+    Value norm(const Value& x, const Norm& norm);
+    Value qkv(const Value& x, const Layer& layer);
+    Value attention(const Value& qkv, int layer, int first_row);
+    Value hidden(const Value& x, const Layer& layer);
+    Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
+    Value logits(const Value& x);
+
+private:
+    struct Built;
+
+    void build_graph(int num_rows, int num_logits, int num_cells);
+    void set_inputs(const Pass& pass);
+    ggml_tensor* input(ggml_type type, int64_t cols, int64_t rows);
+    ggml_tensor* normed(ggml_tensor* x, const Norm& norm);
+    ggml_tensor* linear(ggml_tensor* x, const Linear& linear);
+    ggml_tensor* heads(ggml_tensor* x, const Norm& norm, int num_heads, int layer);
+    ggml_tensor* softcapped(ggml_tensor* x, float cap);
+    ggml_tensor* mix(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale, bool flash);
+    bool supports_flash_attention(ggml_backend_dev_t device) const;
+    int supported_shortlist(ggml_backend_dev_t device) const;
+
+    struct FreeScheduler {
+        void operator()(ggml_backend_sched_t scheduler) const { ggml_backend_sched_free(scheduler); }
+    };
+
+    ContextPtr cache_context(const DeviceMemory& memory, int device);
+
+    ggml_tensor* rope_factors_;  // or null
+    std::vector<BackendPtr> backends_;
+    std::vector<ContextPtr> contexts_;
+    std::vector<BufferPtr> buffers_;
+    std::vector<ggml_tensor*> keys_, values_;  // per layer, F16 [width of the heads, cells]
+    std::vector<bool> flash_;                  // per layer
+    std::vector<int> places_;                  // where each cell is
+    int shortlist_size_ = 0;
+    size_t most_nodes_;
+    std::unique_ptr<ggml_backend_sched, FreeScheduler> scheduler_;
+    std::unique_ptr<Built> built_;
+};
+
+}  // namespace pystaged

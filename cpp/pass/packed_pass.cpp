@@ -1,0 +1,326 @@
+#include "pass/packed_pass.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "pass/attention.h"
+#include "pass/transformer.h"
+#include "thread_pool.h"
+
+namespace pystaged {
+
+namespace {
+
+// Below this many values the rows of an operation are prepared by the caller alone.
+constexpr int kValuesWorthSharing = 4 << 10;
+
+Activation activation_of(Gate gate) {
+    return gate == Gate::silu ? Activation::silu : Activation::gelu;
+}
+
+}  // namespace
+
+PackedPass::PackedPass(const Model& model, int num_cells, int context)
+    : Graph(model),
+      cache_(model.numbers().num_layers, model.numbers().num_kv_heads, model.numbers().head_dim, num_cells) {
+    const Hyperparameters& h = model.numbers();
+    const std::vector<float>& factors = model.rope_factors(context).values;
+    if (h.rope.dims > 0) {
+        rotation_.frequencies = h.rope.frequencies(factors);
+        rotation_.amplitude = h.rope.amplitude();
+        windowed_rotation_.frequencies = h.windowed_rope.frequencies(factors);
+        windowed_rotation_.amplitude = h.windowed_rope.amplitude();
+    }
+    size_t qkv_stride = 0, widest = padded(std::max({h.width, h.ffn_width, h.q_width()}), kBlock);
+    for (const Layer& layer : model.layers()) {
+        qkv_stride = std::max(qkv_stride, layer.qkv_stride);
+    }
+    for (std::vector<float>& rows : stream_) {
+        rows.resize(kMaxRows * size_t(h.padded_width()));
+    }
+    normed_.resize(kMaxRows * size_t(h.padded_width()));
+    branch_.resize(normed_.size());
+    qkv_.resize(kMaxRows * qkv_stride);
+    mixed_.resize(kMaxRows * size_t(padded(h.q_width(), kBlock)));
+    hidden_.resize(kMaxRows * size_t(padded(h.ffn_width, kBlock)));
+    const auto& layers = model.layers();
+    if (std::any_of(layers.begin(), layers.end(), [](const Layer& layer) { return layer.ffn_gate.present(); })) {
+        gate_.resize(hidden_.size());
+    }
+    inputs_.resize(3);
+    for (Quantized& input : inputs_) {
+        input.resize(kMaxRows * size_t(h.padded_width()));
+    }
+    handed_.resize(kMaxRows * widest);
+    attention_scratch_.resize(model.num_threads() * attention_scratch(cache_.num_cells()));
+}
+
+void PackedPass::Quantized::resize(size_t values) {
+    quants.resize(values);
+    factors.resize(values / kBlock);
+}
+
+QuantizedRows PackedPass::Quantized::rows(int n, Packing packing) {
+    return {n, packing, quants.data(), factors.data()};
+}
+
+void PackedPass::Rotation::set(const Pass& pass) {
+    const size_t half = frequencies.size();
+    cosines.resize(pass.num_rows * half);
+    sines.resize(pass.num_rows * half);
+    for (int i = 0; half > 0 && i < pass.num_rows; ++i) {
+        rotation(frequencies, amplitude, pass.positions[i], &cosines[i * half], &sines[i * half]);
+    }
+}
+
+void PackedPass::compute(const Pass& pass) {
+    const Hyperparameters& h = model_.numbers();
+    rotation_.set(pass);
+    if (h.window > 0) {
+        windowed_rotation_.set(pass);
+    }
+    row_scales_.clear();
+    for (int i = 0; h.temperature_scale != 0 && i < pass.num_rows; ++i) {
+        const double stretched = own_log(pass.positions[i] / h.original_context + 1);
+        row_scales_.push_back(static_cast<float>(1 + h.temperature_scale * stretched));
+    }
+    pass_ = &pass;
+    run_transformer(*this, model_, pass.num_rows, pass.num_logits);
+    pass_ = nullptr;
+}
+
+void PackedPass::move(const std::vector<std::pair<int, int>>& cells) {
+    ThreadPool::shared().run(model_.numbers().num_layers, model_.num_threads(), [&](int layer, int) {
+        for (const auto& [from, to] : cells) {
+            cache_.move(layer, from, to);
+        }
+    });
+}
+
+float* PackedPass::next_rows() {
+    in_stream_ = (in_stream_ + 1) % 3;
+    return stream_[in_stream_].data();
+}
+
+PackedPass::Value PackedPass::embed(int num_rows) {
+    const Hyperparameters& h = model_.numbers();
+    const size_t stride = h.padded_width();
+    float* rows = next_rows();
+    for (int i = 0; i < num_rows; ++i) {
+        float* row = rows + i * stride;
+        model_.token_embedding().packed.row(pass_->tokens[i], row);
+        std::fill(row + h.width, row + stride, 0.0f);
+        for (int d = 0; h.embedding_scale != 1 && d < h.width; ++d) {
+            row[d] *= h.embedding_scale;
+        }
+        if (model_.position_embedding().present()) {
+            const float* position = model_.position_embedding().data() + pass_->positions[i] * stride;
+            for (size_t d = 0; d < stride; ++d) {
+                row[d] += position[d];
+            }
+        }
+    }
+    return {rows, num_rows, stride};
+}
+
+PackedPass::Value PackedPass::tail(Value x, int first_row) const {
+    x.rows += first_row * x.stride;
+    x.n -= first_row;
+    return x;
+}
+
+PackedPass::Value PackedPass::norm(Value x, const Norm& norm) const {
+    x.norm = norm.present() ? &norm : nullptr;
+    return x;
+}
+
+void PackedPass::apply(const Norm& norm, const float* row, int cols, float* out) const {
+    const Kernel& kernel = model_.kernel();
+    const float epsilon = model_.numbers().norm_epsilon;
+    if (model_.family().layer_norm) {
+        kernel.layer_norm(row, norm.weight.data(), norm.bias.data(), epsilon, cols, padded(cols, kBlock), out);
+    } else {
+        kernel.rms_norm(row, norm.weight.data(), epsilon, cols, padded(cols, kBlock), out);
+    }
+}
+
+// The rows of x, normalized, and quantized as each of the matrices that will multiply them needs it.
+std::vector<Activations> PackedPass::activations(const Value& x, const std::vector<const Linear*>& matrices) {
+    const int cols = static_cast<int>(x.stride);
+    std::vector<Activations> result;
+    if (x.handed) {
+        return {matrices.size(), Activations{x.n, cols, x.rows, handed_rows_}};
+    }
+    // What adds a zero point needs factors of its own kind; the others take any.
+    std::vector<QuantizedRows> sets;
+    const auto set_for = [&](const PackedMatrix& matrix) -> const QuantizedRows& {
+        for (const QuantizedRows& set : sets) {
+            if (matrix.reads(set.packing)) {
+                return set;
+            }
+        }
+        sets.push_back(inputs_[sets.size()].rows(x.n, matrix.packing()));
+        return sets.back();
+    };
+    for (const bool with_zero_point : {true, false}) {
+        for (const Linear* linear : matrices) {
+            if (linear->packed.integer() && (zero_point(linear->packed.packing()) > 0) == with_zero_point) {
+                set_for(linear->packed);
+            }
+        }
+    }
+    const auto prepare = [&](int i, int) {
+        const float* row = x.rows + i * x.stride;
+        if (x.norm) {
+            float* normed = normed_.data() + i * x.stride;
+            apply(*x.norm, row, matrices[0]->packed.cols(), normed);
+            row = normed;
+        }
+        for (const QuantizedRows& set : sets) {
+            model_.kernel().quantize(row, cols, i, set);
+        }
+    };
+    if (x.norm || !sets.empty()) {
+        ThreadPool::shared().run(x.n, x.n * cols < kValuesWorthSharing ? 1 : model_.num_threads(), prepare);
+    }
+    for (const Linear* linear : matrices) {
+        const bool integer = linear->packed.integer();
+        result.push_back(
+            {x.n, cols, x.norm ? normed_.data() : x.rows, integer ? set_for(linear->packed) : QuantizedRows()});
+    }
+    return result;
+}
+
+Epilogue PackedPass::epilogue(const Linear& linear, float* out, size_t stride) const {
+    Epilogue result;
+    result.bias = linear.bias.data();
+    result.out = out;
+    result.stride = stride;
+    return result;
+}
+
+const QuantizedRows* PackedPass::hand_to(const Linear& next, int n) {
+    handed_rows_ = handed_.rows(n, next.packed.packing());
+    return next.packed.integer() ? &handed_rows_ : nullptr;
+}
+
+PackedPass::Value PackedPass::qkv(const Value& x, const Layer& layer) {
+    std::vector<const Linear*> matrices;
+    for (const Linear& linear : layer.qkv) {
+        matrices.push_back(&linear);
+    }
+    const std::vector<Activations> inputs = activations(x, matrices);
+    std::vector<Product> products;
+    float* out = qkv_.data();
+    for (size_t i = 0; i < matrices.size(); ++i) {
+        products.push_back({&matrices[i]->packed, inputs[i], epilogue(*matrices[i], out, layer.qkv_stride), nullptr});
+        out += matrices[i]->packed.padded_rows();
+    }
+    multiply_all(model_.kernel(), products, model_.num_threads());
+    return {qkv_.data(), x.n, layer.qkv_stride};
+}
+
+PackedPass::Value PackedPass::attention(const Value& qkv, int index, int first_row) {
+    const Hyperparameters& h = model_.numbers();
+    const Layer& layer = model_.layers()[index];
+    const Rotation& angles = h.layers[index].windowed ? windowed_rotation_ : rotation_;
+    AttentionRows rows;
+    rows.n = qkv.n;
+    rows.first_row = first_row;
+    rows.first_cell = pass_->first_cell;
+    rows.contexts = pass_->contexts;
+    rows.half = h.layers[index].rotates ? static_cast<int>(angles.frequencies.size()) : 0;
+    rows.cos = angles.cosines.data();
+    rows.sin = angles.sines.data();
+    rows.row_scale = row_scales_.empty() ? nullptr : row_scales_.data();
+    rows.q = qkv_.data() + layer.q_at;
+    rows.k = qkv_.data() + layer.k_at;
+    rows.v = qkv_.data() + layer.v_at;
+    rows.stride = qkv.stride;
+
+    AttentionLayer how;
+    how.num_heads = h.num_heads;
+    how.num_kv_heads = h.num_kv_heads;
+    how.head_dim = h.head_dim;
+    how.scale = h.attention_scale;
+    how.softcap = h.attention_softcap;
+    how.window = h.layers[index].windowed ? h.window : 0;
+    how.layer_norms = model_.family().layer_norm;
+    how.norm_epsilon = h.norm_epsilon;
+    if (model_.family().required & kWholeNorms) {
+        for (int i = 0; i < qkv.n; ++i) {
+            float *q = rows.q + i * rows.stride, *k = rows.k + i * rows.stride;
+            model_.kernel().rms_norm(q, layer.q_norm.weight.data(), h.norm_epsilon, h.q_width(), h.q_width(), q);
+            model_.kernel().rms_norm(k, layer.k_norm.weight.data(), h.norm_epsilon, h.kv_width(), h.kv_width(), k);
+        }
+    } else {
+        how.q_norm = layer.q_norm.weight.data();
+        how.k_norm = layer.k_norm.weight.data();
+        how.own_norms = model_.family().optional & kOwnHeadNorms;
+    }
+
+    const int num_out = qkv.n - first_row;
+    const size_t stride = padded(h.q_width(), kBlock);
+    const QuantizedRows* handed = h.head_dim % kBlock == 0 ? hand_to(layer.attn_output, num_out) : nullptr;
+    tree_attention(model_.kernel(), model_.num_threads(), cache_, index, how, rows, mixed_.data(), stride, handed,
+                   attention_scratch_.data());
+    return {mixed_.data(), num_out, stride, nullptr, handed != nullptr};
+}
+
+PackedPass::Value PackedPass::hidden(const Value& x, const Layer& layer) {
+    const size_t stride = padded(model_.numbers().ffn_width, kBlock);
+    const Activation activation = activation_of(model_.family().gate);
+    Epilogue up = epilogue(layer.ffn_up, hidden_.data(), stride);
+    Activations input;
+    if (layer.ffn_gate.present()) {
+        const std::vector<Activations> inputs = activations(x, {&layer.ffn_gate, &layer.ffn_up});
+        Epilogue gate = epilogue(layer.ffn_gate, gate_.data(), stride);
+        gate.activation = activation;
+        layer.ffn_gate.packed.multiply(model_.kernel(), inputs[0], gate, nullptr, model_.num_threads());
+        up.gate = gate_.data();
+        input = inputs[1];
+    } else {
+        up.activation = activation;
+        up.gated = model_.family().gate != Gate::none;
+        input = activations(x, {&layer.ffn_up})[0];
+    }
+    const QuantizedRows* handed = hand_to(layer.ffn_down, x.n);
+    layer.ffn_up.packed.multiply(model_.kernel(), input, up, handed, model_.num_threads());
+    return {hidden_.data(), x.n, stride, nullptr, handed != nullptr};
+}
+
+PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& linear, const Norm& norm) {
+    const Hyperparameters& h = model_.numbers();
+    float* out = next_rows();
+    Epilogue branch = epilogue(linear, norm.present() ? branch_.data() : out, x.stride);
+    if (!norm.present()) {
+        branch.scale = h.residual_scale;
+        branch.residual = x.rows;
+    }
+    linear.packed.multiply(model_.kernel(), activations(y, {&linear})[0], branch, nullptr, model_.num_threads());
+    for (int i = 0; norm.present() && i < x.n; ++i) {
+        float *row = branch_.data() + i * x.stride, *sum = out + i * x.stride;
+        apply(norm, row, h.width, row);
+        for (size_t d = 0; d < x.stride; ++d) {
+            sum[d] = x.rows[i * x.stride + d] + h.residual_scale * row[d];
+        }
+    }
+    return {out, x.n, x.stride};
+}
+
+// Straight to the caller's memory.
+PackedPass::Value PackedPass::logits(const Value& x) {
+    const PackedMatrix& weight = model_.head().packed;
+    Epilogue out = epilogue(model_.head(), pass_->logits, logits_stride());
+    out.bias = model_.head_bias().data();
+    out.scale = model_.numbers().logit_scale;
+    out.softcap = model_.numbers().logit_softcap;
+    weight.multiply(model_.kernel(), activations(x, {&model_.head()})[0], out, nullptr, model_.num_threads());
+    for (int i = 0; i < x.n; ++i) {
+        float* row = out.out + i * out.stride;
+        std::fill(row + weight.rows(), row + out.stride, -INFINITY);
+    }
+    return {};
+}
+
+}  // namespace pystaged

@@ -1,0 +1,79 @@
+// A pass over packed weights, on the CPU: every operation runs at once and shares its work over the thread pool, five
+// joins a layer, so that a busy machine does not stall at a spinning barrier.
+#pragma once
+
+#include <vector>
+
+#include "pass/graph.h"
+#include "pass/kv_cache.h"
+
+namespace pystaged {
+
+class PackedPass : public Graph {
+public:
+    PackedPass(const Model& model, int num_cells, int context);
+
+    int num_cells() const override { return cache_.num_cells(); }
+    void compute(const Pass& pass) override;
+    void move(const std::vector<std::pair<int, int>>& cells) override;
+
+    // Rows of floats, and what is still to be done to them or was done already.
+    struct Value {
+        const float* rows = nullptr;  // [n][stride], zero behind the last column
+        int n = 0;
+        size_t stride = 0;
+        const Norm* norm = nullptr;  // applied by what reads it
+        bool handed = false;         // quantized into handed_
+    };
+
+    // The operations of run_transformer().
+    Value embed(int num_rows);
+    Value tail(Value x, int first_row) const;
+    Value norm(Value x, const Norm& norm) const;
+    Value qkv(const Value& x, const Layer& layer);
+    Value attention(const Value& qkv, int layer, int first_row);
+    Value hidden(const Value& x, const Layer& layer);
+    Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
+    Value logits(const Value& x);
+
+private:
+    // Memory for quantized rows.
+    struct Quantized {
+        std::vector<int8_t> quants;
+        std::vector<BlockFactors> factors;
+
+        void resize(size_t values);
+        QuantizedRows rows(int n, Packing packing);
+    };
+    // Angles of a pass's rows.
+    struct Rotation {
+        std::vector<double> frequencies;
+        double amplitude = 1;
+        std::vector<float> cosines, sines;  // [rows][dims / 2]
+
+        void set(const Pass& pass);
+    };
+
+    std::vector<Activations> activations(const Value& x, const std::vector<const Linear*>& matrices);
+    void apply(const Norm& norm, const float* row, int cols, float* out) const;
+    float* next_rows();
+    Epilogue epilogue(const Linear& linear, float* out, size_t stride) const;
+    // For `next`, that alone reads a result of n rows; null where it takes floats.
+    const QuantizedRows* hand_to(const Linear& next, int n);
+
+    KvCache cache_;
+    const Pass* pass_ = nullptr;
+    Rotation rotation_, windowed_rotation_;
+    std::vector<float> row_scales_;
+
+    // Of the residual stream: a row may still be read after its successor is written.
+    std::vector<float> stream_[3];
+    int in_stream_ = 0;
+    std::vector<float> normed_, qkv_, mixed_, gate_, hidden_, branch_;
+    std::vector<Quantized> inputs_;  // of one operation, one for each way to quantize them
+    Quantized handed_;               // what the operation before has quantized already
+    QuantizedRows handed_rows_;
+    std::vector<float> attention_scratch_;  // [threads][attention_scratch()]
+};
+
+}  // namespace pystaged

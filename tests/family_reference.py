@@ -1,0 +1,175 @@
+"""Every family in plain numpy, in double precision: slow, and the exact oracle of other tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGUFReader, quants
+
+Doubles = npt.NDArray[np.float64]
+
+LAYER_NORM = ("gpt2", "starcoder2", "stablelm")
+ADJACENT = ("llama", "mistral3", "granite", "smollm3")
+WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
+
+
+class FamilyReference:
+    """A GGUF model with all its weights as float64, whatever their type in the file."""
+
+    def __init__(self, path: str | Path) -> None:
+        reader = GGUFReader(path)
+        self._values = {name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name}
+        self.family: str = self._values["general.architecture"]
+        self._weights: dict[str, Doubles] = {
+            tensor.name: np.array(quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float64)
+            for tensor in reader.tensors
+        }
+        self.layers: int = self._key("block_count")
+        self.heads: int = self._key("attention.head_count")
+        self.kv_heads: int = self._key("attention.head_count_kv", self.heads)
+        self.width: int = self._key("embedding_length")
+        self.dim: int = self._key("attention.key_length", self.width // self.heads)
+        self._window: int = self._key("attention.sliding_window", 4096 if self.family == "gemma2" else 0)
+        self._original: int = self._key("rope.scaling.original_context_length", self._key("context_length"))
+
+    def logits(self, tokens: Sequence[int], context: int = 512) -> Doubles:
+        """Logits after each token: float64[len(tokens), vocabulary]; `context` chooses among long factors."""
+        x = self._weights["token_embd.weight"][list(tokens)] * self._embedding_scale()
+        if self.family == "gpt2":
+            x = x + self._weights["position_embd.weight"][: len(x)]
+        scale = self._key("residual_scale", 1.0)
+        for layer in range(self.layers):
+            block = f"blk.{layer}."
+            read = self._norm(block + "attn_norm", x)
+            branch = self._norm(block + "post_attention_norm", self._attention(layer, read, context))
+            x = x + scale * branch
+            if f"{block}ffn_norm.weight" in self._weights or self.family == "olmo2":
+                read = self._norm(block + "ffn_norm", x)
+            x = x + scale * self._norm(block + "post_ffw_norm", self._feed_forward(block, read))
+        x = self._norm("output_norm", x)
+        head = "output" if "output.weight" in self._weights else "token_embd"
+        logits = x @ self._weights[f"{head}.weight"].T + self._weights.get("output.bias", 0)
+        logits = logits / self._key("logit_scale", 1.0)
+        return capped(logits, self._key("final_logit_softcapping", 30.0 if self.family == "gemma2" else 0.0))
+
+    def _attention(self, layer: int, x: Doubles, context: int) -> Doubles:
+        block, n, heads, kv_heads, dim = f"blk.{layer}.", len(x), self.heads, self.kv_heads, self.dim
+        if f"{block}attn_qkv.weight" in self._weights:
+            joint = self._linear(block + "attn_qkv", x)
+            q, k, v = np.split(joint, [heads * dim, (heads + kv_heads) * dim], axis=1)
+        else:
+            q, k, v = (self._linear(block + f"attn_{part}", x) for part in "qkv")
+        if self.family == "olmo2":
+            q, k = self._norm(block + "attn_q_norm", q), self._norm(block + "attn_k_norm", k)
+        q, k, v = q.reshape(n, heads, dim), k.reshape(n, kv_heads, dim), v.reshape(n, kv_heads, dim)
+        if self.family != "olmo2":
+            q, k = self._norm(block + "attn_q_norm", q), self._norm(block + "attn_k_norm", k)
+        q, k = self._rotate(layer, q, context), self._rotate(layer, k, context)
+        positions = np.arange(n)
+        if temperature := self._key("attention.temperature_scale", 0.0):
+            q = q * (1 + temperature * np.log(positions // self._original + 1))[:, None, None]
+        # The engines keep both as float16.
+        k, v = (part.astype(np.float16).astype(np.float64) for part in (k, v))
+        k, v = (np.repeat(part, heads // kv_heads, axis=1).transpose(1, 0, 2) for part in (k, v))
+        scores = q.transpose(1, 0, 2) @ k.transpose(0, 2, 1) * (self._key("attention.scale", 0.0) or dim**-0.5)
+        scores = capped(scores, self._key("attn_logit_softcapping", 50.0) if self.family == "gemma2" else 0.0)
+        distance = positions[:, None] - positions[None]
+        hidden = distance < 0
+        if self._windowed(layer):
+            hidden |= distance >= self._window
+        scores = np.where(hidden, -np.inf, scores)
+        powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        mixed = (powers / powers.sum(axis=-1, keepdims=True)) @ v
+        return self._linear(block + "attn_output", mixed.transpose(1, 0, 2).reshape(n, heads * dim))
+
+    def _windowed(self, layer: int) -> bool:
+        period = self._key("attention.sliding_window_pattern", WINDOW_PERIODS.get(self.family, 0))
+        return self.family in WINDOW_PERIODS and self._window > 0 and layer % period < period - 1
+
+    def _rotate(self, layer: int, x: Doubles, context: int) -> Doubles:
+        skipped = self.family == "smollm3" and layer % 4 == 3
+        if skipped or self.family == "gpt2" or not self._key("rope.scaling.finetuned", True):
+            return x
+        n, dims = len(x), self._key("rope.dimension_count", self.dim)
+        base, factor = self._key("rope.freq_base", 10000.0), self._key("rope.scaling.factor", 1.0)
+        kind, amplitude = self._key("rope.scaling.type", "linear"), self._key("rope.scaling.attn_factor", 1.0)
+        if self._windowed(layer) and self.family == "gemma3":
+            base, factor = 10000.0, 1.0
+        if self._windowed(layer) and self.family == "olmo2":
+            kind, factor = "none", 1.0
+        frequencies = base ** (-np.arange(0, dims, 2) / dims)
+        plain = frequencies / self._factors(context)
+        if kind == "yarn":
+            mistral = self.family == "mistral3"
+            fast = self._key("rope.scaling.yarn_beta_fast", 32.0) if mistral else 32.0
+            slow = self._key("rope.scaling.yarn_beta_slow", 1.0) if mistral else 1.0
+            bounds = [dims * np.log(self._original / (2 * np.pi * beta)) / (2 * np.log(base)) for beta in (fast, slow)]
+            low, high = max(0.0, np.floor(bounds[0])), min(dims - 1.0, np.ceil(bounds[1]))
+            kept = 1 - np.clip((np.arange(dims // 2) - low) / max(0.001, high - low), 0, 1)
+            plain = kept * plain + (1 - kept) * plain / factor
+            amplitude *= 0.1 * np.log(factor) + 1
+            if mistral:
+                amplitude /= 0.1 * self._key("rope.scaling.yarn_log_multiplier", 0.0) * np.log(factor) + 1
+        else:
+            plain = plain / factor
+        angles = np.arange(n)[:, None] * plain
+        cosines, sines = (amplitude * f(angles)[:, None, :] for f in (np.cos, np.sin))
+        result = x.copy()
+        adjacent = self.family in ADJACENT
+        first = slice(0, dims, 2) if adjacent else slice(0, dims // 2)
+        second = slice(1, dims, 2) if adjacent else slice(dims // 2, dims)
+        result[..., first] = x[..., first] * cosines - x[..., second] * sines
+        result[..., second] = x[..., first] * sines + x[..., second] * cosines
+        return result
+
+    def _factors(self, context: int) -> Doubles | float:
+        if "rope_freqs.weight" in self._weights:
+            return self._weights["rope_freqs.weight"]
+        length = "long" if context > self._original else "short"
+        return self._weights.get(f"rope_factors_{length}.weight", 1.0)
+
+    def _feed_forward(self, block: str, x: Doubles) -> Doubles:
+        up = self._linear(block + "ffn_up", x)
+        if self.family in ("gpt2", "starcoder2"):
+            return self._linear(block + "ffn_down", gelu(up))
+        if self.family == "phi3":
+            gate, up = np.split(up, 2, axis=1)
+        else:
+            gate = self._linear(block + "ffn_gate", x)
+        opened = gelu(gate) if self.family.startswith("gemma") else gate / (1 + np.exp(-gate))
+        return self._linear(block + "ffn_down", opened * up)
+
+    def _linear(self, name: str, x: Doubles) -> Doubles:
+        result: Doubles = x @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", 0)
+        return result
+
+    def _norm(self, name: str, x: Doubles) -> Doubles:
+        if f"{name}.weight" not in self._weights:
+            return x
+        if self.family in LAYER_NORM:
+            x = x - x.mean(axis=-1, keepdims=True)
+        epsilon = self._key("attention.layer_norm_epsilon", None) or self._key("attention.layer_norm_rms_epsilon")
+        unit = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + epsilon)
+        result: Doubles = unit * self._weights[f"{name}.weight"] + self._weights.get(f"{name}.bias", 0)
+        return result
+
+    def _embedding_scale(self) -> float:
+        if self.family.startswith("gemma"):
+            return float(np.sqrt(self.width))
+        return float(self._key("embedding_scale", 1.0))
+
+    def _key(self, key: str, *otherwise: Any) -> Any:
+        return self._values.get(f"{self.family}.{key}", *otherwise)
+
+
+def capped(x: Doubles, cap: float) -> Doubles:
+    return cap * np.tanh(x / cap) if cap else x
+
+
+def gelu(x: Doubles) -> Doubles:
+    result: Doubles = x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return result

@@ -1,0 +1,185 @@
+"""Small random GGUF models of every family, written with the gguf package alone."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
+
+Floats = npt.NDArray[np.float32]
+
+END_OF_TEXT = "<|endoftext|>"
+LAYER_NORM = {"gpt2", "starcoder2", "stablelm"}
+NO_GATE = {"gpt2", "starcoder2"}
+
+
+@dataclass
+class RandomModel:
+    """What to write: a shape, and which of a family's options.
+
+    Attributes:
+        family: general.architecture.
+        head_dim: 0 for width / heads.
+        biases: of every matrix of a layer that the family may have them for.
+        fused: one matrix for queries, keys and values.
+        metadata: further keys under the family's name; floats, integers, booleans, strings and lists.
+        vectors: further tensors of one dimension, by name.
+        quantization: of the matrices: a type that gguf can quantize to.
+    """
+
+    family: str
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 0
+    ffn_width: int = 96
+    vocab_size: int = 300
+    context: int = 512
+    rotary: int = 0
+    tie: bool = True
+    biases: bool = False
+    fused: bool = False
+    parallel: bool = False
+    own_head_norms: bool = False
+    head_bias: bool = False
+    quantization: str = "F32"
+    seed: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+    vectors: dict[str, Floats] = field(default_factory=dict)
+
+    @property
+    def dim(self) -> int:
+        return self.head_dim or self.width // self.heads
+
+
+def write(path: Path, model: RandomModel) -> Path:
+    """Write a model: matrices and biases around 0, norms around 1; the same seed gives the same file."""
+    m = model
+    with closing(GGUFWriter(path, m.family)) as writer:
+        writer.add_name("random weights")
+        writer.add_context_length(m.context)
+        writer.add_embedding_length(m.width)
+        writer.add_feed_forward_length(m.ffn_width)
+        writer.add_block_count(m.layers)
+        writer.add_head_count(m.heads)
+        writer.add_head_count_kv(m.kv_heads)
+        if m.head_dim:
+            writer.add_key_length(m.head_dim)
+            writer.add_value_length(m.head_dim)
+        if m.family in LAYER_NORM:
+            writer.add_layer_norm_eps(1e-5)
+        else:
+            writer.add_layer_norm_rms_eps(1e-6)
+        if m.family != "gpt2":
+            writer.add_rope_dimension_count(m.rotary or m.dim)
+        if m.family == "granite":
+            writer.add_logit_scale(m.metadata.get("logit_scale", 8.0))
+        for key, value in m.metadata.items():
+            if key != "logit_scale":
+                _add(writer, f"{m.family}.{key}", value)
+        add_vocabulary(writer, m.vocab_size)
+        kind = GGMLQuantizationType[m.quantization]
+        for name, values in tensors(m).items():
+            if values.ndim == 2 and not name.startswith("position") and "norm" not in name:
+                writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
+            else:
+                writer.add_tensor(name, values)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    return path
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def add_vocabulary(writer: GGUFWriter, size: int) -> None:
+    """A byte-level BPE vocabulary: 256 bytes, made-up tokens, and the end of text."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    tokens = [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
+    made_up = [f"{a}{b}" for a in "etaoinshr" for b in tokens[:94]][: size - 257]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*tokens, *made_up, END_OF_TEXT])
+    writer.add_token_types([int(TokenType.NORMAL)] * (size - 1) + [int(TokenType.CONTROL)])
+    writer.add_token_merges([f"{token[0]} {token[1]}" for token in made_up] or [f"a {END_OF_TEXT}"])
+    writer.add_bos_token_id(size - 1)
+    writer.add_eos_token_id(size - 1)
+
+
+def tensors(m: RandomModel) -> dict[str, Floats]:
+    """All tensors of a model, outputs before inputs."""
+    generator = np.random.default_rng(m.seed)
+    found: dict[str, Floats] = {}
+
+    def matrix(name: str, rows: int, cols: int, bias: bool = False) -> None:
+        found[f"{name}.weight"] = (generator.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+        if bias:
+            found[f"{name}.bias"] = (generator.standard_normal(rows) * 0.1).astype(np.float32)
+
+    def norm(name: str, *shape: int, bias: bool = False) -> None:
+        found[f"{name}.weight"] = (1 + 0.1 * generator.standard_normal(shape)).astype(np.float32)
+        if bias:
+            found[f"{name}.bias"] = (generator.standard_normal(shape) * 0.1).astype(np.float32)
+
+    family, layer_norm = m.family, m.family in LAYER_NORM
+    q, kv = m.heads * m.dim, m.kv_heads * m.dim
+    matrix("token_embd", m.vocab_size, m.width)
+    if family == "gpt2":
+        matrix("position_embd", m.context, m.width)
+    norm("output_norm", m.width, bias=layer_norm)
+    if not m.tie:
+        matrix("output", m.vocab_size, m.width)
+    if m.head_bias:
+        found["output.bias"] = generator.standard_normal(m.vocab_size).astype(np.float32)
+    found.update(m.vectors)
+    for layer in range(m.layers):
+        block = f"blk.{layer}"
+        if family != "olmo2":
+            norm(f"{block}.attn_norm", m.width, bias=layer_norm)
+            if not m.parallel:
+                norm(f"{block}.ffn_norm", m.width, bias=layer_norm)
+        if family in ("olmo2", "gemma2", "gemma3"):
+            norm(f"{block}.post_attention_norm", m.width)
+            norm(f"{block}.post_ffw_norm", m.width)
+        if family in ("qwen3", "gemma3"):
+            norm(f"{block}.attn_q_norm", m.dim)
+            norm(f"{block}.attn_k_norm", m.dim)
+        elif family == "olmo2":
+            norm(f"{block}.attn_q_norm", q)
+            norm(f"{block}.attn_k_norm", kv)
+        elif m.own_head_norms:
+            norm(f"{block}.attn_q_norm", m.heads, m.dim)
+            norm(f"{block}.attn_k_norm", m.kv_heads, m.dim)
+        always = family in NO_GATE
+        other = always or (m.biases and family in ("llama", "mistral3", "granite"))
+        if m.fused or family == "gpt2":
+            matrix(f"{block}.attn_qkv", q + 2 * kv, m.width, m.biases or family == "gpt2")
+        else:
+            for part, rows in (("q", q), ("k", kv), ("v", kv)):
+                matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
+        matrix(f"{block}.attn_output", m.width, q, other)
+        if family == "phi3":
+            matrix(f"{block}.ffn_up", 2 * m.ffn_width, m.width)
+        else:
+            if family not in NO_GATE:
+                matrix(f"{block}.ffn_gate", m.ffn_width, m.width, other)
+            matrix(f"{block}.ffn_up", m.ffn_width, m.width, other)
+        matrix(f"{block}.ffn_down", m.width, m.ffn_width, other)
+    return found
