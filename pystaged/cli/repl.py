@@ -128,7 +128,8 @@ class Repl:
         before, tokens = self._tokens, list(self._tokens)
         if line:
             begun = "\n" if before and not self._text().endswith("\n") else ""
-            tokens += self._engine.encode(begun + line).tolist()
+            # What the vocabulary puts before a text stands there once.
+            tokens += self._engine.tokenizer.encode(begun + line, add_special=not before).tolist()
         prompt = list(tokens)
 
         def keep(piece: Piece) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ class ModelDrafter(TreeDrafter):
         below: a cheaper drafter, None for none.
         cost: seconds of a pass, refined here.
         vocab_size: the target's; tokens from here on are never proposed.
+        substitutes: what the draft reads in place of the target's tokens that it lacks or that mean something else to
+            it; those are never proposed.
         clock: seconds.
     """
 
@@ -50,6 +52,7 @@ class ModelDrafter(TreeDrafter):
         below: Drafter | None = None,
         cost: PassCost | None = None,
         vocab_size: int,
+        substitutes: Mapping[int, int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(Stage.DRAFT, policy, clock)
@@ -57,6 +60,7 @@ class ModelDrafter(TreeDrafter):
         self.below = below
         self._cost = cost
         self._vocab_size = vocab_size
+        self._substitutes = substitutes or {}
         self._reading = cost(_PIECE) / _PIECE if cost else 0.0  # seconds for a token of a long text
         self._guess_gain = _GUESS_GAIN
         self._unguessed = 0  # passes since guesses were last asked for
@@ -66,10 +70,10 @@ class ModelDrafter(TreeDrafter):
         self._num_rows = 0
 
     def start(self, context: NDArray[np.int32]) -> None:
-        known = self.session.tokens
-        self._length = common_prefix(known, context[:-1])
+        read = self._spelled(context[:-1].tolist())
+        self._length = common_prefix(self.session.tokens, np.array(read, np.int32))
         self.session.truncate(self._length)
-        self._missing = context[self._length : -1].tolist()
+        self._missing = read[self._length :]
         self._root = int(context[-1])
         self._builder = None
         if self.below:
@@ -91,7 +95,7 @@ class ModelDrafter(TreeDrafter):
         begin = self._clock()
         if self.below:
             self.below.catch_up(seconds)
-        if len(self._missing) > self.session.n_ctx - self._length or not self._can_read(self._missing):
+        if len(self._missing) > self.session.n_ctx - self._length:
             return
         while self._missing:
             piece = len(self._missing)
@@ -123,7 +127,7 @@ class ModelDrafter(TreeDrafter):
         self._calibration = self._calibrations[sampling.is_greedy]
         # A row for the root, and one for each level but the last.
         max_depth = min(max_depth, self.session.n_ctx - self._length - len(self._missing))
-        if max_depth < 1 or not self._can_read([*self._missing, self._root]):
+        if max_depth < 1:
             return TokenTree.root(self._root)
         children = self._policy.children
         if self.below:
@@ -145,7 +149,6 @@ class ModelDrafter(TreeDrafter):
                 expanded += len(batch)
                 best, nodes = builder.best(), builder.nodes
                 leaves = [node for node in best if nodes[node].row < 0 and nodes[node].depth < max_depth]
-                leaves = [leaf for leaf in leaves if nodes[leaf].token < self.session.vocab_size]
                 growth = Growth(
                     [nodes[node].score for node in best],
                     [nodes[leaf].score for leaf in leaves],
@@ -176,7 +179,7 @@ class ModelDrafter(TreeDrafter):
         if asked and self.below:
             room = max_depth - 1 - builder.nodes[first].depth
             guesses = self.below.extend(builder.path(first), min(_GUESSES, room))
-            guesses = guesses[: next((i for i, token in enumerate(guesses) if not self._can_read([token])), None)]
+            guesses = guesses[: next((i for i, token in enumerate(guesses) if token in self._substitutes), None)]
         looked_up = self._clock()
         tokens, parents = [], []
         if self._num_rows == 0:
@@ -186,7 +189,7 @@ class ModelDrafter(TreeDrafter):
             guess = builder.nodes[node]
             parents.append(len(tokens) - 1 if node == 0 else builder.nodes[guess.parent].row)
             guess.row = self._num_rows + len(tokens)
-            tokens.append(guess.token)
+            tokens += self._spelled([guess.token])
         before = builder.nodes[first].row
         for token in guesses:
             parents.append(before)
@@ -238,7 +241,7 @@ class ModelDrafter(TreeDrafter):
 
     def _add(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
         # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.
-        good = [i for i, token in enumerate(tokens) if 0 <= token < self._vocab_size]
+        good = [i for i, token in enumerate(tokens) if 0 <= token < self._vocab_size and token not in self._substitutes]
         if good:
             self._expand(builder, node, [tokens[i] for i in good], [scores[i] for i in good], children)
 
@@ -262,7 +265,7 @@ class ModelDrafter(TreeDrafter):
         return found
 
     def advance(self, tokens: Sequence[int]) -> None:
-        emitted = [self._root, *tokens]
+        emitted = self._spelled([self._root, *tokens])
         if self._builder is None:
             self._missing += emitted[:-1]
         else:
@@ -274,7 +277,7 @@ class ModelDrafter(TreeDrafter):
             self.session.commit(rows)
             self._length += len(rows)
             self._missing = emitted[len(rows) - len(self._missing) : -1]
-        self._root = emitted[-1]
+        self._root = tokens[-1]
         self._builder = None
         if self.below:
             self.below.advance(tokens)
@@ -290,5 +293,6 @@ class ModelDrafter(TreeDrafter):
         if self.below:
             self.below.close()
 
-    def _can_read(self, tokens: Sequence[int]) -> bool:
-        return max(tokens, default=0) < self.session.vocab_size
+    def _spelled(self, tokens: list[int]) -> list[int]:
+        """The same for the draft to read."""
+        return [self._substitutes.get(token, token) for token in tokens] if self._substitutes else tokens

