@@ -244,7 +244,7 @@ void test_concurrent_sessions(const std::string& path) {
         threads.emplace_back([&, i] { found[i] = decode(i); });
     }
     // One more, shared by two threads.
-    Session shared(model, 64);
+    Session shared(model, 200);
     for (int i = 0; i < 2; ++i) {
         threads.emplace_back([&] {
             for (int step = 0; step < 20; ++step) {
