@@ -227,7 +227,7 @@ void test_session(const std::string& path, const Kernel& kernel) {
 
 // Sessions of one model on threads of their own, as Python's threads use them.
 void test_concurrent_sessions(const std::string& path) {
-    const auto model = std::make_shared<Gpt2>(path, "", 2);
+    const auto model = std::make_shared<Model>(path, "", 2);
     const auto decode = [&](int seed) {
         Session session(model, 64);
         session.prefill({seed, 2, 3}, [] {});
