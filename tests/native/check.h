@@ -11,7 +11,7 @@
 
 #ifdef __SANITIZE_THREAD__
 // Children of fork() start threads of their own.
-extern "C" const char* __tsan_default_options() {
+extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() {
     return "die_after_fork=0";
 }
 #endif
