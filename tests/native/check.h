@@ -9,13 +9,6 @@
 #include <new>
 #include <random>
 
-#ifdef __SANITIZE_THREAD__
-// Children of fork() start threads of their own.
-extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() {
-    return "die_after_fork=0";
-}
-#endif
-
 namespace {
 
 int failures = 0;
