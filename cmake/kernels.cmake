@@ -14,9 +14,12 @@ target_link_libraries(pystaged_kernels PUBLIC Threads::Threads)
 target_compile_options(pystaged_kernels PRIVATE ${pystaged_options})
 
 set(kernel_options -O3 -fno-math-errno)
+set(vnni -mavxvnni)
 if(PYSTAGED_SANITIZE)
   # Fully optimized, each of these files takes minutes with checks in it.
   set(kernel_options -O1 -fno-math-errno)
+  # The same instruction as AVX-512 encodes it, so that more machines can test it.
+  set(vnni -mavx512vl -mavx512vnni)
 endif()
 
 # A build has every kernel of its architecture; only the kernel's own file is compiled for its instruction set.
@@ -33,9 +36,7 @@ endif()
 if(processor MATCHES "^(x86_64|amd64)$")
   target_compile_definitions(pystaged_kernels PRIVATE PYSTAGED_X86)
   add_kernel(avx2.cpp -mavx2 -mfma -mf16c)
-  # With checks, the same file with the instruction as AVX-512 encodes it, so that more machines can test it.
-  add_kernel(avx_vnni.cpp -mavx2 -mfma -mf16c
-    $<IF:$<BOOL:${PYSTAGED_SANITIZE}>,-mavx512vl$<SEMICOLON>-mavx512vnni,-mavxvnni>)
+  add_kernel(avx_vnni.cpp -mavx2 -mfma -mf16c ${vnni})
   add_kernel(avx512_vnni.cpp -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c
     -Wno-uninitialized -Wno-maybe-uninitialized)
 elseif(processor MATCHES "^(aarch64|arm64)$")

@@ -63,6 +63,15 @@ py::str to_text(const std::string& bytes) {
         PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
 }
 
+// A path as the system spells it: str, as Python decodes file names, bytes, or os.PathLike.
+std::string to_path(const py::object& path) {
+    const std::string bytes = py::module_::import("os").attr("fsencode")(path).cast<py::bytes>();
+    if (bytes.find('\0') != std::string::npos) {
+        throw py::value_error("the path holds a null character");
+    }
+    return bytes;
+}
+
 void check_signals() {
     py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) {
@@ -79,6 +88,7 @@ py::array_t<float> multiply(const std::string& type, const py::bytes& weights, i
     if (num_threads < 1 || num_threads > ThreadPool::kMaxThreads) {
         throw py::value_error("num_threads must be between 1 and " + std::to_string(ThreadPool::kMaxThreads));
     }
+    const FloatEnvironment pinned;
     const Kernel& kernel = find_kernel(kernel_name);
     ggml_type ggml = GGML_TYPE_COUNT;
     for (int t = 0; t < GGML_TYPE_COUNT; ++t) {
@@ -185,6 +195,7 @@ PYBIND11_MODULE(_core, m) {
         return names;
     });
     m.def("physical_cores", &physical_cores);
+    m.def("cpu_quota", [](const py::object& root) { return cpu_quota(to_path(root)); }, py::arg("root") = "");
     m.def("devices", [] {
         py::list result;
         for (const DeviceInfo& info : list_devices()) {
@@ -218,9 +229,10 @@ PYBIND11_MODULE(_core, m) {
             }));
 
     py::class_<Tokenizer>(m, "Tokenizer")
-        .def(py::init([](const std::string& path) {
+        .def(py::init([](const py::object& path) {
+                 const std::string bytes = to_path(path);
                  const py::gil_scoped_release release;
-                 return std::make_unique<Tokenizer>(path);
+                 return std::make_unique<Tokenizer>(bytes);
              }),
              py::arg("path"))
         .def_property_readonly("num_tokens", &Tokenizer::num_tokens)
@@ -232,7 +244,7 @@ PYBIND11_MODULE(_core, m) {
                 std::vector<int32_t> tokens;
                 {
                     const py::gil_scoped_release release;
-                    tokens = self.encode(bytes);
+                    tokens = self.encode(bytes, check_signals);
                 }
                 return to_array(tokens);
             },
@@ -245,10 +257,11 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("fingerprint", &Tokenizer::fingerprint);
 
     py::class_<Gpt2, std::shared_ptr<Gpt2>>(m, "Model")
-        .def(py::init([](const std::string& path, const std::string& kernel, int num_threads, const std::string& device,
+        .def(py::init([](const py::object& path, const std::string& kernel, int num_threads, const std::string& device,
                          const std::function<void()>& progress) {
+                 const std::string bytes = to_path(path);
                  const py::gil_scoped_release release;
-                 return std::make_shared<Gpt2>(path, kernel, num_threads,
+                 return std::make_shared<Gpt2>(bytes, kernel, num_threads,
                                                device == "cpu" ? Devices() : find_devices(device), progress);
              }),
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",

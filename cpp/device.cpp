@@ -44,7 +44,7 @@ ggml_backend_reg_t rpc() {
         throw DeviceError(
             "the installed llama-cpp-python is built without RPC; install it with: CMAKE_ARGS=-DGGML_RPC=on pip "
             "install "
-            "--force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36");
+            "--force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python==" LLAMA_CPP_PYTHON_VERSION);
     }
     return found;
 }
@@ -160,7 +160,7 @@ int DeviceMemory::device_of(int layer, int num_layers) const {
     return std::min(static_cast<int>(found - shares_.begin()), num_devices_ - 1);
 }
 
-ggml_tensor* DeviceMemory::place(ggml_type type, int64_t cols, int64_t rows, int device, const void* data) {
+ggml_tensor* DeviceMemory::place(ggml_type type, int64_t cols, int64_t rows, int device, Source source) {
     auto& contexts = contexts_[device];
     if (contexts.empty() ||
         ggml_used_mem(contexts.back().get()) + ggml_tensor_overhead() > ggml_get_mem_size(contexts.back().get())) {
@@ -171,7 +171,7 @@ ggml_tensor* DeviceMemory::place(ggml_type type, int64_t cols, int64_t rows, int
     }
     ggml_tensor* tensor = rows == 1 ? ggml_new_tensor_1d(contexts.back().get(), type, cols)
                                     : ggml_new_tensor_2d(contexts.back().get(), type, cols, rows);
-    placed_.push_back({tensor, data});
+    placed_.push_back({tensor, std::move(source)});
     return tensor;
 }
 
@@ -182,8 +182,8 @@ void DeviceMemory::fill(const std::function<void()>& progress) {
             ggml_backend_buffer_set_usage(buffers_.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         }
     }
-    for (const auto& [tensor, data] : placed_) {
-        ggml_backend_tensor_set(tensor, data, 0, ggml_nbytes(tensor));
+    for (const auto& [tensor, source] : placed_) {
+        source([t = tensor](const void* data) { ggml_backend_tensor_set(t, data, 0, ggml_nbytes(t)); });
         if (progress) {
             progress();
         }

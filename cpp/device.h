@@ -65,15 +65,17 @@ public:
     // Layers go to devices in order, in proportion to the memory that was free at first.
     int device_of(int layer, int num_layers) const;
 
-    // A matrix to be filled with `data`, which must stay until fill().
-    ggml_tensor* place(ggml_type type, int64_t cols, int64_t rows, int device, const void* data);
+    // Calls its argument with the data of a tensor.
+    using Source = std::function<void(const std::function<void(const void*)>&)>;
+    // A matrix that fill() copies from `source`.
+    ggml_tensor* place(ggml_type type, int64_t cols, int64_t rows, int device, Source source);
     // Reserves memory for all tensors placed and copies their data, calling `progress` after each.
     void fill(const std::function<void()>& progress);
 
 private:
     struct Placed {
         ggml_tensor* tensor;
-        const void* data;
+        Source source;
     };
 
     Devices devices_;

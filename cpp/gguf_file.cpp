@@ -1,5 +1,10 @@
 #include "gguf_file.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <limits>
@@ -7,34 +12,53 @@
 
 #include "error.h"
 #include "llama.h"
-
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
+#include "thread_pool.h"
 
 namespace pystaged {
 
 namespace {
 
-// The log callback is one for the whole process.
+constexpr size_t kReadBytes = 4 << 20;  // that a thread reads at a time
+
+thread_local LogCapture* capture = nullptr;
+
+// Whose callback ours stands before; the process has one for all threads.
 std::mutex log_mutex;
+ggml_log_callback next_callback = nullptr;
+void* next_data = nullptr;
 
 }  // namespace
 
-LogCapture::LogCapture() {
-    log_mutex.lock();
-    llama_log_get(&callback_, &user_data_);
-    llama_log_set(&LogCapture::log, this);
+// Ours stays in place: whoever fetched it in the meantime may call it at any time.
+LogCapture::LogCapture() : outer_(capture) {
+    capture = this;
+    const std::lock_guard<std::mutex> lock(log_mutex);
+    ggml_log_callback callback = nullptr;
+    void* data = nullptr;
+    llama_log_get(&callback, &data);
+    if (callback != &LogCapture::log) {
+        next_callback = callback;
+        next_data = data;
+        llama_log_set(&LogCapture::log, nullptr);
+    }
 }
 
 LogCapture::~LogCapture() {
-    llama_log_set(callback_, user_data_);
-    log_mutex.unlock();
+    capture = outer_;
 }
 
-void LogCapture::log(ggml_log_level level, const char* text, void* self) {
-    std::string& error = static_cast<LogCapture*>(self)->first_error_;
+void LogCapture::log(ggml_log_level level, const char* text, void*) {
+    if (!capture) {
+        std::unique_lock<std::mutex> lock(log_mutex);
+        const ggml_log_callback callback = next_callback;
+        void* data = next_data;
+        lock.unlock();
+        if (callback) {
+            callback(level, text, data);
+        }
+        return;
+    }
+    std::string& error = capture->first_error_;
     // What follows the first error only says that loading failed.
     if (level == GGML_LOG_LEVEL_ERROR && error.empty()) {
         error = text;
@@ -45,16 +69,26 @@ void LogCapture::log(ggml_log_level level, const char* text, void* self) {
 }
 
 GgufFile::GgufFile(const std::string& path) : path_(path) {
+    // Without waiting for a pipe's other end.
+    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    file_.reset(descriptor < 0 ? nullptr : fdopen(descriptor, "rb"));
+    struct stat info = {};
+    if (!file_ || fstat(descriptor, &info) != 0) {
+        fail(std::string("cannot open: ") + std::strerror(errno));
+    }
+    if (!S_ISREG(info.st_mode)) {
+        fail("cannot open: it is no regular file");
+    }
+    size_ = static_cast<size_t>(info.st_size);
     std::string reason;
     {
         LogCapture log;
-        context_.reset(gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}));
+        context_.reset(gguf_init_from_file_ptr(file_.get(), {/*no_alloc=*/true, /*ctx=*/nullptr}));
         reason = log.first_error();
     }
     if (!context_) {
         fail(reason.empty() ? "not a valid GGUF file" : reason);
     }
-    map();
     const size_t start = gguf_get_data_offset(context_.get());
     for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {
         const size_t offset = gguf_get_tensor_offset(context_.get(), i);
@@ -66,35 +100,8 @@ GgufFile::GgufFile(const std::string& path) : path_(path) {
     }
 }
 
-GgufFile::~GgufFile() {
-    if (data_) {
-        munmap(const_cast<uint8_t*>(data_), size_);
-    }
-}
-
 void GgufFile::fail(const std::string& what) const {
     throw ModelError(path_ + ": " + what);
-}
-
-void GgufFile::map() {
-    const int fd = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
-    struct stat info = {};
-    if (fd < 0 || fstat(fd, &info) != 0) {
-        const std::string reason = std::strerror(errno);
-        if (fd >= 0) {
-            close(fd);
-        }
-        fail("cannot open: " + reason);
-    }
-    size_ = static_cast<size_t>(info.st_size);
-    void* p = mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, fd, 0);
-    const int error = errno;
-    close(fd);
-    if (p == MAP_FAILED) {
-        fail(std::string("cannot map: ") + std::strerror(error));
-    }
-    data_ = static_cast<const uint8_t*>(p);
-    madvise(p, size_, MADV_SEQUENTIAL);
 }
 
 int64_t GgufFile::key(const std::string& name) const {
@@ -184,10 +191,10 @@ TensorView GgufFile::tensor(const std::string& name) const {
     if (id < 0) {
         fail("tensor '" + name + "' is missing");
     }
-    TensorView view{name, gguf_get_tensor_type(context_.get(), id), {}, nullptr, 0};
+    TensorView view{name, gguf_get_tensor_type(context_.get(), id), {}, 0, 0};
     std::memcpy(view.ne, gguf_get_tensor_ne(context_.get(), id), sizeof(view.ne));
     view.bytes = gguf_get_tensor_size(context_.get(), id);
-    view.data = data_ + gguf_get_data_offset(context_.get()) + gguf_get_tensor_offset(context_.get(), id);
+    view.at = gguf_get_data_offset(context_.get()) + gguf_get_tensor_offset(context_.get(), id);
     return view;
 }
 
@@ -207,14 +214,31 @@ TensorView GgufFile::tensor(const std::string& name, std::vector<int64_t> shape)
     return view;
 }
 
-void GgufFile::release(const TensorView& tensor) const {
-    // Whole pages inside the tensor; neighbours may not have been read yet.
-    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    const uintptr_t first = (reinterpret_cast<uintptr_t>(tensor.data) + page - 1) / page * page;
-    const uintptr_t last = (reinterpret_cast<uintptr_t>(tensor.data) + tensor.bytes) / page * page;
-    if (first < last) {
-        madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
-    }
+Memory GgufFile::read(const TensorView& tensor, int num_threads) const {
+    Memory data(tensor.bytes);
+    // Blocks of weights are not cut.
+    const size_t part = kReadBytes / ggml_type_size(tensor.type) * ggml_type_size(tensor.type);
+    const int parts = static_cast<int>((tensor.bytes + part - 1) / part);
+    ThreadPool::shared().run(parts, num_threads, [&](int i, int) {
+        const size_t first = i * part, last = std::min(tensor.bytes, first + part);
+        for (size_t at = first; at < last;) {
+            const ssize_t count =
+                pread(fileno(file_.get()), data.data() + at, last - at, static_cast<off_t>(tensor.at + at));
+            if (count < 0 && errno == EINTR) {
+                continue;
+            }
+            if (count <= 0) {
+                fail("tensor '" + tensor.name + "' cannot be read: " +
+                     (count < 0 ? std::strerror(errno) : "the file became shorter while it was read"));
+            }
+            at += static_cast<size_t>(count);
+        }
+        if (!ggml_validate_row_data(tensor.type, data.data() + first, last - first)) {
+            fail("tensor '" + tensor.name +
+                 "' holds weights that are not finite numbers; the file is damaged, get it again");
+        }
+    });
+    return data;
 }
 
 }  // namespace pystaged

@@ -1,31 +1,29 @@
 // A GGUF file, read-only. Nothing in it is trusted: every type, count, offset and size is checked before use.
 #pragma once
 
+#include <cstdio>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "gguf.h"
+#include "memory.h"
 
 namespace pystaged {
 
-// A tensor's place in the mapped file.
+// A tensor's place in the file.
 struct TensorView {
     std::string name;
     ggml_type type;
     int64_t ne[GGML_MAX_DIMS];  // ne[0] varies fastest
-    const uint8_t* data;
-    size_t bytes;
+    size_t at, bytes;
 };
 
 class GgufFile {
 public:
     // Throws ModelError when the file cannot be read or is not a whole, valid GGUF file.
     explicit GgufFile(const std::string& path);
-    ~GgufFile();
-    GgufFile(const GgufFile&) = delete;
-    GgufFile& operator=(const GgufFile&) = delete;
 
     const std::string& path() const { return path_; }
     size_t bytes() const { return size_; }
@@ -45,26 +43,27 @@ public:
     TensorView tensor(const std::string& name, std::vector<int64_t> shape) const;
     // A tensor of that name of any shape.
     TensorView tensor(const std::string& name) const;
-    // Lets the system forget the pages of a tensor that has been copied.
-    void release(const TensorView& tensor) const;
+    // A tensor's weights. Read, not mapped, because a mapped file that another program shortens ends the process.
+    // Throws ModelError where they cannot be read or are not finite.
+    Memory read(const TensorView& tensor, int num_threads = 1) const;
 
     [[noreturn]] void fail(const std::string& what) const;
 
 private:
     int64_t key(const std::string& name) const;
-    void map();
 
     struct Free {
         void operator()(gguf_context* context) const { gguf_free(context); }
+        void operator()(FILE* file) const { std::fclose(file); }
     };
 
     std::string path_;
+    std::unique_ptr<FILE, Free> file_;
     std::unique_ptr<gguf_context, Free> context_;
-    const uint8_t* data_ = nullptr;
     size_t size_ = 0;
 };
 
-// Collects what ggml and llama.cpp log on this thread's behalf while it lives, instead of printing it.
+// Collects what ggml and llama.cpp log in this thread while it lives; what other threads log goes where it went before.
 class LogCapture {
 public:
     LogCapture();
@@ -76,10 +75,9 @@ public:
     const std::string& first_error() const { return first_error_; }
 
 private:
-    static void log(ggml_log_level level, const char* text, void* self);
+    static void log(ggml_log_level level, const char* text, void*);
 
-    ggml_log_callback callback_ = nullptr;
-    void* user_data_ = nullptr;
+    LogCapture* outer_;
     std::string first_error_;
 };
 

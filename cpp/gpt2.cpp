@@ -12,6 +12,7 @@ namespace pystaged {
 namespace {
 
 constexpr int64_t kMostRows = int64_t(1) << 24;  // far beyond any model, far below any overflow
+constexpr int64_t kMostLayers = 512;             // ggml visits a graph by recursion, for which a stack must do
 constexpr size_t kAlignment = 64;
 
 int checked_threads(int num_threads) {
@@ -25,25 +26,25 @@ int checked_threads(int num_threads) {
 // `rows` vectors of `size` floats, each padded with zeros.
 std::vector<float> load_floats(const GgufFile& file, const std::string& name, int size, int rows = 1) {
     const TensorView tensor = rows == 1 ? file.tensor(name, {size}) : file.tensor(name, {size, rows});
+    const Memory data = file.read(tensor);
     const size_t stride = padded(size, kBlock);
     std::vector<float> values(stride * rows);
     for (int i = 0; i < rows; ++i) {
         const size_t at = size_t(i) * size;
         float* out = values.data() + i * stride;
         switch (tensor.type) {
-            case GGML_TYPE_F32: std::copy_n(reinterpret_cast<const float*>(tensor.data) + at, size, out); break;
+            case GGML_TYPE_F32: std::copy_n(reinterpret_cast<const float*>(data.data()) + at, size, out); break;
             case GGML_TYPE_F16:
-                ggml_fp16_to_fp32_row(reinterpret_cast<const ggml_fp16_t*>(tensor.data) + at, out, size);
+                ggml_fp16_to_fp32_row(reinterpret_cast<const ggml_fp16_t*>(data.data()) + at, out, size);
                 break;
             case GGML_TYPE_BF16:
-                ggml_bf16_to_fp32_row(reinterpret_cast<const ggml_bf16_t*>(tensor.data) + at, out, size);
+                ggml_bf16_to_fp32_row(reinterpret_cast<const ggml_bf16_t*>(data.data()) + at, out, size);
                 break;
             default:
                 file.fail("tensor '" + name + "' is of type " + ggml_type_name(tensor.type) +
                           " where F32, F16 or BF16 is needed");
         }
     }
-    file.release(tensor);
     return values;
 }
 
@@ -52,6 +53,7 @@ std::vector<float> load_floats(const GgufFile& file, const std::string& name, in
 Gpt2::Gpt2(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
            const std::function<void()>& progress)
     : kernel_(find_kernel(kernel)), num_threads_(checked_threads(num_threads)) {
+    const FloatEnvironment pinned;
     const GgufFile file(path);
     file_bytes_ = file.bytes();
     load_shape(file);
@@ -71,7 +73,7 @@ void Gpt2::load_shape(const GgufFile& file) {
     name_ = file.text("general.name", "");
     shape_.width = static_cast<int>(file.integer("gpt2.embedding_length", 1, kMostRows));
     shape_.max_context = static_cast<int>(file.integer("gpt2.context_length", 1, kMostRows));
-    shape_.num_layers = static_cast<int>(file.integer("gpt2.block_count", 1, 1 << 16));
+    shape_.num_layers = static_cast<int>(file.integer("gpt2.block_count", 1, kMostLayers));
     shape_.num_heads = static_cast<int>(file.integer("gpt2.attention.head_count", 1, shape_.width));
     shape_.ffn_width =
         static_cast<int>(file.integer("gpt2.feed_forward_length", 1, kMostRows, int64_t(4) * shape_.width));
@@ -150,9 +152,9 @@ void Gpt2::load_weights(const GgufFile& file) {
 
 PackedMatrix Gpt2::load_matrix(const GgufFile& file, const std::string& name, int rows, int cols) {
     const TensorView tensor = file.tensor(name + ".weight", {cols, rows});
-    PackedMatrix matrix(tensor.type, rows, cols, tensor.data, arena_.data() + arena_used_, num_threads_);
+    const Memory data = file.read(tensor, num_threads_);
+    PackedMatrix matrix(tensor.type, rows, cols, data.data(), arena_.data() + arena_used_, num_threads_);
     arena_used_ += padded(1, kAlignment) * ((matrix.bytes() + kAlignment - 1) / kAlignment);
-    file.release(tensor);
     return matrix;
 }
 
@@ -170,17 +172,17 @@ void Gpt2::load_on_devices(const GgufFile& file, const Devices& devices, const s
                       ", which ggml cannot multiply");
         }
         bytes_by_type[tensor.type] += tensor.bytes;
-        return memory.place(tensor.type, cols, rows, device, tensor.data);
+        return memory.place(tensor.type, cols, rows, device,
+                            [&file, tensor, this](const auto& copy) { copy(file.read(tensor, num_threads_).data()); });
     };
     // ggml's backends add and scale in F32 alone.
-    std::vector<std::vector<float>> floats;
     const auto vectors = [&](const std::string& name, int size, int rows, int device) {
         std::vector<float> padded_rows = load_floats(file, name, size, rows), values(size_t(rows) * size);
         for (int i = 0; i < rows; ++i) {
             std::copy_n(padded_rows.data() + i * padded(size, kBlock), size, values.data() + size_t(i) * size);
         }
-        floats.push_back(std::move(values));
-        return memory.place(GGML_TYPE_F32, size, rows, device, floats.back().data());
+        return memory.place(GGML_TYPE_F32, size, rows, device,
+                            [values = std::move(values)](const auto& copy) { copy(values.data()); });
     };
     const auto norm = [&](const std::string& name, int device) {
         LayerNorm result;

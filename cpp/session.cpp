@@ -1,7 +1,10 @@
 #include "session.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -27,6 +30,19 @@ int checked_context(const Gpt2& model, int context) {
     return context == 0 ? most : context;
 }
 
+// Bits, not comparisons, so that it is a few vector instructions.
+void check_finite(const float* x, size_t n) {
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, sizeof(bits));
+        bad |= (bits & 0x7f800000u) == 0x7f800000u;
+    }
+    if (bad) {
+        throw ModelError("the logits of a pass are not finite; the model's file is damaged, get it again");
+    }
+}
+
 // The form that fits where the weights are.
 std::unique_ptr<Graph> make_graph(const Gpt2& model, int num_cells) {
     if (model.device_memory()) {
@@ -36,6 +52,35 @@ std::unique_ptr<Graph> make_graph(const Gpt2& model, int num_cells) {
 }
 
 }  // namespace
+
+// The lock of one call, and the floats it computes with.
+class Session::Turn {
+public:
+    explicit Turn(Session& session) : session_(session) {
+        if (session.caller_ == std::this_thread::get_id()) {
+            throw std::runtime_error(
+                "the session is in a call that this one interrupts; in a signal handler, set a flag or raise instead");
+        }
+        const int process = getpid(), other = session.process_;
+        if (other != 0 && other != process) {
+            throw std::runtime_error("the process forked while the session was in a call; open another session");
+        }
+        session.mutex_.lock();
+        session.caller_ = std::this_thread::get_id();
+        session.process_ = process;
+    }
+    ~Turn() {
+        session_.process_ = 0;
+        session_.caller_ = std::thread::id();
+        session_.mutex_.unlock();
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+private:
+    Session& session_;
+    FloatEnvironment floats_;
+};
 
 Session::Session(std::shared_ptr<const Gpt2> model, int context)
     : model_(std::move(model)),
@@ -75,7 +120,7 @@ const Session::Row& Session::checked_row(int row) const {
 }
 
 void Session::prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     check_open();
     check_tokens(tokens);
     check_nothing_pending("prefill");
@@ -98,7 +143,7 @@ void Session::prefill(const std::vector<int32_t>& tokens, const std::function<vo
 }
 
 void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     check_open();
     evaluate_rows(tokens, parents, num_logits);
 }
@@ -180,6 +225,7 @@ void Session::compute(size_t first, size_t last, int num_logits) {
     num_unread_ = num_logits;
     if (const size_t size = graph_->shortlist_size(); size > 0 && num_logits > 0) {
         graph_->read_shortlist(&shortlist_tokens_[num_logits_ * size], &shortlist_logits_[num_logits_ * size]);
+        check_finite(&shortlist_logits_[num_logits_ * size], num_logits * size);
     }
     for (int i = 0; i < num_logits; ++i) {
         pending_[last - num_logits + i].logits = num_logits_++;
@@ -197,7 +243,9 @@ void Session::read_logits() {
         graph_->read_logits(logits_.get() + size_t(first) * stride);
     }
     ThreadPool::shared().run(num_unread_, model_->num_threads(), [&](int i, int) {
-        model_->kernel().run_max(&logits_[size_t(first + i) * stride], stride, &maxima_[size_t(first + i) * runs]);
+        const float* row = &logits_[size_t(first + i) * stride];
+        check_finite(row, model_->shape().vocab_size);
+        model_->kernel().run_max(row, stride, &maxima_[size_t(first + i) * runs]);
     });
     num_unread_ = 0;
 }
@@ -270,7 +318,7 @@ LogitsRow Session::shortlisted_row(int row) {
 
 void Session::candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k,
                          int32_t* tokens, float* scores) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     check_open();
     if (sampling.empty() || (sampling.size() != 1 && sampling.size() != rows.size())) {
         throw std::invalid_argument("candidates needs one sampling, or one for each row");
@@ -286,15 +334,16 @@ void Session::candidates(const std::vector<Sampling>& sampling, const std::vecto
         const auto& found = samplers_[worker].candidates(own, logits[i], pending_[rows[i]].position + 1, k);
         for (int j = 0; j < k; ++j) {
             const bool have = static_cast<size_t>(j) < found.size();
-            tokens[i * k + j] = have ? found[j].token : -1;
-            scores[i * k + j] = have ? found[j].score : -INFINITY;
+            const size_t at = size_t(i) * k + j;
+            tokens[at] = have ? found[j].token : -1;
+            scores[at] = have ? found[j].score : -INFINITY;
         }
     });
 }
 
 Followed Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
                          const Sampling& sampling) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     check_open();
     check_nothing_pending("verify");
     try {
@@ -309,7 +358,7 @@ Followed Session::verify(const std::vector<int32_t>& tokens, const std::vector<i
 }
 
 Followed Session::follow(const Sampling& sampling, int root) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     check_open();
     return follow_from(sampling, root);
 }
@@ -335,7 +384,7 @@ Followed Session::follow_from(const Sampling& sampling, int root) {
 }
 
 void Session::commit(const std::vector<int32_t>& path) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     check_open();
     commit_path(path);
 }
@@ -363,13 +412,13 @@ void Session::commit_path(const std::vector<int32_t>& path) {
 }
 
 void Session::discard() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     check_open();
     drop_from(0);
 }
 
 void Session::truncate(int length) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     check_open();
     if (length < 0 || static_cast<size_t>(length) > committed_.size()) {
         throw std::invalid_argument("cannot truncate " + std::to_string(committed_.size()) + " tokens to " +
@@ -380,7 +429,7 @@ void Session::truncate(int length) {
 }
 
 void Session::close() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     graph_.reset();
     logits_.reset();
     pending_.clear();
@@ -388,24 +437,24 @@ void Session::close() {
 }
 
 void Session::logits(int row, float* out) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     check_open();
     const LogitsRow logits = logits_row(row);
     std::copy_n(logits.logits, logits.size, out);
 }
 
 std::vector<int32_t> Session::tokens() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     return committed_;
 }
 
 int Session::num_pending() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     return static_cast<int>(pending_.size());
 }
 
 bool Session::closed() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Turn turn(*this);
     return !graph_;
 }
 

@@ -2,11 +2,16 @@
 //
 // The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0 in the
 // order they were evaluated. A failed call leaves both as they were.
+//
+// Calls from several threads wait for each other. A call from inside another one of the same thread (a signal handler
+// during a prefill), and in a child of fork() a call while the parent was in another, throw std::runtime_error.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "graph.h"
@@ -69,6 +74,8 @@ private:
         int logits = -1;  // slot in logits_, or none
     };
 
+    class Turn;
+
     void check_open() const;
     void check_tokens(const std::vector<int32_t>& tokens) const;
     void check_nothing_pending(const char* call) const;
@@ -87,6 +94,8 @@ private:
     LogitsRow row_to_choose_from(const Sampling& sampling, int row);
 
     std::mutex mutex_;
+    std::atomic<std::thread::id> caller_{};  // whose turn it is
+    std::atomic<int> process_{0};            // and in which process, 0 for nobody's
     std::shared_ptr<const Gpt2> model_;
     int context_;
     std::unique_ptr<Graph> graph_;

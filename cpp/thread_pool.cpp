@@ -1,12 +1,16 @@
 #include "thread_pool.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <fstream>
 #include <set>
-#include <string>
+#include <sstream>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -49,9 +53,16 @@ bool spin_until(const Ready& ready) {
 
 }  // namespace
 
+std::atomic<ThreadPool*>& ThreadPool::current() {
+    static std::atomic<ThreadPool*> pool{new ThreadPool};
+    return pool;
+}
+
 ThreadPool& ThreadPool::shared() {
-    static ThreadPool* pool = new ThreadPool;
-    return *pool;
+    // A child has none of the workers, and mutexes that they may have held.
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { current() = new ThreadPool; });
+    (void)registered;
+    return *current();
 }
 
 void ThreadPool::grow(int num_workers) {
@@ -90,6 +101,10 @@ void ThreadPool::dispatch(int count, int num_threads, Call call, const void* tas
         work_done_.wait(sleep_lock, done);
         caller_asleep_.store(false, std::memory_order_relaxed);
     }
+    if (failed_.load(std::memory_order_relaxed)) {
+        failed_.store(false, std::memory_order_relaxed);
+        std::rethrow_exception(std::exchange(error_, nullptr));
+    }
 }
 
 bool ThreadPool::claim_and_call(uint64_t ticket, int worker) {
@@ -103,7 +118,15 @@ bool ThreadPool::claim_and_call(uint64_t ticket, int worker) {
             return false;
         }
         if (ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
-            call(task, static_cast<int>(index), worker);
+            try {
+                if (!failed_.load(std::memory_order_relaxed)) {
+                    call(task, static_cast<int>(index), worker);
+                }
+            } catch (...) {
+                if (!failed_.exchange(true, std::memory_order_relaxed)) {
+                    error_ = std::current_exception();
+                }
+            }
             if (unfinished_.fetch_sub(1, std::memory_order_seq_cst) == 1 &&
                 caller_asleep_.load(std::memory_order_seq_cst)) {
                 std::lock_guard<std::mutex> sleep_lock(sleep_mutex_);
@@ -115,6 +138,7 @@ bool ThreadPool::claim_and_call(uint64_t ticket, int worker) {
 }
 
 void ThreadPool::work(int worker) {
+    const FloatEnvironment pinned;
     uint64_t seen = 0;
     for (;;) {
         uint64_t ticket = 0;
@@ -136,6 +160,29 @@ void ThreadPool::work(int worker) {
         seen = job;
     }
 }
+
+#if defined(__x86_64__)
+FloatEnvironment::FloatEnvironment() : before_(_mm_getcsr()) {
+    _mm_setcsr(0x1f80);  // all exceptions masked
+}
+
+FloatEnvironment::~FloatEnvironment() {
+    _mm_setcsr(static_cast<unsigned>(before_));
+}
+#elif defined(__aarch64__)
+FloatEnvironment::FloatEnvironment() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" : : "r"(uint64_t(0)));
+}
+
+FloatEnvironment::~FloatEnvironment() {
+    asm volatile("msr fpcr, %0" : : "r"(before_));
+}
+#else
+FloatEnvironment::FloatEnvironment() : before_(0) {}
+
+FloatEnvironment::~FloatEnvironment() = default;
+#endif
 
 namespace {
 
@@ -177,11 +224,70 @@ int cores_by_topology() {
 }
 #endif
 
+// Microseconds of CPU time in each period; zeros, or -1, where there is no limit.
+struct Quota {
+    double used = 0, period = 0;
+};
+
+Quota read_quota(const std::string& used_path, const std::string& period_path) {
+    Quota quota;
+    std::ifstream used(used_path);
+    used >> quota.used;
+    if (period_path.empty()) {
+        used >> quota.period;
+    } else {
+        std::ifstream(period_path) >> quota.period;
+    }
+    return quota;
+}
+
 }  // namespace
 
+int cpu_quota(const std::string& root) {
+    double least = 0;
+    const auto consider = [&](const Quota& quota) {
+        if (quota.used > 0 && quota.period > 0) {
+            const double cpus = quota.used / quota.period;
+            least = least > 0 ? std::min(least, cpus) : cpus;
+        }
+    };
+    std::ifstream groups(root + "/proc/self/cgroup");
+    for (std::string line; std::getline(groups, line);) {
+        // number:controllers:/path, without controllers in version 2
+        std::istringstream fields(line);
+        std::string number, controllers, path;
+        if (!std::getline(fields, number, ':') || !std::getline(fields, controllers, ':') ||
+            !std::getline(fields, path)) {
+            continue;
+        }
+        const bool first = ("," + controllers + ",").find(",cpu,") != std::string::npos;
+        if (!first && !controllers.empty()) {
+            continue;
+        }
+        // A group's limit binds those below it. In a container the path may be the host's, and only the root is there.
+        for (path = path == "/" ? "" : path;; path.resize(path.rfind('/'))) {
+            const std::string mount = root + "/sys/fs/cgroup";
+            if (first) {
+                for (const std::string& name : {controllers, std::string("cpu")}) {
+                    const std::string folder = mount + "/" + name + path;
+                    consider(read_quota(folder + "/cpu.cfs_quota_us", folder + "/cpu.cfs_period_us"));
+                }
+            } else {
+                consider(read_quota(mount + path + "/cpu.max", ""));
+            }
+            if (path.find('/') == std::string::npos) {
+                break;
+            }
+        }
+    }
+    return static_cast<int>(std::min(std::ceil(least), 1e6));
+}
+
 int physical_cores() {
-    const int cores = cores_by_topology();
-    return cores > 0 ? cores : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    int cores = cores_by_topology();
+    cores = cores > 0 ? cores : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    const int quota = cpu_quota();
+    return quota > 0 ? std::min(cores, quota) : cores;
 }
 
 }  // namespace pystaged

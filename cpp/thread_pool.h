@@ -1,25 +1,27 @@
 // One pool of workers for the process: starts and joins in about a microsecond while work is flowing, sleeps when idle.
 //
 // Work is claimed index by index, so a worker that the scheduler took off its core never holds up more than the index
-// it has in hand, and a caller without any worker (after fork, or on a machine with no free core) does all of it alone.
+// it has in hand, and a caller without any worker (on a machine with no free core) does all of it alone.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
+#include <string>
 
 namespace pystaged {
 
 class ThreadPool {
 public:
-    // Never destroyed: workers may be asleep in it when the process ends.
+    // Never destroyed: workers may be asleep in it when the process ends. A child of fork() has one of its own.
     static ThreadPool& shared();
 
     static constexpr int kMaxThreads = 256;
 
     // Calls task(index, worker) for every index in [0, count), worker in [0, num_threads). The caller is worker 0.
-    // Tasks must not throw.
+    // Throws the first exception of a task, once none is running; what had not begun by then is left out.
     template <class Task>
     void run(int count, int num_threads, const Task& task) {
         if (count <= 1 || num_threads <= 1) {
@@ -35,6 +37,7 @@ private:
     using Call = void (*)(const void* task, int index, int worker);
 
     ThreadPool() = default;
+    static std::atomic<ThreadPool*>& current();
     void dispatch(int count, int num_threads, Call call, const void* task);
     void grow(int num_workers);
     void work(int worker);
@@ -51,6 +54,8 @@ private:
     std::atomic<Call> call_{nullptr};
     std::atomic<const void*> task_{nullptr};
     std::atomic<int> unfinished_{0};
+    std::atomic<bool> failed_{false};
+    std::exception_ptr error_;  // of whoever set failed_; read when nothing is unfinished
 
     std::mutex sleep_mutex_;
     std::condition_variable work_ready_, work_done_;
@@ -59,7 +64,24 @@ private:
     int num_workers_ = 0;
 };
 
-// Number of physical cores this process may run on, at least 1.
+// Floats as the language promises them, rounded to nearest and with subnormals, while it lives: other libraries change
+// that for threads which then call us.
+class FloatEnvironment {
+public:
+    FloatEnvironment();
+    ~FloatEnvironment();
+    FloatEnvironment(const FloatEnvironment&) = delete;
+    FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+
+private:
+    uint64_t before_;
+};
+
+// CPUs that control groups (Linux, version 1 or 2) grant this process, rounded up, or 0 where they set no limit. Their
+// files are looked for under `root`.
+int cpu_quota(const std::string& root = "");
+
+// Number of physical cores this process may keep busy, at least 1.
 int physical_cores();
 
 }  // namespace pystaged

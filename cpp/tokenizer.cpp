@@ -1,7 +1,9 @@
 #include "tokenizer.h"
 
 #include <algorithm>
+#include <cctype>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <unordered_set>
@@ -13,6 +15,10 @@
 namespace pystaged {
 
 namespace {
+
+// Of a text that is cut; small, because libllama takes time that grows with the square of the former.
+constexpr int kPieceTokens = 64;
+constexpr size_t kPieceBytes = 64 << 10;
 
 // libllama asserts, and so aborts, on some malformed vocabularies; those are refused here first.
 void check_vocabulary(const std::string& path) {
@@ -65,23 +71,106 @@ Tokenizer::Tokenizer(const std::string& path) {
         throw ModelError(path + ": cannot load the vocabulary: " + reason);
     }
     vocab_ = llama_model_get_vocab(model_.get());
+    for (int32_t token = 0; token < num_tokens(); ++token) {
+        const int attributes = llama_vocab_get_attr(vocab_, token);
+        constexpr int kSpecial = LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_USER_DEFINED | LLAMA_TOKEN_ATTR_UNKNOWN;
+        if (const char* text = llama_vocab_get_text(vocab_, token); (attributes & kSpecial) && *text) {
+            // White space at either end may be taken by a neighbour that strips.
+            const bool spaces = std::isspace(static_cast<uint8_t>(text[0])) ||
+                                std::isspace(static_cast<uint8_t>(text[std::strlen(text) - 1]));
+            specials_.push_back({text, (attributes & LLAMA_TOKEN_ATTR_RSTRIP) == 0 && !spaces});
+        }
+    }
+    std::sort(specials_.begin(), specials_.end(), [](const Special& a, const Special& b) { return a.text < b.text; });
 }
 
 int Tokenizer::num_tokens() const {
     return llama_vocab_n_tokens(vocab_);
 }
 
-std::vector<int32_t> Tokenizer::encode(const std::string& text) const {
+// Places where a text may be cut without changing its tokens, in order; the last is its end.
+//
+// libllama takes special tokens out of a text, the longest first, and then tokenizes what lies between them. A special
+// token whose place no other one overlaps is taken out there whatever stands around it, so what lies before its end and
+// behind it never meet, unless it takes white space with it.
+std::vector<size_t> Tokenizer::cuts(const std::string& text) const {
+    bool begins[256] = {};
+    for (const Special& special : specials_) {
+        begins[static_cast<uint8_t>(special.text[0])] = true;
+    }
+    std::vector<size_t> found;
+    size_t last_cut = 0, end = 0;  // of the special tokens so far
+    int overlapping = 0, num_tokens = 0;
+    bool firm = false;
+    const auto cut = [&] {
+        if (overlapping == 1 && firm && (++num_tokens == kPieceTokens || end - last_cut >= kPieceBytes)) {
+            found.push_back(last_cut = end);
+            num_tokens = 0;
+        }
+        overlapping = 0;
+    };
+    for (size_t at = 0; at < text.size(); ++at) {
+        if (at == end) {
+            cut();
+        }
+        if (!begins[static_cast<uint8_t>(text[at])]) {
+            continue;
+        }
+        auto first = specials_.begin(), last = specials_.end();
+        for (size_t depth = 0; first != last && at + depth < text.size(); ++depth) {
+            const auto byte = [&](const Special& s) {
+                return depth < s.text.size() ? static_cast<uint8_t>(s.text[depth]) : -1;
+            };
+            const int wanted = static_cast<uint8_t>(text[at + depth]);
+            first = std::partition_point(first, last, [&](const Special& s) { return byte(s) < wanted; });
+            last = std::partition_point(first, last, [&](const Special& s) { return byte(s) == wanted; });
+            if (first != last && first->text.size() == depth + 1) {
+                ++overlapping;
+                firm = first->firm;
+                end = std::max(end, at + depth + 1);
+            }
+        }
+    }
+    found.push_back(text.size());
+    return found;
+}
+
+// In pieces, because libllama's time grows with the square of the number of special tokens.
+std::vector<int32_t> Tokenizer::encode(const std::string& text, const std::function<void()>& interrupted) const {
     if (text.size() > static_cast<size_t>(std::numeric_limits<int32_t>::max())) {
         throw std::invalid_argument("the text is longer than 2 GiB");
     }
-    const auto size = static_cast<int32_t>(text.size());
-    std::vector<int32_t> tokens(text.size() + 2);
-    int32_t n = llama_tokenize(vocab_, text.data(), size, tokens.data(), static_cast<int32_t>(tokens.size()),
-                               /*add_special=*/true, /*parse_special=*/true);
+    const std::vector<size_t> ends = cuts(text);
+    if (ends.size() == 1) {
+        return encode_piece(text.data(), text.size(), true);
+    }
+    std::vector<int32_t> tokens;
+    if (llama_vocab_get_add_bos(vocab_)) {
+        tokens.push_back(llama_vocab_bos(vocab_));
+    }
+    size_t begin = 0;
+    for (const size_t end : ends) {
+        const std::vector<int32_t> piece = encode_piece(text.data() + begin, end - begin, false);
+        tokens.insert(tokens.end(), piece.begin(), piece.end());
+        begin = end;
+        interrupted();
+    }
+    if (llama_vocab_get_add_eos(vocab_)) {
+        tokens.push_back(llama_vocab_eos(vocab_));
+    }
+    return tokens;
+}
+
+std::vector<int32_t> Tokenizer::encode_piece(const char* text, size_t size, bool add_special) const {
+    std::vector<int32_t> tokens(size + 2);
+    const auto tokenize = [&] {
+        return llama_tokenize(vocab_, text, static_cast<int32_t>(size), tokens.data(),
+                              static_cast<int32_t>(tokens.size()), add_special, /*parse_special=*/true);
+    };
+    int32_t n = tokenize();
     if (n < 0) {
         tokens.resize(static_cast<size_t>(-static_cast<int64_t>(n)));
-        n = llama_tokenize(vocab_, text.data(), size, tokens.data(), static_cast<int32_t>(tokens.size()), true, true);
+        n = tokenize();
     }
     if (n < 0) {
         throw std::runtime_error("the text cannot be tokenized");

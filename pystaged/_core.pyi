@@ -1,6 +1,7 @@
 """The compiled engine. Every method that computes releases the GIL; sessions may be used from several threads."""
 
 from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import overload
 
 import numpy as np
@@ -21,7 +22,14 @@ def kernels() -> list[str]:
     """Kernels this CPU can run, best first."""
 
 def physical_cores() -> int:
-    """Physical cores this process may run on."""
+    """Physical cores this process may keep busy: those it may run on, no more than cpu_quota()."""
+
+def cpu_quota(root: str | bytes | PathLike[str] | PathLike[bytes] = "") -> int:
+    """CPUs that control groups grant this process, rounded up; 0 where they set no limit.
+
+    Args:
+        root: where proc and sys lie, for tests.
+    """
 
 def devices() -> list[tuple[str, str, bool, int, int]]:
     """ggml's devices here: name, description, whether a GPU, bytes of memory free and in all."""
@@ -72,7 +80,7 @@ class Sampling:
 class Tokenizer:
     """The vocabulary of a GGUF file, by libllama's own code. Raises ModelError when there is none that is usable."""
 
-    def __init__(self, path: str | bytes) -> None: ...
+    def __init__(self, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None: ...
     @property
     def num_tokens(self) -> int: ...
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -111,7 +119,7 @@ class Model:
 
     def __init__(
         self,
-        path: str | bytes,
+        path: str | bytes | PathLike[str] | PathLike[bytes],
         kernel: str = "",
         num_threads: int = 0,
         device: str = "cpu",
@@ -196,9 +204,7 @@ class Session:
             path: int32[m], the rows walked, root first; tokens: int32[m], the model's token after each, the last of
             which is the bonus token.
         """
-    def verify(
-        self, tokens: _Ints, parents: _Ints, sampling: Sampling
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def verify(self, tokens: _Ints, parents: _Ints, sampling: Sampling) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """One step: evaluate a tree, int32[n] with the root in row 0, follow it from there and commit the path.
 
         Returns:

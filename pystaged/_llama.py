@@ -6,9 +6,24 @@ Their ABI moves with every release, and loading them in the other order would pu
 from __future__ import annotations
 
 import os
+import re
 from importlib import metadata
+from pathlib import Path
 
-VERSION = "0.3.36"
+
+def _needed() -> str:
+    """The version that pystaged's own metadata asks for; in a clone that is not installed, its pyproject.toml."""
+    try:
+        requirements = "\n".join(metadata.requires("pystaged") or ())
+    except metadata.PackageNotFoundError:
+        requirements = (Path(__file__).parent.parent / "pyproject.toml").read_text("utf-8")
+    found = re.search(r"llama-cpp-python==([0-9.]+)", requirements)
+    if not found:
+        raise ImportError("pystaged's metadata names no version of llama-cpp-python; install pystaged again")
+    return found[1]
+
+
+VERSION = _needed()
 
 
 def check(installed: str | None, redirected: str | None) -> None:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,7 +52,8 @@ INTERESTING = [
 ]
 ALIGNMENT = 32
 # ggml's number of each tensor type, with bytes per block and weights per block.
-TENSOR_TYPES = {0: (4, 1), 1: (2, 1), 2: (18, 32), 3: (20, 32), 8: (34, 32), 20: (18, 32), 26: (4, 1), 30: (2, 1)}
+TENSOR_TYPES = {0: (4, 1), 1: (2, 1), 2: (18, 32), 3: (20, 32), 6: (22, 32), 8: (34, 32), 14: (210, 256), 20: (18, 32)}
+TENSOR_TYPES |= {26: (4, 1), 30: (2, 1)}
 # Keys that libllama reads and a random model does not have.
 OTHER_KEYS = [
     "general.alignment",
@@ -187,7 +189,7 @@ def num_bytes(shape: tuple[int, ...], kind: int) -> int:
     return count // block * size
 
 
-def assemble(entries: list[Entry], tensors: list[Tensor]) -> bytes:
+def assemble(entries: list[Entry], tensors: list[Tensor], alignment: int = ALIGNMENT) -> bytes:
     """A file of these parts, offsets reckoned anew."""
     head = [struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(entries))]
     head += [text(entry.key) + struct.pack("<I", entry.kind) + entry.value for entry in entries]
@@ -195,9 +197,9 @@ def assemble(entries: list[Entry], tensors: list[Tensor]) -> bytes:
     for tensor in tensors:
         place = struct.pack(f"<I{len(tensor.shape)}QIQ", len(tensor.shape), *tensor.shape, tensor.kind, len(weights))
         head.append(text(tensor.name) + place)
-        weights += tensor.data + bytes(-len(tensor.data) % ALIGNMENT)
+        weights += tensor.data + bytes(-len(tensor.data) % alignment)
     start = b"".join(head)
-    return start + bytes(-len(start) % ALIGNMENT) + weights
+    return start + bytes(-len(start) % alignment) + weights
 
 
 # ---- Mutants: each takes a file and gives a damaged one, saying what it did. ----
@@ -499,6 +501,17 @@ def drop(name: str) -> Change:
     return change
 
 
+def set_weights(name: str, at: int, value: bytes) -> Change:
+    """Put bytes into a tensor."""
+
+    def change(_: list[Entry], tensors: list[Tensor]) -> None:
+        i = [tensor.name for tensor in tensors].index(name.encode())
+        data = tensors[i].data
+        tensors[i] = replace(tensors[i], data=data[:at] + value + data[at + len(value) :])
+
+    return change
+
+
 def reshape(name: str, shape: tuple[int, ...], kind: int = 0) -> Change:
     """Make a tensor of zeros in another shape or type."""
 
@@ -542,7 +555,8 @@ MODEL_CASES: dict[str, tuple[Change, str]] = {
     ),
     "heads": (put_integer("gpt2.attention.head_count", 3), "a width of 32 does not split into 3 heads"),
     "no-heads": (put_integer("gpt2.attention.head_count", 0), "'gpt2.attention.head_count' is 0, outside 1 to 32"),
-    "layers": (put_integer("gpt2.block_count", 65536), "tensor 'blk.1.attn_qkv.weight' is missing"),
+    "layers": (put_integer("gpt2.block_count", 512), "tensor 'blk.1.attn_qkv.weight' is missing"),
+    "many-layers": (put_integer("gpt2.block_count", 513), "'gpt2.block_count' is 513, outside 1 to 512"),
     "absurd-layers": (put_integer("gpt2.block_count", 2**32 - 1), "'gpt2.block_count' is 4294967295, outside 1 to"),
     "huge-layers": (
         put("gpt2.block_count", U64, b"\xff" * 8),
@@ -646,6 +660,135 @@ def test_a_name_that_is_not_utf8(small: Gguf, tmp_path: Path) -> None:
     except OSError:
         return  # a file system without such names
     pystaged.load(path).close()
+
+
+INFINITE = {
+    "F32": (0, "<f"),
+    "F16": (0, "<e"),
+    "Q8_0": (34, "<e"),
+    "Q4_1": (2, "<e"),
+    "Q5_0": (22, "<e"),
+    "Q6_K": (208, "<e"),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("kind", INFINITE)
+def test_scales_that_are_not_finite(
+    random_gguf: Callable[..., Path], tmp_path: Path, kind: str, value: float, device: str
+) -> None:
+    at, code = INFINITE[kind]
+    whole = Gguf(random_gguf(kind, width=256, heads=4, layers=1, vocab_size=257, context=16).read_bytes())
+    path = write(tmp_path / "bad.gguf", whole, set_weights("blk.0.ffn_down.weight", at, struct.pack(code, value)))
+    with pytest.raises(ModelError, match=r"bad.gguf: tensor 'blk.0.ffn_down.weight' holds .* not finite.* damaged"):
+        _core.Model(path, device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
+@pytest.mark.parametrize("name", ["output_norm.weight", "blk.0.attn_norm.bias", "position_embd.weight"])
+def test_floats_that_are_not_finite(small: Gguf, tmp_path: Path, name: str, device: str) -> None:
+    path = write(tmp_path / "bad.gguf", small, set_weights(name, 4, struct.pack("<f", float("-inf"))))
+    with pytest.raises(ModelError, match=f"tensor '{name}' holds .* not finite"):
+        _core.Model(path, device=device)
+
+
+# Of a device come only the largest logits, as long as they are enough.
+@pytest.mark.parametrize(("number", "device"), [(3e38, "cpu"), (-3e38, "cpu"), (3e38, "ggml-cpu")])
+def test_logits_that_are_not_finite(small: Gguf, tmp_path: Path, number: float, device: str) -> None:
+    """Finite weights, infinite sums: one column of the embedding times a huge normed value."""
+    entries, tensors = list(small.entries), list(small.tensors)
+    set_weights("output_norm.bias", 0, struct.pack("<f", number))(entries, tensors)
+    set_weights("token_embd.weight", 0, struct.pack("<f", 1e6))(entries, tensors)
+    path = str(tmp_path / "bad.gguf")
+    Path(path).write_bytes(assemble(entries, tensors))
+    session = _core.Session(_core.Model(path, device=device))
+    session.prefill([1, 2, 3])
+    with pytest.raises(ModelError, match="logits of a pass are not finite"):
+        session.verify([5, 6], [-1, 0], _core.Sampling())
+    with pytest.raises(ModelError, match="logits of a pass are not finite"):
+        session.evaluate([5], [-1])
+    assert (session.tokens.tolist(), session.num_pending) == ([1, 2, 3], 0)
+
+
+TRUNCATED_WHILE_READ = """
+import os, sys
+from pystaged import _core
+
+try:
+    _core.Model(sys.argv[1], device="ggml-cpu", progress=lambda: os.truncate(sys.argv[1], 4096))
+except _core.ModelError as error:
+    print(error)
+"""
+
+
+def test_truncated_while_it_is_read(random_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "short.gguf"
+    path.write_bytes(random_gguf("F16", width=256, layers=2, vocab_size=300).read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", TRUNCATED_WHILE_READ, path], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"short.gguf: tensor '.*' cannot be read: the file became shorter", done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_refused_file_stays_neither_open_nor_mapped(small: Gguf, tmp_path: Path) -> None:
+    path = tmp_path / "refused.gguf"
+    path.write_bytes(small.data[:-1])
+    for load in (_core.Model, _core.Tokenizer):
+        with pytest.raises(ModelError, match="beyond the end"):
+            load(str(path))
+    assert "refused.gguf" not in Path("/proc/self/maps").read_text()
+    assert not [file for file in Path("/proc/self/fd").iterdir() if file.exists() and file.resolve() == path]
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.gguf"
+    os.mkfifo(path)
+    for load in (_core.Model, _core.Tokenizer):
+        with pytest.raises(ModelError, match=r"pipe\.gguf: cannot open: it is no regular file"):
+            load(str(path))
+
+
+def test_the_most_layers_run(random_gguf: Callable[..., Path]) -> None:
+    path = random_gguf(width=8, heads=1, layers=512, vocab_size=257, context=8)
+    session = _core.Session(_core.Model(str(path)))
+    with ThreadPoolExecutor(1) as pool:  # on a thread's smaller stack
+        pool.submit(session.verify, [1, 2], [-1, 0], _core.Sampling()).result()
+
+
+def test_tensors_at_any_address(small: Gguf, tmp_path: Path) -> None:
+    """With general.alignment 1 tensors begin where the one before ends."""
+    entries = [*small.entries, Entry(b"general.alignment", U32, struct.pack("<I", 1)), Entry(b"general.odd", U8, b"0")]
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(assemble(entries, small.tensors, 1))
+    same = tmp_path / "even.gguf"
+    same.write_bytes(small.data)
+    logits = []
+    for file in (path, same):
+        session = _core.Session(_core.Model(str(file), num_threads=1))
+        session.evaluate([1, 2, 3], [-1, 0, 1])
+        logits.append(session.logits(2).tobytes())
+    assert logits[0] == logits[1]
+
+
+@pytest.mark.parametrize("load", [_core.Model, _core.Tokenizer])
+def test_any_form_of_path(small: Gguf, tmp_path: Path, load: Callable[[object], object]) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff.gguf"))
+    try:
+        path.write_bytes(small.data)
+    except OSError:
+        path = tmp_path / "m.gguf"
+        path.write_bytes(small.data)
+    for form in (path, str(path), os.fsencode(path)):
+        load(form)
+    with pytest.raises(ModelError, match=r"none\.gguf"):
+        load(os.fsencode(path) + b"none.gguf")
+    with pytest.raises(TypeError):
+        load(5)
+    with pytest.raises(ValueError, match="null"):
+        load(f"{path}\0")
 
 
 def test_weights_for_another_vocabulary(small: Gguf, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from conftest import KERNELS
+from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -560,6 +562,7 @@ def run_python(script: str, *arguments: object, **environment: str) -> subproces
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,
     )
 
 
@@ -601,6 +604,173 @@ def test_ctrl_c_during_a_prefill(house_target: Path) -> None:
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
+HANDLED = """
+import signal, sys
+from pystaged import _core
+
+session, refused = _core.Session(_core.Model(sys.argv[1])), []
+
+def handle(*_):
+    for touch in (lambda: session.tokens, lambda: session.closed):
+        try:
+            touch()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+while len(refused) < 4:
+    session.truncate(0)
+    session.prefill([5] * 1000)
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert all("signal handler" in message for message in refused)
+assert session.tokens.tolist() == [5] * 1000
+print("handled")
+"""
+
+
+def test_signal_handler_that_touches_the_session(house_draft: Path) -> None:
+    done = run_python(HANDLED, house_draft)
+    assert (done.stdout, done.stderr) == ("handled\n", "")
+
+
+FORKED = """
+import os, sys, threading
+import numpy as np
+from pystaged import _core
+
+model = _core.Model(sys.argv[1], num_threads=3)
+session, busy = _core.Session(model), _core.Session(model)
+session.prefill([5] * 200)
+stop = threading.Event()
+
+def work():
+    while not stop.is_set():
+        busy.prefill([7] * 200)
+        busy.truncate(0)
+
+thread = threading.Thread(target=work)
+thread.start()
+codes = []
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        fresh = _core.Session(model)
+        fresh.prefill([5] * 200)
+        for s in (session, fresh):
+            s.evaluate([4], [-1])
+        ok = np.array_equal(session.logits(0), fresh.logits(0))
+        try:
+            busy.discard()
+        except RuntimeError as error:
+            ok = ok and "forked" in str(error)
+        # Python's other threads are gone; what is left are the caller and two workers.
+        os._exit(0 if ok and len(os.listdir("/proc/self/task")) == 3 else 1)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+stop.set()
+thread.join()
+print(set(codes))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_has_workers_of_its_own(house_draft: Path) -> None:
+    done = run_python(FORKED, house_draft, PYTHONWARNINGS="ignore")
+    assert (done.stdout, done.stderr) == ("{0}\n", "")
+
+
+V1 = {"proc/self/cgroup": "3:cpuset:/\n2:cpu,cpuacct:/jobs/one\n1:name=systemd:/\n"}
+JOB = "sys/fs/cgroup/cpu,cpuacct/jobs/one/cpu.cfs_"
+QUOTAS: dict[str, tuple[dict[str, str], int]] = {
+    "nothing": ({}, 0),
+    "no-limit": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 0),
+    "two": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
+    "one-and-a-half": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2),
+    "a-tenth": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "1000 10000\n"}, 1),
+    "own-group": ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "300000 100000\n"}, 3),
+    "group-above": (
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/cpu.max": "100000 100000\n",
+            "sys/fs/cgroup/a/b/cpu.max": "300000 100000\n",
+        },
+        1,
+    ),
+    "path-of-the-host": ({"proc/self/cgroup": "0::/docker/1f\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4),
+    "version-1": (V1 | {f"{JOB}quota_us": "250000\n", f"{JOB}period_us": "50000\n"}, 5),
+    "version-1-no-limit": (V1 | {f"{JOB}quota_us": "-1\n", f"{JOB}period_us": "100000\n"}, 0),
+    "version-1-by-name": (
+        V1 | {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
+        2,
+    ),
+    "nonsense": ({"proc/self/cgroup": "0::\n::\nx\n0::/a\n", "sys/fs/cgroup/a/cpu.max": "many 0\n"}, 0),
+}
+
+
+@pytest.mark.parametrize(("files", "cpus"), QUOTAS.values(), ids=QUOTAS)
+def test_cpu_quota(tmp_path: Path, files: dict[str, str], cpus: int) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert _core.cpu_quota(tmp_path) == cpus
+
+
+def test_only_what_is_automatic_is_capped(random_gguf: Callable[..., Path]) -> None:
+    assert 1 <= _core.physical_cores() <= (_core.cpu_quota() or os.cpu_count() or 1)
+    path = str(random_gguf("Q8_0"))
+    assert load(path).num_threads == _core.physical_cores()
+    assert load(path, num_threads=5).num_threads == 5
+
+
+FLOATS = """
+import ctypes, mmap, platform, sys
+import numpy as np
+from pystaged import _core
+
+libm = ctypes.CDLL(None)
+ODD = {"x86_64": 0x400, "aarch64": 0x800000, "arm64": 0x800000}[platform.machine()]  # FE_DOWNWARD
+
+def flush_to_zero():
+    if platform.machine() != "x86_64":
+        return
+    code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    code.write(b"\\x0f\\xae\\x17\\xc3")  # ldmxcsr (%rdi); ret
+    address = ctypes.addressof(ctypes.c_char.from_buffer(code))
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.addressof(ctypes.c_uint32(0x1F80 | 0x8040)))
+
+def bits():
+    model = _core.Model(sys.argv[1], num_threads=2)
+    session = _core.Session(model)
+    session.prefill([1, 2, 3, 4])
+    session.evaluate([5, 6, 7], [-1, 0, 0])
+    found = session.candidates([0, 1, 2], 20, _core.Sampling(1.0, seed=5))
+    assert 0 < abs(session.logits(0)).max() < 1e-37
+    return session.logits(0).tobytes() + b"".join(array.tobytes() for array in found)
+
+expected = bits()
+libm.fesetround(ODD)
+downward = bits()
+assert libm.fegetround() == ODD, "the caller's rounding is not restored"
+libm.fesetround(0)
+flush_to_zero()
+assert np.float32(1e-40) * np.float32(1) == 0 or platform.machine() != "x86_64"
+flushed = bits()
+assert np.float32(1e-40) * np.float32(1) == 0 or platform.machine() != "x86_64", "not restored"
+print(downward == expected, flushed == expected)
+"""
+
+
+def test_floats_of_the_calling_thread_do_not_matter(random_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(random_gguf("F16", width=256, heads=4).read_bytes())
+    for tensor in GGUFReader(path, "r+").tensors:
+        if tensor.name.startswith("output_norm"):
+            tensor.data[:] = 1e-38  # so that logits are subnormal
+    done = run_python(FLOATS, path)
+    assert (done.stdout, done.stderr) == ("True True\n", "")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_one_copy_of_each_library() -> None:
     script = "import pystaged, llama_cpp; print(llama_cpp.__file__); print(open('/proc/self/maps').read())"
@@ -625,6 +795,12 @@ def test_one_copy_of_each_library() -> None:
 def test_llama_cpp_that_does_not_fit(installed: str | None, redirected: str | None, message: str) -> None:
     with pytest.raises(ImportError, match=message):
         _llama.check(installed, redirected)
+
+
+def test_one_version_of_llama_cpp() -> None:
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    named = re.findall(r"llama-cpp-python==([0-9.]+)", project.read_text("utf-8"))
+    assert named == [_llama.VERSION] * 2  # to build with and to run with
 
 
 def test_llama_cpp_that_fits() -> None:

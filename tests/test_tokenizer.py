@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import pytest
 from conftest import DATA
+from gguf import GGUFReader, GGUFWriter, TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,6 +140,67 @@ def test_very_long_texts(tokenizer: _core.Tokenizer, unit: str) -> None:
         assert tokens.tolist() == [END_OF_TEXT] * text.count(unit)
     else:
         assert b"".join(map(tokenizer.token_bytes, tokens)) == text.encode()
+
+
+# Tokens inside, across and next to each other, and of white space.
+SPECIALS = ["<a>", "<a", "a><", "<a><b>", "<b>", "<|x|>", "|>", "  ", " <c> ", "\n\n"]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no-ends", "ends"])
+def tangled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """A vocabulary of bytes and such special tokens, opened by us and by llama-cpp-python."""
+    path = tmp_path_factory.mktemp("tangled") / "vocabulary.gguf"
+    reader = GGUFReader(VOCABULARY)
+    words = reader.fields["tokenizer.ggml.tokens"].contents()[:256]
+    writer = GGUFWriter(path, "gpt2")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*words, *SPECIALS])
+    kinds = [TokenType.CONTROL if i % 2 else TokenType.USER_DEFINED for i in range(len(SPECIALS))]
+    writer.add_token_types([TokenType.NORMAL] * 256 + kinds)
+    writer.add_token_merges([f"{words[0]} {words[1]}"])
+    for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
+        add(260)
+        writer.add_bool(f"tokenizer.ggml.add_{name}_token", request.param)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    yield _core.Tokenizer(path), llama_cpp.llama_model_get_vocab(model)
+    llama_cpp.llama_model_free(model)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(
+    parts=st.lists(
+        st.sampled_from([*SPECIALS, "<", "a", ">", " ", "x", "\n", "<a><", "<b>" * 64]), min_size=100, max_size=400
+    )
+)
+def test_long_texts_of_special_tokens(tangled: tuple[Any, Any], parts: list[str]) -> None:
+    tokenizer, llama = tangled
+    data = "".join(parts).encode()
+    expected = (ctypes.c_int32 * (len(data) + 2))()
+    count = llama_cpp.llama_tokenize(llama, data, len(data), expected, len(expected), True, True)
+    assert tokenizer.encode(data.decode()).tolist() == expected[:count]
+
+
+def test_ctrl_c_while_a_text_is_tokenized(tokenizer: _core.Tokenizer) -> None:
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    try:
+        with pytest.raises(Alarm):
+            tokenizer.encode("<|endoftext|>" * 2_000_000)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_text_that_is_not_unicode(tokenizer: _core.Tokenizer) -> None:

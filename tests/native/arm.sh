@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 build=${1:-build/arm}
-version=0.3.36
+version=$(sed -n 's/.*llama-cpp-python==\([0-9.]*\)",$/\1/p' pyproject.toml)
 sources=$build/llama_cpp_python-$version
 mkdir -p "$build"
 if [ ! -d "$sources" ]; then

@@ -1,6 +1,10 @@
 // Tests of the kernels and of what they work on: kernel_tests [KERNEL...], the names of those this CPU should have.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
+#include <cfenv>
 #include <cmath>
 #include <deque>
 #include <map>
@@ -752,6 +756,79 @@ void test_pool() {
     CHECK(physical_cores() >= 1);
 }
 
+// A task that throws, on the caller and on workers: its exception arrives when none is running, and the pool goes on.
+void test_pool_exceptions() {
+    ThreadPool& pool = ThreadPool::shared();
+    for (const int num_threads : {1, 2, 3, 8}) {
+        for (int repeat = 0; repeat < 50; ++repeat) {
+            std::atomic<int> running{0};
+            const auto fail = [&](const auto& fails) {
+                pool.run(40, num_threads, [&](int i, int worker) {
+                    ++running;
+                    const bool failing = fails(i, worker);
+                    --running;
+                    if (failing) {
+                        throw std::out_of_range("task " + std::to_string(i));
+                    }
+                });
+            };
+            CHECK_THROWS(std::out_of_range, (fail([](int, int) { return true; }), 0));
+            CHECK(running == 0);
+            CHECK_THROWS(std::out_of_range, (fail([&](int i, int) { return i == repeat % 40; }), 0));
+            CHECK(running == 0);
+            std::atomic<int> calls{0};
+            pool.run(40, num_threads, [&](int, int) { ++calls; });
+            CHECK(calls == 40);
+        }
+    }
+}
+
+// Flush-to-zero and odd rounding of the thread that calls are neither seen by tasks nor lost.
+void test_floats() {
+    std::fesetround(FE_DOWNWARD);
+    std::atomic<int> odd{0};
+    {
+        const FloatEnvironment pinned;
+        ThreadPool::shared().run(64, 4, [&](int, int) {
+            const volatile float one = 1, three = 3;
+            odd += one / three != 0x1.555556p-2f;
+        });
+    }
+    CHECK(odd == 0);
+    CHECK(std::fegetround() == FE_DOWNWARD);
+    std::fesetround(FE_TONEAREST);
+}
+
+// A child has workers of its own, also while other threads keep the parent's busy.
+void test_fork() {
+    std::atomic<bool> stop{false};
+    std::thread busy([&] {
+        while (!stop) {
+            ThreadPool::shared().run(50, 3, [](int, int) {});
+        }
+    });
+    for (int repeat = 0; repeat < 10; ++repeat) {
+        const pid_t child = fork();
+        if (child == 0) {
+            std::atomic<int> calls{0}, others{0};
+            // As long as a worker needs to begin.
+            for (int i = 0; i < 1000 && others == 0; ++i) {
+                calls = 0;
+                ThreadPool::shared().run(200, 3, [&](int, int worker) {
+                    ++calls;
+                    others += worker > 0;
+                    std::this_thread::yield();
+                });
+            }
+            _exit(calls == 200 && others > 0 ? 0 : 1);
+        }
+        int status = -1;
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+    }
+    stop = true;
+    busy.join();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -760,13 +837,18 @@ int main(int argc, char** argv) {
         names.emplace_back(kernel->name);
     }
     CHECK(argc == 1 || names == std::vector<std::string>(argv + 1, argv + argc));
+#ifndef __SANITIZE_THREAD__  // under which these take very long
     test_matrices();
     test_together();
     test_orders();
     test_row_functions();
     test_cache();
     test_attentions();
+    test_fork();  // in whose child it does not support new threads
+#endif
     test_pool();
+    test_pool_exceptions();
+    test_floats();
     std::fprintf(stderr, failures ? "%d checks failed\n" : "all checks passed\n", failures);
     return failures ? 1 : 0;
 }

@@ -5,9 +5,12 @@
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "check.h"
 #include "error.h"
+#include "gguf_file.h"
+#include "llama.h"
 #include "sampler.h"
 #include "session.h"
 #include "tokenizer.h"
@@ -222,7 +225,64 @@ void test_session(const std::string& path, const Kernel& kernel) {
     CHECK(smallest.tokens().size() == 1);
 }
 
+// Sessions of one model on threads of their own, as Python's threads use them.
+void test_concurrent_sessions(const std::string& path) {
+    const auto model = std::make_shared<Gpt2>(path, "", 2);
+    const auto decode = [&](int seed) {
+        Session session(model, 64);
+        session.prefill({seed, 2, 3}, [] {});
+        std::vector<int32_t> tokens{5};
+        for (int step = 0; step < 12; ++step) {
+            const Followed followed = session.verify({tokens.back(), 1, 2}, {-1, 0, 0}, {1, 0, 1, 0, 7});
+            tokens.insert(tokens.end(), followed.tokens.begin(), followed.tokens.end());
+        }
+        return tokens;
+    };
+    std::vector<std::vector<int32_t>> found(4);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+        threads.emplace_back([&, i] { found[i] = decode(i); });
+    }
+    // One more, shared by two threads.
+    Session shared(model, 200);
+    for (int i = 0; i < 2; ++i) {
+        threads.emplace_back([&] {
+            for (int step = 0; step < 20; ++step) {
+                shared.evaluate({1}, {-1}, 0);
+                shared.num_pending();
+                shared.discard();
+            }
+        });
+    }
+    for (std::thread& thread : threads) {
+        thread.join();
+    }
+    for (int i = 0; i < 4; ++i) {
+        CHECK(found[i] == decode(i));
+    }
+    CHECK_THROWS(std::runtime_error, (shared.prefill(random_tokens(*model, 65), [&] { shared.discard(); }), 0));
+}
+
 // ---- Files ----
+
+void test_log_capture() {
+    static std::string elsewhere;
+    llama_log_set([](ggml_log_level, const char* text, void*) { elsewhere += text; }, nullptr);
+    ggml_log_callback fetched = nullptr;
+    void* data = nullptr;
+    {
+        const LogCapture capture;
+        llama_log_get(&fetched, &data);
+        std::thread([&] { fetched(GGML_LOG_LEVEL_ERROR, "another thread's", data); }).join();
+        CHECK(capture.first_error().empty() && elsewhere == "another thread's");
+        fetched(GGML_LOG_LEVEL_ERROR, "ours\n", data);
+        fetched(GGML_LOG_LEVEL_ERROR, "and more\n", data);
+        CHECK(capture.first_error() == "ours");
+    }
+    // Whoever fetched it may call it later.
+    fetched(GGML_LOG_LEVEL_INFO, ", late", data);
+    CHECK(elsewhere == "another thread's, late");
+}
 
 void test_tokenizer(const std::string& path) {
     const Tokenizer tokenizer(path);
@@ -304,12 +364,18 @@ int main(int argc, char** argv) {
         return 2;
     }
     const std::string path = argv[1];
+#ifndef __SANITIZE_THREAD__  // under which they take very long, and have no threads of their own
     test_sampler();
     for (const Kernel* kernel : available_kernels()) {
         test_session(path, *kernel);
     }
+#endif
+    test_concurrent_sessions(path);
+    test_log_capture();
+#ifndef __SANITIZE_THREAD__
     test_tokenizer(path);
     test_damaged_files(path);
+#endif
     std::fprintf(stderr, failures ? "%d checks failed\n" : "all checks passed\n", failures);
     return failures ? 1 : 0;
 }
