@@ -165,7 +165,8 @@ def write_gguf(
         writer.write_ti_data_to_file()
         for factors in shape.computed.values():
             writer.write_tensor_data(factors)
-        file, done = writer.fout[0], 0
+        (file,) = writer.fout or []
+        done = 0
         for tensor in tensors:
             writer.write_padding(file, file.tell())
             for rows in tensor.data():
@@ -210,9 +211,13 @@ def _write_metadata(writer: GGUFWriter, shape: Shape, num_rows: int, file_type: 
         f"attention.layer_norm_{'rms_' if shape.family.ropes else ''}epsilon": shape.epsilon,
         **shape.metadata,
     }
+    adders: dict[type, Callable[[str, Any], None]] = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     for key, value in metadata.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{shape.family.architecture}.{key}", value)
+        adders[type(value)](f"{shape.family.architecture}.{key}", value)
     writer.add_file_type(file_type)
 
 
@@ -276,7 +281,8 @@ def _scaled_queries(values: Floats, scale: np.float32) -> Floats:
 
 def _adjacent(values: Floats, head_width: int) -> Floats:
     """Rows of whole heads, of which those that rotate together stood half a head apart."""
-    return values.reshape(-1, 2, head_width // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    pairs: Floats = values.reshape(-1, 2, head_width // 2, *values.shape[1:]).swapaxes(1, 2)
+    return pairs.reshape(values.shape)
 
 
 def _stored_tensors(folder: Path) -> dict[str, Stored]:

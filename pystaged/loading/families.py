@@ -340,7 +340,7 @@ class _Reader:
         for key, values in family.only.items():
             if config.get(key, values[0]) not in values:
                 raise ValueError(f"{path}: {key} is {config[key]!r}, but only {values[0]!r} is supported")
-        return cls(family.defaults | config, path, family)
+        return cls({**family.defaults, **config}, path, family)
 
     def key(self, name: str) -> str:
         return self.family.renamed.get(name, name)
@@ -464,8 +464,8 @@ def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Fl
             )
         start = positive(path, _ORIGINAL, original)
         stretch = context / start
-        usual = math.sqrt(1 + math.log(stretch) / math.log(start)) if stretch > 1 and start > 1 else 1.0
-        metadata["rope.scaling.attn_factor"] = real("attention_factor", usual)
+        sharper = math.sqrt(1 + math.log(stretch) / math.log(start)) if stretch > 1 and start > 1 else 1.0
+        metadata["rope.scaling.attn_factor"] = real("attention_factor", sharper)
     return metadata
 
 

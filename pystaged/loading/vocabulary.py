@@ -264,11 +264,11 @@ def _vocab_and_merges(folder: Path) -> _Model:
 
 def _sentencepiece(path: Path) -> _Model:
     """The pieces of a SentencePiece model of kind BPE (sentencepiece_model.proto in its sources)."""
-    model, kind, first, composed, collapsed = _Model(path, "default", {}), 1, 1, b"", 1
+    model, kind, normalizer = _Model(path, "default", {}), 0, dict[int, Any]()
     try:
         for number, value in _fields(read_small(path, _MOST_BYTES)):
             if number == 1:
-                piece = {1: b"", 2: b"\0\0\0\0", 3: int(TokenType.NORMAL)} | dict(_fields(value))
+                piece: dict[int, Any] = {1: b"", 2: bytes(4), 3: TokenType.NORMAL, **dict(_fields(value))}
                 content = piece[1].decode("utf-8")
                 if content in model.ids:
                     raise ValueError(f"two pieces are spelled {content!r}")
@@ -278,15 +278,14 @@ def _sentencepiece(path: Path) -> _Model:
             elif number == 2:
                 kind = dict(_fields(value)).get(3, kind)
             elif number == 3:
-                normalizer = {2: composed, 3: first, 4: collapsed} | dict(_fields(value))
-                composed, first, collapsed = normalizer[2], normalizer[3], normalizer[4]
+                normalizer = {2: b"", 3: True, 4: True, **dict(_fields(value))}
     except (ValueError, TypeError, AttributeError, struct.error) as error:
         raise ValueError(f"{path} is damaged: {error}; get it again") from None
-    if kind != 2 or composed or collapsed:
+    if kind != 2 or normalizer.get(2) or normalizer.get(4, True):
         raise ValueError(f"{path}: GGUF files can hold SentencePiece models of kind BPE that keep texts as they are")
     if list(model.kinds.values()).count(TokenType.BYTE) != 256:
         raise ValueError(f"{path} has no tokens for bytes, so llama.cpp cannot write all texts with it")
-    model.space_first = bool(first)
+    model.space_first = bool(normalizer.get(3, True))
     return model
 
 
