@@ -79,9 +79,10 @@ def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
 def write_tokenizer_json(folder: Path, num_tokens: int = NUM_TOKENS, **changes: object) -> None:
     """The same as tokenizer.json."""
     tokens, merges = synthetic_vocabulary(num_tokens)
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     found = {
         "version": "1.0",
-        "added_tokens": [{"id": num_tokens - 1, "content": END_OF_TEXT, "special": True}],
+        "added_tokens": [{"id": num_tokens - 1, "content": END_OF_TEXT, "special": True} | plain],
         "normalizer": None,
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
         "model": {

@@ -145,7 +145,7 @@ def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, cas
     path = tmp_path / "model.gguf"
     convert(tmp_path / "saved", path)
     with exact_llama(path) as context:
-        # GELU goes through a table of F16 numbers there.
-        tolerance = 1e-2 if "gemma" in case else 1e-3
+        tolerance = 1e-2 if "gemma" in case else 1e-3  # its GELU is a table of F16 numbers
         assert np.abs(llama_pass(context, TOKENS, 0) - expected).max() <= tolerance
-    assert np.abs(engine_logits(path, TOKENS) - expected).max() <= 1e-3
+    # Our keys and values are F16.
+    assert np.abs(engine_logits(path, TOKENS) - expected).max() <= 1e-2
