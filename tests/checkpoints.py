@@ -11,6 +11,8 @@ import numpy.typing as npt
 from random_gpt2 import END_OF_TEXT, synthetic_vocabulary
 from safetensors.numpy import save_file
 
+from pystaged.loading.families import Shape
+
 Arrays = dict[str, npt.NDArray[Any]]
 
 NUM_TOKENS = 300
@@ -79,9 +81,10 @@ def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
 def write_tokenizer_json(folder: Path, num_tokens: int = NUM_TOKENS, **changes: object) -> None:
     """The same as tokenizer.json."""
     tokens, merges = synthetic_vocabulary(num_tokens)
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     found = {
         "version": "1.0",
-        "added_tokens": [{"id": num_tokens - 1, "content": END_OF_TEXT, "special": True}],
+        "added_tokens": [{"id": num_tokens - 1, "content": END_OF_TEXT, "special": True} | plain],
         "normalizer": None,
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
         "model": {
@@ -106,6 +109,45 @@ def write_weights(folder: Path, arrays: Arrays, shards: int = 1) -> None:
         save_file({name: arrays[name] for name in members}, folder / part)
     index = {"metadata": {}, "weight_map": {name: part for part, members in parts.items() for name in members}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def family_config(model_type: str, **changes: object) -> dict[str, Any]:
+    """config.json of a tiny model of another family than GPT-2."""
+    usual = {
+        "model_type": model_type,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": NUM_TOKENS,
+        "query_pre_attn_scalar": 16,
+    }
+    return usual | changes
+
+
+def family_weights(config: dict[str, Any], *, prefix: str = "model.", seed: int = 0) -> Arrays:
+    """Tensors of such a model, around 0 but for the norms', which are around 1."""
+    generator = np.random.default_rng(seed)
+    return {
+        ("" if wanted.source == "lm_head.weight" else prefix) + wanted.source: (
+            0.1 * generator.standard_normal(wanted.shape, dtype=np.float32) + np.float32("norm" in wanted.source)
+        )
+        for wanted in Shape.of(config, Path("config.json")).tensors(NUM_TOKENS)
+    }
+
+
+def write_family(folder: Path, model_type: str, *, shards: int = 1, **changes: object) -> Path:
+    """A whole checkpoint; `changes` are of config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = family_config(model_type, **changes)
+    (folder / "config.json").write_text(json.dumps(shape))
+    write_tokenizer_json(folder)
+    write_weights(folder, family_weights(shape), shards)
+    return folder
 
 
 def write_checkpoint(folder: Path, *, shards: int = 1, seed: int = 0, **changes: object) -> Path:

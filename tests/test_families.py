@@ -21,7 +21,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from random_models import Change, RandomModel, quantize, write
 
 from pystaged._core import Model, ModelError, Session, Tokenizer, kernels, rotation
-from pystaged.bench.llama_passes import decode
+from pystaged.bench.passes import decode
 
 Floats = npt.NDArray[np.float32]
 

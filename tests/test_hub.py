@@ -269,7 +269,7 @@ def test_failures_that_stay(online: Hub) -> None:
     [
         ({"private": True}, FileNotFoundError, "there is no model someone/tiny at .*, or it is private: check the"),
         ({"gated": True}, PermissionError, "someone/tiny is gated: accept its conditions at .*/someone/tiny, then log"),
-        ({"about": {"config": {"model_type": "llama"}}}, ValueError, "the architecture 'llama' is not supported, only"),
+        ({"about": {"config": {"model_type": "mamba"}}}, ValueError, "the architecture 'mamba' is not supported, only"),
         ({"files": {}}, FileNotFoundError, "has no suitable file: neither a whole GGUF file nor config.json with"),
         ({"files": {"config.json": b"{}", "pytorch_model.bin": b""}}, FileNotFoundError, "no suitable file"),
         ({"files": {"m-00001-of-00002.gguf": b"x"}}, FileNotFoundError, "no suitable file: neither a whole GGUF"),
@@ -281,7 +281,7 @@ def test_failures_that_stay(online: Hub) -> None:
         ({"files": {"../../evil.gguf": b"x"}}, ValueError, r"names the file '\.\./\.\./evil\.gguf', which is outside"),
         ({"files": {"/etc/evil.gguf": b"x"}}, ValueError, "which is outside"),
     ],
-    ids=["private", "gated", "llama", "empty", "pickle", "split", "several", "dots", "absolute"],
+    ids=["private", "gated", "mamba", "empty", "pickle", "split", "several", "dots", "absolute"],
 )
 def test_refusals(
     tiny: Repository, online: Hub, tmp_path: Path, change: dict[str, Any], kind: type[Exception], message: str

@@ -24,7 +24,7 @@ from pystaged.loading.convert import convert
 from pystaged.loading.quantize import FILE_TYPES, quantize, quantize_checkpoint
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 40).tolist()
-MATRIX_TYPES = {"q4_k_m": "Q4_K", "q4_k_s": "Q4_K", "q5_k_m": "Q5_K", "q5_k_s": "Q5_K"}
+MATRIX_TYPES = {f"q{bits}_k_{size}": f"Q{bits}_K" for bits in (3, 4, 5) for size in "lms"}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_every_type(source: Path, tmp_path: Path, kind: str) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
     exact, model = Gpt2Reference(source), Gpt2Reference(out)
-    bits = 8 if kind.endswith(("f32", "f16")) else int(kind[1])
+    bits = 8 if kind.endswith(("f32", "f16")) else int(kind.lstrip("iq")[0])
     for name, weight in exact.weights.items():
         # A block of 32 normal numbers reaches 2 to 3 deviations, and rounding misses by a quarter of a step.
         assert np.abs(model.weights[name] - weight).mean() <= 2 * weight.std() / 2**bits

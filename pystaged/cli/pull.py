@@ -19,7 +19,7 @@ def pull(
         typer.Option("--type", help=f"One of {', '.join(FILE_TYPES)}; for a checkpoint {DEFAULT_TYPE} if not given."),
     ] = "",
 ) -> None:
-    """Download a model into the cache and print its path. GGUF files are taken as they are; GPT-2 checkpoints
+    """Download a model into the cache and print its path. GGUF files are taken as they are; checkpoints
     (safetensors) are converted and quantized.
 
     Example: pystaged pull openai-community/gpt2-large --type q8_0

@@ -17,7 +17,7 @@ from pystaged.process import orderly_end
 def quantize(
     source: Annotated[
         str,
-        typer.Argument(help="A model as in generate, or the folder of a GPT-2 checkpoint (safetensors).", metavar="IN"),
+        typer.Argument(help="A model as in generate, or the folder of a checkpoint (safetensors).", metavar="IN"),
     ],
     out: Annotated[Path, typer.Argument(help="GGUF file to write; a link is followed.")],
     quantization: Annotated[str, typer.Option("--type", help=f"One of {', '.join(FILE_TYPES)}.")] = DEFAULT_TYPE,

@@ -135,15 +135,17 @@ def write_gguf(
     source_url: str,
     progress: Progress,
 ) -> None:
-    """The same into a file that may be left half written."""
-    if quantization not in FILE_TYPES:
+    """The same into a file that may be left half written; without a type, in the smallest that loses nothing."""
+    if quantization not in ("", *FILE_TYPES):
         raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(FILE_TYPES)}")
     config_path = folder / CONFIG
     if not config_path.is_file():
         raise ValueError(f"{folder} holds no checkpoint: it has no {CONFIG}")
     config = language_part(read_json(config_path))
     shape = Shape.of(config, config_path)
-    tensors, num_rows = _plan(folder, shape, quantization)
+    stored = _stored_tensors(folder)
+    quantization = quantization or _lossless_type(shape, stored)
+    tensors, num_rows = _plan(folder, shape, stored, quantization)
     vocabulary = read_vocabulary(folder, num_rows, config)
     total = sum(tensor.nbytes for tensor in tensors)
     check_room(out.parent, total)
@@ -165,7 +167,8 @@ def write_gguf(
         writer.write_ti_data_to_file()
         for factors in shape.computed.values():
             writer.write_tensor_data(factors)
-        file, done = writer.fout[0], 0
+        (file,) = writer.fout or []
+        done = 0
         for tensor in tensors:
             writer.write_padding(file, file.tell())
             for rows in tensor.data():
@@ -210,15 +213,26 @@ def _write_metadata(writer: GGUFWriter, shape: Shape, num_rows: int, file_type: 
         f"attention.layer_norm_{'rms_' if shape.family.ropes else ''}epsilon": shape.epsilon,
         **shape.metadata,
     }
+    adders: dict[type, Callable[[str, Any], None]] = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     for key, value in metadata.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{shape.family.architecture}.{key}", value)
+        adders[type(value)](f"{shape.family.architecture}.{key}", value)
     writer.add_file_type(file_type)
 
 
-def _plan(folder: Path, shape: Shape, quantization: str) -> tuple[list[Tensor], int]:
+def _lossless_type(shape: Shape, stored: dict[str, Stored]) -> str:
+    """The smallest type that holds all matrices exactly."""
+    kinds = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
+    exact = len(kinds) == 1 and kinds <= {"F16", "BF16"} and shape.query_scale(1) == 1
+    return kinds.pop() if exact else "F32"
+
+
+def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: str) -> tuple[list[Tensor], int]:
     """The tensors of the GGUF file in its order, and the number of rows of the embedding."""
-    stored, family = _stored_tensors(folder), shape.family
+    family = shape.family
     embedding = f"{family.others['token_embd']}.weight"
     prefix = next((prefix for prefix in _PREFIXES if prefix + embedding in stored), "")
     found = stored.get(prefix + embedding)
@@ -276,7 +290,8 @@ def _scaled_queries(values: Floats, scale: np.float32) -> Floats:
 
 def _adjacent(values: Floats, head_width: int) -> Floats:
     """Rows of whole heads, of which those that rotate together stood half a head apart."""
-    return values.reshape(-1, 2, head_width // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    pairs: Floats = values.reshape(-1, 2, head_width // 2, *values.shape[1:]).swapaxes(1, 2)
+    return pairs.reshape(values.shape)
 
 
 def _stored_tensors(folder: Path) -> dict[str, Stored]:

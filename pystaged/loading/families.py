@@ -188,6 +188,23 @@ FAMILIES: Mapping[str, Family] = {
         fused_gate=True,
     ),
 }
+MODEL_TYPES = (*FAMILIES, "gemma3")  # with pictures, of which the text's part is taken
+# What the engine loads from GGUF files; more than can be converted.
+ARCHITECTURES = (
+    "gpt2",
+    "llama",
+    "mistral3",
+    "granite",
+    "smollm3",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "starcoder2",
+    "stablelm",
+    "olmo2",
+    "gemma2",
+    "gemma3",
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -334,13 +351,13 @@ class _Reader:
         if any(config.get(key) for key in _EXPERTS):
             raise ValueError(f"{path}: the architecture {kind!r} is a mixture of experts, which is not supported")
         if family is None:
-            raise ValueError(f"{path}: the architecture {kind!r} is not supported, only {', '.join(FAMILIES)}")
+            raise ValueError(f"{path}: the architecture {kind!r} is not supported, only {', '.join(MODEL_TYPES)}")
         if config.get("quantization_config"):
             raise ValueError(f"{path}: this checkpoint is quantized already; take the one it was made from")
         for key, values in family.only.items():
             if config.get(key, values[0]) not in values:
                 raise ValueError(f"{path}: {key} is {config[key]!r}, but only {values[0]!r} is supported")
-        return cls(family.defaults | config, path, family)
+        return cls({**family.defaults, **config}, path, family)
 
     def key(self, name: str) -> str:
         return self.family.renamed.get(name, name)
@@ -424,7 +441,8 @@ def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Fl
         return positive(path, name, found.get(name, default))
 
     kind = found.get("rope_type", found.get("type", "default"))
-    kind = {"su": "longrope", "yarn": "longrope"}.get(kind, kind) if family.fused_gate else kind
+    if family.fused_gate and kind in ("su", "yarn"):
+        kind = "longrope"
     if kind not in ("default", *family.ropes):
         raise ValueError(
             f"{path}: rotary positions of type {kind!r} are not supported for {family.architecture}, only "
@@ -464,8 +482,8 @@ def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Fl
             )
         start = positive(path, _ORIGINAL, original)
         stretch = context / start
-        usual = math.sqrt(1 + math.log(stretch) / math.log(start)) if stretch > 1 and start > 1 else 1.0
-        metadata["rope.scaling.attn_factor"] = real("attention_factor", usual)
+        sharper = math.sqrt(1 + math.log(stretch) / math.log(start)) if stretch > 1 and start > 1 else 1.0
+        metadata["rope.scaling.attn_factor"] = real("attention_factor", sharper)
     return metadata
 
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None) -> Path:
-    """Get a model from the hub into the cache: a GGUF file as it is, a GPT-2 checkpoint converted and quantized.
+    """Get a model from the hub into the cache: a GGUF file as it is, a checkpoint converted and quantized.
 
     huggingface_hub downloads into Hugging Face's own cache. HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_CACHE and
     HF_HUB_OFFLINE are honoured.
@@ -62,7 +62,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
     models = [file for file in repository.files if file.endswith(".gguf") and not _PART_OF_MODEL.search(file)]
     chosen = cache.choose(models, wanted)
     if chosen:
-        repository.check_architecture()
+        repository.check_family(checkpoint=False)
         path = cache.save_link(repository_name, chosen, repository.fetch(chosen))
         downloaded = chosen in repository.downloaded
         cache.save_source(path, repository.revision, repository.license, downloaded=downloaded)
@@ -73,7 +73,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
             raise FileNotFoundError(
                 f"{repository_name} has no {wanted}; its checkpoint can be made: {', '.join(FILE_TYPES)}"
             )
-        repository.check_architecture()
+        repository.check_family(checkpoint=True)
         return _convert(repository, kind)
     if models:
         raise FileNotFoundError(
@@ -148,7 +148,8 @@ class _Repository:
     files: dict[str, _File]
     progress: Progress
     license: str = ""
-    architecture: str | None = None
+    architecture: str | None = None  # of GGUF files
+    model_type: str | None = None  # of a checkpoint
     downloaded: set[str] = field(default_factory=set)
 
     @classmethod
@@ -174,13 +175,17 @@ class _Repository:
             {file.rfilename: _file(name, file) for file in info.siblings or ()},
             progress,
             card if isinstance(card, str) else tags[0] if tags else "",
-            (info.gguf or {}).get("architecture") or (info.config or {}).get("model_type"),
+            (info.gguf or {}).get("architecture"),
+            (info.config or {}).get("model_type"),
         )
 
-    def check_architecture(self) -> None:
+    def check_family(self, checkpoint: bool) -> None:
         """Refuse what the hub knows to be of another kind, before it is downloaded."""
-        if self.architecture not in (None, "gpt2"):
-            raise ValueError(f"{self.name}: the architecture {self.architecture!r} is not supported, only 'gpt2'")
+        from pystaged.loading.families import ARCHITECTURES, MODEL_TYPES  # noqa: PLC0415  imports numpy
+
+        found, known = (self.model_type, MODEL_TYPES) if checkpoint else (self.architecture, ARCHITECTURES)
+        if found not in (None, *known):
+            raise ValueError(f"{self.name}: the architecture {found!r} is not supported, only {', '.join(known)}")
 
     def fetch(self, name: str) -> Path:
         """A file, in Hugging Face's cache; downloaded and verified where it is not there yet."""

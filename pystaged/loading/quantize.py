@@ -107,7 +107,7 @@ def quantize_checkpoint(
     source_url: str = "",
     progress: Progress = lambda *_: None,
 ) -> None:
-    """Convert a GPT-2 checkpoint to a GGUF file of any type; arguments and errors as in convert and quantize."""
+    """Convert a checkpoint to a GGUF file of any type; arguments and errors as in convert and quantize."""
     from pystaged.loading import convert  # noqa: PLC0415  imports gguf and safetensors
 
     quantization = check_type(quantization)
@@ -117,7 +117,7 @@ def quantize_checkpoint(
         return
     out = destination(out)
     with part_file(out) as floats:
-        convert.write_gguf(folder, floats, quantization="F32", progress=progress, **about)
+        convert.write_gguf(folder, floats, quantization="", progress=progress, **about)
         quantize(floats, out, quantization, progress=progress)
 
 

@@ -202,8 +202,10 @@ def _model(folder: Path, whole: dict[str, Any]) -> _Model:
 def _splitters(whole: dict[str, Any]) -> list[dict[str, Any]]:
     """What tokenizer.json does to a text before merging, one after the other."""
     found = whole.get("pre_tokenizer")
-    steps = found.get("pretokenizers") if isinstance(found, dict) and found.get("type") == "Sequence" else [found]
-    return [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    if not isinstance(found, dict):
+        return []
+    steps = _list(found, "pretokenizers") if found.get("type") == "Sequence" else [found]
+    return [step if isinstance(step, dict) else {} for step in steps]
 
 
 def _byte_level(path: Path, whole: dict[str, Any]) -> _Model:
@@ -215,11 +217,11 @@ def _byte_level(path: Path, whole: dict[str, Any]) -> _Model:
     odd = any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
     pre = _splitting(_splitters(whole), model.get("ignore_merges") is True)
     # Qwen composes characters first, llama.cpp does not: texts are in composed form nearly always.
-    normalizer = whole.get("normalizer") or {"type": "NFC"}
-    if model.get("type", "BPE") != "BPE" or odd or not pre or normalizer.get("type") != "NFC":
+    normalizer = whole.get("normalizer")
+    composed = isinstance(normalizer, dict) and normalizer.get("type") == "NFC"
+    if model.get("type", "BPE") != "BPE" or odd or not pre or (normalizer and not composed):
         raise ValueError(f"{path}: GGUF files cannot say how this tokenizer splits texts")
-    merges = [_merge(path, merge) for merge in model.get("merges") or ()]
-    return _Model(path, pre, dict(model["vocab"]), merges)
+    return _Model(path, pre, dict(model["vocab"]), [_merge(path, merge) for merge in _list(model, "merges")])
 
 
 def _splitting(steps: list[dict[str, Any]], whole_words: bool) -> str | None:
@@ -235,6 +237,12 @@ def _splitting(steps: list[dict[str, Any]], whole_words: bool) -> str | None:
         case [{"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}]:
             return None if regex else _SPLITS.get(pattern, (None, None))[whole_words]
     return None
+
+
+def _list(found: dict[str, Any], key: str) -> list[Any]:
+    """A list in a JSON object, empty where there is none."""
+    value = found.get(key)
+    return value if isinstance(value, list) else []
 
 
 def _merge(path: Path, merge: object) -> str:
@@ -264,11 +272,11 @@ def _vocab_and_merges(folder: Path) -> _Model:
 
 def _sentencepiece(path: Path) -> _Model:
     """The pieces of a SentencePiece model of kind BPE (sentencepiece_model.proto in its sources)."""
-    model, kind, first, composed, collapsed = _Model(path, "default", {}), 1, 1, b"", 1
+    model, kind, normalizer = _Model(path, "default", {}), 0, dict[int, Any]()
     try:
         for number, value in _fields(read_small(path, _MOST_BYTES)):
             if number == 1:
-                piece = {1: b"", 2: b"\0\0\0\0", 3: int(TokenType.NORMAL)} | dict(_fields(value))
+                piece: dict[int, Any] = {1: b"", 2: bytes(4), 3: TokenType.NORMAL, **dict(_fields(value))}
                 content = piece[1].decode("utf-8")
                 if content in model.ids:
                     raise ValueError(f"two pieces are spelled {content!r}")
@@ -278,15 +286,14 @@ def _sentencepiece(path: Path) -> _Model:
             elif number == 2:
                 kind = dict(_fields(value)).get(3, kind)
             elif number == 3:
-                normalizer = {2: composed, 3: first, 4: collapsed} | dict(_fields(value))
-                composed, first, collapsed = normalizer[2], normalizer[3], normalizer[4]
+                normalizer = {2: b"", 3: True, 4: True, **dict(_fields(value))}
     except (ValueError, TypeError, AttributeError, struct.error) as error:
         raise ValueError(f"{path} is damaged: {error}; get it again") from None
-    if kind != 2 or composed or collapsed:
+    if kind != 2 or normalizer.get(2) or normalizer.get(4, True):
         raise ValueError(f"{path}: GGUF files can hold SentencePiece models of kind BPE that keep texts as they are")
     if list(model.kinds.values()).count(TokenType.BYTE) != 256:
         raise ValueError(f"{path} has no tokens for bytes, so llama.cpp cannot write all texts with it")
-    model.space_first = bool(first)
+    model.space_first = bool(normalizer.get(3, True))
     return model
 
 
@@ -330,7 +337,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 def _added_tokens(folder: Path, whole: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """Tokens beside the vocabulary proper: content, id, and whether it is special."""
     path = folder / "tokenizer.json"
-    for token in whole.get("added_tokens") or ():
+    for token in _list(whole, "added_tokens"):
         if not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise ValueError(f"{path} is damaged: added_tokens")
         yield token["content"], token.get("id"), token.get("special") is True
@@ -344,8 +351,7 @@ def _added_tokens(folder: Path, whole: dict[str, Any], settings: dict[str, Any])
 
 def _special_tokens(settings: dict[str, Any]) -> set[str]:
     """What the tokenizer recognizes in a text and never writes."""
-    more = settings.get("additional_special_tokens")
-    named = [settings.get(f"{role}_token") for role in _ROLES] + (more if isinstance(more, list) else [])
+    named = [settings.get(f"{role}_token") for role in _ROLES] + _list(settings, "additional_special_tokens")
     return {END_OF_TEXT} | {content for content in map(_content, named) if content}
 
 
@@ -410,11 +416,11 @@ def _adds(
 ) -> dict[str, bool]:
     """Whether texts begin with bos and end with eos."""
     found = whole.get("post_processor")
-    steps = found.get("processors", [found]) if isinstance(found, dict) else []
+    steps = [found, *_list(found, "processors")] if isinstance(found, dict) else []
     flags = {"add_bos_token": model.is_sentencepiece, "add_eos_token": False}
-    for step in steps if isinstance(steps, list) else ():
+    for step in steps:
         if isinstance(step, dict) and step.get("type") == "TemplateProcessing":
-            single = [_template_token(part) for part in step.get("single") or ()]
+            single = [_template_token(part) for part in _list(step, "single")]
             flags["add_bos_token"] = single[:1] == [tokens[ends["bos"]]]
             flags["add_eos_token"] = single[-1:] == [tokens[ends["eos"]]]
     return {key: settings[key] if isinstance(settings.get(key), bool) else value for key, value in flags.items()}

@@ -1,0 +1,570 @@
+"""Checkpoints of every family: as GGUF files they say what transformers says, to llama.cpp and to us."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from checkpoints import (
+    NUM_TOKENS,
+    family_config,
+    family_weights,
+    write_family,
+    write_tokenizer_json,
+    write_weights,
+)
+from conftest import DATA
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFReader, GGUFWriter, get_tensor_name_map
+from test_convert import change_json, llama_tokens, write_bfloat16
+from test_reference import engine_logits, llama_pass
+
+from pystaged import _core
+from pystaged.loading.convert import convert
+from pystaged.loading.families import ARCHITECTURES, FAMILIES, Shape
+from pystaged.loading.quantize import quantize, quantize_checkpoint
+from pystaged.loading.vocabulary import read_vocabulary
+
+Floats = npt.NDArray[np.float32]
+
+TOKENS = np.random.default_rng(0).integers(0, 256, 120).tolist()
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "vocab_size": NUM_TOKENS,
+    "bos_token_id": NUM_TOKENS - 1,
+    "eos_token_id": NUM_TOKENS - 1,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": np.linspace(1, 2, 6).tolist(),
+    "long_factor": np.linspace(1, 30, 6).tolist(),
+    "partial_rotary_factor": 0.75,
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-wide-heads": ("llama", {"head_dim": 32, "tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 32}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2-yarn": (
+        "qwen2",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "granite": ("granite", GRANITE),
+    "gemma3": (
+        "gemma3_text",
+        {"num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 40},
+    ),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3-long": (
+        "phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 64, "tie_word_embeddings": True},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def save(transformers: Any, folder: Path, case: str, **options: Any) -> Any:
+    """A random checkpoint; returns its model."""
+    import torch  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    kind, changes = CASES[case]
+    config = transformers.AutoConfig.for_model(kind, **SMALL | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # norms and biases do not show mistakes otherwise
+            parameter.add_((0.3 if "norm" in name else 0.1) * torch.randn_like(parameter))
+    model.save_pretrained(folder, **options)
+    write_tokenizer_json(folder)
+    return model
+
+
+def expected_logits(model: Any) -> Floats:
+    import torch  # noqa: PLC0415
+
+    with torch.no_grad():
+        logits: Floats = model(torch.tensor([TOKENS])).logits[0].float().numpy()
+    assert logits.std() > 0.1
+    return logits
+
+
+@contextmanager
+def exact_llama(path: Path) -> Iterator[Any]:
+    """A context of llama.cpp with keys and values in F32."""
+    params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts, params.n_gpu_layers = False, 0
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    assert model
+    options = llama_cpp.llama_context_default_params()
+    options.n_ctx = options.n_batch = options.n_ubatch = 256
+    options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
+    options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    options.n_threads = options.n_threads_batch = 2
+    context = llama_cpp.llama_init_from_model(model, options)
+    try:
+        yield context
+    finally:
+        llama_cpp.llama_free(context)
+        llama_cpp.llama_model_free(model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, case: str) -> None:
+    expected = expected_logits(save(transformers, tmp_path / "saved", case))
+    path = tmp_path / "model.gguf"
+    convert(tmp_path / "saved", path)
+    with exact_llama(path) as context:
+        tolerance = 1e-2 if "gemma" in case else 1e-3  # its GELU is a table of F16 numbers
+        assert np.abs(llama_pass(context, TOKENS, 0) - expected).max() <= tolerance
+    # Our keys and values are F16.
+    assert np.abs(engine_logits(path, TOKENS) - expected).max() <= 1e-2
+
+
+def test_shards_and_half_precision(transformers: Any, tmp_path: Path) -> None:
+    for folder, size in {"whole": "1GB", "shards": "50KB"}.items():
+        save(transformers, tmp_path / folder, "qwen3", max_shard_size=size)
+        convert(tmp_path / folder, tmp_path / f"{folder}.gguf", name="tiny")
+    assert not (tmp_path / "shards" / "model.safetensors").exists()
+    assert (tmp_path / "shards.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
+# ---- Without PyTorch ----
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_names_are_those_of_gguf(model_type: str) -> None:
+    family = FAMILIES[model_type]
+    (architecture,) = (key for key, name in MODEL_ARCH_NAMES.items() if name == family.architecture)
+    names = get_tensor_name_map(architecture, 1)
+    top = "transformer" if model_type == "gpt2" else "model"
+    for name, source in family.layers.items():
+        assert names.get_name(f"{top}.{family.blocks}.0.{source}") == f"blk.0.{name}"
+    for name, source in family.others.items():
+        assert names.get_name(f"{top}.{source}") == name
+
+
+def test_architectures_are_those_of_the_engine(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "odd.gguf", "odd")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with pytest.raises(_core.ModelError, match="there are: " + ", ".join(ARCHITECTURES)):
+        _core.Model(str(tmp_path / "odd.gguf"))
+    assert {family.architecture for family in FAMILIES.values()} <= set(ARCHITECTURES)
+    assert MODEL_ARCH.LLAMA in MODEL_ARCH_NAMES
+
+
+def test_the_text_of_a_model_of_pictures(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "text", "gemma3_text", num_hidden_layers=7)
+    convert(folder, tmp_path / "text.gguf", name="tiny")
+    config = json.loads((folder / "config.json").read_text())
+    arrays = family_weights(config, prefix="model.language_model.")
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}))
+    write_weights(folder, arrays | {"model.vision_tower.embedding.weight": np.zeros((2, 2), np.float32)})
+    convert(folder, tmp_path / "pictures.gguf", name="tiny")
+    assert (tmp_path / "pictures.gguf").read_bytes() == (tmp_path / "text.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k_m"])
+def test_quantizing_loses_nothing_on_the_way(tmp_path: Path, kind: str) -> None:
+    """From a checkpoint in BF16 as from the same numbers in F32."""
+    folder = write_family(tmp_path / "llama", "llama", hidden_size=256, head_dim=64)
+    arrays = family_weights(json.loads((folder / "config.json").read_text()))
+    write_bfloat16(folder / "model.safetensors", arrays)
+    convert(folder, tmp_path / "f32.gguf", name="tiny")
+    quantize(tmp_path / "f32.gguf", tmp_path / "expected.gguf", kind)
+    quantize_checkpoint(folder, tmp_path / "model.gguf", kind, name="tiny")
+    expected = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "expected.gguf").tensors}
+    for tensor in GGUFReader(tmp_path / "model.gguf").tensors:
+        assert tensor.tensor_type == expected.pop(tensor.name).tensor_type
+    assert not expected
+    np.testing.assert_array_equal(
+        engine_logits(tmp_path / "model.gguf", TOKENS[:20]), engine_logits(tmp_path / "expected.gguf", TOKENS[:20])
+    )
+
+
+# ---- Vocabularies ----
+
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+HEAD, TAIL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+LLAMA3_SPLIT = rf"{WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BLANKS}"
+QWEN_SPLIT = rf"{WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BLANKS}"
+PHI4_SPLIT = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+GPT4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{HEAD}*{TAIL}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{HEAD}+{TAIL}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{BLANKS}"
+)
+TEXT = (
+    "I'm 1234567 years old, WE'VE told 'them'!!\n\n  def f(x):\n\treturn x**2  # caf\u00e9 \u00bd\r\n"
+    "\u4e2d\u6587 \u043d\u0435\u0449\u043e HelloWorld fooBAR 3.14 \U0001f999\u2764 <|user|>hi<|endoftext|>  end "
+)
+
+
+def split(pattern: str) -> list[dict[str, Any]]:
+    return [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ]
+
+
+def write_gpt2_tokenizer(folder: Path, steps: list[dict[str, Any]], ignore_merges: bool = False, **more: Any) -> None:
+    """GPT-2's tokens, with two that are added, for texts split in another way."""
+    fields = GGUFReader(DATA / "ggml-vocab-gpt-2.gguf").fields
+    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = {"<|endoftext|>": True, "<|user|>": False}
+    found = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": len(tokens) - 1 + i, "content": content, "special": special} | plain
+            for i, (content, special) in enumerate(added.items())
+        ],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "model": {
+            "type": "BPE",
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [merge.split(" ") for merge in merges],
+            "ignore_merges": ignore_merges,
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(found | more), "utf-8")
+
+
+@pytest.mark.parametrize(
+    ("pre", "steps", "ignore_merges"),
+    [
+        ("llama-bpe", split(LLAMA3_SPLIT), True),
+        ("smaug-bpe", split(LLAMA3_SPLIT), False),
+        ("qwen2", split(QWEN_SPLIT), False),
+        ("dbrx", split(PHI4_SPLIT), False),
+        ("gpt-4o", split(GPT4O_SPLIT), False),
+        (
+            "smollm",
+            [
+                {"type": "Digits", "individual_digits": True},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+            ],
+            False,
+        ),
+    ],
+)
+def test_texts_are_split_as_the_tokenizer_says(
+    tmp_path: Path, pre: str, steps: list[dict[str, Any]], ignore_merges: bool
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    write_family(tmp_path, "llama")
+    write_gpt2_tokenizer(tmp_path, steps, ignore_merges)
+    config = family_config("llama", vocab_size=50300, hidden_size=8, head_dim=2)
+    rows = family_weights(config)
+    rows["model.embed_tokens.weight"] = rows["lm_head.weight"] = np.ones((50300, 8), np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_weights(tmp_path, rows)
+    out = tmp_path / "model.gguf"
+    convert(tmp_path, out)
+    fields = GGUFReader(out).fields
+    assert fields["tokenizer.ggml.pre"].contents() == pre
+    expected = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(TEXT).ids
+    assert llama_tokens(out, TEXT) == expected
+    assert _core.Tokenizer(str(out)).encode(TEXT).tolist() == expected
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    assert kinds[50256:50259] == [3, 3, 5]
+
+
+def test_bos_and_the_template_of_chats(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "llama", "llama")
+    single = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {}}
+    write_tokenizer_json(folder, post_processor={"type": "Sequence", "processors": [template]})
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    convert(folder, tmp_path / "model.gguf")
+    fields = GGUFReader(tmp_path / "model.gguf").fields
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is True
+    assert fields["tokenizer.ggml.add_eos_token"].contents() is False
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages }}"
+    assert llama_tokens(tmp_path / "model.gguf", "a")[0] == NUM_TOKENS - 1
+
+
+def field(number: int, value: int | bytes | float) -> bytes:
+    """A field of a protobuf message, its number and value below 128."""
+    if isinstance(value, int):
+        return bytes([number << 3, value])
+    if isinstance(value, float):
+        return bytes([number << 3 | 5]) + struct.pack("<f", value)
+    return bytes([number << 3 | 2, len(value)]) + value
+
+
+def sentencepiece_model(*, kind: int = 2, normalizer: bytes = field(4, 0), num_bytes: int = 256) -> bytes:
+    """A tokenizer.model of letters, two words and bytes."""
+    pieces = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
+    pieces += [(f"<0x{byte:02X}>".encode(), 0.0, 6) for byte in range(num_bytes)]
+    words = ["he", "\u2581he", "ll", "llo", "\u2581hello"]
+    letters = ["\u2581", *"helowrd"]
+    pieces += [(word.encode(), -float(i), 1) for i, word in enumerate(words + letters)]
+    data = b"".join(field(1, field(1, text) + field(2, score) + field(3, kind)) for text, score, kind in pieces)
+    return data + field(2, field(3, kind)) + field(3, normalizer)
+
+
+def write_sentencepiece(folder: Path, data: bytes) -> Path:
+    write_family(folder, "llama")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(data)
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "added_tokens_decoder": {"290": {"content": "\u2581\u2581", "special": False}, "291": {"content": "<|end|>"}},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    convert(write_sentencepiece(tmp_path / "llama", sentencepiece_model()), tmp_path / "model.gguf")
+    fields = GGUFReader(tmp_path / "model.gguf").fields
+    contents = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("model", "tokens", "token_type")}
+    assert contents["model"] == "llama"
+    assert contents["tokens"][288:293] == ["[PAD288]", "[PAD289]", "  ", "<|end|>", "[PAD292]"]
+    assert contents["token_type"][288:293] == [5, 5, 4, 3, 5]
+    assert fields["tokenizer.ggml.add_space_prefix"].contents() is True
+    tokens = llama_tokens(tmp_path / "model.gguf", "hello world!<|end|>")
+    spelled = [contents["tokens"][token] for token in tokens]
+    assert spelled == ["<s>", "\u2581hello", "\u2581", *"world", "<0x21>", "<|end|>"]
+    assert _core.Tokenizer(str(tmp_path / "model.gguf")).encode("hello").tolist()[-1:] == tokens[1:2]
+
+
+def test_sentencepiece_against_its_own_library(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    (tmp_path / "text").write_text(Path(__file__).read_text("utf-8"), "utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=NUM_TOKENS + 100,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    folder = write_family(tmp_path / "llama", "llama")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes((tmp_path / "tokenizer.model").read_bytes())
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    rows = family_weights(family_config("llama"))
+    rows["model.embed_tokens.weight"] = rows["lm_head.weight"] = np.ones((NUM_TOKENS + 100, 64), np.float32)
+    write_weights(folder, rows)
+    convert(folder, tmp_path / "model.gguf")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    text = "def test(x):  \n\treturn  'caf\u00e9 \U0001f999'  # the end"
+    expected = [processor.bos_id(), *processor.encode(text)]
+    assert llama_tokens(tmp_path / "model.gguf", text) == expected
+
+
+# ---- Malformed ones ----
+
+ROPE = {"rope_type": "llama3", "factor": 8.0}
+LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "experts": ("llama", {"num_local_experts": 8}, "'llama' is a mixture of experts"),
+    "experts-by-name": ("qwen3_moe", {"num_experts": 128}, "'qwen3_moe' is a mixture of experts"),
+    "unknown": ("falcon", {}, "the architecture 'falcon' is not supported, only gpt2, llama, qwen2"),
+    "quantized": ("llama", {"quantization_config": {"bits": 4}}, "is quantized already"),
+    "activation": ("qwen2", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but only 'silu'"),
+    "window": ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
+    "biases": ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+    "heads": ("llama", {"head_dim": None, "num_attention_heads": 5}, "does not split into 5 heads"),
+    "kv-heads": ("llama", {"num_key_value_heads": 3}, "4 heads do not share 3 key and value heads"),
+    "epsilon": ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
+    "no-width": ("llama", {"hidden_size": None}, "hidden_size is None"),
+    "rope-type": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of type 'dynamic' are not supported"),
+    "rope-list": ("llama", {"rope_parameters": [1]}, "is damaged: rope_parameters"),
+    "rope-factor": ("llama", {"rope_scaling": ROPE | {"factor": -8.0}}, "factor is -8.0, but must be"),
+    "rope-base": ("llama", {"rope_theta": math.inf}, "rope_theta is inf"),
+    "yarn": ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 16}}, "beta_fast is 16, which"),
+    "long-missing": ("phi3", {"rope_scaling": {"type": "longrope"}}, "long_factor must be a list of 8 numbers"),
+    "long-short": (
+        "phi3",
+        {"rope_scaling": LONG_ROPE | {"short_factor": [1.0] * 7 + [math.nan]}},
+        "short_factor is nan",
+    ),
+    "partial": ("llama", {"partial_rotary_factor": 0.5}, "turns 8 of 16 numbers"),
+    "softcap": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+    "score-scale": ("gemma3_text", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar is 24, which a GGUF file"),
+    "layer-types": ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "layer_types is .*, which a GGUF file of"),
+    "rope-layers": ("smollm3", {"no_rope_layers": [0, 1]}, r"no_rope_layers is \[0, 1\], which a GGUF file of smollm3"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_configs(tmp_path: Path, case: str) -> None:
+    model_type, changes, message = MALFORMED[case]
+    folder = write_family(tmp_path / "c", model_type if model_type in FAMILIES else "llama")
+    change_json("config.json", model_type=model_type, **changes)(folder)
+    with pytest.raises(ValueError, match=message):
+        quantize_checkpoint(folder, tmp_path / "model.gguf", "f16")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+JUNK = [None, True, -1, 0, 1, 3, 1.5, math.nan, math.inf, 2**62, "x", [], [1], {}, {"rope_type": []}, {"x": {}}]
+FACTORS = ("freqs", "factors_long", "factors_short")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_any_tokenizer_is_read_or_refused(tmp_path: Path, name: str) -> None:
+    write_tokenizer_json(tmp_path)
+    single = [{"SpecialToken": {"id": "<|endoftext|>"}}]
+    template = {"type": "TemplateProcessing", "single": single, "processors": []}
+    settings = {"bos_token": None, "add_bos_token": True, "added_tokens_decoder": {"1": {"content": "a"}}}
+    whole = json.loads((tmp_path / "tokenizer.json").read_text("utf-8")) | {"post_processor": template}
+    usual = whole if name == "tokenizer.json" else settings | {"chat_template": "x", "additional_special_tokens": []}
+
+    def changed(found: Any) -> Iterator[Any]:
+        yield from JUNK
+        for key in found if isinstance(found, dict) else ():
+            if key != "vocab":
+                yield from ({**found, key: value} for value in changed(found[key]))
+        if isinstance(found, list):
+            yield from ([value] for value in changed(found[0] if found else None))
+
+    for change in changed(usual):
+        (tmp_path / name).write_text(json.dumps(change))
+        with contextlib.suppress(ValueError):
+            read_vocabulary(tmp_path, NUM_TOKENS, {})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_any_config_is_read_or_refused(model_type: str) -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    usual = family_config(model_type, rope_parameters=rope, sliding_window=40, layer_types=None, text_config=None)
+    usual |= {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "n_inner": None, "rope_scaling": None}
+    for (key, old), value in itertools.product(usual.items(), JUNK):
+        for changed in ({key: value}, {"rope_parameters": {key: value}}, {"rope_scaling": rope | {key: value}}):
+            with contextlib.suppress(ValueError):
+                shape = Shape.of({**usual, **changed}, Path("config.json"))
+                assert shape.computed.keys() <= {f"rope_{kind}.weight" for kind in FACTORS}, (key, old, value)
+                list(itertools.islice(shape.tensors(10), 100))
+
+
+def spoil(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
+    def edit(arrays: dict[str, Any]) -> None:
+        arrays[name] = change(arrays[name])
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda arrays: arrays.pop("model.layers.1.mlp.gate_proj.weight"),
+            r"'model\.layers\.1\.mlp\.gate_proj\.weight' is",
+        ),
+        (lambda arrays: arrays.pop("lm_head.weight"), r"tensor 'lm_head\.weight' is missing"),
+        (spoil("model.layers.0.self_attn.k_proj.weight", np.transpose), r"has shape \[64, 32\], not \[32, 64\]"),
+        (spoil("model.norm.weight", lambda norm: norm * np.nan), r"'model\.norm\.weight' holds numbers that are not"),
+        (spoil("model.norm.weight", lambda norm: norm.astype(np.int8)), r"'model\.norm\.weight' is of type I8"),
+        (
+            lambda arrays: arrays.update({"model.layers.0.mlp.experts.0.weight": np.zeros(3, np.float32)}),
+            r"'model\.layers\.0\.mlp\.experts\.0\.weight' has no place in a llama",
+        ),
+    ],
+)
+def test_malformed_weights(tmp_path: Path, edit: Callable[[dict[str, Any]], object], message: str) -> None:
+    folder = write_family(tmp_path / "c", "llama")
+    arrays = family_weights(family_config("llama"))
+    edit(arrays)
+    write_weights(folder, arrays)
+    with pytest.raises(ValueError, match=message):
+        convert(folder, tmp_path / "model.gguf")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (sentencepiece_model()[:-1], "tokenizer.model is damaged: it ends within a field"),
+        (b"\xff" * 20, "is damaged"),
+        (field(1, 5), "is damaged"),
+        (field(1, field(1, b"\xff")), "is damaged"),
+        (field(1, field(1, b"a")) * 2, "is damaged: two pieces are spelled 'a'"),
+        (sentencepiece_model(kind=1), "SentencePiece models of kind BPE that keep texts as they are"),
+        (sentencepiece_model(normalizer=field(2, b"x") + field(4, 0)), "that keep texts as they are"),
+        (sentencepiece_model(normalizer=b""), "that keep texts as they are"),
+        (sentencepiece_model(num_bytes=255), "has no tokens for bytes"),
+        (b"", "that keep texts"),
+    ],
+)
+def test_malformed_sentencepiece(tmp_path: Path, data: bytes, message: str) -> None:
+    folder = write_sentencepiece(tmp_path / "c", data)
+    with pytest.raises(ValueError, match=message):
+        convert(folder, tmp_path / "model.gguf")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "byte_fallback": True}}, "put its tokenizer.model beside it"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": split("a+")}}, "cannot say how this tokenizer splits"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": 5}}, "cannot say how this tokenizer splits"),
+        ({"normalizer": {"type": "Lowercase"}}, "cannot say how this tokenizer splits"),
+        ({"added_tokens": [{"content": "[PAD5]", "id": 298}]}, "two tokens would be spelled|have the same id 298"),
+    ],
+)
+def test_malformed_tokenizers(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = write_family(tmp_path / "c", "llama")
+    write_tokenizer_json(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        convert(folder, tmp_path / "model.gguf")
