@@ -447,7 +447,10 @@ void test_floats() {
     std::atomic<int> odd{0};
     {
         const FloatEnvironment pinned;
-        ThreadPool::shared().run(64, 4, [&](int, int) { odd += std::fegetround() != FE_TONEAREST; });
+        ThreadPool::shared().run(64, 4, [&](int, int) {
+            const volatile float one = 1, three = 3;
+            odd += one / three != 0x1.555556p-2f;
+        });
     }
     CHECK(odd == 0);
     CHECK(std::fegetround() == FE_DOWNWARD);
@@ -492,6 +495,7 @@ int main(int argc, char** argv) {
         names.emplace_back(kernel->name);
     }
     CHECK(argc == 1 || names == std::vector<std::string>(argv + 1, argv + argc));
+#ifndef __SANITIZE_THREAD__  // under which these take very long
     test_matrices();
     test_row_functions();
     test_cache();
@@ -502,7 +506,8 @@ int main(int argc, char** argv) {
             }
         }
     }
-    test_fork();
+    test_fork();  // in whose child it does not support new threads
+#endif
     test_pool();
     test_pool_exceptions();
     test_floats();

@@ -9,6 +9,9 @@ mapfile -t headers < <("$python" -c "
 import sysconfig, pybind11
 print(sysconfig.get_path('include'), pybind11.get_include(), sysconfig.get_path('purelib') + '/include', sep='\n')")
 
+object=$(mktemp --suffix=.o)
+trap 'rm -f "$object"' EXIT
+
 compile() {
     local options=()
     case $1 in
@@ -19,7 +22,7 @@ compile() {
     echo "$1"
     "$python" -m ziglang c++ -target aarch64-macos -std=c++17 -Wall -Wextra -ffp-contract=off -fvisibility=hidden \
         -DPYSTAGED_ARM -DLLAMA_CPP_PYTHON_VERSION="\"$version\"" "${options[@]}" -Icpp \
-        "${headers[@]/#/-isystem}" -c "$1" -o /dev/null
+        "${headers[@]/#/-isystem}" -c "$1" -o "$object"
 }
 while read -r file; do
     compile "$file"
