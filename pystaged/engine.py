@@ -181,7 +181,12 @@ class Stream(Iterator[Piece]):
     def __next__(self) -> Piece:
         try:
             with self._turn:
-                piece = next(self._pieces)
+                try:
+                    piece = next(self._pieces)
+                except BaseException:
+                    # In this turn: a `close` of another thread may have the next one, and the result must be there.
+                    self._end()
+                    raise
         except BaseException:
             self.close()
             raise
@@ -216,11 +221,14 @@ class Stream(Iterator[Piece]):
         self._cancelled = True
         if self._turn.acquire(blocking=False):
             try:
-                self._pieces.close()
-                self._over = True
+                self._end()
             finally:
                 self._turn.release()
             self._engine._contexts.tidy()
+
+    def _end(self) -> None:
+        self._pieces.close()
+        self._over = True
 
     def __enter__(self) -> Stream:
         return self
@@ -332,11 +340,15 @@ def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:
         TypeError: not a sequence of integers.
         ValueError: an id outside of the vocabulary.
     """
-    if isinstance(prompt, bytes) or not isinstance(prompt, (Sequence, np.ndarray)):
+    # Bytes are numbers too, but not of tokens.
+    if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, (Sequence, np.ndarray)):
         raise TypeError(f"the prompt must be a string or token ids, not {type(prompt).__name__}")
-    ids = np.asarray(prompt)
-    if ids.size == 0:
+    if len(prompt) == 0:
         return np.empty(0, np.int32)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of several lengths
+        ids = np.empty((0, 0))
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError("the prompt must be a string or token ids: integers, one after the other")
     outside = ids[(ids < 0) | (ids >= num_tokens)]
