@@ -377,6 +377,12 @@ def test_shared_options() -> None:
     assert "--ngrams" not in run("tune", "--help").stdout.decode()
 
 
+def test_a_file_that_is_not_there_is_named_plainly(path: Path, tmp_path: Path) -> None:
+    table = tmp_path / "none.npz"
+    done = run("generate", PROMPT, "--model", path, "--ngrams", table)
+    assert_refused(done, f"error: {table}: No such file or directory\n")
+
+
 def test_help() -> None:
     for arguments in (["--help"], ["generate", "-h"]):
         done = run(*arguments)
