@@ -374,6 +374,9 @@ def test_shared_options() -> None:
     for words in shown.values():
         for option in options:
             assert f"--{option} " in words
+    for name in ("generate", "repl", "tune"):
+        words = run(name, "--help", COLUMNS="200").stdout.decode()
+        assert words.index("--model ") == min(words.index(f"--{option} ") for option in ("model", "draft", "device"))
     assert "--ngrams" not in run("tune", "--help").stdout.decode()
 
 
