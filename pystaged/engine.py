@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, DeviceError, Model, Tokenizer
-from pystaged.config import GenerationConfig, TextOptions
+from pystaged.config import GenerationConfig, TextOptions, check_options
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.tree import Stage
@@ -54,8 +54,8 @@ class Engine:
     Args:
         model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull), or
             "house".
-        draft: a smaller model with the same vocabulary, named likewise, None for n-grams alone, or "auto": the house
-            draft for the house model, else None.
+        draft: a smaller model with the same vocabulary, named likewise; None or "none" for n-grams alone; "auto": the
+            house draft for the house model, else none.
         ngrams: table of n-grams of the draft's text (`pystaged ngram build`); by default the one beside the draft.
         device: where the target runs: "cpu" by this package's kernels, byte for byte exact; "metal", "gpu", "ggml-cpu"
             or a name from devices() by ggml's operations; "rpc:HOST:PORT,HOST:PORT" with its layers split over RPC
@@ -310,6 +310,7 @@ def _pieces(
 
 def load(model: str | Path = "house", **options: Unpack[LoadOptions]) -> Engine:
     """Open a model and keep it open; arguments and errors as in Engine."""
+    check_options(options, LoadOptions)
     return Engine(model, **options)
 
 
@@ -322,6 +323,7 @@ def generate(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[O
 def stream(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> Stream:
     """Load a model and continue a prompt piece by piece; at the end the model is closed. Options and errors as in
     Engine and Engine.stream."""
+    check_options(options, Options)
     given = dict(options)
     opening: dict[str, Any] = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
     config = GenerationConfig(**given)  # type: ignore[arg-type]

@@ -362,6 +362,12 @@ def test_options(path: Path, engine: Engine, options: dict[str, Any], error: typ
         pystaged.generate(PROMPT, model=path, **options)
 
 
+def test_no_draft_by_both_names() -> None:
+    for draft in (None, "none"):
+        with pystaged.load("house", draft=draft) as engine:
+            assert engine.draft is None
+
+
 def test_models(tmp_path: Path, path: Path) -> None:
     for model in (tmp_path / "none.gguf", str(tmp_path / "none.gguf"), ""):
         with pytest.raises(FileNotFoundError, match="there is no model file"):
@@ -549,8 +555,10 @@ def test_generate_takes_what_load_takes(path: Path) -> None:
         expected = engine.generate(PROMPT, max_tokens=500)
     options: dict[str, Any] = {"n_ctx": 20, "num_threads": 1, "policy": FixedPolicy(1, 1, 1)}
     assert pystaged.generate(PROMPT, model=path, max_tokens=500, **options).tokens == expected.tokens
-    with pytest.raises(TypeError, match="there is no option 'n_cxt'"):
+    with pytest.raises(TypeError, match=r"there is no option 'n_cxt'; the options are draft, .*n_ctx.*max_tokens"):
         pystaged.generate(PROMPT, model=path, n_cxt=20)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"there is no option 'temperature'; the options are draft, .*n_ctx"):
+        pystaged.load(path, temperature=1.0)  # type: ignore[call-arg]
 
 
 def test_results_can_be_pickled_and_copied(engine: Engine) -> None:
