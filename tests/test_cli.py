@@ -374,7 +374,16 @@ def test_shared_options() -> None:
     for words in shown.values():
         for option in options:
             assert f"--{option} " in words
+    for name in ("generate", "repl", "tune"):
+        words = run(name, "--help", COLUMNS="200").stdout.decode()
+        assert words.index("--model ") == min(words.index(f"--{option} ") for option in ("model", "draft", "device"))
     assert "--ngrams" not in run("tune", "--help").stdout.decode()
+
+
+def test_a_file_that_is_not_there_is_named_plainly(path: Path, tmp_path: Path) -> None:
+    table = tmp_path / "none.npz"
+    done = run("generate", PROMPT, "--model", path, "--ngrams", table)
+    assert_refused(done, f"error: {table}: No such file or directory\n")
 
 
 def test_help() -> None:

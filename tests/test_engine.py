@@ -312,7 +312,10 @@ def test_long_prompts(engine: Engine) -> None:
 def test_prompts_that_are_none(engine: Engine) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         engine.generate("")
-    for prompt in (None, 5, b"bytes", ["list"], [1.5], [[1]], {1: 2}, [True]):
+    for prompt in (
+        *(None, 5, ["list"], [1.5], [[1]], [[1], [2, 3]], {1: 2}, [True], [2**70], np.int32(5)),
+        *(b"bytes", bytearray(b"bytes"), memoryview(b"bytes")),
+    ):
         with pytest.raises(TypeError, match="the prompt must be a string or token ids"):
             engine.generate(prompt)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the prompt is empty"):
@@ -357,6 +360,12 @@ def test_options(path: Path, engine: Engine, options: dict[str, Any], error: typ
         engine.stream(PROMPT, **options)
     with pytest.raises(error, match=message):
         pystaged.generate(PROMPT, model=path, **options)
+
+
+def test_no_draft_by_both_names() -> None:
+    for draft in (None, "none"):
+        with pystaged.load("house", draft=draft) as engine:
+            assert engine.draft is None
 
 
 def test_models(tmp_path: Path, path: Path) -> None:
@@ -546,8 +555,10 @@ def test_generate_takes_what_load_takes(path: Path) -> None:
         expected = engine.generate(PROMPT, max_tokens=500)
     options: dict[str, Any] = {"n_ctx": 20, "num_threads": 1, "policy": FixedPolicy(1, 1, 1)}
     assert pystaged.generate(PROMPT, model=path, max_tokens=500, **options).tokens == expected.tokens
-    with pytest.raises(TypeError, match="there is no option 'n_cxt'"):
+    with pytest.raises(TypeError, match=r"there is no option 'n_cxt'; the options are draft, .*n_ctx.*max_tokens"):
         pystaged.generate(PROMPT, model=path, n_cxt=20)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"there is no option 'temperature'; the options are draft, .*n_ctx"):
+        pystaged.load(path, temperature=1.0)  # type: ignore[call-arg]
 
 
 def test_results_can_be_pickled_and_copied(engine: Engine) -> None:
@@ -594,6 +605,26 @@ def test_dropped_streams_neither_hang_nor_grow(engine: Engine) -> None:
     assert process.memory_info().rss - before < 32 << 20
     engine.generate(PROMPT, max_tokens=2)
     assert len(engine._contexts._at_rest) <= 4
+
+
+def test_what_many_dropped_streams_leave_is_bounded(engine: Engine) -> None:
+    streams = [engine.stream(PROMPT, max_tokens=8) for _ in range(12)]
+    for stream in streams:
+        next(stream)
+    del streams, stream
+    # Without a stream that is closed, or read to its end.
+    next(engine.stream(PROMPT, max_tokens=8))
+    assert len(engine._contexts._at_rest) + len(engine._contexts._given_back) <= 5
+
+
+def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
+    engine = pystaged.load(path)
+    stream = engine.stream(PROMPT, max_tokens=8)
+    next(stream)
+    (context,) = [weakref.ref(decoder) for decoder in gc.get_objects() if isinstance(decoder, Decoder)]
+    engine.close()
+    del stream
+    assert context() is None
 
 
 def test_a_dropped_stream_is_freed_without_the_collector(engine: Engine) -> None:
@@ -671,6 +702,40 @@ def test_a_running_stream_is_cancelled_from_another_thread(path: Path) -> None:
         assert stream.result.tokens == [token for piece in pieces for token in piece.tokens]
         assert stream.result.stats.steps == 1
         assert engine.generate(PROMPT, max_tokens=4).tokens == alone(path, PROMPT, max_tokens=4).tokens
+
+
+def test_the_result_is_there_at_the_end_while_another_thread_closes_the_stream(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, max_tokens=1)
+    next(stream)
+    turn, closing, read = stream._turn, threading.Event(), threading.Event()
+
+    class Turn:
+        """After the reader's turn another thread has one, and keeps it until the reader has its result."""
+
+        def __enter__(self) -> None:
+            turn.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            turn.release()
+            thread.start()
+            assert closing.wait(60)
+
+        def acquire(self, *, blocking: bool) -> bool:
+            return turn.acquire(blocking=blocking)
+
+    def close() -> None:
+        with turn:
+            closing.set()
+            assert read.wait(60)
+
+    thread = threading.Thread(target=close)
+    stream._turn = Turn()  # type: ignore[assignment]
+    try:
+        assert next(stream, None) is None
+        assert stream.result.finish_reason == "length"
+    finally:
+        read.set()
+        thread.join(60)
 
 
 def test_a_stream_of_its_own_engine_closes_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

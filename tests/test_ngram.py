@@ -360,11 +360,14 @@ def test_raw_zip_members_are_refused(tmp_path: Path) -> None:
         NgramTable.load(tmp_path / "foreign")
 
 
-def test_a_small_file_that_would_unpack_to_a_large_one_is_refused_before_that(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("descr", "items"), [("|u1", 2**31), ("|V524288", 2**12)], ids=["many", "large"])
+def test_a_small_file_that_would_unpack_to_a_large_one_is_refused_before_that(
+    tmp_path: Path, descr: str, items: int
+) -> None:
     """64 MB of zeros, said to be the beginning of 2 GB."""
     path = tmp_path / "bomb"
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (2**31,)})
+    np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": (items,)})
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("sizes.npy", npy(np.array([1, 300, 10, 16])))
         archive.writestr("older.npy", header.getvalue() + bytes(1 << 26))

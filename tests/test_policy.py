@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pystaged.bench.pairs import LyingDrafter
 from pystaged.config import SamplingConfig
 from pystaged.decoding.budget import OPENING, PROMPT, SHARE
 from pystaged.decoding.calibration import Calibration
@@ -27,6 +26,7 @@ from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.loading.costs import CostStore
 from pystaged.loading.pair import expected_use
+from pystaged.stats import DrafterStats
 
 TARGET = PassCost({1: 0.030, 2: 0.031, 4: 0.033, 8: 0.040, 16: 0.055, 32: 0.095})
 DRAFT = PassCost({1: 0.0004, 8: 0.0006, 32: 0.002})
@@ -235,20 +235,25 @@ class Behaviour:
     slowness: float = 1.0
 
 
-class SimulatedDrafter(LyingDrafter):
+class SimulatedDrafter:
     """A chain, a pass for each node, of whatever it says that passes and catching up cost.
 
     overshoot: what the last of its operations took beyond its price.
     """
 
     def __init__(self, machine: Machine, price: float = 0.1, lag: float = 0.0, true_lag: float = 0.0) -> None:
-        super().__init__(10)
         self._machine, self._price, self._lag, self._true_lag = machine, price, lag, true_lag
         self.behaviour = Behaviour([])
         self.overshoot, self.used, self._behind = 0.0, False, False
 
+    def work(self) -> dict[str, DrafterStats]:
+        return {"draft": DrafterStats()}
+
+    def close(self) -> None:
+        pass
+
     def start(self, context: NDArray[np.int32]) -> None:
-        super().start(context)
+        del context
         self._behind, self.overshoot = True, 0.0
 
     def lag(self) -> float:
@@ -264,7 +269,7 @@ class SimulatedDrafter(LyingDrafter):
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
         del sampling
-        begin, price, builder = self._machine.now, self.lag() + self._price, TreeBuilder(self._root)
+        begin, price, builder = self._machine.now, self.lag() + self._price, TreeBuilder(0)
         for i, took in enumerate(self.behaviour.passes[:max_depth]):
             if i and self.behaviour.obeys and self._machine.now - begin + price > seconds:
                 break
@@ -278,7 +283,7 @@ class SimulatedDrafter(LyingDrafter):
         return builder.build(range(1, len(builder.nodes)))
 
     def advance(self, tokens: Sequence[int]) -> None:
-        super().advance(tokens)
+        del tokens
         self._machine.work(self.behaviour.telling if self.used else 0.0)
 
 

@@ -161,6 +161,12 @@ def test_a_draft_that_vanishes_after_loading_is_still_there(random_gguf: Callabl
         before = engine.generate("abc", max_tokens=20).tokens
         draft.unlink()
         assert engine.generate("abc", max_tokens=20).tokens == before
+    draft.write_bytes(random_gguf("F32", seed=1).read_bytes())
+    with pystaged.load(random_gguf("F32"), draft=draft) as engine, engine.stream("abc", max_tokens=20) as stream:
+        next(stream)
+        draft.unlink()
+        # In a context of its own.
+        assert engine.generate("abc", max_tokens=20).tokens == before
     with pytest.raises(FileNotFoundError, match=r"draft\.gguf"):
         pystaged.load(random_gguf("F32"), draft=draft)
 

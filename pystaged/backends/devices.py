@@ -31,11 +31,6 @@ def candidates(name: str) -> list[str]:
     return ["cpu", *(device.name for device in devices() if device.is_gpu)] if name == "auto" else [name]
 
 
-def is_exact(name: str) -> bool:
-    """Whether a row's bits never depend on the rows beside it."""
-    return name == "cpu"
-
-
 def check(name: str) -> None:
     """Refuse what is no name of a device, before anything is loaded.
 

@@ -55,7 +55,8 @@ class Contest:
             ValueError: prompts too long for the model, or none.
         """
         file = self.prompts or names.house(names.HOUSE_PROMPTS)
-        path, draft = models.find(self.model, self.quantization), names.resolve_draft(self.model, self.draft)
+        path = models.find(self.model, self.quantization, lambda what: progress(what, 0.0, 0.0))
+        draft = names.resolve_draft(self.model, self.draft)
         tokenizer = Tokenizer(str(path))
         prompts = [Prompt(text, tokenizer.encode(text)) for text in spread(load_prompts(file), self.limit)]
         if not prompts:

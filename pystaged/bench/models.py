@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-import platformdirs
-
+from pystaged.files import cache_folder
 from pystaged.loading import names
 
 WIDTH, LAYERS, HEADS, CONTEXT = 1280, 36, 20, 1024  # of GPT-2 Large
 
 
-def find(model: str, quantization: str) -> Path:
+def find(model: str, quantization: str, report: Callable[[str], None] = lambda _: None) -> Path:
     """The file of a model.
 
     Args:
         model: "random" for a GPT-2 Large of random weights, "grown" for one that says what the house target says
             (see models/grow.py), else as in names.resolve.
-        quantization: type of a model to be made: F32, F16, Q8_0, Q4_0 (random also BF16).
+        quantization: type of a model to be made; the recipe says which it can make.
+        report: told before one is made, which takes minutes.
 
     Raises:
         FileNotFoundError: no such file.
@@ -28,11 +29,12 @@ def find(model: str, quantization: str) -> Path:
     """
     if model not in ("random", "grown"):
         return names.resolve(model)
-    folder = Path(platformdirs.user_cache_dir("pystaged")) / "bench"
+    folder = cache_folder() / "bench"
     path = folder / f"gpt2-large-{model}.{quantization}.gguf"
     house = names.resolve("house")
     # A model grown from an older house target would not be that of this version.
     if not path.exists() or path.stat().st_mtime < house.stat().st_mtime:
+        report(f"making {path}, once")
         folder.mkdir(parents=True, exist_ok=True)
         shape = {"width": WIDTH, "layers": LAYERS, "quantization": quantization}
         if model == "grown":

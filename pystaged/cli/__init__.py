@@ -26,7 +26,7 @@ _COMMANDS = {
     "info": "Show what this build and machine offer, and what a model is.",
     "audit": "Check each token of an output against what the model chooses when it evaluates one row at a time.",
     "rpc-server": "Lend this machine to a pystaged elsewhere, which names it with --device rpc:HOST:PORT.",
-    "models": "Models in the cache.",
+    "models": "List the models in the cache, or remove one.",
     "ngram": "Tables of n-grams, the lowest stage.",
 }
 
@@ -97,7 +97,7 @@ def main() -> None:
             _say("interrupted", "yellow")
     except (OSError, ValueError) as error:
         status = 1
-        _say("error: ", "bold red", str(error))
+        _say("error: ", "bold red", _words(error))
     if status:
         # Lest Python tries again to write what could not be written, and complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -109,6 +109,13 @@ def _run() -> None:
         app(prog_name="pystaged")
     finally:
         sys.stdout.flush()
+
+
+def _words(error: OSError | ValueError) -> str:
+    """What went wrong; of the system's errors the file and the reason, without number and quotes."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
 
 
 def _say(word: str, style: str, more: str = "") -> None:

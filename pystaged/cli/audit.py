@@ -16,7 +16,7 @@ from pystaged.cli.options import LoadOptions, MaxTokens, SamplingOptions, groupe
 
 @grouped
 def audit(
-    model: Annotated[str, typer.Argument(help="Path of a GGUF file, or 'house'.")],
+    model: Annotated[str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, or 'house'.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
     loading: LoadOptions,
     sampling: SamplingOptions,

@@ -110,8 +110,7 @@ def bench(
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:
-        console = Console(highlight=False)
-        console = console if console.is_terminal else Console(highlight=False, width=_WIDE)
+        console = _console()
         for part in found.terminal(console.width):
             console.print(part, soft_wrap=not console.is_terminal)
     if not found.outcome.complete:
@@ -132,13 +131,13 @@ def passes(
 
     Example: pystaged bench passes --model random --type Q4_0
     """
-    path = models.find(model, quantization.upper())
+    path = models.find(model, quantization.upper(), report)
     kernel = os.environ.get("PYSTAGED_KERNEL", "")
     found = curve.measure(path, repeats=repeats, kernel=kernel, num_threads=threads, peer=peer)
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:
-        Console().print(found.table())
+        _console().print(found.table())
 
 
 @app.command()
@@ -179,7 +178,7 @@ def lossless(
     table = Table("drafted by", *runs, title=title, box=None)
     for way, counts in different.items():
         table.add_row(way, *map(str, counts))
-    Console().print(table)
+    _console().print(table)
     if any(map(any, different.values())):
         raise typer.Exit(1)
 
@@ -209,18 +208,24 @@ def parts(
             passes_per_token = stats.drafters["draft"].passes / stats.new_tokens
             depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth[:8])
             table.add_row(f"{mode}: {way}", f"{stats.tokens_per_step:.3f}", f"{passes_per_token:.3f}", depths)
-    Console().print(table)
+    _console().print(table)
 
 
 def _open(
     model: str, draft: str, quantization: str, prompts: Path | None, limit: int
 ) -> tuple[Pair, Model, list[NDArray[np.int32]]]:
     """A target with its draft, the draft itself, and the tokens of the prompts."""
-    pair = Pair(models.find(model, quantization.upper()), draft, 0, report)
+    pair = Pair(models.find(model, quantization.upper(), report), draft, 0, report)
     if pair.draft is None:
         raise typer.BadParameter("a draft is needed")
     lines = pairs.load_prompts(prompts or names.house(names.HOUSE_PROMPTS))[:limit]
     return pair, pair.draft, [pair.tokenizer.encode(line) for line in lines]
+
+
+def _console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDE)
 
 
 def _rates(accept: str) -> list[float]:

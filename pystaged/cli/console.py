@@ -70,11 +70,9 @@ def model_name(name: str) -> str | Path:
         return names.resolve(name, progress)
 
 
-def draft_name(name: str) -> str | Path | None:
-    """The same for a draft; 'none' is None."""
-    if name == "none":
-        return None
-    return name if name == "auto" else model_name(name)
+def draft_name(name: str) -> str | Path:
+    """The same for a draft."""
+    return name if name in ("auto", "none") else model_name(name)
 
 
 def open_engine(model: str, options: LoadOptions) -> Engine:

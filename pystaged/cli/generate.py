@@ -28,14 +28,15 @@ from pystaged.cli.painting import show, summary
 @grouped
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
-    loading: LoadOptions,
-    sampling: SamplingOptions,
+    *,
     model: ModelName = "house",
-    speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
     max_tokens: MaxTokens = 128,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this string; may be repeated.", callback=check)
     ] = None,
+    sampling: SamplingOptions,
+    loading: LoadOptions,
+    speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what each stage did.")] = False,

@@ -13,7 +13,7 @@ from pystaged import files
 from pystaged.cli.console import report
 from pystaged.loading import cache
 
-app = typer.Typer(help="Models in the cache.", invoke_without_command=True)
+app = typer.Typer(help="List the models in the cache, or remove one.", invoke_without_command=True)
 
 
 @app.callback()

@@ -36,10 +36,11 @@ A line that ends with \\ goes on with the next one. Ctrl-C stops the model and k
 
 @grouped
 def repl(
-    loading: LoadOptions,
-    sampling: SamplingOptions,
+    *,
     model: ModelName = "house",
     max_tokens: MaxTokens = 64,
+    sampling: SamplingOptions,
+    loading: LoadOptions,
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
 ) -> None:

@@ -22,6 +22,7 @@ MOST_TOKENS = 10_000_000
 _FORMAT_VERSION = 1
 _MOST_ITEMS = 1 << 24  # of an array: texts of MOST_TOKENS give no more
 _MOST_BYTES_PER_ITEM = 1 << 20  # the name of the vocabulary is one item
+_MOST_ARRAY_BYTES = 4 * _MOST_ITEMS
 _MOST_BYTES = 1 << 28  # of a file
 _STORED = {  # arrays of a file: kind, most bytes per item, dimensions
     "vocab_hash": ("U", _MOST_BYTES_PER_ITEM, 0),
@@ -252,8 +253,8 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
         version = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_header(member)
-    if math.prod(shape) > _MOST_ITEMS or dtype.itemsize > _MOST_BYTES_PER_ITEM:
-        size = math.prod(shape) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
+    if math.prod(shape) > _MOST_ITEMS or size > _MOST_ARRAY_BYTES:
         raise _TooLargeError(f"{name} would take {size / 1e6:.0f} MB, more than that of any n-gram table")
     with archive.open(f"{name}.npy") as member:
         array: NDArray[Any] = np.lib.format.read_array(member, allow_pickle=False)

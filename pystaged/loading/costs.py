@@ -49,7 +49,7 @@ class Costs:
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._store = CostStore()
-        self._known: dict[str, PassCost] = {}
+        self._known: dict[tuple[Path, str], tuple[str, PassCost]] = {}  # with the keys they are stored under
 
     def of(self, path: Path, device: str, model: Model, *, again: bool = False) -> PassCost:
         """Seconds of a pass of a file's model on a device.
@@ -57,20 +57,23 @@ class Costs:
         Args:
             again: measure even what is known.
         """
+        # The file may have vanished or changed since its model was loaded.
+        if (path, device) in self._known and not again:
+            return self._known[path, device][1]
         info = path.stat()
         machine = (platform.node(), platform.machine(), os.cpu_count(), device, model.kernel, model.num_threads)
         key = "|".join(map(str, (*machine, path, info.st_size, info.st_mtime_ns)))
-        cost = None if again else self._known.get(key) or self._store.load(key)
+        cost = None if again else self._store.load(key)
         if cost is None:
             self._report(f"measuring passes of {path.name} on {device}, once")
             cost = measure_passes(model)
             self._store.save(key, cost)
-        self._known[key] = cost
+        self._known[path, device] = key, cost
         return cost
 
     def save(self) -> None:
         """Keep what was learnt."""
-        for key, cost in self._known.items():
+        for key, cost in self._known.values():
             self._store.save(key, cost)
 
 

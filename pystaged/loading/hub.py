@@ -1,4 +1,4 @@
-"""From the name of a model to its file, downloaded from a Hugging Face hub where that is what was named."""
+"""Models of a Hugging Face hub: chosen, downloaded, verified, and converted where they are checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pystaged.files import check_room
 from pystaged.loading import cache
 from pystaged.loading.progress import Progress
-from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
+from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES, check_type, quantize_checkpoint
 
 HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<wanted>.+))?")
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git for small files, SHA-256 for large ones
@@ -55,9 +55,9 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
         raise ValueError(
             f"{name!r} is no hub id; it should look like owner/name, owner/name:TYPE or owner/name:FILE.gguf"
         )
-    repository_name, wanted = match["repository"], quantization or match["wanted"] or ""
-    if quantization and quantization.lower() not in FILE_TYPES:
-        raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(FILE_TYPES)}")
+    repository_name, wanted = match["repository"], match["wanted"] or ""
+    if quantization:
+        wanted = check_type(quantization)
     repository = _Repository.open(repository_name, progress)
     models = [file for file in repository.files if file.endswith(".gguf") and not _PART_OF_MODEL.search(file)]
     chosen = cache.choose(models, wanted)
@@ -116,18 +116,6 @@ def _convert(repository: _Repository, kind: str) -> Path:
     )
     cache.save_source(out, repository.revision, repository.license)
     return out
-
-
-def announced(report: Callable[[str], None]) -> Progress:
-    """Progress as lines of text, one for each thing that begins."""
-    begun = set()
-
-    def progress(what: str, _done: int, _total: int) -> None:
-        if what not in begun:
-            begun.add(what)
-            report(what)
-
-    return progress
 
 
 # ---- The hub ----

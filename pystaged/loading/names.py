@@ -47,14 +47,15 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
 
 
 def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progress = lambda *_: None) -> Path | None:
-    """The GGUF file of a draft: "house" for the one in the package, "auto" for that one if the model is "house" too.
+    """The GGUF file of a draft: "house" for the one in the package, "auto" for that one if the model is "house" too;
+    None where n-grams draft alone: for "none" and None, and for "auto" with another model.
 
     Raises:
         FileNotFoundError, ValueError, OSError: as in resolve.
     """
     if draft == "house" or (draft == "auto" and model == "house"):
         return house(_HOUSE_DRAFT)
-    return None if draft is None or draft == "auto" else resolve(draft, progress)
+    return None if draft in (None, "none", "auto") else resolve(draft, progress)
 
 
 def _smollm2() -> Path:

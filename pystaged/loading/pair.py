@@ -17,8 +17,9 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
-from pystaged.loading import hub, names
+from pystaged.loading import names
 from pystaged.loading.costs import Costs
+from pystaged.loading.progress import announced
 from pystaged.loading.tables import find_table
 
 _PYTHON_LOOKUPS = 2  # Python around one pass of a draft takes about as long as so many n-gram lookups
@@ -47,7 +48,7 @@ class Pair:
             check(name)
         self._num_threads = num_threads
         self._costs = Costs(report)
-        progress = hub.announced(report)
+        progress = announced(report)
         self._path = names.resolve(model, progress)
         self._draft_path = names.resolve_draft(model, draft, progress)
         # As bytes, because the name of a file need not be valid Unicode.

@@ -1,0 +1,53 @@
+"""Which room of the package may know which: arrows point down, and nobody needs the command line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pystaged
+
+SOURCE = Path(pystaged.__file__).parent
+USES = {
+    "decoding": {"decoding"},
+    "drafting": {"decoding", "drafting"},
+    "backends": {"backends"},
+    "loading": {"backends", "decoding", "drafting", "loading"},
+    "bench": {"backends", "bench", "decoding", "drafting", "loading"},
+    "cli": {"backends", "bench", "cli", "decoding", "drafting", "loading"},
+}
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Full names of what a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+
+
+def rooms(folder: Path) -> set[str]:
+    """The rooms that the files of a folder import from."""
+    names = {name for file in folder.glob("*.py") for name in imported(file) if name.startswith("pystaged.")}
+    return {name.split(".")[1] for name in names} & USES.keys()
+
+
+@pytest.mark.parametrize("room", USES)
+def test_a_room_knows_those_below_it(room: str) -> None:
+    assert rooms(SOURCE / room) <= USES[room]
+
+
+def test_every_room_is_named_here() -> None:
+    found = {file.parent.name for file in SOURCE.glob("*/__init__.py")}
+    assert found - {"models"} == USES.keys()  # which an installed package has inside
+
+
+def test_what_users_touch_knows_neither_benchmark_nor_command_line() -> None:
+    above = {"__main__.py", "_program.py"}
+    for file in SOURCE.glob("*.py"):
+        if file.name not in above:
+            assert not any(name.startswith(("pystaged.bench", "pystaged.cli")) for name in imported(file)), file
