@@ -52,6 +52,7 @@ def assert_measured_again(store: CostStore, file: Path) -> None:
         '"1": 0.05, "8": 0.02',
         '"1": true, "8": []',
         f'"{"9" * 400}": 1',
+        '"1": 0.001, "2": 0.003',
         '"-1": 0.001, "1": 0.001',
         '"one": 0.001',
     ],
@@ -99,3 +100,10 @@ def test_a_folder_in_its_place(store: CostStore, file: Path) -> None:
     file.mkdir()
     store.save("key", PassCost(SECONDS))
     assert store.load("key") is None
+
+
+def test_what_was_measured_on_a_busy_machine_is_measured_again(store: CostStore, file: Path) -> None:
+    for seconds, kept in (({1: 0.01, 2: 0.02, 8: 0.08}, True), ({1: 0.01, 2: 0.03, 8: 0.04}, False)):
+        store.save("key", PassCost(seconds))
+        assert file.exists()
+        assert (store.load("key") is not None) == kept

@@ -20,6 +20,9 @@ from pystaged.files import cache_folder, part_file, read_small
 
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
+_MOST_RISE = (
+    1.25  # beyond as many passes of one row: something else ran while this was measured, and drafting seems dear
+)
 _MOST_BYTES = 1 << 16
 
 
@@ -118,5 +121,6 @@ def _is_believable(seconds: dict[int, float]) -> bool:
     return (
         min(seconds, default=0) == 1
         and all(_LEAST_SECONDS <= value <= _MOST_SECONDS for value in values)
+        and all(value / seconds[1] / _MOST_RISE <= n for n, value in seconds.items())
         and all(more >= _LEAST_RISE * fewer for fewer, more in itertools.pairwise(values))
     )
