@@ -15,8 +15,8 @@ is a piece of the prompt, a pass or a lookup of a drafter, or a verify pass, wit
 which telling the drafters is a part. mistaken: of the tokens of drafted steps, (1 + SHARE) x by how much a plain step
 was believed to take longer than it did. What is believed is a decayed mean of the plain steps that were seen,
 interruptions and all, because those would hit plain decoding too; so it is mistaken only until the next ones are seen
-after the machine has become faster. After an overshoot the credit is negative, and the text is plain until it is earned
-back.
+after the machine has become faster, which is soon where passes of any size say that it has. After an overshoot the
+credit is negative, and the text is plain until it is earned back.
 
 Among drafters that are covered the one of the largest average speed-up is used, none where none is faster than plain
 decoding. Another one is tried only when a purse of its own, filled by the same share and emptied by what its trials
@@ -40,6 +40,7 @@ _MOST = 16.0  # plain steps of gains, or of a purse, that are kept: what turned 
 _BLEND = 0.01  # least weight of a new observation; what turned wrong is ended by the credit, not by this
 _PRIOR = 10  # uses that the first belief is worth
 _PLAIN_BLEND = 0.1  # least weight of a new plain step
+_DOUBT = 1.5  # times what is seen: a plain step that is believed to take more is looked at soon, and not believed
 _CHUNK = 32  # tokens of a prompt from which the seconds for one are learnt
 # After so many drafted steps come two plain ones, to see what those take: often at first, and rarely where drafting
 # gains more than a plain step.
@@ -162,7 +163,9 @@ class Budget:
         if chosen is not None:
             self._unchecked += 1
             gains = self._tokens[chosen] - self._times[chosen]
-            if self._unchecked > (self._check_after if gains < 1 else _RARE_CHECK):
+            # By a plain step that is believed to be too long, whatever is drafted seems to gain.
+            doubtful = self.plain_seconds > _DOUBT * self._cost(1)
+            if self._unchecked > (self._check_after if gains < 1 or doubtful else _RARE_CHECK):
                 return None
         return chosen
 
@@ -177,6 +180,11 @@ class Budget:
         self._plain_seen += 1
         weight = max(_PLAIN_BLEND, 1 / self._plain_seen)
         self.plain_seconds *= 1 + weight * surprise(seconds, self.plain_seconds)
+        if self.plain_seconds > _DOUBT * seconds:
+            # Another time's, or of a busy machine. What was learnt and earned by it is as wrong.
+            self.plain_seconds, self._plain_seen = seconds, 1
+            self._seen = [_PRIOR] * len(self._seen)
+            self.credit = min(self.credit, OPENING * seconds)
         if self._unchecked > self._check_after:
             self._check_after = min(max(2 * self._check_after, _FIRST_CHECK), _LAST_CHECK)
         self._unchecked = 0
