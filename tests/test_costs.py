@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pystaged.decoding.cost import PassCost
+from pystaged.decoding.cost import PassCost, measure
 from pystaged.loading.costs import CostStore
 
 SECONDS = {1: 0.0004, 8: 0.0006, 32: 0.002}
@@ -107,3 +107,27 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again(store: CostStore,
         store.save("key", PassCost(seconds))
         assert file.exists()
         assert (store.load("key") is not None) == kept
+
+
+def test_what_a_busy_machine_takes_is_not_kept(tmp_path: Path) -> None:
+    class Machine:
+        """A pass takes a millisecond for each row, and `late` more in two of three."""
+
+        def __init__(self, late: float) -> None:
+            self.late, self.now, self.made = late, 0.0, 0
+
+        def run(self, num_rows: int) -> None:
+            self.made += 1
+            self.now += num_rows + (self.late if self.made % 3 else 0.0)
+
+        def clock(self) -> float:
+            return self.now / 1e3
+
+    store = CostStore(tmp_path)
+    for late, kept in ((0.0, True), (5.0, False)):
+        machine = Machine(late)
+        cost = measure(machine.run, most_rows=2, clock=machine.clock)
+        assert cost.steady == kept
+        assert cost(1) == pytest.approx(1e-3)
+        store.save(f"late by {late}", cost)
+        assert (store.load(f"late by {late}") is not None) == kept

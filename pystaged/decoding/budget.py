@@ -39,6 +39,7 @@ PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to rea
 _MOST = 16.0  # plain steps of gains, or of a purse, that are kept: what turned wrong must end soon
 _BLEND = 0.01  # least weight of a new observation; what turned wrong is ended by the credit, not by this
 _PRIOR = 10  # uses that the first belief is worth
+_TRIALS = 3  # uses at first that need no purse
 _PLAIN_BLEND = 0.1  # least weight of a new plain step
 _DOUBT = 1.5  # times what is seen: a plain step that is believed to take more is looked at soon, and not believed
 _CHUNK = 32  # tokens of a prompt from which the seconds for one are learnt
@@ -157,7 +158,9 @@ class Budget:
         self._best = chosen = self._fastest(covered)
         for i in covered:
             trial = self._forgone(self._times[i]) * self.plain_seconds + prices[i]
-            if i != self._best and self._purses[i] >= trial:
+            # What nobody has seen is tried where nothing is believed to pay: the belief may be wrong.
+            unseen = self._best is None and self._seen[i] < _PRIOR + _TRIALS
+            if i != self._best and (unseen or self._purses[i] >= trial):
                 chosen = i
                 break
         if chosen is not None:

@@ -20,9 +20,7 @@ from pystaged.files import cache_folder, part_file, read_small
 
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
-_MOST_RISE = (
-    1.25  # beyond as many passes of one row: something else ran while this was measured, and drafting seems dear
-)
+_MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured
 _MOST_BYTES = 1 << 16
 
 
@@ -100,7 +98,10 @@ class CostStore:
         return PassCost(seconds) if stored.get("key") == key and _is_believable(seconds) else None
 
     def save(self, key: str, cost: PassCost) -> None:
-        """Keep a measurement. Costs are a convenience: where they cannot be written they are measured again."""
+        """Keep a measurement, unless the machine was busy. Costs are a convenience: where they cannot be written they are
+        measured again."""
+        if not cost.steady:
+            return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._path(key)
