@@ -98,8 +98,7 @@ class CostStore:
         return PassCost(seconds) if stored.get("key") == key and _is_believable(seconds) else None
 
     def save(self, key: str, cost: PassCost) -> None:
-        """Keep a measurement, unless the machine was busy. Costs are a convenience: where they cannot be written they are
-        measured again."""
+        """Keep a measurement, unless the machine was busy. What cannot be written is measured again."""
         if not cost.steady:
             return
         try:
