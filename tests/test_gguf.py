@@ -52,7 +52,17 @@ INTERESTING = [
 ]
 ALIGNMENT = 32
 # ggml's number of each tensor type, with bytes per block and weights per block.
-TENSOR_TYPES = {0: (4, 1), 1: (2, 1), 2: (18, 32), 3: (20, 32), 6: (22, 32), 8: (34, 32), 14: (210, 256), 20: (18, 32)}
+TENSOR_TYPES = {
+    0: (4, 1),
+    1: (2, 1),
+    2: (18, 32),
+    3: (20, 32),
+    6: (22, 32),
+    8: (34, 32),
+    9: (36, 32),
+    14: (210, 256),
+    20: (18, 32),
+}
 TENSOR_TYPES |= {26: (4, 1), 30: (2, 1)}
 # Keys that libllama reads and a random model does not have.
 OTHER_KEYS = [
