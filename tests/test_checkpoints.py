@@ -446,6 +446,7 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "biases": ("qwen3", {"attention_bias": True}, "attention_bias is True"),
     "heads": ("llama", {"head_dim": None, "num_attention_heads": 5}, "does not split into 5 heads"),
     "kv-heads": ("llama", {"num_key_value_heads": 3}, "4 heads do not share 3 key and value heads"),
+    "scale": ("granite", {"residual_multiplier": 0.0}, "residual_multiplier is 0.0, but must be a number above 0"),
     "epsilon": ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
     "no-width": ("llama", {"hidden_size": None}, "hidden_size is None"),
     "rope-type": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of type 'dynamic' are not supported"),

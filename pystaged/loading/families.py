@@ -266,7 +266,9 @@ class Shape:
         if epsilon >= 1:
             raise ValueError(f"{path}: {reader.key('rms_norm_eps')} is {epsilon}, but must be between 0 and 1")
         context = number("max_position_embeddings", reader.get("n_ctx"))
-        metadata: Metadata = {name: reader.real(key) for name, key in family.reals.items() if reader.get(key)}
+        metadata: Metadata = {
+            name: reader.real(key) for name, key in family.reals.items() if reader.get(key) is not None
+        }
         if "sliding_window" in family.defaults:
             metadata["attention.sliding_window"] = number("sliding_window") if reader.get("sliding_window") else 0
         computed: dict[str, Floats] = {}
