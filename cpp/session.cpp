@@ -44,7 +44,7 @@ void check_finite(const float* x, size_t n) {
 }
 
 // The form that fits where the weights are.
-std::unique_ptr<Graph> make_graph(const Model& model, int num_cells, int context) {
+std::unique_ptr<Executor> make_executor(const Model& model, int num_cells, int context) {
     if (model.device_memory()) {
         return std::make_unique<DevicePass>(model, num_cells, context);
     }
@@ -85,11 +85,11 @@ private:
 Session::Session(std::shared_ptr<const Model> model, int context)
     : model_(std::move(model)),
       context_(checked_context(*model_, context)),
-      graph_(make_graph(*model_, context_ + kSpareCells, context_)),
+      executor_(make_executor(*model_, context_ + kSpareCells, context_)),
       samplers_(model_->num_threads(), Sampler(model_->kernel())) {}
 
 void Session::check_open() const {
-    if (!graph_) {
+    if (!executor_) {
         throw std::invalid_argument("the session is closed");
     }
 }
@@ -128,11 +128,11 @@ void Session::prefill(const std::vector<int32_t>& tokens, const std::function<vo
     std::iota(parents.begin(), parents.end(), -1);
     try {
         append(tokens, parents);
-        for (size_t first = 0; first < tokens.size(); first += Graph::kMaxRows) {
+        for (size_t first = 0; first < tokens.size(); first += Executor::kMaxRows) {
             if (first > 0) {
                 interrupted();
             }
-            compute(first, std::min(tokens.size(), first + Graph::kMaxRows), 0);
+            compute(first, std::min(tokens.size(), first + Executor::kMaxRows), 0);
         }
         committed_.insert(committed_.end(), tokens.begin(), tokens.end());
     } catch (...) {
@@ -164,8 +164,8 @@ void Session::evaluate_rows(const std::vector<int32_t>& tokens, const std::vecto
     read_logits();
     try {
         append(tokens, parents);
-        for (size_t first = start; first < end; first += Graph::kMaxRows) {
-            const size_t last = std::min(end, first + Graph::kMaxRows);
+        for (size_t first = start; first < end; first += Executor::kMaxRows) {
+            const size_t last = std::min(end, first + Executor::kMaxRows);
             compute(first, last, static_cast<int>(last - std::clamp(judged, first, last)));
         }
     } catch (...) {
@@ -195,9 +195,9 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
         if (row.position >= context_) {
             throw ContextFullError("the context of " + std::to_string(context_) + " tokens is full");
         }
-        if (cell >= graph_->num_cells()) {
+        if (cell >= executor_->num_cells()) {
             throw ContextFullError("the tree has more rows than the context has room for; at most " +
-                                   std::to_string(graph_->num_cells() - committed) + " fit now");
+                                   std::to_string(executor_->num_cells() - committed) + " fit now");
         }
         if (row.tail.empty() && cell == row.position) {
             row.direct = row.position + 1;
@@ -220,27 +220,27 @@ void Session::compute(size_t first, size_t last, int num_logits) {
     }
     read_logits();
     float* logits = reserve_logits(num_logits);
-    graph_->compute({n, tokens.data(), positions.data(), contexts.data(), static_cast<int>(committed_.size() + first),
-                     num_logits, logits});
+    executor_->compute({n, tokens.data(), positions.data(), contexts.data(),
+                        static_cast<int>(committed_.size() + first), num_logits, logits});
     num_unread_ = num_logits;
-    if (const size_t size = graph_->shortlist_size(); size > 0 && num_logits > 0) {
-        graph_->read_shortlist(&shortlist_tokens_[num_logits_ * size], &shortlist_logits_[num_logits_ * size]);
+    if (const size_t size = executor_->shortlist_size(); size > 0 && num_logits > 0) {
+        executor_->read_shortlist(&shortlist_tokens_[num_logits_ * size], &shortlist_logits_[num_logits_ * size]);
         check_finite(&shortlist_logits_[num_logits_ * size], num_logits * size);
     }
     for (int i = 0; i < num_logits; ++i) {
         pending_[last - num_logits + i].logits = num_logits_++;
     }
-    if (graph_->shortlist_size() == 0) {
+    if (executor_->shortlist_size() == 0) {
         read_logits();
     }
 }
 
 // Brings back the logits that are still on the device, before another pass overwrites them or because they are needed.
 void Session::read_logits() {
-    const int stride = static_cast<int>(graph_->logits_stride()), runs = stride / kRun;
+    const int stride = static_cast<int>(executor_->logits_stride()), runs = stride / kRun;
     const int first = num_logits_ - num_unread_;
     if (num_unread_ > 0) {
-        graph_->read_logits(logits_.get() + size_t(first) * stride);
+        executor_->read_logits(logits_.get() + size_t(first) * stride);
     }
     ThreadPool::shared().run(num_unread_, model_->num_threads(), [&](int i, int) {
         const float* row = &logits_[size_t(first + i) * stride];
@@ -252,13 +252,13 @@ void Session::read_logits() {
 
 // Room for `num_rows` more rows of logits behind those in use.
 float* Session::reserve_logits(int num_rows) {
-    const size_t stride = graph_->logits_stride();
+    const size_t stride = executor_->logits_stride();
     const int needed = num_logits_ + num_rows;
     if (needed > num_slots_) {
         const int slots = std::max(needed, 2 * num_slots_);
         std::unique_ptr<float[]> larger(new float[slots * stride]);
         maxima_.resize(slots * stride / kRun);
-        shortlist_tokens_.resize(slots * size_t(graph_->shortlist_size()));
+        shortlist_tokens_.resize(slots * size_t(executor_->shortlist_size()));
         shortlist_logits_.resize(shortlist_tokens_.size());
         std::copy_n(logits_.get(), num_logits_ * stride, larger.get());
         logits_ = std::move(larger);
@@ -287,20 +287,20 @@ LogitsRow Session::logits_row(int row) {
     if (slot >= num_logits_ - num_unread_) {
         read_logits();
     }
-    const size_t stride = graph_->logits_stride();
+    const size_t stride = executor_->logits_stride();
     return {logits_.get() + slot * stride, maxima_.data() + slot * stride / kRun, model_->numbers().vocab_size,
             static_cast<int>(stride)};
 }
 
 // Where the shortlist holds all that the sampling can choose, it alone is needed.
 LogitsRow Session::row_to_choose_from(const Sampling& sampling, int row) {
-    const int size = graph_->shortlist_size();
+    const int size = executor_->shortlist_size();
     const bool enough = sampling.temperature == 0 || (sampling.top_k > 0 && sampling.top_k <= size);
     return size > 0 && enough ? shortlisted_row(row) : logits_row(row);
 }
 
 LogitsRow Session::shortlisted_row(int row) {
-    const int size = graph_->shortlist_size(), stride = static_cast<int>(graph_->logits_stride());
+    const int size = executor_->shortlist_size(), stride = static_cast<int>(executor_->logits_stride());
     const size_t first = size_t(slot_of(row)) * size;
     sparse_logits_.resize(stride, -INFINITY);
     sparse_maxima_.resize(stride / kRun, -INFINITY);
@@ -404,7 +404,7 @@ void Session::commit_path(const std::vector<int32_t>& path) {
         }
     }
     committed_.reserve(committed_.size() + path.size());
-    graph_->move(moves);
+    executor_->move(moves);
     for (const int32_t row : path) {
         committed_.push_back(pending_[row].token);
     }
@@ -430,7 +430,7 @@ void Session::truncate(int length) {
 
 void Session::close() {
     const Turn turn(*this);
-    graph_.reset();
+    executor_.reset();
     logits_.reset();
     pending_.clear();
     committed_.clear();
@@ -455,7 +455,7 @@ int Session::num_pending() {
 
 bool Session::closed() {
     const Turn turn(*this);
-    return !graph_;
+    return !executor_;
 }
 
 }  // namespace pystaged

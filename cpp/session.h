@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "pass/graph.h"
+#include "pass/executor.h"
 #include "sampler.h"
 
 namespace pystaged {
@@ -101,7 +101,7 @@ private:
     std::atomic<int> process_{0};            // and in which process, 0 for nobody's
     std::shared_ptr<const Model> model_;
     int context_;
-    std::unique_ptr<Graph> graph_;
+    std::unique_ptr<Executor> executor_;
     std::vector<Sampler> samplers_;  // one per thread
     std::vector<int32_t> committed_;
     std::vector<Row> pending_;

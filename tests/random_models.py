@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType, quants
 
 Floats = npt.NDArray[np.float32]
 
@@ -27,9 +29,11 @@ class RandomModel:
         head_dim: 0 for width / heads.
         biases: of every matrix of a layer that the family may have them for.
         fused: one matrix for queries, keys and values.
+        vocabulary: writes a tokenizer of so many tokens; add_vocabulary() if there is none.
         metadata: further keys under the family's name; floats, integers, booleans, strings and lists.
         vectors: further tensors of one dimension, by name.
         quantization: of the matrices: a type that gguf can quantize to.
+        types: of single matrices, by a part of their name.
     """
 
     family: str
@@ -49,7 +53,9 @@ class RandomModel:
     own_head_norms: bool = False
     head_bias: bool = False
     quantization: str = "F32"
+    types: dict[str, str] = field(default_factory=dict)
     seed: int = 0
+    vocabulary: Callable[[GGUFWriter, int], object] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     vectors: dict[str, Floats] = field(default_factory=dict)
 
@@ -58,9 +64,21 @@ class RandomModel:
         return self.head_dim or self.width // self.heads
 
 
-def write(path: Path, model: RandomModel) -> Path:
-    """Write a model: matrices and biases around 0, norms around 1; the same seed gives the same file."""
+Change = Callable[[dict[str, Floats]], object]
+
+
+def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
+    """Write a model: matrices and biases around 0, norms around 1; the same seed gives the same file.
+
+    Args:
+        path: the file.
+        model: what to write.
+        change: called with the tensors, by name, to damage them.
+    """
     m = model
+    found = tensors(m)
+    if change:
+        change(found)
     with closing(GGUFWriter(path, m.family)) as writer:
         writer.add_name("random weights")
         writer.add_context_length(m.context)
@@ -83,16 +101,26 @@ def write(path: Path, model: RandomModel) -> Path:
         for key, value in m.metadata.items():
             if key != "logit_scale":
                 _add(writer, f"{m.family}.{key}", value)
-        add_vocabulary(writer, m.vocab_size)
-        kind = GGMLQuantizationType[m.quantization]
-        for name, values in tensors(m).items():
+        (m.vocabulary or add_vocabulary)(writer, m.vocab_size)
+        for name, values in found.items():
             if values.ndim == 2 and not name.startswith("position") and "norm" not in name:
+                own = [kind for part, kind in m.types.items() if part in name]
+                kind = GGMLQuantizationType[own[0] if own else m.quantization]
                 writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(name, values)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
+    return path
+
+
+def quantize(source: Path, path: Path, file_type: str) -> Path:
+    """A copy of a model in one of llama.cpp's mixtures, by its own quantizer: "MOSTLY_Q4_K_M", ..."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = LlamaFileType[file_type].value, 1
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params) != 0:
+        raise ValueError(f"llama.cpp cannot quantize {source} to {file_type}")
     return path
 
 

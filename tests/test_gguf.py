@@ -546,8 +546,8 @@ MODEL_CASES: dict[str, tuple[Change, str]] = {
         "tensor 'blk.0.ffn_up.weight' has shape 128 x 32 x 1 x 1 where 32 x 128 x 1 x 1 is needed",
     ),
     "type": (
-        reshape("blk.0.ffn_up.weight", (32, 128), 20),
-        "tensor 'blk.0.ffn_up.weight': weights of type iq4_nl are not supported; use f32, f16, bf16, q8_0, q4_0, q4_1,",
+        reshape("blk.0.ffn_up.weight", (32, 128), 9),
+        "tensor 'blk.0.ffn_up.weight': weights of type q8_1 are not supported; use f32, f16, bf16, q8_0, q4_0, q4_1,",
     ),
     "norm-type": (
         reshape("output_norm.weight", (32,), 8),

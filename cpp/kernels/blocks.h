@@ -91,10 +91,11 @@ private:
     }
 };
 
-// Four bits that stand for bytes of a table.
-template <const uint8_t (&table)[16]>
-struct TableQuants : Words<8> {
+// Four bits that stand for bytes of a table, below 2^bits.
+template <const uint8_t (&table)[16], int bits>
+struct TableQuants : Words<bits> {
     static constexpr int bytes = Quants<4>::bytes;
+    using Words<bits>::words;
 
     TableQuants(const uint8_t* data, int part) {
         const Quants<4> indices(data, part);
@@ -255,32 +256,32 @@ template <int bits>
 struct HalvesMinimumBlock {
     using Header = MinimumHeader;
     static constexpr int bytes = 2 * kLanes + Quants<bits>::bytes;
-    F scale, minus_minimum;
+    F scale;
     F scales[2], minima[2];
     Quants<bits> quants;
 
     HalvesMinimumBlock(const Header& header, const uint8_t* data, int part)
-        : scale(header.scale), minus_minimum(header.minus_minimum), quants(data + 2 * kLanes, part) {
+        : scale(header.scale), quants(data + 2 * kLanes, part) {
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
             // The scale in the low and the minimum in the high half of a byte.
             const F both = F::load_u8(data + half * kLanes + part * F::lanes);
-            minima[half] = round((both - F::set(7.5f)) * F::set(0.0625f));
-            scales[half] = fma(minima[half], F::set(-16), both);
+            const F high = round((both - F::set(7.5f)) * F::set(0.0625f));
+            minima[half] = header.minus_minimum * high;
+            scales[half] = fma(high, F::set(-16), both);
         }
     }
     template <int rows>
     void add(F* sum, const int8_t* x, const BlockFactors* row) const {
-        F dot[rows], second_dot[rows], least[rows];
+        F dot[rows], second_dot[rows];
         quants.template dot_only<rows, 0, 4>(x, row, dot);
         quants.template dot_only<rows, 4, 4>(x, row, second_dot);
         for (int r = 0; r < rows; ++r) {
             // Exact, as above.
             dot[r] = fma(second_dot[r], scales[1], dot[r] * scales[0]);
-            least[r] = fma(minima[1], F::set(static_cast<float>(row[r].offsets[1])),
-                           minima[0] * F::set(static_cast<float>(row[r].offsets[0])));
+            sum[r] = fma(minima[0], F::set(row[r].sums[0]), sum[r]);
+            sum[r] = fma(minima[1], F::set(row[r].sums[1]), sum[r]);
         }
-        add_scaled(sum, minus_minimum, row, least);
         add_scaled(sum, scale, row, dot);
     }
 };

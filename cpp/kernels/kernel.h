@@ -95,16 +95,15 @@ constexpr Layout kLayouts[kNumPackings] = {
 // What the four bits of IQ4_NL and IQ4_XS, and of MXFP4, stand for, the zero point added.
 alignas(16) constexpr uint8_t kIq4Values[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                 129, 141, 153, 166, 181, 197, 217, 241};
-alignas(16) constexpr uint8_t kFp4Values[16] = {128, 129, 130, 131, 132, 134, 136, 140,
-                                                128, 127, 126, 125, 124, 122, 120, 116};
+alignas(16) constexpr uint8_t kFp4Values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // What an integer packing adds to its weights to store them unsigned; those with a minimum need not.
 static constexpr int zero_point(Packing packing) {
     switch (packing) {
         case Packing::q8_0:
         case Packing::iq4_nl:
-        case Packing::iq4_xs:
-        case Packing::mxfp4: return 128;
+        case Packing::iq4_xs: return 128;
+        case Packing::mxfp4: return 12;
         case Packing::q4_0: return 8;
         case Packing::q5_0: return 16;
         case Packing::q6_k: return 32;
@@ -120,9 +119,12 @@ static constexpr bool has_halves(Packing packing) {
 
 // What a product needs to know of one block of one row besides its quants.
 struct BlockFactors {
-    float scale;         // value = scale * quant
-    float sum;           // of the values
-    int32_t offsets[2];  // minus the zero point times the sum of the quants, or of either half's; Q2_K: those sums
+    float scale;  // value = scale * quant
+    float sum;    // of the values
+    union {
+        int32_t offsets[2];  // minus the zero point times the sum of the quants, or of either half's
+        float sums[2];       // Q2_K: of either half's values
+    };
 };
 
 // n rows of int8 blocks. The rows of a block lie side by side, so that a tile of rows reaches them all from one

@@ -83,10 +83,17 @@ void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
             __builtin_memcpy(to.quants + (at - row % 2) * kBlock + row % 2 * 8 + 2 * i, own + i, 8);
         }
         const float scale = round_to_f16(largest / 127.0f);
-        const int factor = to.packing == Packing::q2_k ? 1 : -zero_point(to.packing);
-        to.factors[at] = {scale,
-                          scale * static_cast<float>(first + second),
-                          {factor * (has_halves(to.packing) ? first : first + second), factor * second}};
+        const int zero = zero_point(to.packing);
+        BlockFactors& factors = to.factors[at];
+        factors.scale = scale;
+        factors.sum = scale * static_cast<float>(first + second);
+        if (to.packing == Packing::q2_k) {
+            factors.sums[0] = scale * static_cast<float>(first);
+            factors.sums[1] = scale * static_cast<float>(second);
+        } else {
+            factors.offsets[0] = -zero * (has_halves(to.packing) ? first : first + second);
+            factors.offsets[1] = -zero * second;
+        }
     }
 }
 

@@ -82,8 +82,9 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
                   "', which is unknown; there are: none, linear, yarn, longrope");
     }
     const float factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 0));
-    if (factor < 0) {
-        file.fail("metadata '" + keys.name("rope.scaling.factor") + "' is negative");
+    if (factor != 0 && !(factor > 1e-6f && factor < 1e6f)) {
+        file.fail("metadata '" + keys.name("rope.scaling.factor") + "' is " + std::to_string(factor) +
+                  ", which is no factor of a context");
     }
     rope.scale = scaling == "none" || factor == 0 ? 1 : 1 / factor;
     rope.yarn = scaling == "yarn";

@@ -10,7 +10,17 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 
-// The floats of a tensor, all rows in turn.
+std::vector<float> read_floats(const GgufFile& file, const std::vector<const TensorView*>& tensors) {
+    std::vector<float> all;
+    for (const TensorView* tensor : tensors) {
+        const std::vector<float> values = read_floats(file, *tensor);
+        all.insert(all.end(), values.begin(), values.end());
+    }
+    return all;
+}
+
+}  // namespace
+
 std::vector<float> read_floats(const GgufFile& file, const TensorView& tensor) {
     const size_t size = size_t(tensor.ne[0]) * tensor.ne[1];
     const Memory data = file.read(tensor);
@@ -29,17 +39,6 @@ std::vector<float> read_floats(const GgufFile& file, const TensorView& tensor) {
     }
     return values;
 }
-
-std::vector<float> read_floats(const GgufFile& file, const std::vector<const TensorView*>& tensors) {
-    std::vector<float> all;
-    for (const TensorView* tensor : tensors) {
-        const std::vector<float> values = read_floats(file, *tensor);
-        all.insert(all.end(), values.begin(), values.end());
-    }
-    return all;
-}
-
-}  // namespace
 
 PackedLoader::PackedLoader(const GgufFile& file, const Manifest& manifest, const Family& family,
                            const Hyperparameters& numbers, int num_threads)

@@ -8,6 +8,9 @@
 
 namespace pystaged {
 
+// The floats of a tensor, all rows in turn. Throws ModelError where they are of another type.
+std::vector<float> read_floats(const GgufFile& file, const TensorView& tensor);
+
 // Packs for our kernels.
 class PackedLoader {
 public:

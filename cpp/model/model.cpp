@@ -19,6 +19,19 @@ int checked_threads(int num_threads) {
     return num_threads > 0 ? num_threads : physical_cores();
 }
 
+void check_factors(const GgufFile& file, const Manifest& manifest) {
+    for (const Role role : {Role::rope_factors, Role::rope_factors_long, Role::rope_factors_short}) {
+        const TensorView* tensor = manifest.find(role);
+        if (!tensor) {
+            continue;
+        }
+        const std::vector<float> factors = read_floats(file, *tensor);
+        if (std::any_of(factors.begin(), factors.end(), [](float factor) { return factor < 1e-6f; })) {
+            file.fail("tensor '" + tensor->name + "' holds factors that are not above 0");
+        }
+    }
+}
+
 void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
     const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
     if (tokens && tokens->second != size_t(numbers.vocab_size)) {
@@ -40,6 +53,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     numbers_ = read_hyperparameters(file, *family_);
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
+    check_factors(file, manifest);
     weight_type_ = manifest.most_common_type();
     if (devices.empty()) {
         PackedLoader loader(file, manifest, *family_, numbers_, num_threads_);

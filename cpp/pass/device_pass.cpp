@@ -33,7 +33,7 @@ constexpr int kShortlist = 64;
 }  // namespace
 
 DevicePass::DevicePass(const Model& model, int num_cells, int context)
-    : Graph(model),
+    : Executor(model),
       rope_factors_(model.rope_factors(context).device),
       places_(padded(num_cells, kCells)),
       most_nodes_(96 * size_t(model.numbers().num_layers) + 128) {

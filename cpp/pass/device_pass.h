@@ -3,11 +3,11 @@
 #pragma once
 
 #include "device.h"
-#include "pass/graph.h"
+#include "pass/executor.h"
 
 namespace pystaged {
 
-class DevicePass : public Graph {
+class DevicePass : public Executor {
 public:
     DevicePass(const Model& model, int num_cells, int context);
     ~DevicePass() override;

@@ -21,7 +21,7 @@ Activation activation_of(Gate gate) {
 }  // namespace
 
 PackedPass::PackedPass(const Model& model, int num_cells, int context)
-    : Graph(model),
+    : Executor(model),
       cache_(model.numbers().num_layers, model.numbers().num_kv_heads, model.numbers().head_dim, num_cells) {
     const Hyperparameters& h = model.numbers();
     const std::vector<float>& factors = model.rope_factors(context).values;

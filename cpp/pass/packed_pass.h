@@ -4,12 +4,12 @@
 
 #include <vector>
 
-#include "pass/graph.h"
+#include "pass/executor.h"
 #include "pass/kv_cache.h"
 
 namespace pystaged {
 
-class PackedPass : public Graph {
+class PackedPass : public Executor {
 public:
     PackedPass(const Model& model, int num_cells, int context);
 

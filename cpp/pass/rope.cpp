@@ -54,6 +54,14 @@ double own_exp(double x) {
 }
 
 void own_sin_cos(double x, double* sine, double* cosine) {
+    if (!(std::fabs(x) < 1 << 30)) {
+        // Beyond any angle that means something; fmod is exact, and infinity becomes NaN.
+        x = std::fmod(x, 2 * kPi);
+        if (std::isnan(x)) {
+            *sine = *cosine = x;
+            return;
+        }
+    }
     const double n = std::nearbyint(x * (2 / kPi));
     const double r = ((x - n * kHalfPi1) - n * kHalfPi2) - n * kHalfPi3;
     const double z = r * r;

@@ -27,7 +27,7 @@ struct Rope {
 // floats are the same on every machine.
 void rotation(const std::vector<double>& frequencies, double amplitude, int position, float* cosines, float* sines);
 
-// Natural logarithm, e^x, sine and cosine, to a few units in the last place; |x| up to 2^30 for the latter.
+// Natural logarithm, e^x, sine and cosine, to a few units in the last place; the latter for |x| below 2^20.
 double own_log(double x);
 double own_exp(double x);
 void own_sin_cos(double x, double* sine, double* cosine);

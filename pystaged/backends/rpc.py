@@ -135,6 +135,11 @@ class RemoteModel:
     width: int
     num_layers: int
     num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_width: int
+    cell_bytes: int
+    architecture: str
     devices: list[str]
 
     def __init__(self, path: bytes, kernel: str, num_threads: int, device: str) -> None:

@@ -437,7 +437,7 @@ void test_row_functions() {
                 scalar.quantize(x.data(), 64, 0, b.rows(1, packing));
                 CHECK(a.quants.same(b.quants));
                 CHECK(std::isnan(odd) || a.factors.same(b.factors));
-                for (int block = 0; block < 2; ++block) {
+                for (int block = 0; block < (packing == Packing::q2_k ? 0 : 2); ++block) {
                     CHECK(a.factors[block].offsets[0] == b.factors[block].offsets[0]);
                     CHECK(a.factors[block].offsets[1] == b.factors[block].offsets[1]);
                 }
@@ -789,7 +789,10 @@ void test_floats() {
     std::atomic<int> odd{0};
     {
         const FloatEnvironment pinned;
-        ThreadPool::shared().run(64, 4, [&](int, int) { odd += std::fegetround() != FE_TONEAREST; });
+        ThreadPool::shared().run(64, 4, [&](int, int) {
+            const volatile float one = 1, three = 3;
+            odd += one / three != 0x1.555556p-2f;
+        });
     }
     CHECK(odd == 0);
     CHECK(std::fegetround() == FE_DOWNWARD);
@@ -834,13 +837,15 @@ int main(int argc, char** argv) {
         names.emplace_back(kernel->name);
     }
     CHECK(argc == 1 || names == std::vector<std::string>(argv + 1, argv + argc));
+#ifndef __SANITIZE_THREAD__  // under which these take very long
     test_matrices();
     test_together();
     test_orders();
     test_row_functions();
     test_cache();
     test_attentions();
-    test_fork();
+    test_fork();  // in whose child it does not support new threads
+#endif
     test_pool();
     test_pool_exceptions();
     test_floats();

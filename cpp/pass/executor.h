@@ -23,13 +23,13 @@ struct Pass {
     float* logits = nullptr;               // [num_logits][logits_stride()]
 };
 
-class Graph {
+class Executor {
 public:
     static constexpr int kMaxRows = 64;
 
-    virtual ~Graph() = default;
-    Graph(const Graph&) = delete;
-    Graph& operator=(const Graph&) = delete;
+    virtual ~Executor() = default;
+    Executor(const Executor&) = delete;
+    Executor& operator=(const Executor&) = delete;
 
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
     size_t logits_stride() const { return padded(model_.numbers().vocab_size, kRun); }
@@ -48,7 +48,7 @@ public:
     virtual void read_logits(float*) {}
 
 protected:
-    explicit Graph(const Model& model) : model_(model) {}
+    explicit Executor(const Model& model) : model_(model) {}
 
     const Model& model_;
 };

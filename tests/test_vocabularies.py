@@ -1,0 +1,185 @@
+"""Vocabularies of both kinds against libllama, and drafts whose vocabulary is almost the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from ctypes import c_int32
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+from gguf import GGUFWriter, TokenType
+from random_models import RandomModel, add_vocabulary, write
+
+from pystaged._core import ModelError, Tokenizer
+
+TEXTS = [
+    "",
+    "hello the other thing",
+    " leading and  double spaces ",
+    "<s>begin</s> <|tool|>x<|tool|> <think>y</think>",
+    "\u00e9t\u00e9 \u65e5\u672c \U0001f600\n\ttabs",
+    "<s>" * 200 + "a" + "</s> " * 100,
+]
+
+
+def sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True) -> None:
+    """Three control tokens, bytes, made-up pieces, and one token each that is control and user-defined."""
+    pieces = ["\u2581", *"ethoainsrl", "he", "th", "the", "\u2581the", "\u2581o", "ing", "in", "er", "\u2581\u2581"]
+    tokens = ["<unk>", "<s>", "</s>"]
+    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    if byte_tokens:
+        tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+        types += [TokenType.BYTE] * 256
+    tokens += [*pieces, "<|tool|>", "<think>"]
+    types += [TokenType.NORMAL] * len(pieces) + [TokenType.CONTROL, TokenType.USER_DEFINED]
+    spare = size - len(tokens)
+    tokens += [f"<unused{i}>" for i in range(spare)]
+    types += [TokenType.UNUSED] * spare
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_token_types([int(kind) for kind in types])
+
+
+def byte_pairs(writer: GGUFWriter, size: int) -> None:
+    add_vocabulary(writer, size)
+    writer.add_add_bos_token(True)
+
+
+def no_bytes(writer: GGUFWriter, size: int) -> None:
+    sentencepiece(writer, size, byte_tokens=False)
+
+
+KINDS: dict[str, Callable[[GGUFWriter, int], object]] = {"sentencepiece": sentencepiece, "byte-pairs": byte_pairs}
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    folder = tmp_path_factory.mktemp("vocabularies")
+
+    def make(kind: str, size: int = 300) -> Path:
+        path = folder / f"{kind}-{size}.gguf"
+        return path if path.exists() else write(path, RandomModel("llama", vocab_size=size, vocabulary=KINDS[kind]))
+
+    return make
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, model_file: Callable[..., Path]) -> Iterator[tuple[Tokenizer, Any]]:
+    """Our tokenizer and libllama's vocabulary."""
+    path = model_file(request.param)
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    yield Tokenizer(path), llama_cpp.llama_model_get_vocab(model)
+    llama_cpp.llama_model_free(model)
+
+
+@pytest.mark.parametrize("add_special", [True, False])
+@pytest.mark.parametrize("parse_special", [True, False])
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_as_libllama(pair: tuple[Tokenizer, Any], text: str, add_special: bool, parse_special: bool) -> None:
+    ours, vocab = pair
+    data, ids = text.encode(), (c_int32 * 4096)()
+    count = llama_cpp.llama_tokenize(vocab, data, len(data), ids, 4096, add_special, parse_special)
+    assert ours.encode(text, add_special, parse_special).tolist() == list(ids[:count])
+
+
+def test_what_sentencepiece_says(model_file: Callable[..., Path]) -> None:
+    ours = Tokenizer(model_file("sentencepiece"))
+    assert (ours.adds_bos, ours.adds_eos, ours.bos, ours.eos) == (True, False, 1, 2)
+    tokens = ours.encode("the <|tool|>").tolist()
+    assert tokens[0] == 1
+    tool = tokens[-1]
+    assert (ours.token_text(tool), ours.is_control(tool)) == ("<|tool|>", True)
+    assert (ours.token_bytes(tool), ours.token_bytes(tool, special=True)) == (b"", b"<|tool|>")
+    assert ours.encode("<|tool|>", parse_special=False).tolist()[-1] != tool
+    think = tool + 1
+    assert ours.encode("<think>", add_special=False, parse_special=False).tolist()[-1] == think
+    assert ours.token_bytes(think) == b"<think>"
+    assert not ours.is_control(think)
+    assert ours.token_bytes(3 + 0x41) == b"A"
+    assert ours.end_tokens.tolist() == [token for token in range(300) if ours.is_end(token)] == [2]
+
+
+def test_characters_without_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", RandomModel("llama", vocabulary=no_bytes))
+    ours = Tokenizer(path)
+    assert ours.encode("the").size > 0
+    with pytest.raises(ValueError, match="no tokens for some character"):
+        ours.encode("Z")
+
+
+def tiny(writer: GGUFWriter, size: int) -> None:
+    """Too small for the token that libllama takes to begin texts where none is named."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([chr(0x61 + i) for i in range(size)])
+    writer.add_token_merges(["a b"])
+    writer.add_add_bos_token(True)
+
+
+def twice(writer: GGUFWriter, size: int) -> None:
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *["a"] * (size - 3)])
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "size", "message"),
+    [(tiny, 8, "adds a token to every text"), (twice, 8, "token 4 of the vocabulary stands there twice")],
+)
+def test_what_would_end_the_process(
+    tmp_path: Path, vocabulary: Callable[[GGUFWriter, int], object], size: int, message: str
+) -> None:
+    path = write(tmp_path / "model.gguf", RandomModel("llama", vocab_size=size, vocabulary=vocabulary))
+    with pytest.raises(ModelError, match=message):
+        Tokenizer(path)
+
+
+def test_almost_the_same(model_file: Callable[..., Path]) -> None:
+    """A padded tail, and another vocabulary altogether."""
+    target, padded = Tokenizer(model_file("sentencepiece")), Tokenizer(model_file("sentencepiece", 320))
+    shared = target.shared_with(padded)
+    assert shared.dtype == np.bool_
+    assert shared.all()
+    assert target.first_difference(padded) == -1
+    assert padded.shared_with(target).tolist() == [True] * 300 + [False] * 20
+    assert target.fingerprint != padded.fingerprint
+    pairs = Tokenizer(model_file("byte-pairs"))
+    different = target.shared_with(pairs)
+    assert not different.all()
+    assert target.first_difference(pairs) == int(np.flatnonzero(~different)[0])
+
+
+def test_control_tokens_count(tmp_path: Path) -> None:
+    """Two control tokens with other spellings have the same bytes: none."""
+    paths = []
+    for name in ("<|a|>", "<|b|>"):
+        path = tmp_path / f"{len(paths)}.gguf"
+        with closing(GGUFWriter(path, "gpt2")) as writer:
+            writer.add_context_length(8)
+            writer.add_embedding_length(4)
+            writer.add_block_count(1)
+            writer.add_feed_forward_length(4)
+            writer.add_head_count(1)
+            writer.add_layer_norm_eps(1e-5)
+            writer.add_tokenizer_model("gpt2")
+            writer.add_tokenizer_pre("gpt-2")
+            writer.add_token_list(["a", "b", "ab", name])
+            writer.add_token_types([1, 1, 1, 3])
+            writer.add_token_merges(["a b"])
+            writer.add_bos_token_id(3)
+            writer.add_eos_token_id(2)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        paths.append(path)
+    first, second = (Tokenizer(path) for path in paths)
+    assert first.token_bytes(3) == second.token_bytes(3) == b""
+    assert first.first_difference(second) == 3
+    assert first.shared_with(second).tolist() == [True, True, True, False]
+    assert first.fingerprint != second.fingerprint
