@@ -410,7 +410,7 @@ def _check_layers(reader: _Reader, shape: Shape) -> None:
         ValueError: others than the architecture has.
     """
 
-    def check(name: str, expected: list[Any]) -> None:
+    def check(name: str, expected: object) -> None:
         if reader.get(name) not in (None, expected):
             raise ValueError(
                 f"{reader.path}: {name} is {reader.get(name)!r}, which a GGUF file of {shape.family.architecture} "
@@ -422,10 +422,10 @@ def _check_layers(reader: _Reader, shape: Shape) -> None:
         check("no_rope_layers", [int(layer % 4 != 0) for layer in layers])
     elif shape.family is _GEMMA3:
         check("layer_types", ["sliding_attention" if layer % 6 else "full_attention" for layer in layers])
-        check("sliding_window_pattern", 6)  # type: ignore[arg-type]
+        check("sliding_window_pattern", 6)
         # llama.cpp takes the largest Gemma 3 for itself by its number of layers.
         per_head = shape.width // shape.heads if shape.layers == 62 else shape.head_width
-        check("query_pre_attn_scalar", per_head)  # type: ignore[arg-type]
+        check("query_pre_attn_scalar", per_head)
 
 
 def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Floats]) -> Metadata:
@@ -438,7 +438,8 @@ def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Fl
     found = found.get("full_attention", found)
 
     def real(name: str, default: object = None) -> float:
-        return positive(path, name, found.get(name, default))
+        value = found.get(name)
+        return positive(path, name, default if value is None else value)
 
     kind = found.get("rope_type", found.get("type", "default"))
     if family.fused_gate and kind in ("su", "yarn"):
