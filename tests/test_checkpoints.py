@@ -560,6 +560,7 @@ def test_malformed_weights(tmp_path: Path, edit: Callable[[dict[str, Any]], obje
         (field(1, 5), "is damaged"),
         (field(1, field(1, b"\xff")), "is damaged"),
         (field(1, field(1, b"a")) * 2, "is damaged: two pieces are spelled 'a'"),
+        (field(1, field(1, b"a") + field(2, math.nan)), "is damaged: the score of 'a' is nan"),
         (sentencepiece_model(kind=1), "SentencePiece models of kind BPE that keep texts as they are"),
         (sentencepiece_model(normalizer=field(2, b"x") + field(4, 0)), "that keep texts as they are"),
         (sentencepiece_model(normalizer=b""), "that keep texts as they are"),
@@ -581,11 +582,18 @@ def test_malformed_sentencepiece(tmp_path: Path, data: bytes, message: str) -> N
         ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": split("a+")}}, "cannot say how this tokenizer splits"),
         ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": 5}}, "cannot say how this tokenizer splits"),
         ({"normalizer": {"type": "Lowercase"}}, "cannot say how this tokenizer splits"),
-        ({"added_tokens": [{"content": "[PAD5]", "id": 298}]}, "two tokens would be spelled|have the same id 298"),
+        ({"added_tokens": [{"content": "[PAD5]", "id": 298}]}, "have the same id 298"),
     ],
 )
 def test_malformed_tokenizers(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder = write_family(tmp_path / "c", "llama")
     write_tokenizer_json(folder, **changes)
     with pytest.raises(ValueError, match=message):
+        convert(folder, tmp_path / "model.gguf")
+
+
+def test_a_token_spelled_as_an_unused_one(tmp_path: Path) -> None:
+    folder = write_sentencepiece(tmp_path / "c", sentencepiece_model())
+    (folder / "added_tokens.json").write_text('{"[PAD299]": 292}')
+    with pytest.raises(ValueError, match=r"two tokens would be spelled '\[PAD299\]'"):
         convert(folder, tmp_path / "model.gguf")
