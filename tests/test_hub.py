@@ -14,7 +14,7 @@ import hub_server
 import pytest
 from checkpoints import config as checkpoint_config
 from checkpoints import weights as checkpoint_weights
-from checkpoints import write_checkpoint, write_weights
+from checkpoints import write_checkpoint, write_family, write_weights
 from gguf import GGUFReader
 from hub_server import TOKEN, Fault, Hub, Repository
 from huggingface_hub import constants, hf_hub_download
@@ -111,6 +111,18 @@ def test_pull_a_checkpoint(tiny: Repository, online: Hub, tmp_path: Path, shards
     ]
     assert leftovers(tmp_path) == []
     assert not any("pytorch_model" in request.path or "README" in request.path for request in online.requests)
+    assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_pull_a_checkpoint_of_another_family(online: Hub, tmp_path: Path, model_type: str) -> None:
+    folder = write_family(tmp_path / "checkpoint", model_type, shards=2, num_hidden_layers=7)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    online.repositories[TINY] = Repository(files_of(folder), about={"config": {"model_type": model_type}})
+    path = hub.pull(TINY, "q4_k_m")
+    fields = GGUFReader(path).fields
+    assert fields["general.architecture"].contents() == model_type.removesuffix("_text")
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages }}"
     assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
 
 

@@ -143,6 +143,7 @@ FAMILIES: Mapping[str, Family] = {
         ropes=("linear", "yarn", "llama3"),
         adjacent=True,
     ),
+    "mistral": Family("llama", defaults=_UNTIED, only=_SILU | {"sliding_window": (None,)}, adjacent=True),
     "qwen2": Family(
         "qwen2",
         biased=dict.fromkeys(("attn_q", "attn_k", "attn_v")),
@@ -182,7 +183,7 @@ FAMILIES: Mapping[str, Family] = {
             "ffn_up": "mlp.gate_up_proj",
             "ffn_down": "mlp.down_proj",
         },
-        defaults=_UNTIED | {"original_max_position_embeddings": 4096},
+        defaults=_UNTIED | {"original_max_position_embeddings": 4096, "sliding_window": None},
         only=_SILU | _PLAIN,
         ropes=("longrope",),
         fused_gate=True,
@@ -265,7 +266,11 @@ class Shape:
         if epsilon >= 1:
             raise ValueError(f"{path}: {reader.key('rms_norm_eps')} is {epsilon}, but must be between 0 and 1")
         context = number("max_position_embeddings", reader.get("n_ctx"))
-        metadata: Metadata = {name: reader.real(key) for name, key in family.reals.items() if reader.get(key)}
+        metadata: Metadata = {
+            name: reader.real(key) for name, key in family.reals.items() if reader.get(key) is not None
+        }
+        if "sliding_window" in family.defaults:
+            metadata["attention.sliding_window"] = number("sliding_window") if reader.get("sliding_window") else 0
         computed: dict[str, Floats] = {}
         if family.ropes:
             metadata |= {"attention.key_length": head_width, "attention.value_length": head_width}
@@ -399,13 +404,13 @@ def positive(path: Path, name: str, value: object) -> float:
 
 
 def _check_layers(reader: _Reader, shape: Shape) -> None:
-    """Refuse patterns of layers, and scales of attention, that GGUF leaves to the architecture.
+    """Check patterns of layers and scales of attention, which GGUF leaves to the architecture.
 
     Raises:
-        ValueError: other patterns than those.
+        ValueError: others than the architecture has.
     """
 
-    def check(name: str, expected: list[Any]) -> None:
+    def check(name: str, expected: object) -> None:
         if reader.get(name) not in (None, expected):
             raise ValueError(
                 f"{reader.path}: {name} is {reader.get(name)!r}, which a GGUF file of {shape.family.architecture} "
@@ -415,17 +420,12 @@ def _check_layers(reader: _Reader, shape: Shape) -> None:
     layers = range(1, min(shape.layers, 1 << 12) + 1)
     if shape.family.architecture == "smollm3":
         check("no_rope_layers", [int(layer % 4 != 0) for layer in layers])
-    if shape.family is _GEMMA3:
+    elif shape.family is _GEMMA3:
         check("layer_types", ["sliding_attention" if layer % 6 else "full_attention" for layer in layers])
-        check("sliding_window_pattern", 6)  # type: ignore[arg-type]
-        shape.metadata["attention.sliding_window"] = reader.number("sliding_window")
+        check("sliding_window_pattern", 6)
         # llama.cpp takes the largest Gemma 3 for itself by its number of layers.
         per_head = shape.width // shape.heads if shape.layers == 62 else shape.head_width
-        check("query_pre_attn_scalar", per_head)  # type: ignore[arg-type]
-    elif shape.family.architecture == "phi3":
-        shape.metadata["attention.sliding_window"] = (
-            reader.number("sliding_window", 1) if reader.get("sliding_window") else 0
-        )
+        check("query_pre_attn_scalar", per_head)
 
 
 def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Floats]) -> Metadata:
@@ -438,7 +438,8 @@ def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Fl
     found = found.get("full_attention", found)
 
     def real(name: str, default: object = None) -> float:
-        return positive(path, name, found.get(name, default))
+        value = found.get(name)
+        return positive(path, name, default if value is None else value)
 
     kind = found.get("rope_type", found.get("type", "default"))
     if family.fused_gate and kind in ("su", "yarn"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +50,8 @@ _SPLITS = {
     ),
     rf"[^\r\n\p{{L}}\p{{N}}]?{_HEAD}*{_TAIL}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_HEAD}+{_TAIL}*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}": ("gpt-4o", None),
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_HEAD}*{_TAIL}+|[^\r\n\p{{L}}\p{{N}}]?{_HEAD}+{_TAIL}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}": (None, "tekken"),
 }
 
 
@@ -149,7 +153,7 @@ def read_vocabulary(folder: Path, num_rows: int, config: dict[str, Any]) -> Voca
         if kinds[token] == TokenType.USER_DEFINED and model.is_sentencepiece:
             tokens[token] = content.replace(_SPACE, " ")
     if len(set(tokens)) < num_rows:
-        twice = next(token for token in tokens if tokens.count(token) > 1)
+        ((twice, _),) = Counter(tokens).most_common(1)
         raise ValueError(f"{model.path}: two tokens would be spelled {twice!r}")
     ends = _ends(model, settings, config)
     flags = _adds(model, whole, settings, tokens, ends)
@@ -282,7 +286,10 @@ def _sentencepiece(path: Path) -> _Model:
                     raise ValueError(f"two pieces are spelled {content!r}")
                 model.ids[content] = len(model.ids)
                 model.kinds[content] = TokenType(piece[3])
-                (model.scores[content],) = struct.unpack("<f", piece[2])
+                (score,) = struct.unpack("<f", piece[2])
+                if not math.isfinite(score):
+                    raise ValueError(f"the score of {content!r} is {score}")
+                model.scores[content] = score
             elif number == 2:
                 kind = dict(_fields(value)).get(3, kind)
             elif number == 3:
