@@ -152,7 +152,8 @@ class Engine:
         return tokens
 
     def close(self) -> None:
-        """Free the contexts at rest; generating again raises ValueError. Texts in progress go on."""
+        """Free the contexts at rest; generating again raises ValueError. Texts in progress go on, but on RPC servers they
+        end with DeviceLostError."""
         if not self._contexts.closed:
             self._contexts.close()
             self._pair.close()
