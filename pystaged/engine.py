@@ -171,7 +171,8 @@ class Engine:
         return Score(tokens.tolist(), [self.tokenizer.token_bytes(token, True) for token in tokens.tolist()], logprobs)
 
     def close(self) -> None:
-        """Free the contexts at rest; generating again raises ValueError. Texts in progress go on."""
+        """Free the contexts at rest; generating again raises ValueError. Texts in progress go on, but on RPC servers
+        they end with DeviceLostError."""
         if not self._contexts.closed:
             self._contexts.close()
             self._pair.close()
@@ -195,17 +196,23 @@ class Stream(Iterator[Piece]):
         # It must not hold the stream, or dropping one would be the collector's work.
         self._pieces = _pieces(engine, prompt, tokens, config, self._written)
         self._turn = threading.Lock()
+        self._reader: int | None = None  # the thread whose turn it is
         self._cancelled = self._over = False
 
     def __next__(self) -> Piece:
+        if self._reader == threading.get_ident():
+            raise RuntimeError("a policy or a signal handler reads the stream in the middle of its own step")
         try:
             with self._turn:
+                self._reader = threading.get_ident()
                 try:
                     piece = next(self._pieces)
                 except BaseException:
                     # In this turn: a `close` of another thread may have the next one, and the result must be there.
                     self._end()
                     raise
+                finally:
+                    self._reader = None
         except BaseException:
             self.close()
             raise

@@ -139,8 +139,11 @@ class Child:
         how = f"exit status {code}" if code >= 0 else f"signal {-code}"
         with contextlib.suppress(ValueError):
             how = signal.Signals(-code).name
-        self._log.seek(0)
-        lines = self._log.read().decode("utf-8", "replace").split("\n")
+        try:
+            self._log.seek(0)
+            lines = self._log.read().decode("utf-8", "replace").split("\n")
+        except ValueError:  # another thread has closed it in the meantime
+            return "it was ended"
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"{how} ({last[:120]})" if last else how
 

@@ -738,6 +738,34 @@ def test_the_result_is_there_at_the_end_while_another_thread_closes_the_stream(e
         thread.join(60)
 
 
+class Reading:
+    """A policy that reads a stream."""
+
+    children = 1
+    stream: Stream | None = None
+
+    def expand(self, growth: Growth) -> int:
+        if self.stream:
+            next(self.stream)
+        return len(growth.leaves)
+
+    def keep(self, growth: Growth) -> int:
+        return len(growth.scores)
+
+
+def test_a_stream_that_is_read_in_its_own_step_says_so(path: Path) -> None:
+    policy = Reading()
+    with pystaged.load(path, policy=policy) as engine:
+        stream = engine.stream(PROMPT, max_tokens=20)
+        first = next(stream)
+        policy.stream = stream
+        with pytest.raises(RuntimeError, match="reads the stream in the middle of its own step"):
+            next(stream)
+        assert stream.result.text == first
+        policy.stream = None
+        assert engine.generate(PROMPT, max_tokens=20).text == alone(path, PROMPT, max_tokens=20).text
+
+
 def test_a_stream_of_its_own_engine_closes_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[Engine] = []
     close = Engine.close

@@ -545,6 +545,13 @@ def nested_brackets(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_license_that_terminals_cannot_show() -> None:
+    path = hub.pull(TINY)
+    path.with_name("source.json").write_text(r'{"license": "mit\ud800\u001b[31m"}')
+    assert [model.license for model in cache.models()] == ["mit??[31m"]
+
+
+@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("spoil", [fifo, endless, nested_brackets])
 def test_what_a_source_file_may_be(spoil: Callable[[Path], None]) -> None:
     path = hub.pull(TINY)

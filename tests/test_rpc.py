@@ -161,6 +161,16 @@ def test_a_child_that_is_killed(random_gguf: Callable[..., Path]) -> None:
 
 
 @pytest.mark.usefixtures("servers")
+def test_a_child_that_another_thread_closes_in_the_middle_of_a_call() -> None:
+    servers = rpc.Servers("cpu")
+    child = servers._child
+    child._process.kill()
+    child._log.close()  # the last thing that closing does
+    with pytest.raises(DeviceError, match="RPC server cpu ended the connection"):
+        servers.call("open", 0)
+
+
+@pytest.mark.usefixtures("servers")
 def test_a_child_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYSTAGED_RPC_TIMEOUT", "0.25")
     servers = rpc.Servers("cpu")

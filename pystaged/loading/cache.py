@@ -224,7 +224,8 @@ def _source(path: Path) -> _Source:
     found = found if isinstance(found, dict) else {}
     files, downloaded = found.get("files"), found.get("downloaded")
     return _Source(
-        license=str(found.get("license", "")),
+        # It is shown in terminals.
+        license="".join(each if each.isprintable() else "?" for each in str(found.get("license", ""))),
         files={file: str(revision) for file, revision in files.items()} if isinstance(files, dict) else {},
         downloaded={str(file) for file in downloaded} if isinstance(downloaded, list) else set(),
     )
