@@ -16,7 +16,7 @@ from family_reference import FamilyReference
 from random_models import RandomModel, write
 
 from pystaged._core import Model, Session, kernels, rotation
-from pystaged.bench.llama_passes import decode
+from pystaged.bench.passes import decode
 
 Floats = npt.NDArray[np.float32]
 

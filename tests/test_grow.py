@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from grow import grow, layer_plan
-from random_gpt2 import END_OF_TEXT, FILE_TYPES, byte_alphabet, synthetic_vocabulary, write_random_gpt2
+from random_weights import END_OF_TEXT, FILE_TYPES, byte_alphabet, synthetic_vocabulary, write_random_gpt2
 from reference import Gpt2Reference
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -167,7 +167,7 @@ def test_a_failed_run_leaves_the_old_file(source: Path, tmp_path: Path, monkeypa
 
 def test_command_line(tmp_path: Path) -> None:
     shape = ["--width", "64", "--layers", "2", "--heads", "2", "--vocab-size", "300", "--context", "32"]
-    command = [sys.executable, MODELS / "random_gpt2.py", str(tmp_path / "made.gguf"), *shape, "--untied"]
+    command = [sys.executable, MODELS / "random_weights.py", "gpt2", str(tmp_path / "made.gguf"), *shape, "--untied"]
     subprocess.run([*command, "--type", "F16"], check=True)
     random_gpt2(tmp_path / "expected.gguf", "F16", tie=False)
     assert (tmp_path / "made.gguf").read_bytes() == (tmp_path / "expected.gguf").read_bytes()
