@@ -403,7 +403,8 @@ def main() -> None:
     llama.add_argument("--ffn-width", type=int, default=8192)
     llama.add_argument("--rope-base", type=float, default=5e5)
     options = vars(parser.parse_args())
-    write: Callable[..., None] = {"gpt2": write_random_gpt2, "llama": write_random_llama}[options.pop("kind")]
+    writers: dict[str, Callable[..., None]] = {"gpt2": write_random_gpt2, "llama": write_random_llama}
+    write = writers[options.pop("kind")]
     try:
         write(**options)
     except (ValueError, OSError) as error:

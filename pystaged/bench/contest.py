@@ -32,7 +32,7 @@ class Contest:
     """
 
     model: str = "house"
-    draft: str | Path | None = "house"
+    draft: str | Path | None = "auto"
     quantization: str = "Q8_0"
     prompts: Path | None = None
     limit: int = 82
@@ -55,7 +55,7 @@ class Contest:
             ValueError: prompts too long for the model, or none.
         """
         file = self.prompts or names.house(names.HOUSE_PROMPTS)
-        path, draft = models.find(self.model, self.quantization), names.resolve_draft(self.model, self.draft)
+        path, draft = models.find(self.model, self.quantization), models.find_draft(self.model, self.draft)
         tokenizer = Tokenizer(str(path))
         prompts = [Prompt(text, tokenizer.encode(text)) for text in spread(load_prompts(file), self.limit)]
         if not prompts:
