@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 from model import Checkpoint, load
-from random_gpt2 import copy_tokenizer
+from random_weights import copy_tokenizer
 
 from pystaged.files import whole_file
 

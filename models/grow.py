@@ -1,15 +1,24 @@
-"""Widen and deepen a GPT-2 GGUF without changing the function it computes.
+"""Widen and deepen a GGUF of GPT-2's or Llama's architecture without changing the function it computes.
 
-Wider: the residual stream, the heads and the hidden units are each repeated k = width / old width times, so every
-activation is a tiling of the source's. A matrix over k equal copies of its input is W / k on each; with k a power of
-two only the scales of a quantized matrix change, not its integers. Deeper: layers whose two output projections are
-zero are put between the original ones; their other weights are copies, so they cost what any layer costs.
+    python -m models.grow SOURCE.gguf OUT.gguf --width 1280 --layers 36
+    python -m models.grow SMOLLM2.gguf OUT.gguf --width 2048 --layers 30 --heads 32 --kv-heads 8 --ffn-width 4352
+
+The result costs what a model of its shape costs, and says what the small one says.
+
+GPT-2, wider: the residual stream, the heads and the hidden units are each repeated k = width / old width times, so
+every activation is a tiling of the source's. A matrix over k equal copies of its input is W / k on each; with k a
+power of two only the scales of a quantized matrix change, not its integers. Deeper: layers whose two output projections
+are zero are put between the original ones; their other weights are copies, so they cost what any layer costs.
+
+Llama, wider: zeros are put behind the residual stream, the hidden units and the heads; each group of query heads stays
+with its keys and values. The mean square that a norm divides by is then over more entries, so the norm's weights and
+epsilon are corrected. Deeper: as for GPT-2.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +39,12 @@ from gguf import (
 
 from pystaged.files import whole_file
 
-ARCHITECTURE = "gpt2"
 FILE_TYPES = {
     "F32": LlamaFileType.ALL_F32,
     "F16": LlamaFileType.MOSTLY_F16,
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
     "Q4_0": LlamaFileType.MOSTLY_Q4_0,
+    "Q4_1": LlamaFileType.MOSTLY_Q4_1,
 }
 LAYER_TENSORS = (
     "attn_norm.weight",
@@ -52,6 +61,19 @@ LAYER_TENSORS = (
     "ffn_down.bias",
 )
 RESIDUAL_WRITERS = ("attn_output.", "ffn_down.")
+KINDS = {str: GGUFValueType.STRING, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
+# Of a layer of Llama: what the outputs and the inputs of each tensor are.
+LLAMA_TENSORS: dict[str, tuple[str, ...]] = {
+    "attn_norm.weight": ("width",),
+    "attn_q.weight": ("q", "width"),
+    "attn_k.weight": ("kv", "width"),
+    "attn_v.weight": ("kv", "width"),
+    "attn_output.weight": ("width", "q"),
+    "ffn_norm.weight": ("width",),
+    "ffn_gate.weight": ("ffn", "width"),
+    "ffn_up.weight": ("ffn", "width"),
+    "ffn_down.weight": ("width", "ffn"),
+}
 EMBEDDINGS = ("token_embd.weight", "position_embd.weight", "output.weight")
 
 Floats = npt.NDArray[np.float32]
@@ -130,10 +152,116 @@ def grow(source: Path, out: Path, *, width: int, layers: int, quantization: str)
         OSError: a file cannot be read or written.
     """
     reader = GGUFReader(source)
-    _check(reader, width, layers, quantization)
+    _check(reader, "gpt2", layers, quantization)
+    old_width = _value(reader, "gpt2.embedding_length")
+    if width < 1 or width % old_width:
+        raise ValueError(f"width {width} is not a multiple of the source's width {old_width}")
     tensors = _plan(reader, width, layers, GGMLQuantizationType[quantization])
-    with whole_file(out) as part, closing(GGUFWriter(part, ARCHITECTURE)) as writer:
-        _copy_metadata(reader, writer, _changed_metadata(reader, source, width, layers, quantization))
+    _write(reader, out, "gpt2", _changed_metadata(reader, source, width, layers, quantization), tensors)
+
+
+def grow_llama(
+    source: Path, out: Path, *, width: int, layers: int, heads: int, kv_heads: int, ffn_width: int, quantization: str
+) -> None:
+    """Write a wider and deeper model of Llama's architecture that computes what `source` computes.
+
+    Args:
+        source: GGUF in any type that gguf can dequantize, without biases and rope factors.
+        out: written under a temporary name beside it, and moved there when whole.
+        width: embedding length of the result.
+        layers: layers of the result.
+        heads: of queries, each as wide as the source's.
+        kv_heads: heads of keys and values, a divisor of `heads`; so many query heads share one as in the source, at
+            least.
+        ffn_width: hidden units of a layer. No size may be smaller than the source's.
+        quantization: F32, F16, Q8_0, Q4_0 or Q4_1, for the matrices; norms stay F32.
+
+    Raises:
+        ValueError: not such a GGUF, or a shape or type it cannot be grown to.
+        OSError: a file cannot be read or written.
+    """
+    reader = GGUFReader(source)
+    _check(reader, "llama", layers, quantization)
+    axes = _llama_axes(reader, width, heads, kv_heads, ffn_width)
+    head_dim = axes["q"].size // heads
+    name = _value(reader, "general.name") if "general.name" in reader.fields else source.name
+    epsilon = _value(reader, "llama.attention.layer_norm_rms_epsilon")
+    changed: dict[str, str | int | float] = {
+        "general.name": f"grown from {name} ({width} wide, {layers} layers)",
+        "general.file_type": int(FILE_TYPES[quantization]),
+        "llama.embedding_length": width,
+        "llama.feed_forward_length": ffn_width,
+        "llama.block_count": layers,
+        "llama.attention.head_count": heads,
+        "llama.attention.head_count_kv": kv_heads,
+        "llama.attention.key_length": head_dim,
+        "llama.attention.value_length": head_dim,
+        "llama.attention.layer_norm_rms_epsilon": float(epsilon * axes["width"].shrinkage),
+    }
+    _write(reader, out, "llama", changed, _llama_plan(reader, layers, axes, GGMLQuantizationType[quantization]))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of the result: its size, and where the source's entries stand in it."""
+
+    size: int
+    places: npt.NDArray[np.int64]
+
+    @property
+    def shrinkage(self) -> float:
+        """What becomes of the mean over it, when all but the source's entries are zero."""
+        return len(self.places) / self.size
+
+
+@dataclass(frozen=True)
+class PaddedTensor:
+    """One tensor of a grown Llama: the source's, with zeros put in."""
+
+    name: str
+    source: ReaderTensor
+    axes: tuple[Axis, ...]
+    quantization: GGMLQuantizationType
+    silent: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the grown tensor, outputs before inputs."""
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the grown tensor in the file."""
+        block, size = GGML_QUANT_SIZES[self.quantization]
+        return int(np.prod(self.shape, dtype=np.int64)) // block * size
+
+    def data(self) -> Packed:
+        """The grown tensor, packed for the file."""
+        values: Floats = quants.dequantize(self.source.data, self.source.tensor_type)
+        if self.silent:
+            values = np.zeros_like(values)
+        inputs = self.axes[-1]
+        wider = np.zeros((*values.shape[:-1], inputs.size), np.float32)
+        if len(self.axes) == 1:
+            wider[inputs.places] = values * np.float32(np.sqrt(inputs.shrinkage))
+            return wider
+        wider[:, inputs.places] = values
+        rows = _pack(wider, self.quantization)
+        # Zero bytes are zero weights in every type.
+        packed = np.zeros((self.axes[0].size, *rows.shape[1:]), rows.dtype)
+        packed[self.axes[0].places] = rows
+        return packed
+
+
+def _write(
+    reader: GGUFReader,
+    out: Path,
+    architecture: str,
+    changed: dict[str, str | int | float],
+    tensors: Sequence[GrownTensor | PaddedTensor],
+) -> None:
+    with whole_file(out) as part, closing(GGUFWriter(part, architecture)) as writer:
+        _copy_metadata(reader, writer, changed)
         for tensor in tensors:
             writer.add_tensor_info(
                 tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.quantization
@@ -151,34 +279,100 @@ def layer_plan(source_layers: int, layers: int) -> list[tuple[int, bool]]:
     return [(layer, position > 0 and made_from[position - 1] == layer) for position, layer in enumerate(made_from)]
 
 
-def _check(reader: GGUFReader, width: int, layers: int, quantization: str) -> None:
-    architecture = _value(reader, "general.architecture")
-    if architecture != ARCHITECTURE:
-        raise ValueError(f"cannot grow the architecture {architecture!r}: only {ARCHITECTURE!r}")
-    old_width, old_layers = _value(reader, "gpt2.embedding_length"), _value(reader, "gpt2.block_count")
-    if width < 1 or width % old_width:
-        raise ValueError(f"width {width} is not a multiple of the source's width {old_width}")
+def _check(reader: GGUFReader, architecture: str, layers: int, quantization: str) -> None:
+    found = _value(reader, "general.architecture")
+    if found != architecture:
+        raise ValueError(f"cannot grow the architecture {found!r} like this: only {architecture!r}")
+    old_layers = _value(reader, f"{architecture}.block_count")
     if layers < old_layers:
         raise ValueError(f"{layers} layers are fewer than the source's {old_layers}")
     if quantization not in FILE_TYPES:
         raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(FILE_TYPES)}")
 
 
+def _llama_axes(reader: GGUFReader, width: int, heads: int, kv_heads: int, ffn_width: int) -> dict[str, Axis]:
+    """The dimensions that grow, by name."""
+    old_width, old_heads = _value(reader, "llama.embedding_length"), _value(reader, "llama.attention.head_count")
+    old_kv_heads = old_heads
+    if "llama.attention.head_count_kv" in reader.fields:
+        old_kv_heads = _value(reader, "llama.attention.head_count_kv")
+    head_dim = old_width // old_heads
+    if "llama.attention.key_length" in reader.fields:
+        head_dim = _value(reader, "llama.attention.key_length")
+    old_ffn_width = _value(reader, "llama.feed_forward_length")
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{heads} heads are not a multiple of {kv_heads} kv_heads")
+    old_group, group = old_heads // old_kv_heads, heads // kv_heads
+    for what, new, old in (
+        ("width", width, old_width),
+        ("kv_heads", kv_heads, old_kv_heads),
+        ("heads of a group", group, old_group),
+        ("ffn_width", ffn_width, old_ffn_width),
+    ):
+        if new < old:
+            raise ValueError(f"{what}: {new} is fewer than the source's {old}")
+    # Query heads stay with the keys and values of their group.
+    old_head = np.arange(old_heads)
+    head = old_head // old_group * group + old_head % old_group
+    q = (head[:, None] * head_dim + np.arange(head_dim)).ravel()
+    return {
+        "width": Axis(width, np.arange(old_width)),
+        "q": Axis(heads * head_dim, q),
+        "kv": Axis(kv_heads * head_dim, np.arange(old_kv_heads * head_dim)),
+        "ffn": Axis(ffn_width, np.arange(old_ffn_width)),
+    }
+
+
+def _llama_plan(
+    reader: GGUFReader, layers: int, axes: dict[str, Axis], quantization: GGMLQuantizationType
+) -> list[PaddedTensor]:
+    available = {tensor.name: tensor for tensor in reader.tensors}
+    embeddings = ["token_embd.weight", *(["output.weight"] if "output.weight" in available else [])]
+    names: list[tuple[str, str, tuple[str, ...], bool]] = [
+        *((name, name, ("vocabulary", "width"), False) for name in embeddings),
+        ("output_norm.weight", "output_norm.weight", ("width",), False),
+    ]
+    for layer, (old, added) in enumerate(layer_plan(_value(reader, "llama.block_count"), layers)):
+        for part, along in LLAMA_TENSORS.items():
+            silent = added and part.startswith(RESIDUAL_WRITERS)
+            names.append((f"blk.{layer}.{part}", f"blk.{old}.{part}", along, silent))
+    _check_names(available, (source for _, source, _, _ in names))
+    num_tokens = int(available["token_embd.weight"].shape[1])
+    axes = axes | {"vocabulary": Axis(num_tokens, np.arange(num_tokens))}
+    plan = []
+    for name, source, along, silent in names:
+        kind = GGMLQuantizationType.F32 if len(along) == 1 else quantization
+        grown = PaddedTensor(name, available[source], tuple(axes[each] for each in along), kind, silent)
+        _check_blocks(grown)
+        plan.append(grown)
+    return plan
+
+
+def _check_names(available: Iterable[str], wanted: Iterable[str]) -> None:
+    different = set(available) ^ set(wanted)
+    if different:
+        raise ValueError(f"missing or unknown tensors: {', '.join(sorted(different))}")
+
+
+def _check_blocks(grown: GrownTensor | PaddedTensor) -> None:
+    block = GGML_QUANT_SIZES[grown.quantization][0]
+    if grown.shape[-1] % block:
+        raise ValueError(
+            f"{grown.quantization.name} needs rows of a multiple of {block}: {grown.name} has {grown.shape[-1]}"
+        )
+
+
 def _plan(reader: GGUFReader, width: int, layers: int, quantization: GGMLQuantizationType) -> list[GrownTensor]:
     available = {tensor.name: tensor for tensor in reader.tensors}
     copies = width // _value(reader, "gpt2.embedding_length")
     names = list(_tensor_names("output.weight" in available, _value(reader, "gpt2.block_count"), layers))
-    sources = {source for _, source, _ in names}
-    if sources != set(available):
-        raise ValueError(f"missing or unknown tensors: {', '.join(sorted(sources ^ set(available)))}")
-    block = GGML_QUANT_SIZES[quantization][0]
+    _check_names(available, (source for _, source, _ in names))
     plan = []
     for name, source, silent in names:
         tensor = available[source]
         plain = len(tensor.shape) == 1 or source == "position_embd.weight"
         grown = GrownTensor(name, tensor, copies, GGMLQuantizationType.F32 if plain else quantization, silent)
-        if not plain and grown.shape[-1] % block:
-            raise ValueError(f"{quantization.name} needs rows of a multiple of {block}: {name} has {grown.shape[-1]}")
+        _check_blocks(grown)
         plan.append(grown)
     return plan
 
@@ -196,10 +390,10 @@ def _tensor_names(separate_head: bool, old_layers: int, layers: int) -> Iterator
 
 def _changed_metadata(
     reader: GGUFReader, source: Path, width: int, layers: int, quantization: str
-) -> dict[str, str | int]:
+) -> dict[str, str | int | float]:
     copies = width // _value(reader, "gpt2.embedding_length")
     name = _value(reader, "general.name") if "general.name" in reader.fields else source.name
-    changed = {
+    changed: dict[str, str | int | float] = {
         "general.name": f"grown from {name} ({width} wide, {layers} layers)",
         "general.file_type": int(FILE_TYPES[quantization]),
         "gpt2.embedding_length": width,
@@ -212,11 +406,11 @@ def _changed_metadata(
     return changed
 
 
-def _copy_metadata(reader: GGUFReader, writer: GGUFWriter, changed: dict[str, str | int]) -> None:
+def _copy_metadata(reader: GGUFReader, writer: GGUFWriter, changed: dict[str, str | int | float]) -> None:
     # The writer sets the first two itself, and the size label would be wrong.
     left_out = {"general.architecture", "general.alignment", "general.size_label", *changed}
     for name, value in changed.items():
-        writer.add_key_value(name, value, GGUFValueType.STRING if isinstance(value, str) else GGUFValueType.UINT32)
+        writer.add_key_value(name, value, KINDS[type(value)])
     for name, field in reader.fields.items():
         value = field.contents()
         if name in left_out or name.startswith("GGUF.") or value == []:
@@ -239,19 +433,24 @@ def _pack(values: Floats, quantization: GGMLQuantizationType) -> Packed:
 
 def main() -> None:
     """The command line; its defaults are the shape of GPT-2 Large."""
-    parser = argparse.ArgumentParser(
-        description="Widen and deepen a GPT-2 GGUF file without changing what it computes."
-    )
+    parser = argparse.ArgumentParser(description="Widen and deepen a GGUF file without changing what it computes.")
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument(
-        "--width", type=int, default=1280, help="a multiple of the source's; the default is GPT-2 Large's"
-    )
+    parser.add_argument("--width", type=int, default=1280, help="a multiple of GPT-2's; the default is GPT-2 Large's")
     parser.add_argument("--layers", type=int, default=36, help="at least the source's; the default is GPT-2 Large's")
+    parser.add_argument("--heads", type=int, help="of queries, for Llama: GPT-2's grow with the width")
+    parser.add_argument("--kv-heads", type=int, help="of keys and values, for Llama")
+    parser.add_argument("--ffn-width", type=int, help="for Llama")
     parser.add_argument("--type", dest="quantization", choices=FILE_TYPES, default="Q8_0")
-    options = parser.parse_args()
+    options = vars(parser.parse_args())
+    of_llama = {name: options.pop(name) for name in ("heads", "kv_heads", "ffn_width")}
+    if any(of_llama.values()) and not all(of_llama.values()):
+        parser.error("Llama needs --heads, --kv-heads and --ffn-width")
     try:
-        grow(**vars(options))
+        if all(of_llama.values()):
+            grow_llama(**options, **of_llama)
+        else:
+            grow(**options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

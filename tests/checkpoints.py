@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from random_gpt2 import END_OF_TEXT, synthetic_vocabulary
+from random_weights import END_OF_TEXT, synthetic_vocabulary
 from safetensors.numpy import save_file
 
 from pystaged.loading.families import Shape

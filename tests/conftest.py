@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from random_gpt2 import write_random_gpt2
+from random_weights import write_random_gpt2
 
 from pystaged import _core
 from pystaged.loading import names

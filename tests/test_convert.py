@@ -23,7 +23,7 @@ from checkpoints import (
 )
 from conftest import DATA
 from gguf import GGUFReader
-from random_gpt2 import END_OF_TEXT
+from random_weights import END_OF_TEXT
 from reference import Gpt2Reference
 from test_reference import engine_logits, llama_logits
 

@@ -8,11 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from family_reference import FamilyReference
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
-from grow import grow, layer_plan
-from random_gpt2 import END_OF_TEXT, FILE_TYPES, byte_alphabet, synthetic_vocabulary, write_random_gpt2
+from grow import grow, grow_llama, layer_plan
+from random_models import RandomModel, write
+from random_weights import (
+    END_OF_TEXT,
+    FILE_TYPES,
+    byte_alphabet,
+    synthetic_vocabulary,
+    write_random_gpt2,
+    write_random_llama,
+)
 from reference import Gpt2Reference
+
+from pystaged._core import Model, Session, Tokenizer
+from pystaged.config import SamplingConfig
+from pystaged.decoding.loop import Decoder
+from pystaged.loading.quantize import quantize
 
 MODELS = Path(__file__).parent.parent / "models"
 TOKENS = [5, 17, 256, 0, 299, 42, 42, 7, 130, 298, 61, 3]
@@ -167,7 +182,7 @@ def test_a_failed_run_leaves_the_old_file(source: Path, tmp_path: Path, monkeypa
 
 def test_command_line(tmp_path: Path) -> None:
     shape = ["--width", "64", "--layers", "2", "--heads", "2", "--vocab-size", "300", "--context", "32"]
-    command = [sys.executable, MODELS / "random_gpt2.py", str(tmp_path / "made.gguf"), *shape, "--untied"]
+    command = [sys.executable, MODELS / "random_weights.py", "gpt2", str(tmp_path / "made.gguf"), *shape, "--untied"]
     subprocess.run([*command, "--type", "F16"], check=True)
     random_gpt2(tmp_path / "expected.gguf", "F16", tie=False)
     assert (tmp_path / "made.gguf").read_bytes() == (tmp_path / "expected.gguf").read_bytes()
@@ -240,3 +255,166 @@ def test_impossible_random_models(tmp_path: Path, shape: dict[str, Any], message
     with pytest.raises(ValueError, match=message):
         write_random_gpt2(tmp_path / "model.gguf", **(usual | shape))
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- Llama ----
+
+GROWN: dict[str, Any] = {"width": 160, "layers": 5, "heads": 8, "kv_heads": 2, "ffn_width": 128}
+
+
+def random_llama(out: Path, quantization: str = "F32", **shape: Any) -> Path:
+    """A tiny random model: 3 heads, which share one of keys and values, 2 layers, 300 tokens."""
+    usual: dict[str, Any] = {
+        "width": 96,
+        "layers": 2,
+        "heads": 3,
+        "kv_heads": 1,
+        "head_dim": 32,
+        "ffn_width": 64,
+        "vocab_size": 300,
+        "context": 64,
+    }
+    write_random_llama(out, **(usual | shape), quantization=quantization)
+    return out
+
+
+def own_logits(path: Path) -> npt.NDArray[np.float32]:
+    """By our kernels."""
+    session = Session(Model(str(path)))
+    session.evaluate(TOKENS, range(-1, len(TOKENS) - 1))
+    return np.stack([session.logits(row) for row in range(len(TOKENS))])
+
+
+def greedy(path: Path) -> list[int]:
+    """The twenty tokens that the model writes after TOKENS."""
+    decoder = Decoder(Session(Model(str(path))))
+    steps = decoder.generate(np.array(TOKENS, np.int32), SamplingConfig(), 20)
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "separate-head"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({}, {}),
+        ({"heads": 6, "kv_heads": 2}, {"heads": 12, "kv_heads": 3}),
+        ({"heads": 6, "kv_heads": 2, "head_dim": 8}, {"heads": 6, "kv_heads": 2, "width": 96, "ffn_width": 64}),
+        ({"rope_base": 5e5}, {"heads": 3, "kv_heads": 1, "layers": 2}),
+    ],
+    ids=["larger-group", "more-groups", "deeper", "wider"],
+)
+def test_grown_llama_says_what_its_source_says(tmp_path: Path, tie: bool, old: Any, new: Any) -> None:
+    source, grown = random_llama(tmp_path / "source.gguf", tie=tie, **old), tmp_path / "grown.gguf"
+    grow_llama(source, grown, **(GROWN | new), quantization="F32")
+    exact = FamilyReference(source).logits(TOKENS)
+    assert exact.std() > 0.1
+    # Keys and values are kept as float16, and what is on the edge may be rounded the other way.
+    np.testing.assert_allclose(FamilyReference(grown).logits(TOKENS), exact, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(own_logits(grown), own_logits(source), rtol=0, atol=1e-4)
+    assert greedy(grown) == greedy(source)
+
+
+def test_norms_of_small_values(tmp_path: Path) -> None:
+    """Where epsilon counts for as much as the mean square."""
+    source, grown = tmp_path / "source.gguf", tmp_path / "grown.gguf"
+    tiny = RandomModel("llama", metadata={"attention.layer_norm_rms_epsilon": 1.0})
+    write(source, tiny)
+    grow_llama(source, grown, **GROWN | {"heads": 8, "kv_heads": 4}, quantization="F32")
+    exact = FamilyReference(source).logits(TOKENS)
+    np.testing.assert_allclose(FamilyReference(grown).logits(TOKENS), exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", ["F16", "Q8_0", "Q4_0", "Q4_1"])
+def test_grown_llama_keeps_quantized_weights(tmp_path: Path, quantization: str) -> None:
+    floats, source, grown = (tmp_path / f"{name}.gguf" for name in ("floats", "source", "grown"))
+    same = {"width": 96, "layers": 2, "heads": 3, "kv_heads": 1, "ffn_width": 64}
+    grow_llama(random_llama(floats, tie=False), source, **same, quantization=quantization)
+    grow_llama(source, grown, **GROWN, quantization=quantization)
+    expected = {t.name: quants.dequantize(t.data, t.tensor_type) for t in GGUFReader(source).tensors}
+    found = {t.name: t for t in GGUFReader(grown).tensors}
+    queries = found["blk.3.attn_q.weight"]
+    assert queries.tensor_type.name == quantization
+    assert queries.shape.tolist() == [160, 256]
+    values = quants.dequantize(queries.data, queries.tensor_type)
+    old = expected["blk.1.attn_q.weight"]
+    # Packing twice may round the scale of a block once more.
+    np.testing.assert_allclose(values[: len(old), :96], old, rtol=0, atol=abs(old).max() / 100)
+    assert not values[len(old) :].any()
+    assert not values[:, 96:].any()
+
+
+def test_grown_llama_is_of_the_shape_asked_for(tmp_path: Path) -> None:
+    grow_llama(random_llama(tmp_path / "source.gguf"), tmp_path / "grown.gguf", **GROWN, quantization="Q8_0")
+    model = Model(str(tmp_path / "grown.gguf"))
+    assert (model.width, model.num_layers, model.num_heads, model.num_kv_heads) == (160, 5, 8, 2)
+    assert (model.head_dim, model.ffn_width, model.vocab_size, model.weight_type) == (32, 128, 300, "q8_0")
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"width": 95}, "width: 95 is fewer than the source's 96"),
+        ({"heads": 7}, "7 heads are not a multiple of 2 kv_heads"),
+        ({"heads": 4}, "heads of a group: 2 is fewer than the source's 3"),
+        ({"kv_heads": 0}, "8 heads are not a multiple of 0 kv_heads"),
+        ({"ffn_width": 63}, "ffn_width: 63 is fewer than the source's 64"),
+        ({"layers": 1}, "1 layers are fewer than the source's 2"),
+        ({"quantization": "Q4_K"}, "unknown type 'Q4_K': choose from F32"),
+        ({"width": 100, "quantization": "Q8_0"}, "Q8_0 needs rows of a multiple of 32: token_embd.weight has 100"),
+    ],
+    ids=str,
+)
+def test_shapes_no_llama_grows_to(tmp_path: Path, shape: dict[str, Any], message: str) -> None:
+    source = random_llama(tmp_path / "source.gguf")
+    with pytest.raises(ValueError, match=message):
+        grow_llama(source, tmp_path / "grown.gguf", **(GROWN | {"quantization": "F32"} | shape))
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_llamas_with_more_tensors_are_not_grown(tmp_path: Path) -> None:
+    source = write(tmp_path / "source.gguf", RandomModel("llama", biases=True))
+    with pytest.raises(ValueError, match=r"missing or unknown tensors: blk\.0\.attn_k\.bias"):
+        grow_llama(source, tmp_path / "grown.gguf", **GROWN, quantization="F32")
+    with pytest.raises(ValueError, match="cannot grow the architecture 'llama' like this: only 'gpt2'"):
+        grow(source, tmp_path / "grown.gguf", width=128, layers=4, quantization="F32")
+
+
+@pytest.mark.parametrize("quantization", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q4_K_M"])
+def test_random_llama_of_any_type(tmp_path: Path, quantization: str) -> None:
+    path = random_llama(tmp_path / "model.gguf", quantization, width=256, head_dim=256, ffn_width=256, tie=False)
+    exact = FamilyReference(path).logits(TOKENS)
+    # Kernels round what they multiply with to 8 bits.
+    assert np.abs(own_logits(path) - exact).mean() <= 0.02 * exact.std()
+
+
+def test_types_of_the_mixture(tmp_path: Path) -> None:
+    """As llama.cpp's quantizer chooses them."""
+    shape: dict[str, Any] = {"width": 256, "head_dim": 256, "ffn_width": 256, "layers": 9, "tie": False}
+    mixed, quantized = random_llama(tmp_path / "mixed.gguf", "Q4_K_M", **shape), tmp_path / "theirs.gguf"
+    quantize(random_llama(tmp_path / "floats.gguf", "F32", **shape), quantized, "q4_k_m")
+    ours, theirs = ({t.name: t.tensor_type.name for t in GGUFReader(path).tensors} for path in (mixed, quantized))
+    assert ours == theirs
+    assert {"Q4_K", "Q6_K"} < set(ours.values())
+
+
+def test_a_vocabulary_is_filled_up(tmp_path: Path) -> None:
+    source = random_llama(tmp_path / "source.gguf")
+    padded = random_llama(tmp_path / "padded.gguf", vocab_size=310, vocabulary=source)
+    small, large = Tokenizer(str(source)), Tokenizer(str(padded))
+    assert large.num_tokens == Model(str(padded)).vocab_size == 310
+    assert large.shared_with(small).tolist() == [True] * 300 + [False] * 10
+    assert large.encode("the tree then").tolist() == small.encode("the tree then").tolist()
+    with pytest.raises(ValueError, match=r"vocab_size is 299, but .* has 300 tokens"):
+        random_llama(tmp_path / "cut.gguf", vocab_size=299, vocabulary=source)
+
+
+def test_command_lines_of_llamas(tmp_path: Path) -> None:
+    shape = ["--width", "64", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn-width", "64"]
+    others = ["--head-dim", "32", "--vocab-size", "300", "--context", "64", "--rope-base", "1e4"]
+    made, grown = tmp_path / "made.gguf", tmp_path / "grown.gguf"
+    subprocess.run([sys.executable, MODELS / "random_weights.py", "llama", made, *shape, *others], check=True)
+    random_llama(tmp_path / "expected.gguf", "Q8_0", width=64, heads=2, ffn_width=64)
+    assert made.read_bytes() == (tmp_path / "expected.gguf").read_bytes()
+    shape = ["--width", "96", "--layers", "3", "--heads", "8", "--kv-heads", "2", "--ffn-width", "96"]
+    subprocess.run([sys.executable, MODELS / "grow.py", made, grown, *shape], check=True)
+    assert Model(str(grown)).num_heads == 8

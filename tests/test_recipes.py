@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import config, weights, write_checkpoint, write_weights
-from random_gpt2 import write_random_gpt2
+from random_weights import write_random_gpt2
 from reference import Gpt2Reference
 from test_reference import engine_logits, llama_logits
 

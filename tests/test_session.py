@@ -25,7 +25,7 @@ from conftest import KERNELS
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_gpt2 import write_random_gpt2
+from random_weights import write_random_gpt2
 
 from pystaged import ContextFullError, _core, _llama
 from pystaged.backends.rpc import RemoteModel, RemoteSession

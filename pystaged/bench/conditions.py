@@ -11,7 +11,10 @@ from typing import Any
 
 _ABOUT = {
     "grown": "grown from the house target: it costs what GPT-2 Large costs and says what the small model says",
-    "random": "random weights: only its costs mean something, its acceptance does not",
+    "grown-smollm2": "grown from SmolLM2: it costs what a model of a billion weights costs and says what SmolLM2 says",
+    **dict.fromkeys(
+        ("random", "llama1b", "llama8b"), "random weights: only its costs mean something, its acceptance does not"
+    ),
     "house": "the small target in the package",
 }
 

@@ -32,7 +32,7 @@ class Contest:
     """
 
     model: str = "house"
-    draft: str | Path | None = "house"
+    draft: str | Path | None = "auto"
     quantization: str = "Q8_0"
     prompts: Path | None = None
     limit: int = 82
@@ -56,7 +56,7 @@ class Contest:
         """
         file = self.prompts or names.house(names.HOUSE_PROMPTS)
         path = models.find(self.model, self.quantization, lambda what: progress(what, 0.0, 0.0))
-        draft = names.resolve_draft(self.model, self.draft)
+        draft = models.find_draft(self.model, self.draft)
         tokenizer = Tokenizer(str(path))
         prompts = [Prompt(text, tokenizer.encode(text)) for text in spread(load_prompts(file), self.limit)]
         if not prompts:

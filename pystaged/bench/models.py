@@ -1,4 +1,4 @@
-"""Models to measure on: a file, or a GPT-2 Large that is made once and kept in the cache folder."""
+"""Models to measure on: a file, or one of a known shape that is made once and kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -7,47 +7,101 @@ from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from pystaged.files import cache_folder
+from pystaged.files import cache_folder, part_file
 from pystaged.loading import names
+from pystaged.loading.quantize import quantize
 
 WIDTH, LAYERS, HEADS, CONTEXT = 1280, 36, 20, 1024  # of GPT-2 Large
+LLAMAS: dict[str, dict[str, Any]] = {  # Llama 3.2 1B and 3.1 8B
+    "llama1b": {
+        "width": 2048,
+        "layers": 16,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "ffn_width": 8192,
+        "vocab_size": 128256,
+        "context": 131072,
+        "rope_base": 5e5,
+        "tie": True,
+    },
+    "llama8b": {
+        "width": 4096,
+        "layers": 32,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "ffn_width": 14336,
+        "vocab_size": 128256,
+        "context": 131072,
+        "rope_base": 5e5,
+        "tie": False,
+    },
+}
+# SmolLM2 has more layers and fewer tokens than Llama 3.2 1B; with this many hidden units it has as many weights.
+GROWN_SMOLLM2 = {"width": 2048, "layers": 30, "heads": 32, "kv_heads": 8, "ffn_width": 4352}
+MADE = ("grown", "grown-smollm2", "random", *LLAMAS)
 
 
 def find(model: str, quantization: str, report: Callable[[str], None] = lambda _: None) -> Path:
     """The file of a model.
 
     Args:
-        model: "random" for a GPT-2 Large of random weights, "grown" for one that says what the house target says
-            (see models/grow.py), else as in names.resolve.
-        quantization: type of a model to be made; the recipe says which it can make.
+        model: a name from MADE: "random" for a GPT-2 Large of random weights, "grown" for one that says what the house
+            target says, "llama1b" and "llama8b" for Llamas of random weights, "grown-smollm2" for one of 1.2 billion
+            weights that says what SmolLM2 says; else as in names.resolve.
+        quantization: type of a model to be made: F32, F16, Q8_0, Q4_0 (random also BF16; Llamas also Q4_K and Q4_K_M).
         report: told before one is made, which takes minutes.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a type that cannot be made.
     """
-    if model not in ("random", "grown"):
+    if model not in MADE:
         return names.resolve(model)
+    source = names.resolve("smollm2" if model in LLAMAS or model == "grown-smollm2" else "house")
     folder = cache_folder() / "bench"
-    path = folder / f"gpt2-large-{model}.{quantization}.gguf"
-    house = names.resolve("house")
-    # A model grown from an older house target would not be that of this version.
-    if not path.exists() or path.stat().st_mtime < house.stat().st_mtime:
+    name = f"gpt2-large-{model}" if model in ("grown", "random") else model
+    path = folder / f"{name}.{quantization}.gguf"
+    # A model grown from an older source would not be that of this version.
+    if not path.exists() or path.stat().st_mtime < source.stat().st_mtime:
         report(f"making {path}, once")
         folder.mkdir(parents=True, exist_ok=True)
-        shape = {"width": WIDTH, "layers": LAYERS, "quantization": quantization}
-        if model == "grown":
-            _recipe("grow").grow(house, path, **shape)
-        else:
-            others = {"heads": HEADS, "context": CONTEXT, "vocab_size": 50257, "vocabulary": house}
-            _recipe("random_gpt2").write_random_gpt2(path, **shape, **others)
+        _make(model, source, path, quantization)
     return path
+
+
+def find_draft(model: str, draft: str | Path | None) -> Path | None:
+    """The file of a draft as in names.resolve_draft, where "auto" is the house draft for all that speak like it."""
+    return names.resolve_draft("house" if model in ("grown", "random") else model, draft)
+
+
+def _make(model: str, source: Path, path: Path, quantization: str) -> None:
+    random, growing = "random_weights", "grow"
+    shape = {"width": WIDTH, "layers": LAYERS, "quantization": quantization}
+    if model == "grown":
+        _recipe(growing).grow(source, path, **shape)
+    elif model == "random":
+        others = {"heads": HEADS, "context": CONTEXT, "vocab_size": 50257, "vocabulary": source}
+        _recipe(random).write_random_gpt2(path, **shape, **others)
+    elif model in LLAMAS:
+        _recipe(random).write_random_llama(path, **LLAMAS[model], quantization=quantization, vocabulary=source)
+    elif quantization in _recipe(growing).FILE_TYPES:
+        _recipe(growing).grow_llama(source, path, **GROWN_SMOLLM2, quantization=quantization)
+    else:
+        with part_file(path) as floats:
+            _recipe(growing).grow_llama(source, floats, **GROWN_SMOLLM2, quantization="F16")
+            quantize(floats, path, quantization)
 
 
 def _recipe(name: str) -> ModuleType:
     """A recipe of the models folder, which is not on Python's path."""
-    spec = spec_from_file_location(f"pystaged.models.{name}", names.house(f"{name}.py"))
+    full_name = f"pystaged.models.{name}"
+    if full_name in sys.modules:
+        return sys.modules[full_name]
+    spec = spec_from_file_location(full_name, names.house(f"{name}.py"))
     if spec is None or spec.loader is None:
         raise ImportError(f"there is no {name}.py")
     module = sys.modules[spec.name] = module_from_spec(spec)  # where dataclasses look for it

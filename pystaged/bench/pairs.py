@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,15 +77,21 @@ class UnsharedDrafter(ModelDrafter):
         return super().draft(SamplingConfig(), max_depth, seconds)
 
 
-def parts(target: Model, draft: Model, table: NgramTable | None, budget: int) -> dict[str, ModelDrafter]:
-    """Drafting with trees of `budget` nodes, and the same without one of its parts."""
+def parts(
+    target: Model,
+    draft: Model,
+    table: NgramTable | None,
+    budget: int,
+    substitutes: Mapping[int, int] | None = None,
+) -> dict[str, ModelDrafter]:
+    """Drafting with trees of `budget` nodes, and the same without one of its parts; substitutes as in ModelDrafter."""
     tree, one = FixedPolicy(width=4, depth=8, budget=budget), FixedPolicy(width=1, depth=1, budget=1)
 
     def below() -> NgramDrafter:
         return NgramDrafter(table, one, target.vocab_size)
 
     def drafter(kind: type[ModelDrafter], below: NgramDrafter | None) -> ModelDrafter:
-        return kind(Session(draft), tree, below=below, vocab_size=target.vocab_size)
+        return kind(Session(draft), tree, below=below, vocab_size=target.vocab_size, substitutes=substitutes)
 
     return {
         "shared noise, n-grams below": drafter(ModelDrafter, below()),
@@ -94,8 +100,16 @@ def parts(target: Model, draft: Model, table: NgramTable | None, budget: int) ->
     }
 
 
-def drafters(target: Model, draft: Model, table: NgramTable | None) -> dict[str, Drafter]:
-    """Ways to draft that differ as much as they can: what the output must not depend on."""
+def drafters(
+    target: Model, draft: Model | None, table: NgramTable | None, substitutes: Mapping[int, int] | None = None
+) -> dict[str, Drafter]:
+    """Ways to draft that differ as much as they can: what the output must not depend on.
+
+    Args:
+        draft: None for n-grams alone.
+        table: of n-grams.
+        substitutes: as in ModelDrafter.
+    """
     vocab_size = target.vocab_size
     tree, chain = FixedPolicy(width=4, depth=6, budget=12), FixedPolicy(width=1, depth=6, budget=6, children=1)
     wide = FixedPolicy(width=8, depth=2, budget=31, children=8)
@@ -103,19 +117,24 @@ def drafters(target: Model, draft: Model, table: NgramTable | None) -> dict[str,
     def ngram(policy: TreePolicy) -> NgramDrafter:
         return NgramDrafter(table, policy, vocab_size)
 
-    def model(policy: TreePolicy) -> ModelDrafter:
-        return ModelDrafter(Session(draft), policy, below=ngram(chain), vocab_size=vocab_size)
+    def model(draft: Model, policy: TreePolicy, below: Drafter | None) -> ModelDrafter:
+        return ModelDrafter(Session(draft), policy, below=below, vocab_size=vocab_size, substitutes=substitutes)
 
-    return {
-        "tree": model(tree),
-        "chain": model(chain),
-        "wide tree": model(wide),
+    ways: dict[str, Drafter] = {
         "n-grams alone": ngram(tree),
         "n-grams of the context alone": NgramDrafter(None, tree, vocab_size),
-        "draft without n-grams": ModelDrafter(Session(draft), tree, vocab_size=vocab_size),
-        "three models": ModelDrafter(Session(target), chain, below=model(tree), vocab_size=vocab_size),
         "lying": LyingDrafter(vocab_size),
     }
+    if draft:
+        below = model(draft, tree, ngram(chain))
+        ways |= {
+            "tree": model(draft, tree, ngram(chain)),
+            "chain": model(draft, chain, ngram(chain)),
+            "wide tree": model(draft, wide, ngram(chain)),
+            "draft without n-grams": model(draft, tree, None),
+            "three models": ModelDrafter(Session(target), chain, below=below, vocab_size=vocab_size),
+        }
+    return ways
 
 
 def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any, cast
@@ -17,7 +17,7 @@ from pystaged._core import Session
 from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
-from pystaged.decoding.policy import FixedPolicy, GainPolicy
+from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
@@ -80,12 +80,31 @@ class Runner:
         draft = Session(pair.draft, self._n_ctx) if pair.draft else None
         draft_cost = pair.draft_cost() or (lambda _: 0.0)
         if way == "synthetic":
-            costs = pair.target_cost(), draft_cost
-            return _Ready(target, ScriptedDrafter(self._accept, draft, *costs, vocab_size=vocab_size))
+            return _Ready(
+                target,
+                ScriptedDrafter(
+                    self._accept,
+                    draft,
+                    pair.target_cost(),
+                    draft_cost,
+                    vocab_size=vocab_size,
+                    substitutes=pair.substitutes,
+                ),
+            )
         if draft is None:
             raise ValueError(f"{way} needs a draft")
         policy = GainPolicy(pair.target_cost(), draft_cost, children={"tree": 4, "chain": 1}[way])
-        return _Ready(target, ModelDrafter(draft, policy, cost=pair.draft_cost(), vocab_size=vocab_size))
+        return _Ready(target, self._model(draft, policy))
+
+    def _model(self, draft: Session, policy: TreePolicy) -> ModelDrafter:
+        pair = self._pair
+        return ModelDrafter(
+            draft,
+            policy,
+            cost=pair.draft_cost(),
+            vocab_size=pair.target.vocab_size,
+            substitutes=pair.substitutes,
+        )
 
     def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
         prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()
@@ -130,6 +149,7 @@ class ScriptedDrafter(ModelDrafter):
         target_cost: seconds of a target pass over n rows. draft_cost: of a draft pass. They set the chain's length: the
             one with the most expected tokens per second.
         vocab_size: wrong tokens are drawn below this.
+        substitutes: as in ModelDrafter.
         seed: of what is right and what is wrong.
     """
 
@@ -141,6 +161,7 @@ class ScriptedDrafter(ModelDrafter):
         draft_cost: Callable[[int], float],
         *,
         vocab_size: int,
+        substitutes: Mapping[int, int] | None = None,
         seed: int = 0,
     ) -> None:
         self._accept, self._scores = list(accept), list(accumulate(accept, mul))
@@ -155,7 +176,8 @@ class ScriptedDrafter(ModelDrafter):
         self._is_free = session is None
         self._random = random.Random(seed)
         policy = FixedPolicy(width=1, depth=max(1, self.length), budget=max(1, self.length), children=1)
-        super().__init__(session or cast(Session, _Free()), policy, vocab_size=vocab_size)
+        session = session or cast(Session, _Free())
+        super().__init__(session, policy, vocab_size=vocab_size, substitutes=substitutes)
 
     def work(self) -> dict[str, DrafterStats]:
         return {"draft": DrafterStats(seconds=self.stats.seconds)} if self._is_free else super().work()

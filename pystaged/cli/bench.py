@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pystaged._core import Model, Session
+from pystaged._core import Session
 from pystaged.bench import models, pairs
 from pystaged.bench import passes as curve
 from pystaged.bench.contest import Contest
@@ -31,9 +31,16 @@ app = typer.Typer()
 _WIDE = 160  # characters, where nobody says how many there are
 
 ModelName = Annotated[
-    str, typer.Option("--model", help="GGUF file, 'house', or a GPT-2 Large made once: 'grown' or 'random'.")
+    str,
+    typer.Option(
+        "--model",
+        help="GGUF file, 'house', 'smollm2', or made once: 'grown' and 'grown-smollm2' say what a small model says and "
+        "cost what a large one costs; 'random' (GPT-2 Large), 'llama1b' and 'llama8b' have random weights.",
+    ),
 ]
-DraftName = Annotated[str, typer.Option("--draft", help="Path of a draft, or 'house'.")]
+DraftName = Annotated[
+    str, typer.Option("--draft", help="Path of a draft, 'house', 'auto', or 'none' for n-grams alone.")
+]
 Quantization = Annotated[str, typer.Option("--type", help="Type of a model to be made.")]
 Prompts = Annotated[Path | None, typer.Option(help="File in HumanEval's format; else the shipped one.")]
 Limit = Annotated[int, typer.Option(min=1, help="Prompts at most.")]
@@ -44,7 +51,7 @@ MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.")]
 def bench(
     context: typer.Context,
     model: ModelName = "house",
-    draft: Annotated[str, typer.Option(help="Path of a draft, 'house', or 'none' for n-grams alone.")] = "house",
+    draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts at most, evenly spread over the file.")] = 82,
@@ -130,6 +137,8 @@ def passes(
     """Time one pass over n = 1 to 32 rows, the curve on which speculation lives.
 
     Example: pystaged bench passes --model random --type Q4_0
+
+    Example: pystaged bench passes --model llama1b --type Q4_K_M
     """
     path = models.find(model, quantization.upper(), report)
     kernel = os.environ.get("PYSTAGED_KERNEL", "")
@@ -143,7 +152,7 @@ def passes(
 @app.command()
 def lossless(
     model: ModelName = "house",
-    draft: DraftName = "house",
+    draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
     limit: Limit = 82,
@@ -153,10 +162,12 @@ def lossless(
     """Check that every way of drafting writes what plain decoding writes. Ends with 1 if one does not.
 
     Example: pystaged bench lossless --limit 10
+
+    Example: pystaged bench lossless --model smollm2 --draft smollm2 --limit 3
     """
-    pair, smaller, texts = _open(model, draft, quantization, prompts, limit)
+    pair, texts = _open(model, draft, quantization, prompts, limit)
     session = Session(pair.target)
-    ways = pairs.drafters(pair.target, smaller, pair.table)
+    ways = pairs.drafters(pair.target, pair.draft, pair.table, pair.substitutes)
     decoders = {way: Decoder(session, drafter) for way, drafter in ways.items()}
     decoders["as measured costs decide"] = pair.decoder(0, None)
     plain = Decoder(session)
@@ -186,7 +197,7 @@ def lossless(
 @app.command()
 def parts(
     model: ModelName = "house",
-    draft: DraftName = "house",
+    draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
     limit: Limit = 82,
@@ -197,13 +208,16 @@ def parts(
 
     Example: pystaged bench parts --limit 20
     """
-    pair, smaller, texts = _open(model, draft, quantization, prompts, limit)
+    pair, texts = _open(model, draft, quantization, prompts, limit)
+    smaller = pair.draft
+    if smaller is None:
+        raise typer.BadParameter("a draft is needed")
     session = Session(pair.target)
     title = f"{len(texts)} prompts, {max_tokens} tokens each, trees of {nodes} nodes"
     headings = ("", "tokens per step", "draft passes per token", "acceptance at depth 1, 2, ...")
     table = Table(*headings, title=title, box=None)
     for mode, sampling in pairs.MODES.items():
-        for way, drafter in pairs.parts(pair.target, smaller, pair.table, nodes).items():
+        for way, drafter in pairs.parts(pair.target, smaller, pair.table, nodes, pair.substitutes).items():
             stats = pairs.run_texts(Decoder(session, drafter), texts, sampling, max_tokens)
             passes_per_token = stats.drafters["draft"].passes / stats.new_tokens
             depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth[:8])
@@ -213,13 +227,12 @@ def parts(
 
 def _open(
     model: str, draft: str, quantization: str, prompts: Path | None, limit: int
-) -> tuple[Pair, Model, list[NDArray[np.int32]]]:
-    """A target with its draft, the draft itself, and the tokens of the prompts."""
-    pair = Pair(models.find(model, quantization.upper(), report), draft, 0, report)
-    if pair.draft is None:
-        raise typer.BadParameter("a draft is needed")
+) -> tuple[Pair, list[NDArray[np.int32]]]:
+    """A target with its draft, and the tokens of the prompts."""
+    path = models.find(model, quantization.upper(), report)
+    pair = Pair(path, models.find_draft(model, draft_name(draft)), 0, report)
     lines = pairs.load_prompts(prompts or names.house(names.HOUSE_PROMPTS))[:limit]
-    return pair, pair.draft, [pair.tokenizer.encode(line) for line in lines]
+    return pair, [pair.tokenizer.encode(line) for line in lines]
 
 
 def _console() -> Console:

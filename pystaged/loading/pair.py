@@ -55,10 +55,10 @@ class Pair:
         self.tokenizer = Tokenizer(os.fsencode(self._path))
         targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device)}
         drafts: dict[str, Model] = {}
-        self._substitutes: dict[int, int] = {}
+        self.substitutes: dict[int, int] = {}
         if self._draft_path:
             draft_tokenizer = Tokenizer(os.fsencode(self._draft_path))
-            self._substitutes = substitutes(self.tokenizer, draft_tokenizer)
+            self.substitutes = substitutes(self.tokenizer, draft_tokenizer)
             drafts = {name: self._load(self._draft_path, draft_tokenizer, name) for name in candidates(draft_device)}
         self.table = find_table(self._draft_path or self._path, ngrams, self.tokenizer, report)
         self.ngram_cost = measure_ngrams(self.table, self.tokenizer.num_tokens)
@@ -141,7 +141,7 @@ class Pair:
             below=below,
             cost=cost,
             vocab_size=self.target.vocab_size,
-            substitutes=self._substitutes,
+            substitutes=self.substitutes,
         )
 
 

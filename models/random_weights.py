@@ -1,0 +1,415 @@
+"""Write GGUF files with random weights, of GPT-2's or Llama's architecture and of any shape.
+
+    python -m models.random_weights gpt2 OUT.gguf [--width 1280] [--layers 36] [--type Q8_0] [--vocabulary VOCAB.gguf]
+    python -m models.random_weights llama OUT.gguf [--width 2048] [--layers 16] [--type Q4_K_M] ...
+
+They cost what trained models of their shape cost, and say nothing. Quantized matrices are drawn as blocks, integers and
+scales, instead of being quantized from floats: eight billion weights take less than a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    GGUFWriter,
+    LlamaFileType,
+    TokenType,
+)
+
+from pystaged.files import whole_file
+
+FILE_TYPES = {
+    "F32": LlamaFileType.ALL_F32,
+    "F16": LlamaFileType.MOSTLY_F16,
+    "BF16": LlamaFileType.MOSTLY_BF16,
+    "Q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "Q4_0": LlamaFileType.MOSTLY_Q4_0,
+    "Q4_1": LlamaFileType.MOSTLY_Q4_1,
+    "Q5_0": LlamaFileType.MOSTLY_Q5_0,
+    "Q5_1": LlamaFileType.MOSTLY_Q5_1,
+    "Q4_K": LlamaFileType.MOSTLY_Q4_K_S,
+    "Q5_K": LlamaFileType.MOSTLY_Q5_K_S,
+    "Q6_K": LlamaFileType.MOSTLY_Q6_K,
+}
+MIXTURE = "Q4_K_M"  # of Q4_K and Q6_K
+LLAMA_FILE_TYPES = {**FILE_TYPES, MIXTURE: LlamaFileType.MOSTLY_Q4_K_M}
+# Bits of a weight, where a block has its F16 scale, and where the minimum that goes with it.
+BLOCKS: dict[str, tuple[int, int, int | None]] = {
+    "Q8_0": (8, 0, None),
+    "Q4_0": (4, 0, None),
+    "Q5_0": (5, 0, None),
+    "Q4_1": (4, 0, 2),
+    "Q5_1": (5, 0, 2),
+    "Q4_K": (4, 0, 2),
+    "Q5_K": (5, 0, 2),
+    "Q6_K": (6, 208, None),
+}
+DEVIATION = 0.02
+NORM_DEVIATION = 0.1
+END_OF_TEXT = "<|endoftext|>"
+SPACE = "\u0120"  # how GPT-2 spells the byte 0x20
+# Roughly as often as in English, so that merges apply to real text.
+LETTERS = "eeeeeeeeettttttaaaaaoooooiiiiinnnnnsssshhhhrrrrdddlllccuummwwffggyyppbvkjxqz"
+
+Packed = npt.NDArray[Any]
+Tensor = tuple[str, tuple[int, ...], GGMLQuantizationType]
+
+
+def write_random_gpt2(
+    out: Path,
+    *,
+    width: int,
+    layers: int,
+    heads: int,
+    vocab_size: int,
+    context: int,
+    quantization: str,
+    seed: int = 0,
+    tie: bool = True,
+    vocabulary: Path | None = None,
+) -> None:
+    """Write a GPT-2 GGUF with random weights: matrices and biases around 0, norm weights around 1.
+
+    The same seed gives the same file. F32, F16 and BF16 files of one seed hold the same numbers, to their precision.
+
+    Args:
+        out: written under a temporary name beside it, and moved there when whole.
+        width: embedding length, a multiple of `heads` and of the type's block size; the hidden layer is 4 times that.
+        vocab_size: tokens; must match `vocabulary` if given, at least 257 otherwise.
+        context: positions.
+        quantization: a key of FILE_TYPES, for the matrices; positions, norms and biases stay F32.
+        tie: the head uses the token embedding; otherwise it is an `output.weight` of its own.
+        vocabulary: GGUF file whose tokenizer is copied; otherwise a small byte-level one is made up, the same for
+            every seed.
+
+    Raises:
+        ValueError: an impossible shape, an unknown type, or a vocabulary of another size.
+        OSError: a file cannot be read or written.
+    """
+    _check(quantization, FILE_TYPES, width=width, layers=layers, heads=heads, context=context)
+    if width % heads:
+        raise ValueError(f"width {width} is not a multiple of {heads} heads")
+    block = GGML_QUANT_SIZES[GGMLQuantizationType[quantization]][0]
+    if width % block:
+        raise ValueError(f"{quantization} needs a width that is a multiple of {block}, not {width}")
+    tensors = _gpt2_tensors(width, layers, vocab_size, context, tie, GGMLQuantizationType[quantization])
+    with whole_file(out) as part, closing(GGUFWriter(part, "gpt2")) as writer:
+        writer.add_name(f"random GPT-2 ({width} wide, {layers} layers, seed {seed})")
+        writer.add_context_length(context)
+        writer.add_embedding_length(width)
+        writer.add_feed_forward_length(4 * width)
+        writer.add_block_count(layers)
+        writer.add_head_count(heads)
+        writer.add_layer_norm_eps(1e-5)
+        writer.add_file_type(FILE_TYPES[quantization])
+        if vocabulary is not None:
+            copy_tokenizer(writer, vocab_size, vocabulary)
+        else:
+            _make_tokenizer(writer, vocab_size)
+        _write_tensors(writer, tensors, seed)
+
+
+def write_random_llama(
+    out: Path,
+    *,
+    width: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ffn_width: int,
+    vocab_size: int,
+    context: int,
+    quantization: str,
+    rope_base: float = 1e4,
+    seed: int = 0,
+    tie: bool = True,
+    vocabulary: Path | None = None,
+) -> None:
+    """Write a GGUF of Llama's architecture with random weights: matrices around 0, norm weights around 1.
+
+    The same seed gives the same file.
+
+    Args:
+        out: written under a temporary name beside it, and moved there when whole.
+        width: embedding length; like heads * head_dim and ffn_width a multiple of the type's block size.
+        kv_heads: heads of keys and values, a divisor of `heads`.
+        vocab_size: tokens; at least those of `vocabulary` if given, at least 257 otherwise.
+        context: positions it claims to be trained for.
+        quantization: a key of LLAMA_FILE_TYPES; the head of types below 6 bits is Q6_K, or Q8_0 where Q6_K's blocks do
+            not fit, and the mixture has Q6_K where llama.cpp's has it.
+        rope_base: of the rotary positions.
+        tie: the head uses the token embedding; otherwise it is an `output.weight` of its own.
+        vocabulary: GGUF file whose tokenizer is copied and filled up with unused tokens; otherwise a small byte-level
+            one is made up, the same for every seed.
+
+    Raises:
+        ValueError: an impossible shape, an unknown type, or a vocabulary that is too large.
+        OSError: a file cannot be read or written.
+    """
+    sizes = {"width": width, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "ffn_width": ffn_width}
+    _check(quantization, LLAMA_FILE_TYPES, **sizes, layers=layers, context=context)
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads are not a multiple of {kv_heads} kv_heads")
+    tensors = list(_llama_tensors(**sizes, layers=layers, vocab_size=vocab_size, tie=tie, quantization=quantization))
+    _check_blocks(tensors)
+    with whole_file(out) as part, closing(GGUFWriter(part, "llama")) as writer:
+        writer.add_name(f"random Llama ({width} wide, {layers} layers, seed {seed})")
+        writer.add_context_length(context)
+        writer.add_embedding_length(width)
+        writer.add_feed_forward_length(ffn_width)
+        writer.add_block_count(layers)
+        writer.add_head_count(heads)
+        writer.add_head_count_kv(kv_heads)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_freq_base(rope_base)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_vocab_size(vocab_size)
+        writer.add_file_type(LLAMA_FILE_TYPES[quantization])
+        if vocabulary is not None:
+            copy_tokenizer(writer, vocab_size, vocabulary, pad=True)
+        else:
+            _make_tokenizer(writer, vocab_size)
+        _write_tensors(writer, tensors, seed)
+
+
+def copy_tokenizer(writer: GGUFWriter, vocab_size: int, vocabulary: Path, *, pad: bool = False) -> None:
+    """Put the tokenizer of another GGUF file into one that is being written.
+
+    Args:
+        pad: fill it up to vocab_size with unused tokens.
+
+    Raises:
+        ValueError: it has another number of tokens, or more where it may be filled up.
+    """
+    fields = GGUFReader(vocabulary).fields
+    num_tokens = len(fields["tokenizer.ggml.tokens"].data) if "tokenizer.ggml.tokens" in fields else 0
+    if num_tokens > vocab_size or (num_tokens < vocab_size and not pad):
+        raise ValueError(f"vocab_size is {vocab_size}, but {vocabulary} has {num_tokens} tokens")
+    padding: dict[str, list[Any]] = {
+        "tokenizer.ggml.tokens": [f"<|unused_{token}|>" for token in range(num_tokens, vocab_size)],
+        "tokenizer.ggml.token_type": [int(TokenType.UNUSED)] * (vocab_size - num_tokens),
+        "tokenizer.ggml.scores": [0.0] * (vocab_size - num_tokens),
+    }
+    for name, field in fields.items():
+        if name.startswith("tokenizer."):
+            value, element = field.contents(), None
+            if field.types[0] is GGUFValueType.ARRAY:
+                value, element = value + padding.get(name, []), field.types[-1]
+            writer.add_key_value(name, value, field.types[0], sub_type=element)
+
+
+def synthetic_vocabulary(vocab_size: int) -> tuple[list[str], list[str]]:
+    """Tokens and merges of a made-up byte-level GPT-2 vocabulary: bytes, merged tokens, end of text.
+
+    A smaller vocabulary's merges are the first ones of a larger one's.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size {vocab_size}: 256 bytes and {END_OF_TEXT} need at least 257")
+    tokens, merges = byte_alphabet(), list[str]()
+    known, stems = set(tokens), [SPACE, *LETTERS]
+    choose = random.Random(0).choice
+    while len(tokens) < vocab_size - 1:
+        left, right = choose(stems), choose(LETTERS)
+        if left + right not in known:
+            known.add(left + right)
+            tokens.append(left + right)
+            stems.append(left + right)
+            merges.append(f"{left} {right}")
+    return [*tokens, END_OF_TEXT], merges
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 characters GPT-2 spells bytes with, in its vocabulary's order: bytes that stand for themselves first."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
+
+
+def _check(quantization: str, known: Iterable[str], **sizes: int) -> None:
+    if quantization not in known:
+        raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(known)}")
+    if min(sizes.values()) < 1:
+        raise ValueError(f"{', '.join(sizes)} must be positive")
+
+
+def _check_blocks(tensors: Iterable[Tensor]) -> None:
+    for name, shape, kind in tensors:
+        block = GGML_QUANT_SIZES[kind][0]
+        if shape[-1] % block:
+            raise ValueError(f"{kind.name} needs rows of a multiple of {block}: {name} has {shape[-1]}")
+
+
+def _make_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
+    tokens, merges = synthetic_vocabulary(vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([int(TokenType.NORMAL)] * (vocab_size - 1) + [int(TokenType.CONTROL)])
+    # llama.cpp wants the key, but the writer leaves an empty array out: put in a merge that never applies.
+    writer.add_token_merges(merges or [f"{SPACE} {END_OF_TEXT}"])
+    writer.add_bos_token_id(vocab_size - 1)
+    writer.add_eos_token_id(vocab_size - 1)
+
+
+def _gpt2_tensors(
+    width: int, layers: int, vocab_size: int, context: int, tie: bool, kind: GGMLQuantizationType
+) -> Iterator[Tensor]:
+    """Names, sizes (outputs before inputs) and types, in the order of the file."""
+    plain = GGMLQuantizationType.F32
+    yield "token_embd.weight", (vocab_size, width), kind
+    yield "position_embd.weight", (context, width), plain
+    yield "output_norm.weight", (width,), plain
+    yield "output_norm.bias", (width,), plain
+    if not tie:
+        yield "output.weight", (vocab_size, width), kind
+    linears = {
+        "attn_qkv": (3 * width, width),
+        "attn_output": (width, width),
+        "ffn_up": (4 * width, width),
+        "ffn_down": (width, 4 * width),
+    }
+    for layer in range(layers):
+        for norm in ("attn_norm", "ffn_norm"):
+            yield f"blk.{layer}.{norm}.weight", (width,), plain
+            yield f"blk.{layer}.{norm}.bias", (width,), plain
+        for linear, shape in linears.items():
+            yield f"blk.{layer}.{linear}.weight", shape, kind
+            yield f"blk.{layer}.{linear}.bias", shape[:1], plain
+
+
+def _llama_tensors(
+    *,
+    width: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ffn_width: int,
+    vocab_size: int,
+    tie: bool,
+    quantization: str,
+) -> Iterator[Tensor]:
+    """As _gpt2_tensors; types as llama.cpp's quantizer chooses them."""
+    plain = GGMLQuantizationType.F32
+    kind = GGMLQuantizationType["Q4_K" if quantization == MIXTURE else quantization]
+    fine = GGMLQuantizationType.Q6_K if width % 256 == 0 else GGMLQuantizationType.Q8_0
+    head = fine if kind.name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K") else kind
+    yield "token_embd.weight", (vocab_size, width), head if tie else kind
+    yield "output_norm.weight", (width,), plain
+    if not tie:
+        yield "output.weight", (vocab_size, width), head
+    for layer in range(layers):
+        # Of the mixture, the outer eighths of the layers and every third of the others have more bits.
+        eighth = layers // 8
+        more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+        other = GGMLQuantizationType.Q6_K if quantization == MIXTURE and more else kind
+        yield f"blk.{layer}.attn_norm.weight", (width,), plain
+        yield f"blk.{layer}.attn_q.weight", (heads * head_dim, width), kind
+        yield f"blk.{layer}.attn_k.weight", (kv_heads * head_dim, width), kind
+        yield f"blk.{layer}.attn_v.weight", (kv_heads * head_dim, width), other
+        yield f"blk.{layer}.attn_output.weight", (width, heads * head_dim), kind
+        yield f"blk.{layer}.ffn_norm.weight", (width,), plain
+        yield f"blk.{layer}.ffn_gate.weight", (ffn_width, width), kind
+        yield f"blk.{layer}.ffn_up.weight", (ffn_width, width), kind
+        yield f"blk.{layer}.ffn_down.weight", (width, ffn_width), other
+
+
+def _write_tensors(writer: GGUFWriter, tensors: Iterable[Tensor], seed: int) -> None:
+    tensors = list(tensors)
+    for name, shape, kind in tensors:
+        block, size = GGML_QUANT_SIZES[kind]
+        nbytes = int(np.prod(shape, dtype=np.int64)) // block * size
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    generator = np.random.default_rng(seed)
+    for name, shape, kind in tensors:
+        writer.write_tensor_data(_draw(generator, name, shape, kind))
+
+
+def _draw(generator: np.random.Generator, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> Packed:
+    if kind.name in BLOCKS:
+        return _draw_blocks(generator, shape, kind)
+    values = generator.standard_normal(shape, dtype=np.float32)
+    if name.endswith("norm.weight"):
+        values *= np.float32(NORM_DEVIATION)
+        values += 1
+        return values
+    values *= np.float32(DEVIATION)
+    if kind is GGMLQuantizationType.BF16:
+        # Cutting the low half off is as random as rounding it.
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(np.float16) if kind is GGMLQuantizationType.F16 else values
+
+
+def _draw_blocks(generator: np.random.Generator, shape: tuple[int, ...], kind: GGMLQuantizationType) -> Packed:
+    """Blocks of random bytes, but for the F16 numbers: they give the weights their mean and deviation."""
+    block, size = GGML_QUANT_SIZES[kind]
+    bits, at, minimum = BLOCKS[kind.name]
+    blocks = generator.integers(0, 256, (int(np.prod(shape)) // block, size), dtype=np.uint8)
+    # Every block has its own scale, so that a mixed-up scale shows in the logits.
+    scales = 0.5 + generator.random(len(blocks), dtype=np.float32)
+    # A quantizer of the smaller types gives the scale the sign of the largest weight.
+    scales *= generator.choice(np.array([-1, 1], np.float32), len(blocks))
+    deviation = np.sqrt((4.0**bits - 1) / 12)
+    if kind.name.endswith("K"):
+        deviation *= 36 if minimum else 74  # of scales of 6 and of 8 bits
+    scales *= np.float32(DEVIATION / deviation)
+    blocks[:, at : at + 2] = scales.astype(np.float16)[:, None].view(np.uint8)
+    if minimum is not None:
+        half = np.float32((2**bits - 1) / 2)
+        if kind.name.endswith("K"):
+            # The minimum is subtracted; each small scale is its small minimum too, in the packing of 12 bytes.
+            blocks[:, 8:12] = blocks[:, 4:8]
+            blocks[:, 12:16] = blocks[:, 12:16] % 16 * 17
+        else:
+            half = -half
+        blocks[:, minimum : minimum + 2] = (half * scales).astype(np.float16)[:, None].view(np.uint8)
+    return blocks
+
+
+def main() -> None:
+    """The command line; its defaults are the shapes of GPT-2 L and of Llama 3.2 1B."""
+    parser = argparse.ArgumentParser(description="Write a GGUF file with random weights.")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    gpt2, llama = kinds.add_parser("gpt2", help="GPT-2 of any shape"), kinds.add_parser("llama", help="Llama likewise")
+    gpt2.set_defaults(width=1280, layers=36, heads=20, vocab_size=50257, context=1024)
+    llama.set_defaults(width=2048, layers=16, heads=32, vocab_size=128256, context=131072)
+    for each, types in ((gpt2, FILE_TYPES), (llama, LLAMA_FILE_TYPES)):
+        each.add_argument("out", type=Path)
+        for size in ("width", "layers", "heads", "vocab-size", "context"):
+            each.add_argument(f"--{size}", type=int)
+        each.add_argument("--type", dest="quantization", choices=types, default="Q8_0")
+        each.add_argument("--seed", type=int, default=0)
+        each.add_argument("--untied", dest="tie", action="store_false", help="a head of its own")
+        each.add_argument("--vocabulary", type=Path, help="GGUF file whose tokenizer to copy")
+    llama.add_argument("--kv-heads", type=int, default=8)
+    llama.add_argument("--head-dim", type=int, default=64)
+    llama.add_argument("--ffn-width", type=int, default=8192)
+    llama.add_argument("--rope-base", type=float, default=5e5)
+    options = vars(parser.parse_args())
+    writers: dict[str, Callable[..., None]] = {"gpt2": write_random_gpt2, "llama": write_random_llama}
+    write = writers[options.pop("kind")]
+    try:
+        write(**options)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

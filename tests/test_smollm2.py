@@ -1,0 +1,197 @@
+"""SmolLM2, a trained model: our numbers beside llama.cpp's and exact ones, and staged decoding beside plain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from family_reference import FamilyReference
+
+import pystaged
+from pystaged import Engine
+from pystaged._core import Model, Session, Tokenizer
+from pystaged.bench.pairs import continuation, drafters
+from pystaged.bench.passes import decode
+from pystaged.config import SamplingConfig
+from pystaged.decoding.loop import Decoder
+from pystaged.loading import names
+
+Doubles = npt.NDArray[np.float64]
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about rain.",
+    "Explain why the sky is blue.",
+    "How many legs does a spider have?",
+    "Translate 'good morning' into Spanish.",
+    "Name three kinds of cheese.",
+    "What is 17 plus 25?",
+    "Write a Python function that reverses a string.",
+    "Who wrote Hamlet?",
+    "Give me a recipe for pancakes.",
+    "What does a compiler do?",
+    "Describe a sunset at sea.",
+    "Why do cats purr?",
+    "List the planets of our solar system.",
+    "What is the difference between a virus and a bacterium?",
+    "Write a polite e-mail asking for a day off.",
+    "How does a bicycle stay upright?",
+    "Tell me a short joke.",
+    "What causes tides?",
+    "Summarize the story of Cinderella.",
+    "Which is heavier, iron or feathers?",
+    "How do I boil an egg?",
+    "What is photosynthesis?",
+    "Suggest a name for a bakery.",
+    "When did the First World War begin?",
+    "Explain recursion to a child.",
+    "What should I pack for a week in the mountains?",
+    "Write the opening of a mystery novel.",
+    "Is zero an even number?",
+    "What is the largest ocean?",
+    "How do vaccines work?",
+    "Give three tips for sleeping better.",
+    "What is the square root of 144?",
+    "Describe the taste of a lemon.",
+    "Why is the Moon always showing the same face?",
+    "Write a SQL query that counts the rows of a table.",
+    "What is inflation?",
+    "How is paper made?",
+    "Who was Ada Lovelace?",
+    "Compose a toast for a wedding.",
+]
+PROMPTS = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
+SAMPLINGS = {
+    "greedy": SamplingConfig(),
+    "top-k": SamplingConfig(temperature=1.0, top_k=50, seed=1),
+    "no-filter": SamplingConfig(temperature=1.0, seed=2),
+}
+ANSWER = 4  # tokens that are judged with each prompt
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    try:
+        return names.resolve("smollm2")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Model:
+    return Model(str(path))
+
+
+@pytest.fixture(scope="module")
+def texts(path: Path, model: Model) -> list[list[int]]:
+    """The prompts, each with the beginning of the model's own answer."""
+    tokenizer, decoder = Tokenizer(str(path)), Decoder(Session(model, 256))
+    found = []
+    for prompt in PROMPTS:
+        tokens = tokenizer.encode(prompt)
+        found.append([*tokens.tolist(), *continuation(decoder, tokens, SamplingConfig(), ANSWER)])
+    return found
+
+
+@pytest.fixture
+def theirs(path: Path) -> Iterator[Any]:
+    """A context of llama.cpp."""
+    llama_cpp.llama_backend_init()
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.n_gpu_layers = 0
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = 256
+    params.n_threads = params.n_threads_batch = 2
+    context = llama_cpp.llama_init_from_model(model, params)
+    yield context
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+
+
+def log_probabilities(logits: npt.NDArray[Any]) -> Doubles:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    result: Doubles = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
+def our_logits(session: Session, tokens: list[int]) -> npt.NDArray[np.float32]:
+    session.truncate(0)
+    session.evaluate(tokens, range(-1, len(tokens) - 1))
+    found = np.stack([session.logits(row) for row in range(len(tokens))])
+    session.discard()
+    return found
+
+
+def their_logits(context: Any, tokens: list[int], vocab_size: int) -> npt.NDArray[np.float32]:
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+    decode(context, tokens, 0)
+    return np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (len(tokens), vocab_size)).copy()
+
+
+def test_log_probabilities_beside_llama_cpp(model: Model, texts: list[list[int]], theirs: Any) -> None:
+    """Of the tokens that the texts go on with, and of the likeliest."""
+    session = Session(model, 256)
+    differences, same_top, clear = list[float](), 0, 0
+    for tokens in texts:
+        ours = log_probabilities(our_logits(session, tokens))
+        reference = log_probabilities(their_logits(theirs, tokens, model.vocab_size))
+        rows = np.arange(len(tokens) - 1)
+        differences += np.abs(ours[rows, tokens[1:]] - reference[rows, tokens[1:]]).tolist()
+        top_two = np.sort(np.partition(reference, -2, axis=-1)[:, -2:])
+        sure = top_two[:, 1] - top_two[:, 0] > 0.2
+        same_top += int((ours.argmax(axis=-1) == reference.argmax(axis=-1))[sure].sum())
+        clear += int(sure.sum())
+    assert len(differences) > 800
+    assert np.mean(differences) <= 0.05
+    assert same_top >= 0.98 * clear
+
+
+def test_choices_are_the_exact_ones(path: Path, model: Model, texts: list[list[int]]) -> None:
+    """Beside doubles, where these are sure."""
+    session, exact_model = Session(model, 256), FamilyReference(path)
+    same, clear = 0, 0
+    for tokens in texts[::8]:
+        exact = exact_model.logits(tokens)
+        top_two = np.sort(np.partition(exact, -2, axis=-1)[:, -2:])
+        sure = top_two[:, 1] - top_two[:, 0] > 0.2
+        same += int((our_logits(session, tokens).argmax(axis=-1) == exact.argmax(axis=-1))[sure].sum())
+        clear += int(sure.sum())
+    assert clear > 50
+    assert same >= 0.99 * clear
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_no_drafter_changes_the_text(path: Path, model: Model, sampling: SamplingConfig) -> None:
+    tokenizer = Tokenizer(str(path))
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[::40]]
+    session = Session(model, 256)
+    plain = Decoder(session)
+    expected = [continuation(plain, prompt, sampling, 16) for prompt in prompts]
+    for name, drafter in drafters(model, model, None).items():
+        decoder = Decoder(session, drafter)
+        assert [continuation(decoder, prompt, sampling, 16) for prompt in prompts] == expected, name
+
+
+def test_by_name() -> None:
+    try:
+        engine = pystaged.load("smollm2", draft="smollm2", n_ctx=512)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    with engine:
+        _check_answer(engine)
+
+
+def _check_answer(engine: Engine) -> None:
+    staged, plain = (engine.generate(PROMPTS[0], max_tokens=16, speculate=speculate) for speculate in (True, False))
+    assert staged.text == plain.text
+    assert "Paris" in plain.text
+    assert plain.finish_reason == "stop"
+    likely, unlikely = (engine.score(f"The capital of France is {city}.") for city in ("Paris", "Potato"))
+    assert b"".join(likely.pieces) == b"The capital of France is Paris."
+    assert likely.total > unlikely.total + 2
