@@ -11,7 +11,7 @@ import numpy.typing as npt
 from random_weights import END_OF_TEXT, synthetic_vocabulary
 from safetensors.numpy import save_file
 
-from pystaged.loading.families import Shape
+from pystaged.loading.shapes import Shape
 
 Arrays = dict[str, npt.NDArray[Any]]
 

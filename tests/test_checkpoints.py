@@ -32,8 +32,9 @@ from test_reference import engine_logits, llama_pass
 
 from pystaged import _core
 from pystaged.loading.convert import convert
-from pystaged.loading.families import ARCHITECTURES, FAMILIES, Shape
+from pystaged.loading.families import ARCHITECTURES, FAMILIES
 from pystaged.loading.quantize import quantize, quantize_checkpoint
+from pystaged.loading.shapes import Shape
 from pystaged.loading.vocabulary import read_vocabulary
 
 Floats = npt.NDArray[np.float32]

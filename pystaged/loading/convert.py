@@ -17,8 +17,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileTy
 from safetensors import SafetensorError, safe_open
 
 from pystaged.files import check_room, whole_file
-from pystaged.loading.families import Floats, Shape, Wanted, language_part
 from pystaged.loading.progress import Progress
+from pystaged.loading.shapes import Floats, Shape, Wanted, language_part
 from pystaged.loading.vocabulary import read_json, read_vocabulary
 
 CONFIG = "config.json"

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pystaged.files import check_room
 from pystaged.loading import cache
+from pystaged.loading.families import ARCHITECTURES, MODEL_TYPES
 from pystaged.loading.progress import Progress
 from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES, check_type, quantize_checkpoint
 
@@ -88,7 +89,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
 def _convert(repository: _Repository, kind: str) -> Path:
     """A checkpoint of the hub as a model in the cache."""
     from pystaged.loading.convert import CONFIG, INDEX, WEIGHTS, shard_names  # noqa: PLC0415
-    from pystaged.loading.families import Shape  # noqa: PLC0415
+    from pystaged.loading.shapes import Shape  # noqa: PLC0415
     from pystaged.loading.vocabulary import TOKENIZER_FILES, read_json  # noqa: PLC0415
 
     name, stem = repository.name, repository.name.rpartition("/")[2]
@@ -169,8 +170,6 @@ class _Repository:
 
     def check_family(self, checkpoint: bool) -> None:
         """Refuse what the hub knows to be of another kind, before it is downloaded."""
-        from pystaged.loading.families import ARCHITECTURES, MODEL_TYPES  # noqa: PLC0415  imports numpy
-
         found, known = (self.model_type, MODEL_TYPES) if checkpoint else (self.architecture, ARCHITECTURES)
         if found not in (None, *known):
             raise ValueError(f"{self.name}: the architecture {found!r} is not supported, only {', '.join(known)}")

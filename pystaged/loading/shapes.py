@@ -1,0 +1,301 @@
+"""What a checkpoint's config.json says: numbers, tensors and rotary positions, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pystaged.loading.families import FAMILIES, GEMMA3, MODEL_TYPES, Family
+
+Floats = npt.NDArray[np.float32]
+Metadata = dict[str, "int | float | str"]
+
+_MOST = 1 << 24  # far beyond any model
+_ORIGINAL = "original_max_position_embeddings"
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor that a GGUF file has: its name, the checkpoint's below its prefix, outputs before inputs, the layer."""
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What config.json says about a model.
+
+    Args:
+        metadata: what only some families have, under GGUF's keys.
+        computed: tensors that no checkpoint stores.
+    """
+
+    family: Family
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    context: int
+    ffn_width: int
+    epsilon: float
+    tied: bool
+    biased: frozenset[str]
+    metadata: Metadata
+    computed: Mapping[str, Floats]
+    scale_scores: bool
+    scale_by_layer: bool
+
+    @classmethod
+    def of(cls, config: dict[str, Any], path: Path) -> Shape:
+        """Read and check it.
+
+        Raises:
+            ValueError: another architecture, a variant that GGUF cannot express, or an impossible shape.
+        """
+        reader = _Reader.of(config, path)
+        family, number = reader.family, reader.number
+        width, heads = number("hidden_size"), number("num_attention_heads")
+        if reader.get("head_dim") is None and width % heads:
+            raise ValueError(
+                f"{path}: a width ({reader.key('hidden_size')}) of {width} does not split into {heads} heads "
+                f"({reader.key('num_attention_heads')})"
+            )
+        kv_heads, head_width = number("num_key_value_heads", heads), number("head_dim", width // heads)
+        if heads % kv_heads:
+            raise ValueError(f"{path}: {heads} heads do not share {kv_heads} key and value heads evenly")
+        epsilon = reader.real("rms_norm_eps", 1e-6)
+        if epsilon >= 1:
+            raise ValueError(f"{path}: {reader.key('rms_norm_eps')} is {epsilon}, but must be between 0 and 1")
+        context = number("max_position_embeddings", reader.get("n_ctx"))
+        metadata: Metadata = {
+            name: reader.real(key) for name, key in family.reals.items() if reader.get(key) is not None
+        }
+        if "sliding_window" in family.defaults:
+            metadata["attention.sliding_window"] = number("sliding_window") if reader.get("sliding_window") else 0
+        computed: dict[str, Floats] = {}
+        if family.ropes:
+            metadata |= {"attention.key_length": head_width, "attention.value_length": head_width}
+            metadata |= _rope(reader, head_width, context, computed)
+        shape = cls(
+            family=family,
+            width=width,
+            layers=number("num_hidden_layers"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_width=head_width,
+            context=context,
+            ffn_width=number("intermediate_size", 4 * width if family.transposed else None),
+            epsilon=epsilon,
+            tied=reader.get("tie_word_embeddings") is not False,
+            biased=frozenset(name for name, key in family.biased.items() if key is None or reader.get(key) is True),
+            metadata=metadata,
+            computed=computed,
+            scale_scores=reader.get("scale_attn_weights") is not False,
+            scale_by_layer=reader.get("scale_attn_by_inverse_layer_idx") is True,
+        )
+        _check_layers(reader, shape)
+        return shape
+
+    def query_scale(self, layer: int) -> float:
+        """What queries are multiplied by so that dividing scores by sqrt(head width) is all that is left to do."""
+        unscaled = 1.0 if self.scale_scores else float(np.sqrt(self.head_width))
+        return unscaled / (layer + 1 if self.scale_by_layer else 1)
+
+    def tensors(self, num_rows: int) -> Iterator[Wanted]:
+        """The tensors of the GGUF file, in its order, but for computed ones.
+
+        One by one, so that an absurd number of layers ends at the first that is missing.
+
+        Args:
+            num_rows: rows of the token embedding.
+        """
+        sizes = {
+            "token_embd": (num_rows, self.width),
+            "output": (num_rows, self.width),
+            "position_embd": (self.context, self.width),
+            "attn_q": (self.heads * self.head_width, self.width),
+            "attn_k": (self.kv_heads * self.head_width, self.width),
+            "attn_v": (self.kv_heads * self.head_width, self.width),
+            "attn_qkv": ((self.heads + 2 * self.kv_heads) * self.head_width, self.width),
+            "attn_output": (self.width, self.heads * self.head_width),
+            "attn_q_norm": (self.head_width,),
+            "attn_k_norm": (self.head_width,),
+            "ffn_gate": (self.ffn_width, self.width),
+            "ffn_up": (self.ffn_width * (2 if self.family.fused_gate else 1), self.width),
+            "ffn_down": (self.width, self.ffn_width),
+        }
+
+        def both(name: str, source: str, layer: int | None = None) -> Iterator[Wanted]:
+            size = sizes.get(name, (self.width,))
+            stem = name if layer is None else f"blk.{layer}.{name}"
+            yield Wanted(f"{stem}.weight", f"{source}.weight", size, layer)
+            if name in self.biased:
+                yield Wanted(f"{stem}.bias", f"{source}.bias", size[:1], layer)
+
+        for name, source in self.family.others.items():
+            yield from both(name, source)
+        if not self.tied:
+            yield from both("output", "lm_head")
+        for layer in range(self.layers):
+            for name, source in self.family.layers.items():
+                yield from both(name, f"{self.family.blocks}.{layer}.{source}", layer)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Numbers of a config.json, by the names most families have for them."""
+
+    config: Mapping[str, Any]
+    path: Path
+    family: Family
+
+    @classmethod
+    def of(cls, config: dict[str, Any], path: Path) -> _Reader:
+        config = language_part(config)
+        kind = config.get("model_type")
+        family = FAMILIES.get(kind) if isinstance(kind, str) else None
+        if any(config.get(key) for key in _EXPERTS):
+            raise ValueError(f"{path}: the architecture {kind!r} is a mixture of experts, which is not supported")
+        if family is None:
+            raise ValueError(f"{path}: the architecture {kind!r} is not supported, only {', '.join(MODEL_TYPES)}")
+        if config.get("quantization_config"):
+            raise ValueError(f"{path}: this checkpoint is quantized already; take the one it was made from")
+        for key, values in family.only.items():
+            if config.get(key, values[0]) not in values:
+                raise ValueError(f"{path}: {key} is {config[key]!r}, but only {values[0]!r} is supported")
+        return cls({**family.defaults, **config}, path, family)
+
+    def key(self, name: str) -> str:
+        return self.family.renamed.get(name, name)
+
+    def get(self, name: str) -> Any:
+        return self.config.get(self.key(name))
+
+    def number(self, name: str, default: int | None = None) -> int:
+        value = self.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
+            raise ValueError(
+                f"{self.path}: {self.key(name)} is {value!r}, but must be a whole number between 1 and {_MOST}"
+            )
+        return value
+
+    def real(self, name: str, default: float | None = None) -> float:
+        value = self.get(name)
+        return positive(self.path, self.key(name), default if value is None else value)
+
+
+def language_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a model of text and pictures as one of text; others as they are."""
+    text = config.get("text_config")
+    if config.get("model_type") == "gemma3" and isinstance(text, dict):
+        return config | text | {"model_type": "gemma3_text"}
+    return config
+
+
+def positive(path: Path, name: str, value: object) -> float:
+    """A finite number above 0.
+
+    Raises:
+        ValueError: naming it, where it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise ValueError(f"{path}: {name} is {value!r}, but must be a number above 0")
+    return float(value)
+
+
+def _check_layers(reader: _Reader, shape: Shape) -> None:
+    """Check patterns of layers and scales of attention, which GGUF leaves to the architecture.
+
+    Raises:
+        ValueError: others than the architecture has.
+    """
+
+    def check(name: str, expected: object) -> None:
+        if reader.get(name) not in (None, expected):
+            raise ValueError(
+                f"{reader.path}: {name} is {reader.get(name)!r}, which a GGUF file of {shape.family.architecture} "
+                "cannot say"
+            )
+
+    layers = range(1, min(shape.layers, 1 << 12) + 1)
+    if shape.family.architecture == "smollm3":
+        check("no_rope_layers", [int(layer % 4 != 0) for layer in layers])
+    elif shape.family is GEMMA3:
+        check("layer_types", ["sliding_attention" if layer % 6 else "full_attention" for layer in layers])
+        check("sliding_window_pattern", 6)
+        # llama.cpp takes the largest Gemma 3 for itself by its number of layers.
+        per_head = shape.width // shape.heads if shape.layers == 62 else shape.head_width
+        check("query_pre_attn_scalar", per_head)
+
+
+def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Floats]) -> Metadata:
+    """Metadata of rotary positions; tensors of factors go into `computed`."""
+    path, family = reader.path, reader.family
+    found = reader.get("rope_parameters") or reader.get("rope_scaling") or {}
+    if not isinstance(found, dict) or not all(isinstance(found.get(key, {}), dict) for key in _LAYER_KINDS):
+        raise ValueError(f"{path} is damaged: rope_parameters")
+    local = found.get("sliding_attention") or {"rope_theta": reader.get("rope_local_base_freq")}
+    found = found.get("full_attention", found)
+
+    def real(name: str, default: object = None) -> float:
+        value = found.get(name)
+        return positive(path, name, default if value is None else value)
+
+    kind = found.get("rope_type", found.get("type", "default"))
+    if family.fused_gate and kind in ("su", "yarn"):
+        kind = "longrope"
+    if kind not in ("default", *family.ropes):
+        raise ValueError(
+            f"{path}: rotary positions of type {kind!r} are not supported for {family.architecture}, only "
+            f"{', '.join(('default', *family.ropes))}"
+        )
+    base = real("rope_theta", reader.get("rope_theta") or 1e4)
+    turned = real("partial_rotary_factor", reader.get("partial_rotary_factor") or 1.0)
+    dims = int(head_width * turned)
+    if dims % 2 or not 0 < dims <= head_width or (dims != head_width and not family.fused_gate):
+        raise ValueError(f"{path}: partial_rotary_factor is {turned}, which turns {dims} of {head_width} numbers")
+    metadata: Metadata = {"rope.dimension_count": dims, "rope.freq_base": base}
+    if family is GEMMA3:
+        metadata["rope.freq_base_swa"] = positive(path, "rope_local_base_freq", local.get("rope_theta", 1e4))
+    original = found.get("original_max_position_embeddings") or reader.get("original_max_position_embeddings")
+    if family.fused_gate:
+        metadata["rope.scaling.original_context_length"] = int(positive(path, _ORIGINAL, original))
+    if kind in ("linear", "yarn"):
+        metadata |= {"rope.scaling.type": kind, "rope.scaling.factor": real("factor")}
+    if kind == "yarn":
+        for name, usual in {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "mscale": None}.items():
+            if found.get(name) not in (None, usual):
+                raise ValueError(f"{path}: {name} is {found[name]!r}, which llama.cpp does not honour for {kind}")
+        metadata["rope.scaling.original_context_length"] = int(positive(path, _ORIGINAL, original or context))
+    elif kind == "llama3":
+        low, high = real("low_freq_factor", 1.0), real("high_freq_factor", 4.0)
+        waves = 2 * np.pi * base ** (np.arange(0, dims, 2) / dims)
+        turns = real(_ORIGINAL, 8192) / waves
+        smooth = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns > high).astype(float)
+        computed["rope_freqs.weight"] = (1 / ((1 - smooth) / real("factor", 8.0) + smooth)).astype(np.float32)
+    elif kind == "longrope":
+        for name in ("long", "short"):
+            factors = found.get(f"{name}_factor")
+            if not isinstance(factors, list) or len(factors) != dims // 2:
+                raise ValueError(f"{path}: {name}_factor must be a list of {dims // 2} numbers")
+            computed[f"rope_factors_{name}.weight"] = np.array(
+                [positive(path, f"{name}_factor", factor) for factor in factors], np.float32
+            )
+        start = positive(path, _ORIGINAL, original)
+        stretch = context / start
+        sharper = math.sqrt(1 + math.log(stretch) / math.log(start)) if stretch > 1 and start > 1 else 1.0
+        metadata["rope.scaling.attn_factor"] = real("attention_factor", sharper)
+    return metadata
