@@ -21,7 +21,6 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from random_models import Change, RandomModel, quantize, write
 
 from pystaged._core import Model, ModelError, Session, Tokenizer, kernels, rotation
-from pystaged.bench.passes import decode
 
 Floats = npt.NDArray[np.float32]
 
@@ -142,6 +141,18 @@ def llama_context(path: Path) -> Iterator[Any]:
     finally:
         llama_cpp.llama_free(context)
         llama_cpp.llama_model_free(model)
+
+
+def decode(context: Any, tokens: list[int], position: int) -> None:
+    """One pass of llama.cpp over a chain of tokens from `position` on, with logits for all."""
+    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.logits[i] = token, position + i, 1
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+    status = llama_cpp.llama_decode(context, batch)
+    llama_cpp.llama_batch_free(batch)
+    assert status == 0
 
 
 def llama_logits(path: Path, tokens: list[int]) -> Floats:
