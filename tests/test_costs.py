@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pystaged._core import Model
 from pystaged.decoding.cost import PassCost, measure
-from pystaged.loading.costs import CostStore
+from pystaged.loading.costs import Costs, CostStore, measure_passes
 
 SECONDS = {1: 0.0004, 8: 0.0006, 32: 0.002}
 
@@ -131,3 +132,28 @@ def test_what_a_busy_machine_takes_is_not_kept(tmp_path: Path) -> None:
         assert cost(1) == pytest.approx(1e-3)
         store.save(f"late by {late}", cost)
         assert (store.load(f"late by {late}") is not None) == kept
+
+
+def test_costs_that_are_far_off_are_measured_again(random_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    path = random_gguf("F32")
+    model = Model(path)
+    seconds = measure_passes(model)(1)
+    for factor, measured in ((1.0, 0), (1e-3, 1), (1e3, 1)):
+        said: list[str] = []
+        costs = Costs(said.append)
+        costs._store = Believing(tmp_path, PassCost({1: factor * seconds, 32: 4 * factor * seconds}))
+        cost = costs.of(path, "cpu", model)
+        assert len(said) == measured
+        assert seconds / 20 < cost(1) < 20 * seconds
+
+
+class Believing(CostStore):
+    """Has what it was given, whatever is asked for."""
+
+    def __init__(self, folder: Path, cost: PassCost) -> None:
+        super().__init__(folder)
+        self._cost = cost
+
+    def load(self, key: str) -> PassCost | None:
+        del key
+        return self._cost

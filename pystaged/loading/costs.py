@@ -7,7 +7,9 @@ import itertools
 import json
 import os
 import platform
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +23,29 @@ from pystaged.files import cache_folder, part_file, read_small
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
 _MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured
+_FAR_OFF = 4.0  # times a belief: it is not true, or not any more
 _MOST_BYTES = 1 << 16
 
 
 def measure_passes(model: Model) -> PassCost:
     """Time a model's passes, candidates included."""
+    with _passes(model) as run:
+        return measure(run, most_rows=min(MEASURED_ROWS[-1], model.max_context))
+
+
+def is_still_true(cost: PassCost, model: Model) -> bool:
+    """Whether a pass of one row takes about as long as is believed. Who is believed to be dear is not used, so such a
+    belief would never be put right."""
+    with _passes(model) as run:
+        run(1)
+        begin = time.perf_counter()
+        run(1)
+        return 1 / _FAR_OFF < (time.perf_counter() - begin) / cost(1) < _FAR_OFF
+
+
+@contextmanager
+def _passes(model: Model) -> Iterator[Callable[[int], None]]:
+    """A function that makes a pass over that many rows."""
     session = open_session(model)
     greedy = SamplingConfig().native
 
@@ -35,7 +55,7 @@ def measure_passes(model: Model) -> PassCost:
         session.discard()
 
     try:
-        return measure(run, most_rows=min(MEASURED_ROWS[-1], session.n_ctx))
+        yield run
     finally:
         session.close()
 
@@ -65,7 +85,7 @@ class Costs:
         machine = (platform.node(), platform.machine(), os.cpu_count(), device, model.kernel, model.num_threads)
         key = "|".join(map(str, (*machine, path, info.st_size, info.st_mtime_ns)))
         cost = None if again else self._store.load(key)
-        if cost is None:
+        if cost is None or not is_still_true(cost, model):
             self._report(f"measuring passes of {path.name} on {device}, once")
             cost = measure_passes(model)
             self._store.save(key, cost)
