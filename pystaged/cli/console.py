@@ -86,6 +86,7 @@ def open_engine(model: str, options: LoadOptions) -> Engine:
         draft_device=options.draft_device,
         num_threads=options.threads,
         ngrams=options.ngrams,
+        n_ctx=options.n_ctx,
         report=report,
     )
 

@@ -32,8 +32,11 @@ class Color(str, Enum):
     STAGES = "stages"
 
 
-ModelName = Annotated[str, typer.Option("--model", help="Path of a GGUF file, name in the cache, hub id, or 'house'.")]
-MaxTokens = Annotated[int, typer.Option(help="New tokens at most.")]
+ModelName = Annotated[
+    str,
+    typer.Option("--model", "-m", help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'."),
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")]
 Threads = Annotated[int, typer.Option(help="0 takes one per physical core.", callback=check)]
 Colors = Annotated[Color, typer.Option("--color", help="Paint each token by who proposed it; in terminals only.")]
 ShowTree = Annotated[bool, typer.Option("--show-tree", help="Draw each tree, its accepted path bright.")]
@@ -60,12 +63,21 @@ class PairOptions:
 
 @dataclass
 class LoadOptions(PairOptions):
-    """The same and the lowest stage."""
+    """The same, the lowest stage, and how long texts may be."""
 
     ngrams: Annotated[
         Path | None,
         typer.Option(help="Table of n-grams that drafts for the draft; by default the one beside the draft's file."),
     ] = None
+    n_ctx: Annotated[
+        int,
+        typer.Option(
+            "--n-ctx",
+            "-c",
+            help="Tokens of prompt and text; 0 for what the model was trained for, 8192 at most.",
+            callback=check,
+        ),
+    ] = 0
 
 
 @dataclass

@@ -146,6 +146,9 @@ class Repl:
                 about.append(f"; read {result.stats.prompt_tokens - result.stats.reused_tokens} new tokens")
         except KeyboardInterrupt:
             pass
+        except OSError as error:
+            # Of a device that is lost, say; the text so far is not.
+            about = Text(f"error: {error}", "red")
         self._earlier.append(before)
         self._tokens = tokens
         errors.print(about)
