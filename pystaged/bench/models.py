@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
 import platformdirs
 
-from pystaged.files import part_file
 from pystaged.loading import names
 from pystaged.loading.quantize import quantize
 
@@ -90,7 +90,8 @@ def _make(model: str, source: Path, path: Path, quantization: str) -> None:
     elif quantization in _recipe(growing).FILE_TYPES:
         _recipe(growing).grow_llama(source, path, **GROWN_SMOLLM2, quantization=quantization)
     else:
-        with part_file(path) as floats:
+        with TemporaryDirectory(dir=path.parent) as unfinished:
+            floats = Path(unfinished) / "floats.gguf"
             _recipe(growing).grow_llama(source, floats, **GROWN_SMOLLM2, quantization="F16")
             quantize(floats, path, quantization)
 
