@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ class RandomModel:
         vocabulary: writes a tokenizer of so many tokens; add_vocabulary() if there is none.
         metadata: further keys under the family's name; floats, integers, booleans, strings and lists.
         vectors: further tensors of one dimension, by name.
+        marks: control tokens that take the place of made-up ones, by id.
         quantization: of the matrices: a type that gguf can quantize to.
         types: of single matrices, by a part of their name.
     """
@@ -58,6 +59,7 @@ class RandomModel:
     vocabulary: Callable[[GGUFWriter, int], object] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     vectors: dict[str, Floats] = field(default_factory=dict)
+    marks: dict[int, str] = field(default_factory=dict)
 
     @property
     def dim(self) -> int:
@@ -101,7 +103,10 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         for key, value in m.metadata.items():
             if key != "logit_scale":
                 _add(writer, f"{m.family}.{key}", value)
-        (m.vocabulary or add_vocabulary)(writer, m.vocab_size)
+        if m.vocabulary:
+            m.vocabulary(writer, m.vocab_size)
+        else:
+            add_vocabulary(writer, m.vocab_size, m.marks)
         for name, values in found.items():
             if values.ndim == 2 and not name.startswith("position") and "norm" not in name:
                 own = [kind for part, kind in m.types.items() if part in name]
@@ -137,16 +142,19 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def add_vocabulary(writer: GGUFWriter, size: int) -> None:
-    """A byte-level BPE vocabulary: 256 bytes, made-up tokens, and the end of text."""
+def add_vocabulary(writer: GGUFWriter, size: int, marks: Mapping[int, str] | None = None) -> None:
+    """A byte-level BPE vocabulary: 256 bytes, made-up tokens, marks in place of some of those, and the end of text."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     tokens = [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
     made_up = [f"{a}{b}" for a in "etaoinshr" for b in tokens[:94]][: size - 257]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*tokens, *made_up, END_OF_TEXT])
-    writer.add_token_types([int(TokenType.NORMAL)] * (size - 1) + [int(TokenType.CONTROL)])
-    writer.add_token_merges([f"{token[0]} {token[1]}" for token in made_up] or [f"a {END_OF_TEXT}"])
+    marks = {**(marks or {}), size - 1: END_OF_TEXT}
+    names = dict(enumerate([*tokens, *made_up])) | marks
+    writer.add_token_list([names[token] for token in range(size)])
+    writer.add_token_types([int(TokenType.CONTROL if token in marks else TokenType.NORMAL) for token in range(size)])
+    kept = [token for i, token in enumerate(made_up) if 256 + i not in marks]
+    writer.add_token_merges([f"{token[0]} {token[1]}" for token in kept] or [f"a {END_OF_TEXT}"])
     writer.add_bos_token_id(size - 1)
     writer.add_eos_token_id(size - 1)
 

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from random_weights import write_random_llama
 from rich.console import Console
 from rich.table import Table
+from typer.testing import CliRunner
 
 from pystaged._core import Model, Session
-from pystaged.bench import contenders, models, summary, worker
+from pystaged.bench import conditions, contenders, models, summary, worker
 from pystaged.bench.contenders import Contender
 from pystaged.bench.contest import Contest, spread
 from pystaged.bench.pairs import load_prompts
@@ -28,6 +30,7 @@ from pystaged.bench.report import Report
 from pystaged.bench.suite import Outcome, Prompt, Run, Suite
 from pystaged.bench.ways import Runner, ScriptedDrafter
 from pystaged.bench.worker import Measurement, Worker, WorkerError
+from pystaged.cli import app
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.loading import names
@@ -421,6 +424,59 @@ def test_a_model_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     written = path.stat().st_mtime_ns
     assert models.find("grown", "F16", said.append).stat().st_mtime_ns == written
     assert len(said) == 1
+
+
+TINY = {"width": 256, "layers": 2, "heads": 8, "kv_heads": 2, "head_dim": 32, "ffn_width": 256, "context": 64}
+
+
+@pytest.mark.parametrize("quantization", ["Q8_0", "Q4_0", "Q4_K", "Q4_K_M"])
+def test_random_llamas_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, house_draft: Path, quantization: str
+) -> None:
+    """With the tokens of SmolLM2, for which the house draft stands in."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(names, "_smollm2", lambda: house_draft)
+    monkeypatch.setitem(models.LLAMAS, "llama1b", TINY | {"vocab_size": 50300, "tie": True})
+    path = models.find("llama1b", quantization)
+    model = Model(str(path))
+    assert (model.architecture, model.width, model.num_kv_heads, model.vocab_size) == ("llama", 256, 2, 50300)
+    assert path == models.find("llama1b", quantization)
+    assert "random weights" in conditions.model_file(path, "llama1b")["about"]
+
+
+@pytest.mark.parametrize("quantization", ["Q8_0", "Q4_K_M"])
+def test_a_grown_llama_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, house_draft: Path, quantization: str
+) -> None:
+    small = tmp_path / "small.gguf"
+    shape = TINY | {"width": 128, "heads": 3, "kv_heads": 1}
+    write_random_llama(small, **shape, vocab_size=50257, quantization="F16", vocabulary=house_draft)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(names, "_smollm2", lambda: small)
+    grown = {"width": 256, "layers": 3, "heads": 8, "kv_heads": 2, "ffn_width": 256}
+    monkeypatch.setattr(models, "GROWN_SMOLLM2", grown)
+    path = models.find("grown-smollm2", quantization)
+    model = Model(str(path))
+    assert (model.width, model.num_layers, model.num_heads, model.ffn_width) == (256, 3, 8, 256)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_drafts_of_made_models(house_draft: Path) -> None:
+    assert models.find_draft("grown", "auto") == models.find_draft("house", "auto") == house_draft
+    assert models.find_draft("grown-smollm2", "auto") is models.find_draft("llama1b", "auto") is None
+    assert models.find_draft("house", None) is None
+
+
+def test_lossless_without_a_draft(random_gguf: Callable[..., Path], prompts: Path) -> None:
+    path = str(random_gguf(vocab_size=300, context=512))
+    arguments = ["bench", "lossless", "--model", path, "--prompts", str(prompts), "--max-tokens", "6", "--seeds", "1"]
+    alone = CliRunner().invoke(app, arguments)
+    assert alone.exit_code == 0, alone.output
+    assert "n-grams alone" in alone.output
+    assert "three models" not in alone.output
+    with_itself = CliRunner().invoke(app, [*arguments, "--draft", path])
+    assert with_itself.exit_code == 0, with_itself.output
+    assert "three models" in with_itself.output
 
 
 # ---- Peers ----

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from family_reference import FamilyReference
 
 import pystaged
 from pystaged import (
@@ -304,6 +305,49 @@ def test_long_prompts(engine: Engine) -> None:
             continued(long)
     assert issubclass(ContextFullError, ValueError)
     assert engine.generate(fits).text == result.text
+
+
+# ---- Scores ----
+
+
+def test_scores_are_the_models_log_probabilities(engine: Engine, path: Path) -> None:
+    """In several passes, beside doubles."""
+    tokens = np.random.default_rng(0).integers(0, 299, CONTEXT).tolist()
+    scored = engine.score(tokens)
+    logits = FamilyReference(path).logits(tokens)
+    exact = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    assert scored.tokens == tokens
+    assert scored.logprobs.dtype == np.float64
+    assert np.isnan(scored.logprobs[0])
+    np.testing.assert_allclose(scored.logprobs[1:], exact[np.arange(CONTEXT - 1), tokens[1:]], rtol=0, atol=1e-3)
+    assert scored.total == pytest.approx(scored.logprobs[1:].sum())
+    assert scored.pieces == [engine.tokenizer.token_bytes(token, True) for token in tokens]
+
+
+def test_scores_of_text(engine: Engine) -> None:
+    scored = engine.score(PROMPT)
+    assert scored.tokens == engine.tokenizer.encode(PROMPT).tolist()
+    assert b"".join(scored.pieces) == PROMPT.encode()
+    assert engine.score(np.array(scored.tokens)).logprobs[1:].tolist() == scored.logprobs[1:].tolist()
+    assert engine.score("e").total == 0
+    assert engine.score("e<|endoftext|>").pieces == [b"e", b"<|endoftext|>"]
+
+
+def test_scoring_leaves_contexts_alone(engine: Engine) -> None:
+    expected = engine.generate(PROMPT, max_tokens=20)
+    with engine.stream(PROMPT, max_tokens=20) as stream:
+        first = next(stream)
+        engine.score("another text")
+        assert str(first) + "".join(stream) == expected.text
+
+
+def test_texts_that_have_no_score(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        engine.score("")
+    with pytest.raises(ContextFullError, match=f"{CONTEXT + 1} tokens"):
+        engine.score([1] * (CONTEXT + 1))
+    with pytest.raises(ValueError, match="outside of the vocabulary"):
+        engine.score([1, 300])
 
 
 # ---- Refusals ----

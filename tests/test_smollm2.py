@@ -107,7 +107,7 @@ def theirs(path: Path) -> Iterator[Any]:
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = 256
-    params.n_threads = params.n_threads_batch = 2
+    params.n_threads = params.n_threads_batch = 1
     context = llama_cpp.llama_init_from_model(model, params)
     yield context
     llama_cpp.llama_free(context)
@@ -118,6 +118,12 @@ def log_probabilities(logits: npt.NDArray[Any]) -> Doubles:
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     result: Doubles = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
+
+
+def clear_choices(log_probs: Doubles) -> npt.NDArray[np.bool_]:
+    """Rows whose likeliest token is ahead of the second by more than 0.2."""
+    top_two = np.sort(np.partition(log_probs, -2, axis=-1)[:, -2:])
+    return top_two[:, 1] - top_two[:, 0] > 0.2
 
 
 def our_logits(session: Session, tokens: list[int]) -> npt.NDArray[np.float32]:
@@ -134,36 +140,42 @@ def their_logits(context: Any, tokens: list[int], vocab_size: int) -> npt.NDArra
     return np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (len(tokens), vocab_size)).copy()
 
 
-def test_log_probabilities_beside_llama_cpp(model: Model, texts: list[list[int]], theirs: Any) -> None:
-    """Of the tokens that the texts go on with, and of the likeliest."""
+def test_beside_llama_cpp(model: Model, texts: list[list[int]], theirs: Any) -> None:
+    """The tokens that the texts go on with are as likely, and where one is clearly the likeliest it is the same."""
     session = Session(model, 256)
-    differences, same_top, clear = list[float](), 0, 0
+    differences, same, clear = list[float](), 0, 0
     for tokens in texts:
         ours = log_probabilities(our_logits(session, tokens))
         reference = log_probabilities(their_logits(theirs, tokens, model.vocab_size))
         rows = np.arange(len(tokens) - 1)
-        differences += np.abs(ours[rows, tokens[1:]] - reference[rows, tokens[1:]]).tolist()
-        top_two = np.sort(np.partition(reference, -2, axis=-1)[:, -2:])
-        sure = top_two[:, 1] - top_two[:, 0] > 0.2
-        same_top += int((ours.argmax(axis=-1) == reference.argmax(axis=-1))[sure].sum())
+        differences += (ours[rows, tokens[1:]] - reference[rows, tokens[1:]]).tolist()
+        sure = clear_choices(reference)
+        same += int((ours.argmax(axis=-1) == reference.argmax(axis=-1))[sure].sum())
         clear += int(sure.sum())
-    assert len(differences) > 800
-    assert np.mean(differences) <= 0.05
-    assert same_top >= 0.98 * clear
+    assert len(differences) > 700
+    assert abs(np.mean(differences)) <= 0.05
+    # Both round what they multiply with to 8 bits, each in its own way.
+    assert np.abs(differences).mean() <= 0.1
+    assert same >= 0.98 * clear
 
 
-def test_choices_are_the_exact_ones(path: Path, model: Model, texts: list[list[int]]) -> None:
-    """Beside doubles, where these are sure."""
+def test_beside_exact_logits(path: Path, model: Model, texts: list[list[int]], theirs: Any) -> None:
+    """As near to doubles as llama.cpp, and the same choice where these are sure."""
     session, exact_model = Session(model, 256), FamilyReference(path)
-    same, clear = 0, 0
+    our_error, their_error, same, clear = list[float](), list[float](), 0, 0
     for tokens in texts[::8]:
-        exact = exact_model.logits(tokens)
-        top_two = np.sort(np.partition(exact, -2, axis=-1)[:, -2:])
-        sure = top_two[:, 1] - top_two[:, 0] > 0.2
-        same += int((our_logits(session, tokens).argmax(axis=-1) == exact.argmax(axis=-1))[sure].sum())
+        exact = log_probabilities(exact_model.logits(tokens))
+        ours = log_probabilities(our_logits(session, tokens))
+        reference = log_probabilities(their_logits(theirs, tokens, model.vocab_size))
+        likely = exact > np.log(1e-3)
+        our_error += np.abs(ours - exact)[likely].tolist()
+        their_error += np.abs(reference - exact)[likely].tolist()
+        sure = clear_choices(exact)
+        same += int((ours.argmax(axis=-1) == exact.argmax(axis=-1))[sure].sum())
         clear += int(sure.sum())
     assert clear > 50
     assert same >= 0.99 * clear
+    assert np.mean(our_error) <= 1.2 * np.mean(their_error)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

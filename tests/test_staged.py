@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from random_models import RandomModel, write
 
 import pystaged
 from pystaged import Stage
@@ -215,6 +216,87 @@ def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], house_
         pystaged.load(small, draft=house_draft)
     padded = Tokenizer(str(random_gguf("F32", vocab_size=300)))
     assert substitutes(padded, Tokenizer(str(small))) == {}
+
+
+# What the target's tokens are that a draft of so many tokens has not, or has as something else.
+FOREIGN = {300: {280, 281, *range(299, 310)}, 310: {280, 281}, 320: {280, 281, 309}}
+
+
+@pytest.fixture(scope="module")
+def kin(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Models of a family by their number of tokens; at 0 the target: of 310, and with two marks that no draft has."""
+    folder = tmp_path_factory.mktemp("kin")
+    drafts = {size: write(folder / f"{size}.gguf", RandomModel("llama", vocab_size=size)) for size in FOREIGN}
+    marks = {280: "<|im_start|>", 281: "<|im_end|>"}
+    return {0: write(folder / "target.gguf", RandomModel("llama", vocab_size=310, marks=marks))} | drafts
+
+
+@pytest.mark.parametrize("size", FOREIGN)
+def test_what_a_draft_reads_for_tokens_it_lacks(kin: dict[int, Path], size: int) -> None:
+    target, draft = Tokenizer(str(kin[0])), Tokenizer(str(kin[size]))
+    found = substitutes(target, draft)
+    assert found.keys() == FOREIGN[size]
+    (neutral,) = set(found.values())
+    assert draft.token_bytes(neutral) == target.token_bytes(neutral) == b"\n"
+
+
+@pytest.mark.parametrize("size", FOREIGN)
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_drafts_of_another_vocabulary_change_nothing(kin: dict[int, Path], size: int, sampling: SamplingConfig) -> None:
+    target, draft = Model(str(kin[0])), Model(str(kin[size]))
+    session = Session(target, 128)
+    found = substitutes(Tokenizer(str(kin[0])), Tokenizer(str(kin[size])))
+    prompts = [np.array(prompt, np.int32) for prompt in ([280, 65, 10, 281, 300, 309], [1, 2, 3, 1, 2, 3], [281])]
+    expected = [continuation(Decoder(session), prompt, sampling, 40) for prompt in prompts]
+    for name, drafter in drafters(target, draft, None, found).items():
+        decoder = Decoder(session, drafter)
+        assert [continuation(decoder, prompt, sampling, 40) for prompt in prompts] == expected, name
+
+
+@pytest.mark.parametrize("size", FOREIGN)
+def test_tokens_of_the_target_alone_are_not_proposed(kin: dict[int, Path], size: int) -> None:
+    """Nor does one end the drafting: the draft goes on behind what it read in its place."""
+    target, draft = Model(str(kin[0])), Model(str(kin[size]))
+    found = substitutes(Tokenizer(str(kin[0])), Tokenizer(str(kin[size])))
+    session = Session(draft, 256)
+    drafter = ModelDrafter(session, FixedPolicy(8, 2, 31, 8), vocab_size=target.vocab_size, substitutes=found)
+    sampling = SamplingConfig(temperature=1.5, seed=3)
+    prompt = np.array([280, 65, 309, 281], np.int32)
+    text, after = prompt.tolist(), 0
+    for step in Decoder(Session(target, 256), drafter).generate(prompt, sampling, 150):
+        assert not found.keys() & set(step.tree.tokens[1:].tolist())
+        assert len(step.tree.tokens) > 1 or step.finish_reason
+        after += text[-1] in found
+        text += step.tokens
+    assert after > 0
+    read = session.tokens.tolist()
+    assert len(read) > 100
+    assert read == [found.get(token, token) for token in text][: len(read)]
+
+
+def test_a_draft_agrees_where_vocabularies_do(kin: dict[int, Path]) -> None:
+    """With the same weights all it proposes is right, unless the target writes one of the two tokens it lacks."""
+    target, draft = Model(str(kin[0])), Model(str(kin[310]))
+    found = substitutes(Tokenizer(str(kin[0])), Tokenizer(str(kin[310])))
+    drafter = ModelDrafter(Session(draft, 256), CHAIN, vocab_size=310, substitutes=found)
+    sampling, stats = SamplingConfig(temperature=1.0, seed=1), GenerationStats()
+    prompt = np.array([65, 66, 67], np.int32)
+    text = continuation(Decoder(Session(target, 256)), prompt, sampling, 30)
+    steps = Decoder(Session(target, 256), drafter).generate(prompt, sampling, 30, stats=stats)
+    assert [token for step in steps for token in step.tokens] == text
+    assert stats.accepted > 0
+    assert found.keys() & set(text) or stats.accepted == stats.drafted
+
+
+def test_an_engine_with_a_draft_of_another_vocabulary(kin: dict[int, Path]) -> None:
+    with pystaged.load(kin[0], draft=kin[300], policy=TREE, n_ctx=128) as engine:
+        for options in ({}, {"temperature": 1.0, "seed": 4}):
+            texts = [
+                engine.generate("<|im_start|>e a<|im_end|>", max_tokens=40, speculate=speculate, **options).tokens
+                for speculate in (True, False)
+            ]
+            assert texts[0] == texts[1]
+            assert len(texts[0]) > 0
 
 
 def test_the_table_is_for_its_vocabulary_alone(random_gguf: Callable[..., Path], tokenizer: Tokenizer) -> None:

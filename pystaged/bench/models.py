@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-from pystaged.files import cache_folder, part_file
+from pystaged.files import cache_folder
 from pystaged.loading import names
 from pystaged.loading.quantize import quantize
 
@@ -91,7 +92,8 @@ def _make(model: str, source: Path, path: Path, quantization: str) -> None:
     elif quantization in _recipe(growing).FILE_TYPES:
         _recipe(growing).grow_llama(source, path, **GROWN_SMOLLM2, quantization=quantization)
     else:
-        with part_file(path) as floats:
+        with TemporaryDirectory(dir=path.parent) as unfinished:
+            floats = Path(unfinished) / "floats.gguf"
             _recipe(growing).grow_llama(source, floats, **GROWN_SMOLLM2, quantization="F16")
             quantize(floats, path, quantization)
 
