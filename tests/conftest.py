@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 from random_weights import write_random_gpt2
 
-from pystaged import _core
 from pystaged.loading import names
-
-DATA = Path(__file__).parent / "data"
-KERNELS = _core.kernels()
 
 # A shell makes what it starts in the background ignore interrupts, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

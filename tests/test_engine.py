@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from family_reference import FamilyReference
+from support.family_reference import FamilyReference
 
 import pystaged
 from pystaged import (

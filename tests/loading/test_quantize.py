@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from checkpoints import config, weights, write_checkpoint, write_weights
 from gguf import GGUFReader, LlamaFileType
-from reference import Gpt2Reference
-from test_cli import assert_refused, run
-from test_reference import engine_logits, llama_logits
+from support.checkpoints import config, weights, write_checkpoint, write_weights
+from support.commands import assert_refused, run
+from support.logits import engine_logits, llama_logits
+from support.reference import Gpt2Reference
 
 from pystaged.loading.convert import convert
 from pystaged.loading.quantize import FILE_TYPES, quantize, quantize_checkpoint

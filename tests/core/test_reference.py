@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
-import numpy.typing as npt
 import pytest
-from gguf import GGUFReader
 from grow import grow
-from reference import Gpt2Reference
+from support.logits import engine_logits, llama_logits, trained_tokens
+from support.reference import Gpt2Reference
 
 from pystaged import _core
 from pystaged.bench.pairs import load_prompts
-from pystaged.bench.passes import decode
 from pystaged.loading import names
 from pystaged.loading.quantize import quantize
 
-Floats = npt.NDArray[np.float32]
-
 NUM_WINDOWS, WINDOW = 3, 160
-
-
-def engine_logits(path: Path, tokens: list[int]) -> Floats:
-    """Logits after each token, in one evaluation."""
-    session = _core.Session(_core.Model(str(path)))
-    session.evaluate(tokens, range(-1, len(tokens) - 1))
-    return np.stack([session.logits(row) for row in range(len(tokens))])
 
 
 @pytest.mark.parametrize(
@@ -55,53 +41,11 @@ def test_random_models_against_numpy(random_gguf: Callable[..., Path], shape: di
     assert np.abs(engine_logits(path, tokens) - expected).max() <= 1e-3
 
 
-@contextmanager
-def llama_context(path: Path, gpu_layers: int = 0) -> Iterator[Any]:
-    """A context of llama.cpp, without the repacked weights that crash on some CPUs."""
-    llama_cpp.llama_backend_init()
-    model_params = llama_cpp.llama_model_default_params()
-    model_params.use_extra_bufts = False
-    model_params.n_gpu_layers = gpu_layers
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = params.n_batch = params.n_ubatch = 256
-    params.n_seq_max, params.kv_unified = 8, True
-    params.n_threads = params.n_threads_batch = _core.physical_cores()
-    context = llama_cpp.llama_init_from_model(model, params)
-    try:
-        yield context
-    finally:
-        llama_cpp.llama_free(context)
-        llama_cpp.llama_model_free(model)
-
-
-def llama_pass(context: Any, tokens: list[int], position: int) -> Floats:
-    """Logits after each token of one pass of llama.cpp."""
-    decode(context, tokens, position)
-    return llama_output(context, len(tokens))
-
-
-def llama_output(context: Any, num_rows: int) -> Floats:
-    """The logits of llama.cpp's last pass."""
-    vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(context)))
-    found: Floats = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (num_rows, vocab_size))
-    return found.copy()
-
-
-def llama_logits(path: Path, windows: list[list[int]]) -> list[Floats]:
-    """Logits after each token of each window, by llama.cpp."""
-    results = []
-    with llama_context(path) as context:
-        for tokens in windows:
-            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-            results.append(llama_pass(context, tokens, 0))
-    return results
-
-
 # Each mixes types, and falls back to others where rows are no multiple of 256.
 FILE_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q4_k_m", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs", "q3_k_m", "q2_k")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [256, 320])
 @pytest.mark.parametrize("file_type", FILE_TYPES)
 def test_quantized_files_against_llama_cpp(
@@ -122,14 +66,6 @@ def test_quantized_files_against_llama_cpp(
     assert np.abs(actual - exact).mean() <= 0.02 * exact.std()
 
 
-def trained_tokens(path: Path) -> npt.NDArray[np.intp]:
-    """Tokens with an embedding of their own: the others share one row, so their logits say nothing."""
-    (embedding,) = (tensor.data for tensor in GGUFReader(path).tensors if tensor.name == "token_embd.weight")
-    rows = [row.tobytes() for row in embedding]
-    counts = Counter(rows)
-    return np.flatnonzero([counts[row] < 100 for row in rows])
-
-
 @pytest.fixture(scope="module")
 def windows(house_target: Path) -> list[list[int]]:
     """Stretches of real code."""
@@ -138,6 +74,7 @@ def windows(house_target: Path) -> list[list[int]]:
     return [tokens[start : start + WINDOW] for start in range(0, NUM_WINDOWS * WINDOW, WINDOW)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_0"])
 def test_house_target_against_llama_cpp(
     house_target: Path,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from checkpoints import (
+from gguf import GGUFReader
+from random_weights import END_OF_TEXT
+from support.checkpoints import (
     NUM_TOKENS,
     config,
     weights,
@@ -21,11 +21,10 @@ from checkpoints import (
     write_tokenizer_json,
     write_weights,
 )
-from conftest import DATA
-from gguf import GGUFReader
-from random_weights import END_OF_TEXT
-from reference import Gpt2Reference
-from test_reference import engine_logits, llama_logits
+from support.convert import change_json, header, llama_tokens, write_bfloat16
+from support.logits import engine_logits, llama_logits
+from support.paths import DATA
+from support.reference import Gpt2Reference
 
 from pystaged import _core
 from pystaged.loading.convert import convert
@@ -42,21 +41,6 @@ PAGE = (
     "\x00\x01\x02\t\x0b\x0c\x1b\x7f\x85\xa0\u2028\ufeff\ufffd\r\r\n\n\n   \n"
     "1234567890 \u0664\u0665 \u00bd\u2168 <|endoftext|> and <|endoftext> on\n"
 )
-
-
-def llama_tokens(path: Path, text: str) -> list[int]:
-    """The tokens of a text as llama-cpp-python sees them in a GGUF file."""
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-    try:
-        data = text.encode()
-        tokens = (llama_cpp.llama_token * (len(data) + 2))()
-        vocab = llama_cpp.llama_model_get_vocab(model)
-        count = llama_cpp.llama_tokenize(vocab, data, len(data), tokens, len(tokens), True, True)
-        return list(tokens[:count])
-    finally:
-        llama_cpp.llama_model_free(model)
 
 
 def assert_three_agree(path: Path, tokens: list[int], tolerance: float) -> None:
@@ -208,17 +192,6 @@ def test_half_precision_checkpoints(tmp_path: Path, expected: Floats, dtype: str
     assert 0 < np.abs(found - expected).max() <= tolerance
 
 
-def write_bfloat16(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> None:
-    """A safetensors file by hand: numpy has no such type."""
-    header, data = {}, b""
-    for name, array in arrays.items():
-        raw = (array.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-        header[name] = {"dtype": "BF16", "shape": array.shape, "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate-head"])
 def test_every_float_type_loads_everywhere(tmp_path: Path, kind: str, tied: bool) -> None:
@@ -246,14 +219,6 @@ def test_progress(tmp_path: Path) -> None:
 
 
 # ---- Malformed ones ----
-
-
-def change_json(name: str, **changes: object) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / name
-        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
-
-    return change
 
 
 def change_weights(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -288,10 +253,6 @@ def index_of(*names: object) -> Callable[[Path], None]:
         (folder / "model.safetensors.index.json").write_text(json.dumps(found))
 
     return change
-
-
-def header(size: int, text: bytes = b"{}") -> Callable[[Path], None]:
-    return lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", size) + text) and None
 
 
 def remove(*names: str) -> Callable[[Path], None]:

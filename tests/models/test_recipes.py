@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import config, weights, write_checkpoint, write_weights
 from random_weights import write_random_gpt2
-from reference import Gpt2Reference
-from test_reference import engine_logits, llama_logits
+from support.checkpoints import config, weights, write_checkpoint, write_weights
+from support.logits import engine_logits, llama_logits
+from support.reference import Gpt2Reference
 
 import pystaged
 from pystaged.loading.convert import convert
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 TOKENS = [5, 17, 255, 0, 298, 42, 42, 7, 130, 61, 3]
 
 pytestmark = pytest.mark.skipif(not (REPOSITORY / "models" / "grow.py").exists(), reason="only in the repository")

@@ -10,7 +10,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from family_reference import FamilyReference
+from support.family_reference import FamilyReference
 
 import pystaged
 from pystaged import Engine

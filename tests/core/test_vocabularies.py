@@ -12,7 +12,7 @@ import llama_cpp
 import numpy as np
 import pytest
 from gguf import GGUFWriter, TokenType
-from random_models import RandomModel, add_vocabulary, write
+from support.random_models import RandomModel, add_vocabulary, write
 
 from pystaged._core import ModelError, Tokenizer
 

@@ -24,7 +24,7 @@ from pystaged.result import Piece
 if sys.platform == "win32":
     pytest.skip("there are no pseudo-terminals", allow_module_level=True)
 
-from terminal import Terminal
+from support.terminal import Terminal
 
 PROMPT = "def fibonacci(n):"
 PROGRAM = [sys.executable, "-m", "pystaged"]
@@ -167,6 +167,7 @@ def test_a_window_that_changes_its_size() -> None:
     assert any("200 tokens" in line for line in window.shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("presses", [1, 3])
 @pytest.mark.parametrize("extra", [[], ["--color", "stages"], ["--show-tree"]], ids=str)
 def test_ctrl_c_leaves_cursor_and_text(extra: list[str], presses: int) -> None:
@@ -213,6 +214,7 @@ def test_repl_settings_and_long_lines() -> None:
     assert "write /set NAME VALUE" in done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_session_stops_the_turn_only() -> None:
     sentence = pystaged.generate(PROMPT, max_tokens=900).text.split("\n")[2].strip()
     # The slowest kernel, so that there is a turn left to stop.

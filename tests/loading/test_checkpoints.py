@@ -16,7 +16,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from checkpoints import (
+from gguf import MODEL_ARCH_NAMES, GGUFReader, GGUFWriter, get_tensor_name_map
+from support.checkpoints import (
     NUM_TOKENS,
     family_config,
     family_weights,
@@ -25,10 +26,9 @@ from checkpoints import (
     write_tokenizer_json,
     write_weights,
 )
-from conftest import DATA
-from gguf import MODEL_ARCH_NAMES, GGUFReader, GGUFWriter, get_tensor_name_map
-from test_convert import change_json, llama_tokens, write_bfloat16
-from test_reference import engine_logits, llama_pass
+from support.convert import change_json, llama_tokens, write_bfloat16
+from support.logits import engine_logits, llama_pass
+from support.paths import DATA
 
 from pystaged import _core
 from pystaged.loading.convert import convert

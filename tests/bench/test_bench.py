@@ -266,6 +266,7 @@ def report(prompts: Path) -> Report:
     return Contest(prompts=prompts, max_tokens=12, peers=False).run(quiet)
 
 
+@pytest.mark.slow
 def test_report(report: Report, prompts: Path) -> None:
     assert list(report.tables) == ["greedy", "T=1 top-k 50"]
     for rows in report.tables.values():
@@ -317,6 +318,7 @@ def command(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_command_with_synthetic_acceptance(prompts: Path, tmp_path: Path) -> None:
     child = command(
         "--prompts", prompts, "--max-tokens", "16", "--accept", "1,1", "--out", tmp_path / "report", "--json"
@@ -332,6 +334,7 @@ def test_command_with_synthetic_acceptance(prompts: Path, tmp_path: Path) -> Non
     assert (tmp_path / "report" / "report.md").read_text().startswith("# target.Q8_0.gguf, draft draft.Q8_0.gguf\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(prompts: Path, tmp_path: Path) -> None:
     child = command(
         "--prompts",

@@ -10,10 +10,10 @@ from typing import Any
 
 import llama_cpp
 import pytest
-from conftest import DATA
 from gguf import GGUFReader, GGUFWriter, TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.paths import DATA
 
 from pystaged import _core
 

@@ -446,6 +446,7 @@ def run_child(bases: Path, first: int, folder: Path) -> tuple[list[str], str]:
     return found, f"died of {signal.Signals(-code).name if code < 0 else code}: {said}"
 
 
+@pytest.mark.slow
 def test_mutants(tmp_path: Path, random_gguf: Callable[..., Path]) -> None:
     bases = [
         random_gguf(kind, width=32, layers=1, vocab_size=257, context=16, tie=kind != "Q8_0").read_bytes()

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from family_reference import FamilyReference
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from grow import grow, grow_llama, layer_plan
-from random_models import RandomModel, write
 from random_weights import (
     END_OF_TEXT,
     FILE_TYPES,
@@ -22,14 +20,16 @@ from random_weights import (
     write_random_gpt2,
     write_random_llama,
 )
-from reference import Gpt2Reference
+from support.family_reference import FamilyReference
+from support.random_models import RandomModel, write
+from support.reference import Gpt2Reference
 
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.loading.quantize import quantize
 
-MODELS = Path(__file__).parent.parent / "models"
+MODELS = Path(__file__).parents[2] / "models"
 TOKENS = [5, 17, 256, 0, 299, 42, 42, 7, 130, 298, 61, 3]
 
 

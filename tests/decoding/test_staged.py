@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from random_models import RandomModel, write
+from support.random_models import RandomModel, write
 
 import pystaged
 from pystaged import Stage
@@ -67,6 +67,7 @@ def table_of(prompts: Sequence[NDArray[np.int32]], tokenizer: Tokenizer) -> Ngra
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_no_drafter_changes_the_text(
     sampling: SamplingConfig,

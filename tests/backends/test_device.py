@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from grow import grow
-from reference import Gpt2Reference
-from test_reference import llama_context, llama_output, llama_pass, trained_tokens
+from support.logits import llama_context, llama_output, llama_pass, trained_tokens
+from support.reference import Gpt2Reference
 from typer.testing import CliRunner
 
 import pystaged
@@ -81,6 +81,7 @@ def code(house_target: Path) -> list[int]:
     return pystaged._core.Tokenizer(str(house_target)).encode(text).tolist()[: 3 * ROWS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
 def test_house_target_against_llama_cpp(
     house_target: Path, float_target: Path, code: list[int], quantization: str
@@ -133,6 +134,7 @@ def llama_tree(context: Any, tokens: list[int], parents: list[int], position: in
     return llama_output(context, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
 def test_house_target_against_our_kernels(
     house_target: Path, float_target: Path, code: list[int], quantization: str

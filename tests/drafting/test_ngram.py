@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from test_cli import run
+from support.commands import run
 
 from pystaged._core import Model, Tokenizer
 from pystaged.drafting.context import ContextNgrams

@@ -16,9 +16,9 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from family_reference import FamilyReference
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
-from random_models import Change, RandomModel, quantize, write
+from support.family_reference import FamilyReference
+from support.random_models import Change, RandomModel, quantize, write
 
 from pystaged._core import Model, ModelError, Session, Tokenizer, kernels, rotation
 
@@ -498,7 +498,7 @@ def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> N
         text=True,
         timeout=300,
         check=False,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     assert child.returncode == 0, child.stdout[-50:] + child.stderr[-3000:]
     assert min(child.stdout.count("loaded"), child.stdout.count("refused")) > count // 20

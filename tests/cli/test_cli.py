@@ -6,51 +6,19 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.commands import PROGRAM, assert_refused, environment, run
 
 import pystaged
 from pystaged import _core, cli
 
 PROMPT = "the tree then "
 WARM = ["--temperature", "1", "--seed", "3", "--top-k", "200", "--max-tokens", "40"]
-PROGRAM = (
-    [sys.executable, "-m", "pystaged"]
-    if find_spec("pystaged.__main__")
-    else [str(Path(sys.executable).with_name("pystaged"))]
-)
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-
-
-def environment(**changes: str) -> dict[str, str]:
-    usual = {key: value for key, value in os.environ.items() if not key.startswith("PYSTAGED_")}
-    return usual | {"PYTHONUTF8": "1", "NO_COLOR": "1"} | changes
-
-
-def run(*arguments: str | bytes | Path, stdin: bytes = b"", **changes: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [*PROGRAM, *arguments], input=stdin, capture_output=True, check=False, env=environment(**changes), timeout=60
-    )
-
-
-def assert_refused(done: subprocess.CompletedProcess[bytes], *words: str) -> None:
-    """One line on standard error that says what is wrong; nothing on standard output."""
-    said = done.stderr.decode()
-    assert done.stdout == b""
-    assert "Traceback" not in said
-    assert done.returncode == 1, said
-    assert said.endswith("\n")
-    *before, line = said.splitlines()
-    assert line.startswith("error: ")
-    # The first use of a model says that it is being measured.
-    assert all(other.startswith("measuring passes of ") for other in before)
-    for word in words:
-        assert word in said
 
 
 @pytest.fixture(scope="module")

@@ -346,6 +346,7 @@ def test_tokens_are_drawn_by_their_probability(random_gguf: Callable[..., Path],
     check_drawn(counts, np.exp(log_probabilities(row.logits, SamplingConfig(temperature, **filters))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", SEVERAL, ids=str)
 def test_drafted_tokens_are_drawn_by_their_probability(
     random_gguf: Callable[..., Path], filters: dict[str, Any]

@@ -21,11 +21,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import KERNELS
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_weights import write_random_gpt2
+from support.kernels import KERNELS
 
 from pystaged import ContextFullError, _core, _llama
 from pystaged.backends.rpc import RemoteModel, RemoteSession
@@ -187,6 +187,7 @@ def test_commit_and_truncate(random_gguf: Callable[..., Path], shape: str, steps
                 assert (tuple(session.tokens), session.num_pending) == (committed, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("model", ["target", "draft"])
 def test_house_trees(request: pytest.FixtureRequest, model: str, kernel: str) -> None:
@@ -205,6 +206,7 @@ def test_house_trees(request: pytest.FixtureRequest, model: str, kernel: str) ->
         session.discard()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kernel"), [("target", KERNELS[0]), *(("draft", kernel) for kernel in KERNELS)], ids=str
 )
@@ -221,6 +223,7 @@ def test_house_chain_over_several_passes(request: pytest.FixtureRequest, model: 
     np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:160], 42))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_house_draft_up_to_the_end_of_its_context(house_draft: Path, kernel: str) -> None:
     session = _core.Session(load(str(house_draft), kernel))
@@ -551,7 +554,7 @@ def test_other_threads_run_during_a_prefill(house_target: Path) -> None:
     after = ticks[0]
     done.set()
     thread.join()
-    assert after - before >= 5
+    assert after > before
 
 
 def run_python(script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -798,7 +801,7 @@ def test_llama_cpp_that_does_not_fit(installed: str | None, redirected: str | No
 
 
 def test_one_version_of_llama_cpp() -> None:
-    project = Path(__file__).parent.parent / "pyproject.toml"
+    project = Path(__file__).parents[2] / "pyproject.toml"
     named = re.findall(r"llama-cpp-python==([0-9.]+)", project.read_text("utf-8"))
     assert named == [_llama.VERSION] * 2  # to build with and to run with
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hub_server
 import pytest
-from checkpoints import config as checkpoint_config
-from checkpoints import weights as checkpoint_weights
-from checkpoints import write_checkpoint, write_family, write_weights
 from gguf import GGUFReader
-from hub_server import TOKEN, Fault, Hub, Repository
 from huggingface_hub import constants, hf_hub_download
-from test_cli import assert_refused, run
+from support import hub_server
+from support.checkpoints import config as checkpoint_config
+from support.checkpoints import weights as checkpoint_weights
+from support.checkpoints import write_checkpoint, write_family, write_weights
+from support.commands import assert_refused, run
+from support.hub_server import TOKEN, Fault, Hub, Repository
 
 import pystaged
 from pystaged.loading import cache, hub, names

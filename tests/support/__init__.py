@@ -1,0 +1,5 @@
+"""What tests share. Its assertions say as much as theirs."""
+
+import pytest
+
+pytest.register_assert_rewrite("support.commands")

@@ -1,0 +1,51 @@
+"""What tests share of convert."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+
+def llama_tokens(path: Path, text: str) -> list[int]:
+    """The tokens of a text as llama-cpp-python sees them in a GGUF file."""
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    try:
+        data = text.encode()
+        tokens = (llama_cpp.llama_token * (len(data) + 2))()
+        vocab = llama_cpp.llama_model_get_vocab(model)
+        count = llama_cpp.llama_tokenize(vocab, data, len(data), tokens, len(tokens), True, True)
+        return list(tokens[:count])
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+def write_bfloat16(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """A safetensors file by hand: numpy has no such type."""
+    header, data = {}, b""
+    for name, array in arrays.items():
+        raw = (array.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        header[name] = {"dtype": "BF16", "shape": array.shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def change_json(name: str, **changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+    return change
+
+
+def header(size: int, text: bytes = b"{}") -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", size) + text) and None

@@ -1,0 +1,77 @@
+"""Logits of a file, by our engine and by llama.cpp."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from gguf import GGUFReader
+
+from pystaged import _core
+from pystaged.bench.passes import decode
+
+Floats = npt.NDArray[np.float32]
+
+
+def engine_logits(path: Path, tokens: list[int]) -> Floats:
+    """Logits after each token, in one evaluation."""
+    session = _core.Session(_core.Model(str(path)))
+    session.evaluate(tokens, range(-1, len(tokens) - 1))
+    return np.stack([session.logits(row) for row in range(len(tokens))])
+
+
+@contextmanager
+def llama_context(path: Path, gpu_layers: int = 0) -> Iterator[Any]:
+    """A context of llama.cpp, without the repacked weights that crash on some CPUs."""
+    llama_cpp.llama_backend_init()
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.use_extra_bufts = False
+    model_params.n_gpu_layers = gpu_layers
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = 256
+    params.n_seq_max, params.kv_unified = 8, True
+    params.n_threads = params.n_threads_batch = _core.physical_cores()
+    context = llama_cpp.llama_init_from_model(model, params)
+    try:
+        yield context
+    finally:
+        llama_cpp.llama_free(context)
+        llama_cpp.llama_model_free(model)
+
+
+def llama_pass(context: Any, tokens: list[int], position: int) -> Floats:
+    """Logits after each token of one pass of llama.cpp."""
+    decode(context, tokens, position)
+    return llama_output(context, len(tokens))
+
+
+def llama_output(context: Any, num_rows: int) -> Floats:
+    """The logits of llama.cpp's last pass."""
+    vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(context)))
+    found: Floats = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (num_rows, vocab_size))
+    return found.copy()
+
+
+def llama_logits(path: Path, windows: list[list[int]]) -> list[Floats]:
+    """Logits after each token of each window, by llama.cpp."""
+    results = []
+    with llama_context(path) as context:
+        for tokens in windows:
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+            results.append(llama_pass(context, tokens, 0))
+    return results
+
+
+def trained_tokens(path: Path) -> npt.NDArray[np.intp]:
+    """Tokens with an embedding of their own: the others share one row, so their logits say nothing."""
+    (embedding,) = (tensor.data for tensor in GGUFReader(path).tensors if tensor.name == "token_embd.weight")
+    rows = [row.tobytes() for row in embedding]
+    counts = Counter(rows)
+    return np.flatnonzero([counts[row] < 100 for row in rows])
