@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <cfenv>
+#include <chrono>
 #include <cmath>
 #include <deque>
 #include <map>
@@ -14,10 +15,10 @@
 #include <vector>
 
 #include "check.h"
-#include "pass/kv_cache.h"
 #include "packed_matrix.h"
-#include "thread_pool.h"
 #include "pass/attention.h"
+#include "pass/kv_cache.h"
+#include "thread_pool.h"
 
 using namespace pystaged;
 
@@ -811,8 +812,9 @@ void test_fork() {
         const pid_t child = fork();
         if (child == 0) {
             std::atomic<int> calls{0}, others{0};
-            // As long as a worker needs to begin.
-            for (int i = 0; i < 1000 && others == 0; ++i) {
+            // A worker may need its time to begin where the machine is busy.
+            for (int i = 0; i < 10000 && others == 0; ++i) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(i > 0));
                 calls = 0;
                 ThreadPool::shared().run(200, 3, [&](int, int worker) {
                     ++calls;

@@ -195,7 +195,8 @@ void test_session(const std::string& path, const Kernel& kernel) {
                  (session.evaluate(random_tokens(*model, too_many), std::vector<int32_t>(too_many, -1), 1), 0));
     const auto interrupted = [] { throw std::runtime_error("interrupted"); };
     if (context > Executor::kMaxRows + 3) {
-        CHECK_THROWS(std::runtime_error, (session.prefill(random_tokens(*model, Executor::kMaxRows + 1), interrupted), 0));
+        CHECK_THROWS(std::runtime_error,
+                     (session.prefill(random_tokens(*model, Executor::kMaxRows + 1), interrupted), 0));
     }
     CHECK(session.num_pending() == 0 && session.tokens() == before);
     session.prefill(random_tokens(*model, context - 3), uninterrupted);
