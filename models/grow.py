@@ -282,7 +282,7 @@ def layer_plan(source_layers: int, layers: int) -> list[tuple[int, bool]]:
 def _check(reader: GGUFReader, architecture: str, layers: int, quantization: str) -> None:
     found = _value(reader, "general.architecture")
     if found != architecture:
-        raise ValueError(f"cannot grow the architecture {found!r} like this: only {architecture!r}")
+        raise ValueError(f"cannot grow the architecture {found!r}: only {architecture!r}")
     old_layers = _value(reader, f"{architecture}.block_count")
     if layers < old_layers:
         raise ValueError(f"{layers} layers are fewer than the source's {old_layers}")

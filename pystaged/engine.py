@@ -136,11 +136,15 @@ class Engine:
         """
         return Stream(self, prompt, GenerationConfig(**options))
 
-    def encode(self, prompt: Prompt) -> NDArray[np.int32]:
-        """The tokens of a prompt, int32[n]; errors as in `stream`."""
+    def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
+        """The tokens of a prompt, int32[n]; errors as in `stream`.
+
+        Args:
+            add_special: put before a text what the vocabulary puts before texts; not where it goes on with another one.
+        """
         if isinstance(prompt, str):
             try:
-                tokens = self.tokenizer.encode(prompt)
+                tokens = self.tokenizer.encode(prompt, add_special)
             except UnicodeError as error:
                 raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
         else:

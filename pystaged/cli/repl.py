@@ -130,7 +130,7 @@ class Repl:
         if line:
             begun = "\n" if before and not self._text().endswith("\n") else ""
             # What the vocabulary puts before a text stands there once.
-            tokens += self._engine.tokenizer.encode(begun + line, add_special=not before).tolist()
+            tokens += self._engine.encode(begun + line, add_special=not before).tolist()
         prompt = list(tokens)
 
         def keep(piece: Piece) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from statistics import median
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _BUDGET = 0.8  # seconds for one model
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 15
-_STEADY = 1.3  # passes of one row that usually take longer than this times the shortest: the machine is busy
 _BLEND = 0.05  # weight of a new observation, for passes of any size
 _OWN_BLEND = 0.02  # and beyond that for passes of its own size
 
@@ -20,11 +19,9 @@ class PassCost:
 
     Args:
         seconds: by number of rows.
-        steady: whether they are what passes take here, not what they took while something else ran.
     """
 
-    def __init__(self, seconds: dict[int, float], *, steady: bool = True) -> None:
-        self.steady = steady
+    def __init__(self, seconds: dict[int, float]) -> None:
         if len(seconds) == 1:
             # One measurement says nothing of the slope: take rows to be worked off one after the other.
             seconds = {factor * n: factor * value for n, value in seconds.items() for factor in (1, 2)}
@@ -83,7 +80,7 @@ def measure(
     rows = [n for n in MEASURED_ROWS if n <= most_rows]
     for n in rows:
         run_pass(n)
-    seconds: dict[int, list[float]] = {n: [] for n in rows}
+    seconds = dict.fromkeys(rows, math.inf)
     begin = clock()
     for done in range(_MOST_ROUNDS):
         if done >= _LEAST_ROUNDS and clock() - begin > _BUDGET:
@@ -93,6 +90,5 @@ def measure(
         for n in rows:
             start = clock()
             run_pass(n)
-            seconds[n].append(clock() - start)
-    single = seconds[1]
-    return PassCost({n: min(times) for n, times in seconds.items()}, steady=median(single) <= _STEADY * min(single))
+            seconds[n] = min(seconds[n], clock() - start)
+    return PassCost(seconds)

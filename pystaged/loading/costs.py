@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import time
@@ -23,7 +24,10 @@ from pystaged.files import cache_folder, part_file, read_small
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
 _MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured
+_GLANCE = (1, 4)  # rows
+_MOST_GLANCES, _GLANCE_SECONDS = 4, 0.2
 _FAR_OFF = 4.0  # times a belief: it is not true, or not any more
+_LEAST_OF_RISE = 0.6  # a belief that more rows are dearer by more than this is not true either
 _MOST_BYTES = 1 << 16
 
 
@@ -34,13 +38,21 @@ def measure_passes(model: Model) -> PassCost:
 
 
 def is_still_true(cost: PassCost, model: Model) -> bool:
-    """Whether a pass of one row takes about as long as is believed. Who is believed to be dear is not used, so such a
-    belief would never be put right."""
+    """Whether passes take about as long as is believed, by a glance at two sizes. Who is believed to be dear is not
+    used, so such a belief, of a day when the machine was busy, would never be put right."""
+    few, more = _GLANCE
+    seconds = {few: math.inf, more: math.inf}
+    begin = time.perf_counter()
     with _passes(model) as run:
-        run(1)
-        begin = time.perf_counter()
-        run(1)
-        return 1 / _FAR_OFF < (time.perf_counter() - begin) / cost(1) < _FAR_OFF
+        for _ in range(_MOST_GLANCES):
+            for n in _GLANCE:
+                start = time.perf_counter()
+                run(n)
+                seconds[n] = min(seconds[n], time.perf_counter() - start)
+            if time.perf_counter() - begin > _GLANCE_SECONDS:
+                break
+    near = 1 / _FAR_OFF < seconds[few] / cost(few) < _FAR_OFF
+    return near and seconds[more] / seconds[few] > _LEAST_OF_RISE * cost(more) / cost(few)
 
 
 @contextmanager
@@ -118,9 +130,7 @@ class CostStore:
         return PassCost(seconds) if stored.get("key") == key and _is_believable(seconds) else None
 
     def save(self, key: str, cost: PassCost) -> None:
-        """Keep a measurement, unless the machine was busy. What cannot be written is measured again."""
-        if not cost.steady:
-            return
+        """Keep a measurement. Costs are a convenience: where they cannot be written they are measured again."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._path(key)

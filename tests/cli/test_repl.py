@@ -53,10 +53,10 @@ class Engine:
         self.prompts: list[list[int]] = []
         self.tokenizer: Any = SimpleNamespace(token_bytes=self._own.token_bytes)
 
-    def encode(self, text: str) -> Any:
+    def encode(self, text: str, *, add_special: bool) -> Any:
         """As the engine's own."""
         self._at("encode")
-        return self._own.encode(text)
+        return self._own.encode(text, add_special)
 
     def stream(self, prompt: Sequence[int], **_: object) -> Stream:
         self._at("stream")

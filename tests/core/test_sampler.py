@@ -415,8 +415,16 @@ def test_values_beyond_the_native_types(options: dict[str, Any], message: str) -
         _core.Sampling(**options)
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "seed"])
-@pytest.mark.parametrize("value", ["1", None, True, [0.5]], ids=str)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (field, value)
+        for field in ("temperature", "top_k", "top_p", "min_p", "seed")
+        for value in ("1", None, True, [0.5])
+        if (field, value) != ("seed", None)  # which draws one
+    ],
+    ids=str,
+)
 def test_values_of_a_wrong_type(field: str, value: object) -> None:
     with pytest.raises(TypeError, match=f"^{field} must be"):
         SamplingConfig(**{field: value})  # type: ignore[arg-type]

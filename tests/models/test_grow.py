@@ -375,7 +375,7 @@ def test_llamas_with_more_tensors_are_not_grown(tmp_path: Path) -> None:
     source = write(tmp_path / "source.gguf", RandomModel("llama", biases=True))
     with pytest.raises(ValueError, match=r"missing or unknown tensors: blk\.0\.attn_k\.bias"):
         grow_llama(source, tmp_path / "grown.gguf", **GROWN, quantization="F32")
-    with pytest.raises(ValueError, match="cannot grow the architecture 'llama' like this: only 'gpt2'"):
+    with pytest.raises(ValueError, match="cannot grow the architecture 'llama': only 'gpt2'"):
         grow(source, tmp_path / "grown.gguf", width=128, layers=4, quantization="F32")
 
 
