@@ -174,6 +174,8 @@ double dot_rate(const std::string& kernel_name, int num_threads) {
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
+    // Loads numpy now. In the first call that needs it, a signal handler that needs it too would wait for ever.
+    py::dtype::of<float>();
     m.doc() = "The compiled engine behind pystaged; see _core.pyi.";
     static const py::handle model_error = py::exception<ModelError>(m, "ModelError", PyExc_OSError).release();
     py::register_exception_translator([](std::exception_ptr thrown) {
