@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 import platform
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,40 +21,11 @@ from pystaged.files import cache_folder, part_file, read_small
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
 _MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured
-_GLANCE = (1, 4)  # rows
-_MOST_GLANCES, _GLANCE_SECONDS = 4, 0.2
-_FAR_OFF = 4.0  # times a belief: it is not true, or not any more
-_LEAST_OF_RISE = 0.6  # a belief that more rows are dearer by more than this is not true either
 _MOST_BYTES = 1 << 16
 
 
 def measure_passes(model: Model) -> PassCost:
     """Time a model's passes, candidates included."""
-    with _passes(model) as run:
-        return measure(run, most_rows=min(MEASURED_ROWS[-1], model.max_context))
-
-
-def is_still_true(cost: PassCost, model: Model) -> bool:
-    """Whether passes take about as long as is believed, by a glance at two sizes. Who is believed to be dear is not
-    used, so such a belief, of a day when the machine was busy, would never be put right."""
-    few, more = _GLANCE
-    seconds = {few: math.inf, more: math.inf}
-    begin = time.perf_counter()
-    with _passes(model) as run:
-        for _ in range(_MOST_GLANCES):
-            for n in _GLANCE:
-                start = time.perf_counter()
-                run(n)
-                seconds[n] = min(seconds[n], time.perf_counter() - start)
-            if time.perf_counter() - begin > _GLANCE_SECONDS:
-                break
-    near = 1 / _FAR_OFF < seconds[few] / cost(few) < _FAR_OFF
-    return near and seconds[more] / seconds[few] > _LEAST_OF_RISE * cost(more) / cost(few)
-
-
-@contextmanager
-def _passes(model: Model) -> Iterator[Callable[[int], None]]:
-    """A function that makes a pass over that many rows."""
     session = open_session(model)
     greedy = SamplingConfig().native
 
@@ -67,7 +35,7 @@ def _passes(model: Model) -> Iterator[Callable[[int], None]]:
         session.discard()
 
     try:
-        yield run
+        return measure(run, most_rows=min(MEASURED_ROWS[-1], session.n_ctx))
     finally:
         session.close()
 
@@ -97,7 +65,7 @@ class Costs:
         machine = (platform.node(), platform.machine(), os.cpu_count(), device, model.kernel, model.num_threads)
         key = "|".join(map(str, (*machine, path, info.st_size, info.st_mtime_ns)))
         cost = None if again else self._store.load(key)
-        if cost is None or not is_still_true(cost, model):
+        if cost is None:
             self._report(f"measuring passes of {path.name} on {device}, once")
             cost = measure_passes(model)
             self._store.save(key, cost)
