@@ -55,14 +55,10 @@ def repl(
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401, PLC0415  gives `input` editing and a history where there is one
             report("type /help for help")
-        while True:
+        while (line := _read(interrupts)) is not None:
             try:
-                line = _read(interrupts)
-                if line is None or not session.take(line):
+                if not session.take(line):
                     break
-            except KeyboardInterrupt:
-                # Of a burst, where a section of its own began to end; it must not take the text with it.
-                continue
             except (ValueError, TypeError) as error:
                 errors.print(f"error: {error}", style="red", markup=False)
 
