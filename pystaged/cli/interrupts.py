@@ -34,8 +34,8 @@ class Interrupts:
             self.check()
             yield
         except SystemError as error:
-            # Within readline the handler may be called for a second press while the first one's exception is on its way,
-            # which Python takes for a fault of the handler.
+            # Within readline the handler may be called for a second press while the exception of the first is on its
+            # way, which Python takes for a fault of the handler.
             if isinstance(error.__cause__, KeyboardInterrupt):
                 raise error.__cause__ from None
             raise
