@@ -600,7 +600,9 @@ void test_attention(const AttentionCase& c) {
                 cache.store(scalar, 1, head, cell, &keys[at], &values[at]);
             }
         }
-        const Array<float> mutated(qkv.size()), scratch(num_threads * attention_scratch(cache.num_cells()));
+        const Array<float> mutated(qkv.size());
+        AttentionScratch scratch(num_threads, c.kv_heads);
+        scratch.most_partials = num_threads % 2 ? scratch.most_partials : 1;
         std::copy_n(qkv.data(), qkv.size(), mutated.data());
         AttentionRows rows;
         rows.n = c.n;
@@ -617,7 +619,7 @@ void test_attention(const AttentionCase& c) {
         rows.stride = stride;
         const QuantizedRows next = quantized ? quantized->rows(c.n - first_row, Packing::q8_0) : QuantizedRows();
         tree_attention(kernel, num_threads, cache, 1, how, rows, out.data(), out_stride, quantized ? &next : nullptr,
-                       scratch.data());
+                       scratch);
         for (int head = 0; head < c.kv_heads; ++head) {
             for (int i = 0; i < c.n; ++i) {
                 const int cell = c.committed + i;
@@ -671,7 +673,7 @@ void test_attention(const AttentionCase& c) {
         }
     }
     for (const Kernel* kernel : available_kernels()) {
-        for (const int num_threads : {1, 2, 3, 4}) {
+        for (const int num_threads : {1, 2, 3, 7}) {
             // Fewer rows need attention than are stored; another tile of rows must not change one.
             const int first_row = num_threads == 1 ? 0 : random_int(0, c.n);
             const Array<float> out((c.n - first_row) * out_stride);
@@ -712,6 +714,14 @@ void test_attentions() {
                     ++turn;
                 }
             }
+        }
+    }
+    // Borders of chunks, within what is committed and within the tree.
+    for (const int committed : {kChunk - 12, kChunk - 1, kChunk, 2 * kChunk - 5, 3 * kChunk + 100}) {
+        for (const int window : {0, 7, kChunk, kChunk + 90}) {
+            test_attention(
+                {turn % 2 ? 48 : 20, committed, turn % 2 ? 20 : 7, 2, 3, window, turn % 3 ? 0 : 2.5f, 4, false});
+            ++turn;
         }
     }
 }
