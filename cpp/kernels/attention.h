@@ -32,6 +32,40 @@ inline AttendRow attend_row(const HeadChunk& p, int number) {
     return r;
 }
 
+// sum[r][u] += row(r) * unit(u). The fewer of the two are loaded first and kept, so that all fits the registers.
+template <int rows, int units, class RowOf, class UnitOf>
+inline void add_products(F (&sum)[rows][units], const RowOf& row, const UnitOf& unit) {
+    if constexpr (units < rows) {
+        F kept[units];
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            kept[u] = unit(u);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+            const F x = row(r);
+#pragma GCC unroll 16
+            for (int u = 0; u < units; ++u) {
+                sum[r][u] = fma(x, kept[u], sum[r][u]);
+            }
+        }
+    } else {
+        F kept[rows];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+            kept[r] = row(r);
+        }
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            const F x = unit(u);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r) {
+                sum[r][u] = fma(kept[r], x, sum[r][u]);
+            }
+        }
+    }
+}
+
 // Raw scores of `rows` rows against `blocks` blocks of cells. A score is one chain over the head's dimensions, so it
 // does not depend on the lane its cell lies in.
 template <int rows, int blocks>
@@ -47,18 +81,14 @@ void score_tile(const HeadChunk& p, const AttendRow* row, size_t block, float* s
     // The values of these cells are wanted next, and take as long to come as the keys.
     const uint16_t* v = p.v + block * p.head_dim * kLanes;
     for (int d = 0; d < p.head_dim; ++d) {
-#pragma GCC unroll 16
-        for (int u = 0; u < units; ++u) {
-            const size_t first = size_t(u / kUnits) * p.head_dim;
+        const auto key = [&](int u) {
+            const size_t at = (size_t(u / kUnits) * p.head_dim + d) * kLanes;
             if (u % (2 * kUnits) == 0) {
-                __builtin_prefetch(v + (first + 2 * d) * kLanes, 0, 2);
+                __builtin_prefetch(v + at + d * kLanes, 0, 2);
             }
-            const F key = F::load_f16(k + (first + d) * kLanes + u % kUnits * F::lanes);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) {
-                sum[r][u] = fma(F::set(q[r][d]), key, sum[r][u]);
-            }
-        }
+            return F::load_f16(k + at + u % kUnits * F::lanes);
+        };
+        add_products(sum, [&](int r) { return F::set(q[r][d]); }, key);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
@@ -134,14 +164,9 @@ void mix_tile(const HeadChunk& p, const AttendRow* row, int dim, const float* we
         go_alone(r, row[r].first, begin < end ? begin : row[r].first);
     }
     for (int c = begin; c < end; ++c) {
-#pragma GCC unroll 16
-        for (int u = 0; u < units; ++u) {
-            const F value = F::load_f16(chunk + c * v_stride + u * F::lanes);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) {
-                sum[r][u] = fma(F::set(weights[r * kChunk + c]), value, sum[r][u]);
-            }
-        }
+        add_products(
+            sum, [&](int r) { return F::set(weights[r * kChunk + c]); },
+            [&](int u) { return F::load_f16(chunk + c * v_stride + u * F::lanes); });
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
