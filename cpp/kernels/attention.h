@@ -1,7 +1,8 @@
 // Attention of some rows to one chunk of one head, and of chunks folded. A part of generic.h.
 #pragma once
 
-#include "vector.h"
+#include "matmul.h"
+#include "rows.h"
 
 // What one number of a HeadChunk sees; positions count from the chunk's first.
 struct AttendRow {
@@ -10,8 +11,6 @@ struct AttendRow {
     float scale;
     int first, direct, last;  // sees [first, direct) in cells of the same numbers, [direct, last) in
     const int32_t* tail;      // these cells
-
-    bool blind() const { return first >= last; }
 };
 
 inline int clipped(int position) {
@@ -77,9 +76,9 @@ void score_tile(const HeadChunk& p, const AttendRow* row, size_t block, float* s
     for (int r = 0; r < rows; ++r) {
         q[r] = row[r].q;
     }
-    const uint16_t* k = p.k + block * p.head_dim * kLanes;
+    const auto* k = reinterpret_cast<const uint16_t*>(p.k) + block * p.head_dim * kLanes;
     // The values of these cells are wanted next, and take as long to come as the keys.
-    const uint16_t* v = p.v + block * p.head_dim * kLanes;
+    const auto* v = reinterpret_cast<const uint16_t*>(p.v) + block * p.head_dim * kLanes;
     for (int d = 0; d < p.head_dim; ++d) {
         const auto key = [&](int u) {
             const size_t at = (size_t(u / kUnits) * p.head_dim + d) * kLanes;
@@ -133,13 +132,29 @@ inline float soften(float* scores, int first, int last, float scale, float softc
     return fold_sum(sum);
 }
 
+// Values as a cache stores them: `units` vectors of one cell, from dimension `dim` on.
+struct HalfValues {
+    static size_t stride(int head_dim) { return padded(head_dim, kLanes) * sizeof(uint16_t); }
+    static F load(const uint8_t* cell, int, int d) { return F::load_f16(reinterpret_cast<const uint16_t*>(cell) + d); }
+};
+struct EightBitValues {
+    static size_t stride(int head_dim) {
+        const int width = padded(head_dim, kBlock);
+        return width + width / kBlock * sizeof(float);
+    }
+    // Exact: a scale has eleven bits.
+    static F load(const uint8_t* cell, int head_dim, int d) {
+        const auto* scales = reinterpret_cast<const float*>(cell + padded(head_dim, kBlock));
+        return F::load_i8(cell + d) * F::set(scales[d / kBlock]);
+    }
+};
+
 // Weighted sums of values for `rows` rows and `vectors` vectors of dimensions from `dim` on: the cells that all rows
 // share are loaded once; what a row sees before and after them it goes through alone.
-template <int rows, int vectors>
+template <class Values, int rows, int vectors>
 void mix_tile(const HeadChunk& p, const AttendRow* row, int dim, const float* weights) {
-    const size_t v_stride = padded(p.head_dim, kLanes);
-    const uint16_t* v = p.v + dim;
-    const uint16_t* chunk = v + p.begin * v_stride;
+    const size_t stride = Values::stride(p.head_dim);
+    const uint8_t* chunk = p.v + p.begin * stride;
     int begin = row[0].first, end = row[0].direct;
     for (int r = 1; r < rows; ++r) {
         begin = row[r].first > begin ? row[r].first : begin;
@@ -150,11 +165,11 @@ void mix_tile(const HeadChunk& p, const AttendRow* row, int dim, const float* we
     clear(sum);
     const auto go_alone = [&](int r, int from, int to) {
         for (int c = from; c < to; ++c) {
-            const uint16_t* values =
-                c < row[r].direct ? chunk + c * v_stride : v + row[r].tail[c - row[r].direct] * v_stride;
+            const uint8_t* cell =
+                c < row[r].direct ? chunk + c * stride : p.v + row[r].tail[c - row[r].direct] * stride;
 #pragma GCC unroll 16
             for (int u = 0; u < units; ++u) {
-                const F value = F::load_f16(values + u * F::lanes);
+                const F value = Values::load(cell, p.head_dim, dim + u * F::lanes);
                 sum[r][u] = fma(F::set(weights[r * kChunk + c]), value, sum[r][u]);
             }
         }
@@ -164,9 +179,10 @@ void mix_tile(const HeadChunk& p, const AttendRow* row, int dim, const float* we
         go_alone(r, row[r].first, begin < end ? begin : row[r].first);
     }
     for (int c = begin; c < end; ++c) {
+        const uint8_t* cell = chunk + c * stride;
         add_products(
             sum, [&](int r) { return F::set(weights[r * kChunk + c]); },
-            [&](int u) { return F::load_f16(chunk + c * v_stride + u * F::lanes); });
+            [&](int u) { return Values::load(cell, p.head_dim, dim + u * F::lanes); });
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
@@ -178,9 +194,70 @@ void mix_tile(const HeadChunk& p, const AttendRow* row, int dim, const float* we
     }
 }
 
-// Raw scores of what the rows see beyond their direct cells, to the places of their positions.
+template <class Values, int rows>
+void mix(const HeadChunk& p, const AttendRow* row, const float* weights) {
+    constexpr int vectors = kMixSums / rows < 4 ? kMixSums / rows : 4;
+    const int width = padded(p.head_dim, kLanes);
+    int dim = 0;
+    for (; dim + vectors * kLanes <= width; dim += vectors * kLanes) {
+        mix_tile<Values, rows, vectors>(p, row, dim, weights);
+    }
+    for (; dim < width; dim += kLanes) {
+        mix_tile<Values, rows, 1>(p, row, dim, weights);
+    }
+}
+
+// Raw scores of `rows` rows against F16 keys.
 template <int rows>
-void score_tails(const HeadChunk& p, const AttendRow* row, float* scores, float* loose) {
+struct HalfKeys {
+    const HeadChunk& p;
+    const AttendRow* row;
+
+    void score(size_t block, size_t end, float* scores, size_t stride) const {
+        constexpr int wide = kScoreSums / rows < 8 ? kScoreSums / rows : 8;
+        for (; block + wide <= end; block += wide, scores += wide * kLanes) {
+            score_tile<rows, wide>(p, row, block, scores, stride);
+        }
+        for (; block < end; ++block, scores += kLanes) {
+            score_tile<rows, 1>(p, row, block, scores, stride);
+        }
+    }
+};
+
+// The same against keys of eight bits, with queries of eight bits: a product with a packed matrix.
+template <int rows>
+struct EightBitKeys {
+    Activations queries;
+    const uint8_t* keys;
+    size_t block_bytes;
+
+    EightBitKeys(const HeadChunk& p, const AttendRow* row, float* scratch) : keys(p.k) {
+        const int width = padded(p.head_dim, kBlock);
+        block_bytes = size_t(width / kBlock) * kLayouts[static_cast<int>(Packing::q8_0)].block_bytes;
+        auto* factors = reinterpret_cast<BlockFactors*>(scratch + width);
+        auto* quants = reinterpret_cast<int8_t*>(factors + rows * width / kBlock);
+        queries.n = rows;
+        queries.cols = width;
+        queries.quantized = {rows, Packing::q8_0, quants, factors};
+        clear_padding(scratch, p.head_dim, width);
+        for (int r = 0; r < rows; ++r) {
+            __builtin_memcpy(scratch, row[r].q, p.head_dim * sizeof(float));
+            quantize(scratch, width, r, queries.quantized);
+        }
+    }
+
+    void score(size_t block, size_t end, float* scores, size_t stride) const {
+        Epilogue out;
+        out.out = scores;
+        out.stride = stride;
+        integer_matmul<OffsetBlock<Quants<8>>>(keys + block * block_bytes, 0, static_cast<int>(end - block), queries,
+                                               out);
+    }
+};
+
+// Raw scores of what the rows see beyond their direct cells, to the places of their positions.
+template <int rows, class Keys>
+void score_tails(const Keys& keys, const AttendRow* row, float* scores, float* loose) {
     int first = 0, last = 0;  // cells
     for (int r = 0; r < rows; ++r) {
         for (int i = 0; i < row[r].last - row[r].direct; ++i) {
@@ -190,7 +267,7 @@ void score_tails(const HeadChunk& p, const AttendRow* row, float* scores, float*
         }
     }
     for (int block = first / kLanes; block * kLanes < last; ++block) {
-        score_tile<rows, 1>(p, row, block, loose, kLanes);
+        keys.score(block, block + 1, loose, kLanes);
         for (int r = 0; r < rows; ++r) {
             for (int i = 0; i < row[r].last - row[r].direct; ++i) {
                 const int lane = row[r].tail[i] - block * kLanes;
@@ -211,34 +288,32 @@ void attend_rows(const HeadChunk& p, int number) {
         first = row[r].first < first ? row[r].first : first;
         last = row[r].direct > last ? row[r].direct : last;
     }
-    float* scores = p.scratch;
-    constexpr int wide = kScoreSums / rows < 8 ? kScoreSums / rows : 8;
-    const size_t chunk = p.begin / kLanes;
-    int block = first / kLanes;
-    const int blocks = (last + kLanes - 1) / kLanes;
-    for (; block + wide <= blocks; block += wide) {
-        score_tile<rows, wide>(p, row, chunk + block, scores + block * kLanes, kChunk);
+    float *scores = p.scratch, *loose = scores + rows * kChunk;
+    const auto score = [&](const auto& keys) {
+        const int begin = first / kLanes, end = (last + kLanes - 1) / kLanes, chunk = p.begin / kLanes;
+        if (begin < end) {
+            keys.score(chunk + begin, chunk + end, scores + begin * kLanes, kChunk);
+        }
+        score_tails<rows>(keys, row, scores, loose);
+    };
+    if (p.type == KvType::f16) {
+        score(HalfKeys<rows>{p, row});
+    } else {
+        score(EightBitKeys<rows>(p, row, loose + rows * kLanes));
     }
-    for (; block < blocks; ++block) {
-        score_tile<rows, 1>(p, row, chunk + block, scores + block * kLanes, kChunk);
-    }
-    score_tails<rows>(p, row, scores, scores + rows * kChunk);
-
-    const int width = padded(p.head_dim, kLanes);
     for (int r = 0; r < rows; ++r) {
-        float *state = row[r].partial + width, top = 0;
-        state[kPartialSum] =
-            row[r].blind() ? 0 : soften(scores + r * kChunk, row[r].first, row[r].last, row[r].scale, p.softcap, top);
+        float *state = row[r].partial + padded(p.head_dim, kLanes), top = 0, sum = 0;
+        if (row[r].first < row[r].last) {
+            sum = soften(scores + r * kChunk, row[r].first, row[r].last, row[r].scale, p.softcap, top);
+        }
+        state[kPartialSum] = sum;
         state[kPartialTop] = top;
         state[kPartialScale] = p.softcap > 0 ? 1 : row[r].scale;
     }
-    int dim = 0;
-    constexpr int vectors = kMixSums / rows < 4 ? kMixSums / rows : 4;
-    for (; dim + vectors * kLanes <= width; dim += vectors * kLanes) {
-        mix_tile<rows, vectors>(p, row, dim, scores);
-    }
-    for (; dim < width; dim += kLanes) {
-        mix_tile<rows, 1>(p, row, dim, scores);
+    if (p.type == KvType::f16) {
+        mix<HalfValues, rows>(p, row, scores);
+    } else {
+        mix<EightBitValues, rows>(p, row, scores);
     }
 }
 
@@ -255,7 +330,7 @@ void attend_tile(const HeadChunk& p, int number, int n) {
 
 // In tiles of nearly the same size.
 void attend(const HeadChunk& p) {
-    static_assert(kAttendRows <= kMostAttendRows, "kAttentionScratch has room for so many rows");
+    static_assert(kAttendRows <= kMostAttendRows, "attention_scratch() has room for so many rows");
     for (int number = p.first; number < p.last;) {
         const int left = p.last - number, tiles = (left + kAttendRows - 1) / kAttendRows,
                   n = (left + tiles - 1) / tiles;

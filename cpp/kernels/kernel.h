@@ -174,6 +174,9 @@ struct RowContext {
     const int32_t* tail = nullptr;  // [length - direct] cells
 };
 
+// How a cache stores keys and values; see kv_cache.h.
+enum class KvType { f16, q8_0 };
+
 // Positions that attention goes through at a time. A row's attention is made of one part for each chunk, and those are
 // folded in order of position; so its bits depend on no other chunk's cells, rows or threads.
 constexpr int kChunk = 512;
@@ -199,10 +202,11 @@ struct HeadChunk {
     const RowContext* rows = nullptr;  // [rows]
     const float* q = nullptr;          // [rows][q_stride], of a row [group][head_dim]
     size_t q_stride = 0;
-    const uint16_t* k = nullptr;  // [cells / kLanes][head_dim][kLanes], F16
-    const uint16_t* v = nullptr;  // [cells][padded head_dim], F16
-    float* scratch = nullptr;     // [kAttentionScratch]
-    float* partials = nullptr;    // [numbers][partial_stride(head_dim)]
+    KvType type = KvType::f16;
+    const uint8_t* k = nullptr;  // as the cache lays them out
+    const uint8_t* v = nullptr;
+    float* scratch = nullptr;   // [attention_scratch(head_dim)]
+    float* partials = nullptr;  // [numbers][partial_stride(head_dim)]
 };
 
 struct Kernel {
@@ -239,9 +243,12 @@ struct Kernel {
     uint64_t (*dots)(int rounds);
 };
 
-// Floats of scratch that `attend` needs: scores of the rows it takes at a time, in order of position and of a block.
+// Floats of scratch that `attend` needs: of the rows it takes at a time the scores, in order of position and of a
+// block, and the queries in eight bits.
 constexpr int kMostAttendRows = 8;
-constexpr size_t kAttentionScratch = kMostAttendRows * (kChunk + kLanes);
+static constexpr size_t attention_scratch(int head_dim) {
+    return kMostAttendRows * (kChunk + kLanes + 2 * padded(head_dim, kBlock));
+}
 
 // The kernels of this build that the CPU can run, best first.
 std::vector<const Kernel*> available_kernels();

@@ -77,9 +77,10 @@ void tree_attention(const Kernel& kernel, int num_threads, KvCache& cache, int l
         pass.rows = rows.contexts + rows.first_row;
         pass.q = rows.q + rows.first_row * rows.stride + size_t(kv_head) * group * head_dim;
         pass.q_stride = rows.stride;
+        pass.type = cache.type();
         pass.k = cache.keys(layer, kv_head);
         pass.v = cache.values(layer, kv_head);
-        pass.scratch = scratch.scores.data() + worker * kAttentionScratch;
+        pass.scratch = scratch.scores.data() + worker * attention_scratch(head_dim);
         pass.partials = partials;
         kernel.attend(pass);
     };

@@ -44,12 +44,12 @@ struct AttentionRows {
 
 // Memory to attend in, of a size that does not depend on the context's length.
 struct AttentionScratch {
-    AttentionScratch(int num_threads, int num_kv_heads)
-        : scores(num_threads * kAttentionScratch), unfinished(new std::atomic<int>[num_kv_heads]) {}
+    AttentionScratch(int num_threads, int num_kv_heads, int head_dim)
+        : scores(num_threads * attention_scratch(head_dim)), unfinished(new std::atomic<int>[num_kv_heads]) {}
 
     // Chunks are attended to in rounds whose partials take no more floats than this, or else one by one.
     size_t most_partials = 1 << 20;
-    std::vector<float> scores;                       // [threads][kAttentionScratch]
+    std::vector<float> scores;                       // [threads][attention_scratch()]
     std::vector<float> partials;                     // [kv heads][chunks][numbers][partial_stride()]
     std::vector<float> totals;                       // [kv heads][numbers][partial_stride()]
     std::unique_ptr<std::atomic<int>[]> unfinished;  // [kv heads] tasks

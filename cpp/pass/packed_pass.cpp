@@ -21,8 +21,9 @@ Activation activation_of(Gate gate) {
 
 PackedPass::PackedPass(const Model& model, int num_cells, int context)
     : Executor(model),
-      cache_(model.numbers().num_layers, model.numbers().num_kv_heads, model.numbers().head_dim, num_cells),
-      attention_scratch_(model.num_threads(), model.numbers().num_kv_heads) {
+      cache_(model.kv_type(), model.numbers().num_layers, model.numbers().num_kv_heads, model.numbers().head_dim,
+             num_cells),
+      attention_scratch_(model.num_threads(), model.numbers().num_kv_heads, model.numbers().head_dim) {
     const Hyperparameters& h = model.numbers();
     const std::vector<float>& factors = model.rope_factors(context).values;
     if (h.rope.dims > 0) {
