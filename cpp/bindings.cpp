@@ -64,6 +64,13 @@ py::str to_text(const std::string& bytes) {
 }
 
 // A path as the system spells it: str, as Python decodes file names, bytes, or os.PathLike.
+KvType to_kv_type(const std::string& name) {
+    if (name != "f16" && name != "q8_0") {
+        throw py::value_error("keys and values are stored as f16 or q8_0, not " + name);
+    }
+    return name == "f16" ? KvType::f16 : KvType::q8_0;
+}
+
 std::string to_path(const py::object& path) {
     const std::string bytes = py::module_::import("os").attr("fsencode")(path).cast<py::bytes>();
     if (bytes.find('\0') != std::string::npos) {
@@ -301,14 +308,15 @@ PYBIND11_MODULE(_core, m) {
 
     py::class_<Model, std::shared_ptr<Model>>(m, "Model")
         .def(py::init([](const py::object& path, const std::string& kernel, int num_threads, const std::string& device,
-                         const std::function<void()>& progress) {
+                         const std::function<void()>& progress, const std::string& kv) {
                  const std::string bytes = to_path(path);
+                 const KvType type = to_kv_type(kv);
                  const py::gil_scoped_release release;
                  return std::make_shared<Model>(bytes, kernel, num_threads,
-                                                device == "cpu" ? Devices() : find_devices(device), progress);
+                                                device == "cpu" ? Devices() : find_devices(device), progress, type);
              }),
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
-             py::arg("progress") = std::function<void()>())
+             py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16")
         .def_property_readonly("devices",
                                [](const Model& self) {
                                    std::vector<std::string> names;
@@ -321,6 +329,7 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("name", [](const Model& self) { return to_text(self.name()); })
         .def_property_readonly("kernel", [](const Model& self) { return self.kernel().name; })
         .def_property_readonly("num_threads", &Model::num_threads)
+        .def_property_readonly("kv", [](const Model& self) { return self.kv_type() == KvType::f16 ? "f16" : "q8_0"; })
         .def_property_readonly("file_bytes", &Model::file_bytes)
         .def_property_readonly("weight_bytes", &Model::weight_bytes)
         .def_property_readonly("num_weights", &Model::num_weights)

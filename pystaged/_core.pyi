@@ -140,6 +140,7 @@ class Model:
             "gpu", names of ggml's registry, or "rpc:HOST:PORT,HOST:PORT", for which ggml ends the process when a server
             fails.
         progress: called after each tensor that was brought to a device.
+        kv: how sessions store keys and values, "f16" or "q8_0", which takes half the memory; devices have f16 alone.
 
     Raises:
         DeviceError: no such device, or too little memory on it.
@@ -154,6 +155,7 @@ class Model:
         num_threads: int = 0,
         device: str = "cpu",
         progress: Callable[[], None] | None = None,
+        kv: str = "f16",
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -192,6 +194,9 @@ class Model:
     def head_dim(self) -> int: ...
     @property
     def ffn_width(self) -> int: ...
+    @property
+    def kv(self) -> str:
+        """How sessions store keys and values."""
     @property
     def cell_bytes(self) -> int:
         """Bytes of keys and values that one token of a context takes."""

@@ -40,6 +40,7 @@ class LoadOptions(TypedDict, total=False):
     device: str
     draft_device: str
     n_ctx: int
+    kv: str
     num_threads: int
     policy: TreePolicy | None
     report: Callable[[str], None] | None
@@ -64,6 +65,8 @@ class Engine:
             servers; "auto" for the fastest of this machine, measured.
         draft_device: the same for the draft.
         n_ctx: positions of a context, 0 for as many as the model was trained for, but no more than 8192.
+        kv: how keys and values are stored: "f16", or "q8_0" for half the memory, which changes logits a little; on the
+            CPU alone.
         num_threads: 0 for one per physical core.
         policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
@@ -84,6 +87,7 @@ class Engine:
         device: str = "cpu",
         draft_device: str = "cpu",
         n_ctx: int = 0,
+        kv: str = "f16",
         num_threads: int = 0,
         policy: TreePolicy | None = None,
         report: Callable[[str], None] | None = None,
@@ -96,6 +100,7 @@ class Engine:
             ngrams=ngrams,
             device=device,
             draft_device=draft_device,
+            kv=kv,
         )
         self._contexts = ContextPool(lambda: pair.decoder(n_ctx, policy))
         self.n_ctx = self._contexts.n_ctx

@@ -1,30 +1,74 @@
-// Attention of some rows of one head. A part of generic.h.
+// Attention of some rows to one chunk of one head, and of chunks folded. A part of generic.h.
 #pragma once
 
-#include "vector.h"
+#include "matmul.h"
+#include "rows.h"
 
-// What is needed of one number of a HeadPass.
+// What one number of a HeadChunk sees; positions count from the chunk's first.
 struct AttendRow {
-    const RowContext* context;
     const float* q;
-    float* out;
+    float* partial;
     float scale;
-    int first;  // position it sees
+    int first, direct, last;  // sees [first, direct) in cells of the same numbers, [direct, last) in
+    const int32_t* tail;      // these cells
 };
 
-inline AttendRow attend_row(const HeadPass& p, int number) {
+inline int clipped(int position) {
+    return position < 0 ? 0 : position > kChunk ? kChunk : position;
+}
+
+inline AttendRow attend_row(const HeadChunk& p, int number) {
     const int row = number / p.group;
-    const size_t column = size_t(number % p.group) * p.head_dim;
     const RowContext& context = p.rows[row];
-    return {&context, p.q + row * p.q_stride + column, p.out + row * p.out_stride + column,
-            p.row_scale ? p.scale * p.row_scale[row] : p.scale,
-            p.window > 0 && context.length > p.window ? context.length - p.window : 0};
+    AttendRow r;
+    r.q = p.q + row * p.q_stride + size_t(number % p.group) * p.head_dim;
+    r.partial = p.partials + number * partial_stride(p.head_dim);
+    r.scale = p.row_scale ? p.scale * p.row_scale[row] : p.scale;
+    r.first = clipped(p.window > 0 ? context.length - p.window - p.begin : 0);
+    r.direct = clipped(context.direct - p.begin);
+    r.last = clipped(context.length - p.begin);
+    r.tail = r.direct < r.last ? context.tail + (p.begin + r.direct - context.direct) : nullptr;
+    return r;
+}
+
+// sum[r][u] += row(r) * unit(u). The fewer of the two are loaded first and kept, so that all fits the registers.
+template <int rows, int units, class RowOf, class UnitOf>
+inline void add_products(F (&sum)[rows][units], const RowOf& row, const UnitOf& unit) {
+    if constexpr (units < rows) {
+        F kept[units];
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            kept[u] = unit(u);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+            const F x = row(r);
+#pragma GCC unroll 16
+            for (int u = 0; u < units; ++u) {
+                sum[r][u] = fma(x, kept[u], sum[r][u]);
+            }
+        }
+    } else {
+        F kept[rows];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+            kept[r] = row(r);
+        }
+#pragma GCC unroll 16
+        for (int u = 0; u < units; ++u) {
+            const F x = unit(u);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r) {
+                sum[r][u] = fma(kept[r], x, sum[r][u]);
+            }
+        }
+    }
 }
 
 // Raw scores of `rows` rows against `blocks` blocks of cells. A score is one chain over the head's dimensions, so it
 // does not depend on the lane its cell lies in.
 template <int rows, int blocks>
-void score_tile(const HeadPass& p, const AttendRow* row, int block, float* scores, size_t stride) {
+void score_tile(const HeadChunk& p, const AttendRow* row, size_t block, float* scores, size_t stride) {
     constexpr int units = blocks * kUnits;
     F sum[rows][units];
     clear(sum);
@@ -32,36 +76,32 @@ void score_tile(const HeadPass& p, const AttendRow* row, int block, float* score
     for (int r = 0; r < rows; ++r) {
         q[r] = row[r].q;
     }
-    const uint16_t* k = p.k + size_t(block) * p.head_dim * kLanes;
+    const auto* k = reinterpret_cast<const uint16_t*>(p.k) + block * p.head_dim * kLanes;
     // The values of these cells are wanted next, and take as long to come as the keys.
-    const uint16_t* v = p.v + size_t(block) * p.head_dim * kLanes;
+    const auto* v = reinterpret_cast<const uint16_t*>(p.v) + block * p.head_dim * kLanes;
     for (int d = 0; d < p.head_dim; ++d) {
-#pragma GCC unroll 16
-        for (int u = 0; u < units; ++u) {
-            const size_t first = size_t(u / kUnits) * p.head_dim;
+        const auto key = [&](int u) {
+            const size_t at = (size_t(u / kUnits) * p.head_dim + d) * kLanes;
             if (u % (2 * kUnits) == 0) {
-                __builtin_prefetch(v + (first + 2 * d) * kLanes, 0, 2);
+                __builtin_prefetch(v + at + d * kLanes, 0, 2);
             }
-            const F key = F::load_f16(k + (first + d) * kLanes + u % kUnits * F::lanes);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) {
-                sum[r][u] = fma(F::set(q[r][d]), key, sum[r][u]);
-            }
-        }
+            return F::load_f16(k + at + u % kUnits * F::lanes);
+        };
+        add_products(sum, [&](int r) { return F::set(q[r][d]); }, key);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 16
         for (int u = 0; u < units; ++u) {
-            sum[r][u].store(scores + r * stride + size_t(block) * kLanes + u * F::lanes);
+            sum[r][u].store(scores + r * stride + u * F::lanes);
         }
     }
 }
 
-// Turns the raw scores of positions [first, length) into weights that sum to the returned number; lanes go by position,
-// not by cell.
-inline float soften(float* scores, int first, int length, float scale, float softcap) {
-    const int begin = first / kLanes * kLanes, end = (length + kLanes - 1) / kLanes * kLanes;
+// Turns the raw scores of positions [first, last) into weights relative to the largest, `top`, and returns their sum;
+// lanes go by position, not by cell.
+inline float soften(float* scores, int first, int last, float scale, float softcap, float& top) {
+    const int begin = first / kLanes * kLanes, end = (last + kLanes - 1) / kLanes * kLanes;
     if (softcap > 0) {
         for (int i = begin; i < end; i += kLanes) {
             softcapped(Row::load(scores + i) * Row::set(scale), softcap).store(scores + i);
@@ -71,19 +111,20 @@ inline float soften(float* scores, int first, int length, float scale, float sof
     for (int i = begin; i < first; ++i) {
         scores[i] = -__builtin_inff();
     }
-    for (int i = length; i < end; ++i) {
+    for (int i = last; i < end; ++i) {
         scores[i] = -__builtin_inff();
     }
     Row most = Row::load(scores + begin);
     for (int i = begin + kLanes; i < end; i += kLanes) {
         most = max(Row::load(scores + i), most);
     }
-    const Row top = Row::set(fold_max(most)), factor = Row::set(scale);
+    top = fold_max(most);
+    const Row largest = Row::set(top), factor = Row::set(scale);
     Row sum = Row::set(0);
     for (int i = begin; i < end; i += kLanes) {
-        Row w = exp((Row::load(scores + i) - top) * factor);
-        if (i < first || length - i < kLanes) {
-            w = some_lanes(w, first - i, length - i);
+        Row w = exp((Row::load(scores + i) - largest) * factor);
+        if (i < first || last - i < kLanes) {
+            w = some_lanes(w, first - i, last - i);
         }
         w.store(scores + i);
         sum = sum + w;
@@ -91,29 +132,45 @@ inline float soften(float* scores, int first, int length, float scale, float sof
     return fold_sum(sum);
 }
 
+// Values as a cache stores them: `units` vectors of one cell, from dimension `dim` on.
+struct HalfValues {
+    static size_t stride(int head_dim) { return padded(head_dim, kLanes) * sizeof(uint16_t); }
+    static F load(const uint8_t* cell, int, int d) { return F::load_f16(reinterpret_cast<const uint16_t*>(cell) + d); }
+};
+struct EightBitValues {
+    static size_t stride(int head_dim) {
+        const int width = padded(head_dim, kBlock);
+        return width + width / kBlock * sizeof(float);
+    }
+    // Exact: a scale has eleven bits.
+    static F load(const uint8_t* cell, int head_dim, int d) {
+        const auto* scales = reinterpret_cast<const float*>(cell + padded(head_dim, kBlock));
+        return F::load_i8(cell + d) * F::set(scales[d / kBlock]);
+    }
+};
+
 // Weighted sums of values for `rows` rows and `vectors` vectors of dimensions from `dim` on: the cells that all rows
 // share are loaded once; what a row sees before and after them it goes through alone.
-template <int rows, int vectors>
-void mix_tile(const HeadPass& p, const AttendRow* row, int dim, const float* weights, size_t stride,
-              const float* inverse_sums, const uint16_t* upcoming) {
-    const size_t v_stride = padded(p.head_dim, kLanes);
-    const uint16_t* v = p.v + dim;
-    int begin = row[0].first, end = row[0].context->direct;
+template <class Values, int rows, int vectors>
+void mix_tile(const HeadChunk& p, const AttendRow* row, int dim, const float* weights) {
+    const size_t stride = Values::stride(p.head_dim);
+    const uint8_t* chunk = p.v + p.begin * stride;
+    int begin = row[0].first, end = row[0].direct;
     for (int r = 1; r < rows; ++r) {
         begin = row[r].first > begin ? row[r].first : begin;
-        end = row[r].context->direct < end ? row[r].context->direct : end;
+        end = row[r].direct < end ? row[r].direct : end;
     }
     constexpr int units = vectors * kUnits;
     F sum[rows][units];
     clear(sum);
     const auto go_alone = [&](int r, int from, int to) {
-        const RowContext& context = *row[r].context;
         for (int c = from; c < to; ++c) {
-            const size_t cell = c < context.direct ? c : context.tail[c - context.direct];
+            const uint8_t* cell =
+                c < row[r].direct ? chunk + c * stride : p.v + row[r].tail[c - row[r].direct] * stride;
 #pragma GCC unroll 16
             for (int u = 0; u < units; ++u) {
-                const F value = F::load_f16(v + cell * v_stride + u * F::lanes);
-                sum[r][u] = fma(F::set(weights[r * stride + c]), value, sum[r][u]);
+                const F value = Values::load(cell, p.head_dim, dim + u * F::lanes);
+                sum[r][u] = fma(F::set(weights[r * kChunk + c]), value, sum[r][u]);
             }
         }
     };
@@ -122,98 +179,192 @@ void mix_tile(const HeadPass& p, const AttendRow* row, int dim, const float* wei
         go_alone(r, row[r].first, begin < end ? begin : row[r].first);
     }
     for (int c = begin; c < end; ++c) {
-        if (upcoming) {
-            __builtin_prefetch(upcoming + size_t(c) * p.head_dim, 0, 2);
-            __builtin_prefetch(upcoming + size_t(c) * p.head_dim + p.head_dim / 2, 0, 2);
-        }
+        const uint8_t* cell = chunk + c * stride;
+        add_products(
+            sum, [&](int r) { return F::set(weights[r * kChunk + c]); },
+            [&](int u) { return Values::load(cell, p.head_dim, dim + u * F::lanes); });
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+        go_alone(r, begin < end ? end : row[r].first, row[r].last);
 #pragma GCC unroll 16
         for (int u = 0; u < units; ++u) {
-            const F value = F::load_f16(v + c * v_stride + u * F::lanes);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) {
-                sum[r][u] = fma(F::set(weights[r * stride + c]), value, sum[r][u]);
+            sum[r][u].store(row[r].partial + dim + u * F::lanes);
+        }
+    }
+}
+
+template <class Values, int rows>
+void mix(const HeadChunk& p, const AttendRow* row, const float* weights) {
+    constexpr int vectors = kMixSums / rows < 4 ? kMixSums / rows : 4;
+    const int width = padded(p.head_dim, kLanes);
+    int dim = 0;
+    for (; dim + vectors * kLanes <= width; dim += vectors * kLanes) {
+        mix_tile<Values, rows, vectors>(p, row, dim, weights);
+    }
+    for (; dim < width; dim += kLanes) {
+        mix_tile<Values, rows, 1>(p, row, dim, weights);
+    }
+}
+
+// Raw scores of `rows` rows against F16 keys.
+template <int rows>
+struct HalfKeys {
+    const HeadChunk& p;
+    const AttendRow* row;
+
+    void score(size_t block, size_t end, float* scores, size_t stride) const {
+        constexpr int wide = kScoreSums / rows < 8 ? kScoreSums / rows : 8;
+        for (; block + wide <= end; block += wide, scores += wide * kLanes) {
+            score_tile<rows, wide>(p, row, block, scores, stride);
+        }
+        for (; block < end; ++block, scores += kLanes) {
+            score_tile<rows, 1>(p, row, block, scores, stride);
+        }
+    }
+};
+
+// The same against keys of eight bits, with queries of eight bits: a product with a packed matrix.
+template <int rows>
+struct EightBitKeys {
+    Activations queries;
+    const uint8_t* keys;
+    size_t block_bytes;
+
+    EightBitKeys(const HeadChunk& p, const AttendRow* row, float* scratch) : keys(p.k) {
+        const int width = padded(p.head_dim, kBlock);
+        block_bytes = size_t(width / kBlock) * kLayouts[static_cast<int>(Packing::q8_0)].block_bytes;
+        auto* factors = reinterpret_cast<BlockFactors*>(scratch + width);
+        auto* quants = reinterpret_cast<int8_t*>(factors + rows * width / kBlock);
+        queries.n = rows;
+        queries.cols = width;
+        queries.quantized = {rows, Packing::q8_0, quants, factors};
+        clear_padding(scratch, p.head_dim, width);
+        for (int r = 0; r < rows; ++r) {
+            __builtin_memcpy(scratch, row[r].q, p.head_dim * sizeof(float));
+            quantize(scratch, width, r, queries.quantized);
+        }
+    }
+
+    void score(size_t block, size_t end, float* scores, size_t stride) const {
+        Epilogue out;
+        out.out = scores;
+        out.stride = stride;
+        integer_matmul<OffsetBlock<Quants<8>>>(keys + block * block_bytes, 0, static_cast<int>(end - block), queries,
+                                               out);
+    }
+};
+
+// Raw scores of what the rows see beyond their direct cells, to the places of their positions.
+template <int rows, class Keys>
+void score_tails(const Keys& keys, const AttendRow* row, float* scores, float* loose) {
+    int first = 0, last = 0;  // cells
+    for (int r = 0; r < rows; ++r) {
+        for (int i = 0; i < row[r].last - row[r].direct; ++i) {
+            const int cell = row[r].tail[i];
+            first = last == 0 || cell < first ? cell : first;
+            last = cell + 1 > last ? cell + 1 : last;
+        }
+    }
+    for (int block = first / kLanes; block * kLanes < last; ++block) {
+        keys.score(block, block + 1, loose, kLanes);
+        for (int r = 0; r < rows; ++r) {
+            for (int i = 0; i < row[r].last - row[r].direct; ++i) {
+                const int lane = row[r].tail[i] - block * kLanes;
+                if (lane >= 0 && lane < kLanes) {
+                    scores[r * kChunk + row[r].direct + i] = loose[r * kLanes + lane];
+                }
             }
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) {
-        go_alone(r, begin < end ? end : row[r].first, row[r].context->length);
-        float parts[units * F::lanes];
-#pragma GCC unroll 16
-        for (int u = 0; u < units; ++u) {
-            (sum[r][u] * F::set(inverse_sums[r])).store(parts + u * F::lanes);
-        }
-        const int count = p.head_dim - dim < units * F::lanes ? p.head_dim - dim : units * F::lanes;
-        __builtin_memcpy(row[r].out + dim, parts, count * sizeof(float));
-    }
 }
 
 template <int rows>
-void attend_rows(const HeadPass& p, int number) {
+void attend_rows(const HeadChunk& p, int number) {
     AttendRow row[rows];
-    int first = p.num_cells, cells = 0;
+    int first = kChunk, last = 0;  // of what lies in cells of the same numbers
     for (int r = 0; r < rows; ++r) {
         row[r] = attend_row(p, number + r);
-        const RowContext& context = *row[r].context;
-        // What the row sees in its tail lies in cells from `direct` on.
-        const int begin = row[r].first < context.direct ? row[r].first : context.direct;
-        first = begin < first ? begin : first;
-        cells = context.direct > cells ? context.direct : cells;
-        for (int i = 0; i < context.length - context.direct; ++i) {
-            cells = context.tail[i] + 1 > cells ? context.tail[i] + 1 : cells;
+        first = row[r].first < first ? row[r].first : first;
+        last = row[r].direct > last ? row[r].direct : last;
+    }
+    float *scores = p.scratch, *loose = scores + rows * kChunk;
+    const auto score = [&](const auto& keys) {
+        const int begin = first / kLanes, end = (last + kLanes - 1) / kLanes, chunk = p.begin / kLanes;
+        if (begin < end) {
+            keys.score(chunk + begin, chunk + end, scores + begin * kLanes, kChunk);
         }
+        score_tails<rows>(keys, row, scores, loose);
+    };
+    if (p.type == KvType::f16) {
+        score(HalfKeys<rows>{p, row});
+    } else {
+        score(EightBitKeys<rows>(p, row, loose + rows * kLanes));
     }
-    const int blocks = (cells + kLanes - 1) / kLanes;
-    const size_t stride = padded(p.num_cells, kLanes);
-    float* scores = p.scratch;
-    float* gathered = p.scratch + rows * stride;
-    constexpr int wide = kScoreSums / rows < 8 ? kScoreSums / rows : 8;
-    int block = first / kLanes;
-    for (; block + wide <= blocks; block += wide) {
-        score_tile<rows, wide>(p, row, block, scores, stride);
-    }
-    for (; block < blocks; ++block) {
-        score_tile<rows, 1>(p, row, block, scores, stride);
-    }
-    float inverse_sums[rows];
     for (int r = 0; r < rows; ++r) {
-        const RowContext& context = *row[r].context;
-        float* s = scores + r * stride;
-        for (int i = 0; i < context.length - context.direct; ++i) {
-            gathered[i] = s[context.tail[i]];
+        float *state = row[r].partial + padded(p.head_dim, kLanes), top = 0, sum = 0;
+        if (row[r].first < row[r].last) {
+            sum = soften(scores + r * kChunk, row[r].first, row[r].last, row[r].scale, p.softcap, top);
         }
-        for (int i = 0; i < context.length - context.direct; ++i) {
-            s[context.direct + i] = gathered[i];
-        }
-        inverse_sums[r] = 1.0f / soften(s, row[r].first, context.length, row[r].scale, p.softcap);
+        state[kPartialSum] = sum;
+        state[kPartialTop] = top;
+        state[kPartialScale] = p.softcap > 0 ? 1 : row[r].scale;
     }
-    const uint16_t* upcoming = number == p.first ? p.upcoming : nullptr;
-    int dim = 0;
-    constexpr int vectors = kMixSums / rows < 4 ? kMixSums / rows : 4;
-    for (; dim + vectors * kLanes <= p.head_dim; dim += vectors * kLanes, upcoming = nullptr) {
-        mix_tile<rows, vectors>(p, row, dim, scores, stride, inverse_sums, upcoming);
-    }
-    for (; dim < p.head_dim; dim += kLanes, upcoming = nullptr) {
-        mix_tile<rows, 1>(p, row, dim, scores, stride, inverse_sums, upcoming);
+    if (p.type == KvType::f16) {
+        mix<HalfValues, rows>(p, row, scores);
+    } else {
+        mix<EightBitValues, rows>(p, row, scores);
     }
 }
 
 template <int rows>
-void attend_from(const HeadPass& p, int number) {
-    if constexpr (rows == kAttendRows) {
-        for (; p.last - number >= rows; number += rows) {
-            attend_rows<rows>(p, number);
-        }
-    } else if (p.last - number == rows) {
-        attend_rows<rows>(p, number);
-        return;
-    }
+void attend_tile(const HeadChunk& p, int number, int n) {
     if constexpr (rows > 1) {
-        attend_from<rows - 1>(p, number);
+        if (n < rows) {
+            attend_tile<rows - 1>(p, number, n);
+            return;
+        }
+    }
+    attend_rows<rows>(p, number);
+}
+
+// In tiles of nearly the same size.
+void attend(const HeadChunk& p) {
+    static_assert(kAttendRows <= kMostAttendRows, "attention_scratch() has room for so many rows");
+    for (int number = p.first; number < p.last;) {
+        const int left = p.last - number, tiles = (left + kAttendRows - 1) / kAttendRows,
+                  n = (left + tiles - 1) / tiles;
+        attend_tile<kAttendRows>(p, number, n);
+        number += n;
     }
 }
 
-void attend(const HeadPass& p) {
-    static_assert(kAttendRows <= kMostAttendRows, "attention_scratch() has room for so many rows");
-    attend_from<kAttendRows>(p, p.first);
+void fold(const float* partials, size_t next, int count, int head_dim, float* total, float* out) {
+    const int width = padded(head_dim, kLanes);
+    float* state = total + width;
+    for (int i = 0; i < count; ++i, partials += next) {
+        const float* add = partials + width;
+        if (add[kPartialSum] == 0) {
+            continue;
+        }
+        if (state[kPartialSum] == 0) {
+            __builtin_memcpy(total, partials, (width + kLanes) * sizeof(float));
+            continue;
+        }
+        const float top = add[kPartialTop] > state[kPartialTop] ? add[kPartialTop] : state[kPartialTop];
+        const Row factor = Row::set(state[kPartialScale]);
+        const Row old = exp((Row::set(state[kPartialTop]) - Row::set(top)) * factor);
+        const Row fresh = exp((Row::set(add[kPartialTop]) - Row::set(top)) * factor);
+        for (int d = 0; d < width; d += kLanes) {
+            fma(Row::load(partials + d), fresh, Row::load(total + d) * old).store(total + d);
+        }
+        float sums[kLanes];
+        fma(Row::set(add[kPartialSum]), fresh, Row::set(state[kPartialSum]) * old).store(sums);
+        state[kPartialSum] = sums[0];
+        state[kPartialTop] = top;
+    }
+    const Row inverse = Row::set(1.0f / state[kPartialSum]);
+    for (int d = 0; out && d < head_dim; d += kLanes) {
+        store_first(Row::load(total + d) * inverse, out + d, head_dim - d);
+    }
 }

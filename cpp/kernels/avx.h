@@ -77,9 +77,9 @@ constexpr int kRowsTogether = 4;
 constexpr bool kRowPairs = false;
 constexpr int kFloatRows = 6;
 constexpr int kFloatSums = 12;
-constexpr int kAttendRows = 4;
-constexpr int kScoreSums = 4;
-constexpr int kMixSums = 4;
+constexpr int kAttendRows = 6;
+constexpr int kScoreSums = 6;
+constexpr int kMixSums = 6;
 constexpr int kPrefetchBlocks = 8;
 constexpr int kPrefetchLocality = 3;
 

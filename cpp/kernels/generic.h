@@ -40,6 +40,7 @@ constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
         quantize,
         to_f16,
         attend,
+        fold,
         run_max,
         sum_exp,
         read_bytes,

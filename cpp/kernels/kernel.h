@@ -174,13 +174,27 @@ struct RowContext {
     const int32_t* tail = nullptr;  // [length - direct] cells
 };
 
-// One head of keys and values over the rows of one pass, each with the `group` query heads that share them. Row and
-// query head together count as one: number i is query head i % group of row i / group.
-struct HeadPass {
+// How a cache stores keys and values; see kv_cache.h.
+enum class KvType { f16, q8_0 };
+
+// Positions that attention goes through at a time. A row's attention is made of one part for each chunk, and those are
+// folded in order of position; so its bits depend on no other chunk's cells, rows or threads.
+constexpr int kChunk = 512;
+
+// Attention of one row, by one of its heads, to one chunk: weighted values, padded to whole lanes, and behind them the
+// largest score, the sum of the weights relative to it, 0 where the row sees nothing there, and the scores' scale.
+enum PartialState { kPartialTop, kPartialSum, kPartialScale };
+static constexpr size_t partial_stride(int head_dim) {
+    return padded(head_dim, kLanes) + kLanes;
+}
+
+// One chunk of one head of keys and values, for rows of one pass, each with the `group` query heads that share them.
+// Row and query head together count as one: number i is query head i % group of row i / group.
+struct HeadChunk {
     int first = 0, last = 0;  // numbers to attend for
+    int begin = 0;            // the chunk's first position, a multiple of kChunk
     int group = 1;
     int head_dim = 0;
-    int num_cells = 0;                 // cells in use, committed and pending
     int window = 0;                    // positions a row sees at most, itself included; 0 for all
     float scale = 1;                   // of the scores
     float softcap = 0;                 // c tanh(score / c) after it, or 0 for none
@@ -188,12 +202,11 @@ struct HeadPass {
     const RowContext* rows = nullptr;  // [rows]
     const float* q = nullptr;          // [rows][q_stride], of a row [group][head_dim]
     size_t q_stride = 0;
-    const uint16_t* k = nullptr;         // [cells / kLanes][head_dim][kLanes], F16
-    const uint16_t* v = nullptr;         // [cells][padded head_dim], F16
-    const uint16_t* upcoming = nullptr;  // keys of the head that this thread probably does next, or none
-    float* scratch = nullptr;            // [attention_scratch(...)]
-    float* out = nullptr;                // [rows][out_stride], as q
-    size_t out_stride = 0;
+    KvType type = KvType::f16;
+    const uint8_t* k = nullptr;  // as the cache lays them out
+    const uint8_t* v = nullptr;
+    float* scratch = nullptr;   // [attention_scratch(head_dim)]
+    float* partials = nullptr;  // [numbers][partial_stride(head_dim)]
 };
 
 struct Kernel {
@@ -215,7 +228,10 @@ struct Kernel {
     void (*quantize)(const float* x, int cols, int row, const QuantizedRows& out);
     // x[n] to F16, rounding half to even.
     void (*to_f16)(const float* x, int n, uint16_t* out);
-    void (*attend)(const HeadPass&);
+    void (*attend)(const HeadChunk&);
+    // Adds `count` partials of following chunks, `next` floats apart, to `total`, a partial too, of zeros at first; and
+    // writes the attention that this makes to out[head_dim], unless that is null.
+    void (*fold)(const float* partials, size_t next, int count, int head_dim, float* total, float* out);
     // The maximum of each run of kRun values of x[n], NaN aside; n is a multiple of kRun.
     void (*run_max)(const float* x, int n, float* maxima);
     // The sum of exp((x[i] - top) * factor) over x[n]; n is a multiple of 16.
@@ -227,10 +243,11 @@ struct Kernel {
     uint64_t (*dots)(int rounds);
 };
 
-// Floats of scratch that `attend` needs: scores of the rows it takes at a time, and one row's tail.
+// Floats of scratch that `attend` needs: of the rows it takes at a time the scores, in order of position and of a
+// block, and the queries in eight bits.
 constexpr int kMostAttendRows = 8;
-static constexpr size_t attention_scratch(size_t num_cells) {
-    return (kMostAttendRows + 1) * (num_cells + kLanes);
+static constexpr size_t attention_scratch(int head_dim) {
+    return kMostAttendRows * (kChunk + kLanes + 2 * padded(head_dim, kBlock));
 }
 
 // The kernels of this build that the CPU can run, best first.

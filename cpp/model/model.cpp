@@ -5,6 +5,7 @@
 
 #include "model/loaders.h"
 #include "model/manifest.h"
+#include "pass/kv_cache.h"
 #include "thread_pool.h"
 
 namespace pystaged {
@@ -43,8 +44,11 @@ void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
 }  // namespace
 
 Model::Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
-             const std::function<void()>& progress)
-    : kernel_(find_kernel(kernel)), num_threads_(checked_threads(num_threads)) {
+             const std::function<void()>& progress, KvType kv)
+    : kernel_(find_kernel(kernel)), num_threads_(checked_threads(num_threads)), kv_type_(kv) {
+    if (kv != KvType::f16 && !devices.empty()) {
+        throw std::invalid_argument("keys and values of eight bits are for the CPU's own kernels; leave them at f16");
+    }
     const FloatEnvironment pinned;
     const GgufFile file(path);
     file_bytes_ = file.bytes();
@@ -110,8 +114,9 @@ void Model::load(Loader& loader) {
 }
 
 size_t Model::cell_bytes() const {
-    const size_t head = numbers_.head_dim + (device_memory_ ? numbers_.head_dim : padded(numbers_.head_dim, kLanes));
-    return head * sizeof(uint16_t) * numbers_.num_kv_heads * numbers_.num_layers;
+    const Hyperparameters& h = numbers_;
+    return device_memory_ ? 2 * sizeof(uint16_t) * h.head_dim * h.num_kv_heads * h.num_layers
+                          : KvCache::cell_bytes(kv_type_, h.num_layers, h.num_kv_heads, h.head_dim);
 }
 
 const Vector& Model::rope_factors(int context) const {

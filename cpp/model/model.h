@@ -55,14 +55,15 @@ public:
     // for one per physical core. Throws ModelError for a file that is damaged, incomplete or of an architecture unknown
     // here; std::invalid_argument for the rest. Weights are packed for the kernels where there are no `devices`; else
     // layers are split over them by their memory, and `progress` is called after each tensor. Throws DeviceError where
-    // that memory is too small.
+    // that memory is too small. `kv` is how sessions store keys and values; devices have F16 alone.
     Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
-          const std::function<void()>& progress = {});
+          const std::function<void()>& progress = {}, KvType kv = KvType::f16);
 
     const Family& family() const { return *family_; }
     const Hyperparameters& numbers() const { return numbers_; }
     const Kernel& kernel() const { return kernel_; }
     int num_threads() const { return num_threads_; }
+    KvType kv_type() const { return kv_type_; }
     size_t file_bytes() const { return file_bytes_; }
     // Bytes of weights that one pass reads, and multiply-adds of one of its rows, attention aside.
     size_t weight_bytes() const { return weight_bytes_; }
@@ -90,6 +91,7 @@ private:
 
     const Kernel& kernel_;
     int num_threads_;
+    KvType kv_type_;
     const Family* family_ = nullptr;
     Hyperparameters numbers_;
     size_t file_bytes_ = 0, weight_bytes_ = 0, num_weights_ = 0;

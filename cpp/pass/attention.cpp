@@ -1,6 +1,7 @@
 #include "pass/attention.h"
 
 #include <algorithm>
+#include <climits>
 #include <numeric>
 
 #include "thread_pool.h"
@@ -11,6 +12,8 @@ namespace {
 
 // Below this many values a join costs more than it saves.
 constexpr int kValuesWorthSharing = 4 << 10;
+// So many for each thread share out evenly enough.
+constexpr int kTasksEnough = 4;
 
 void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, const float* norm,
                      int head, int row, float* x) {
@@ -32,8 +35,23 @@ void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const Atte
 
 void tree_attention(const Kernel& kernel, int num_threads, KvCache& cache, int layer, const AttentionLayer& how,
                     const AttentionRows& rows, float* out, size_t out_stride, const QuantizedRows* quantized,
-                    float* scratch) {
-    const int head_dim = how.head_dim, group = how.num_heads / how.num_kv_heads, num_out = rows.n - rows.first_row;
+                    AttentionScratch& scratch) {
+    const int head_dim = how.head_dim, num_kv_heads = how.num_kv_heads, group = how.num_heads / num_kv_heads;
+    const int num_out = rows.n - rows.first_row, numbers = num_out * group;
+    int first_chunk = INT_MAX, last_chunk = 0;
+    for (int i = rows.first_row; i < rows.n; ++i) {
+        const int length = rows.contexts[i].length;
+        first_chunk = std::min(first_chunk, how.window > 0 ? std::max(0, length - how.window) / kChunk : 0);
+        last_chunk = std::max(last_chunk, (length + kChunk - 1) / kChunk);
+    }
+    const size_t stride = partial_stride(head_dim), head_floats = numbers * stride;
+    const int at_once = static_cast<int>(std::clamp(
+        scratch.most_partials / std::max<size_t>(1, num_kv_heads * head_floats), size_t(1), size_t(INT_MAX)));
+    // What does not share out evenly is split by what reads it.
+    const int tasks = num_kv_heads * std::min(at_once, std::max(1, last_chunk - first_chunk));
+    const bool uneven = tasks % num_threads != 0 && tasks < kTasksEnough * num_threads;
+    const int parts = std::max(1, std::min(uneven ? num_threads / std::gcd(num_threads, tasks) : 1, numbers));
+
     const auto prepare = [&](int kv_head) {
         for (int i = 0; i < rows.n; ++i) {
             const size_t at = i * rows.stride + size_t(kv_head) * head_dim;
@@ -45,51 +63,62 @@ void tree_attention(const Kernel& kernel, int num_threads, KvCache& cache, int l
             }
         }
     };
-    const auto attend = [&](int kv_head, int first, int last, int worker) {
-        const size_t column = size_t(kv_head) * group * head_dim;
-        HeadPass pass;
+    const auto attend = [&](int kv_head, int chunk, int first, int last, float* partials, int worker) {
+        HeadChunk pass;
         pass.first = first;
         pass.last = last;
+        pass.begin = chunk * kChunk;
         pass.group = group;
         pass.head_dim = head_dim;
-        pass.num_cells = rows.first_cell + rows.n;
         pass.window = how.window;
         pass.scale = how.scale;
         pass.softcap = how.softcap;
         pass.row_scale = rows.row_scale ? rows.row_scale + rows.first_row : nullptr;
         pass.rows = rows.contexts + rows.first_row;
-        pass.q = rows.q + rows.first_row * rows.stride + column;
+        pass.q = rows.q + rows.first_row * rows.stride + size_t(kv_head) * group * head_dim;
         pass.q_stride = rows.stride;
+        pass.type = cache.type();
         pass.k = cache.keys(layer, kv_head);
         pass.v = cache.values(layer, kv_head);
-        const int next = kv_head + num_threads;
-        pass.upcoming = next < how.num_kv_heads ? cache.keys(layer, next) : nullptr;
-        pass.scratch = scratch + worker * attention_scratch(cache.num_cells());
-        pass.out = out + column;
-        pass.out_stride = out_stride;
+        pass.scratch = scratch.scores.data() + worker * attention_scratch(head_dim);
+        pass.partials = partials;
         kernel.attend(pass);
-        for (int i = first; quantized && i < last; ++i) {
+    };
+    const auto fold = [&](int kv_head, const float* partials, int count, bool done) {
+        for (int i = 0; i < numbers; ++i) {
             const int row = i / group, head = kv_head * group + i % group;
-            kernel.quantize(out + row * out_stride + size_t(head) * head_dim, head_dim, row,
-                            from_block(*quantized, head * head_dim / kBlock));
+            float* to = out + row * out_stride + size_t(head) * head_dim;
+            float* total = scratch.totals.data() + kv_head * head_floats + i * stride;
+            kernel.fold(partials + i * stride, head_floats, count, head_dim, total, done ? to : nullptr);
+            if (done && quantized) {
+                kernel.quantize(to, head_dim, row, from_block(*quantized, head * head_dim / kBlock));
+            }
         }
     };
-    // Heads of keys that do not share out evenly are split by what reads them. A whole head is independent of every
-    // other, its cells included, so that one join serves both halves.
-    const int numbers = num_out * group;
-    const int parts = std::max(1, std::min(num_threads / std::gcd(num_threads, how.num_kv_heads), numbers));
-    if (parts == 1) {
-        ThreadPool::shared().run(how.num_kv_heads, num_threads, [&](int kv_head, int worker) {
-            prepare(kv_head);
-            attend(kv_head, 0, numbers, worker);
-        });
-    } else {
-        const int values = rows.n * (how.num_heads + 2 * how.num_kv_heads) * head_dim;
-        ThreadPool::shared().run(how.num_kv_heads, values < kValuesWorthSharing ? 1 : num_threads,
+
+    // A whole head is independent of every other, its cells included: where each is one task, one join serves all.
+    const bool whole = parts == 1 && last_chunk - first_chunk == 1;
+    if (!whole) {
+        const int values = rows.n * (how.num_heads + 2 * num_kv_heads) * head_dim;
+        ThreadPool::shared().run(num_kv_heads, values < kValuesWorthSharing ? 1 : num_threads,
                                  [&](int kv_head, int) { prepare(kv_head); });
-        ThreadPool::shared().run(how.num_kv_heads * parts, num_threads, [&](int i, int worker) {
-            const int part = i % parts;
-            attend(i / parts, numbers * part / parts, numbers * (part + 1) / parts, worker);
+    }
+    scratch.totals.assign(num_kv_heads * head_floats, 0.0f);
+    for (int chunk = first_chunk; chunk < last_chunk; chunk += at_once) {
+        const int chunks = std::min(at_once, last_chunk - chunk), per_head = chunks * parts;
+        scratch.partials.resize(std::max(scratch.partials.size(), num_kv_heads * chunks * head_floats));
+        std::fill_n(scratch.unfinished.get(), num_kv_heads, per_head);
+        ThreadPool::shared().run(num_kv_heads * per_head, num_threads, [&](int i, int worker) {
+            const int kv_head = i / per_head, at = i % per_head / parts, part = i % parts;
+            if (whole) {
+                prepare(kv_head);
+            }
+            float* partials = scratch.partials.data() + kv_head * chunks * head_floats;
+            attend(kv_head, chunk + at, numbers * part / parts, numbers * (part + 1) / parts,
+                   partials + at * head_floats, worker);
+            if (--scratch.unfinished[kv_head] == 0) {
+                fold(kv_head, partials, chunks, chunk + chunks == last_chunk);
+            }
         });
     }
     for (int i = 0; i < num_out; ++i) {

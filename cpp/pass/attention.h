@@ -1,6 +1,10 @@
 // Attention of tree rows: each row sees the committed cells, its own ancestors, and itself.
 #pragma once
 
+#include <atomic>
+#include <memory>
+#include <vector>
+
 #include "pass/kv_cache.h"
 
 namespace pystaged {
@@ -38,11 +42,24 @@ struct AttentionRows {
     size_t stride = 0;
 };
 
+// Memory to attend in, of a size that does not depend on the context's length.
+struct AttentionScratch {
+    AttentionScratch(int num_threads, int num_kv_heads, int head_dim)
+        : scores(num_threads * attention_scratch(head_dim)), unfinished(new std::atomic<int>[num_kv_heads]) {}
+
+    // Chunks are attended to in rounds whose partials take no more floats than this, or else one by one.
+    size_t most_partials = 1 << 20;
+    std::vector<float> scores;                       // [threads][attention_scratch()]
+    std::vector<float> partials;                     // [kv heads][chunks][numbers][partial_stride()]
+    std::vector<float> totals;                       // [kv heads][numbers][partial_stride()]
+    std::unique_ptr<std::atomic<int>[]> unfinished;  // [kv heads] tasks
+};
+
 // Writes keys and values into the cache's cells of this pass, then attends for the rows from `first_row` on into
 // out[n - first_row][out_stride], zero behind the heads, and into `quantized` where that is given (heads must be a
-// multiple of kBlock wide). `scratch` holds attention_scratch() floats per thread.
+// multiple of kBlock wide).
 void tree_attention(const Kernel& kernel, int num_threads, KvCache& cache, int layer, const AttentionLayer& how,
                     const AttentionRows& rows, float* out, size_t out_stride, const QuantizedRows* quantized,
-                    float* scratch);
+                    AttentionScratch& scratch);
 
 }  // namespace pystaged

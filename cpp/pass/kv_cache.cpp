@@ -2,44 +2,115 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
+#include <vector>
 
 namespace pystaged {
 
-KvCache::KvCache(int num_layers, int num_heads, int head_dim, int num_cells)
-    : num_layers_(num_layers),
+namespace {
+
+constexpr Layout kQ8 = kLayouts[static_cast<int>(Packing::q8_0)];
+
+size_t key_bytes(KvType type, int head_dim) {
+    return type == KvType::f16 ? sizeof(uint16_t) * head_dim
+                               : padded(head_dim, kBlock) / kBlock * kQ8.block_bytes / kLanes;
+}
+
+size_t value_bytes(KvType type, int head_dim) {
+    const size_t width = padded(head_dim, kBlock);
+    return type == KvType::f16 ? sizeof(uint16_t) * padded(head_dim, kLanes) : width + width / kBlock * sizeof(float);
+}
+
+// One block of a key or value, in eight bits.
+struct EightBits {
+    int8_t quants[kBlock];
+    BlockFactors factors;
+
+    EightBits(const Kernel& kernel, const float* x, int count) {
+        float block[kBlock] = {};
+        std::copy_n(x, std::min(count, kBlock), block);
+        kernel.quantize(block, kBlock, 0, {1, Packing::q8_0, quants, &factors});
+    }
+};
+
+}  // namespace
+
+KvCache::KvCache(KvType type, int num_layers, int num_heads, int head_dim, int num_cells)
+    : type_(type),
+      num_layers_(num_layers),
       num_heads_(num_heads),
       head_dim_(head_dim),
       num_cells_(padded(num_cells, kLanes)),
-      value_stride_(padded(head_dim, kLanes)),
-      key_size_(size_t(num_cells_) * head_dim),
-      head_size_(key_size_ + size_t(num_cells_) * value_stride_),
-      memory_(size_t(num_layers) * num_heads * head_size_ * sizeof(uint16_t)) {}
+      key_bytes_(key_bytes(type, head_dim)),
+      value_bytes_(value_bytes(type, head_dim)),
+      memory_(size_t(num_layers) * num_heads * num_cells_ * (key_bytes_ + value_bytes_)) {}
 
-void KvCache::store(const Kernel& kernel, int layer, int head, int cell, const float* key, const float* value) {
-    uint16_t* data = head_data(layer, head);
-    uint16_t* column = data + key_at(cell);
-    constexpr int kPart = 64;
-    uint16_t halves[kPart];
-    for (int d = 0; d < head_dim_; d += kPart) {
-        const int count = std::min(kPart, head_dim_ - d);
-        kernel.to_f16(key + d, count, halves);
-        for (int i = 0; i < count; ++i) {
-            column[size_t(d + i) * kLanes] = halves[i];
+size_t KvCache::cell_bytes(KvType type, int num_layers, int num_heads, int head_dim) {
+    return size_t(num_layers) * num_heads * (key_bytes(type, head_dim) + value_bytes(type, head_dim));
+}
+
+template <class Act>
+void KvCache::for_key(int cell, const Act& act) const {
+    constexpr std::integral_constant<size_t, sizeof(uint16_t)> half;
+    constexpr std::integral_constant<size_t, sizeof(uint32_t)> word;
+    size_t at = cell / kLanes * kLanes * key_bytes_;
+    const size_t lane = cell % kLanes;
+    if (type_ == KvType::f16) {
+        for (int d = 0; d < head_dim_; ++d) {
+            act(at + (d * kLanes + lane) * half, half);
+        }
+        return;
+    }
+    for (int d = 0; d < head_dim_; d += kBlock, at += kQ8.block_bytes) {
+        act(at + lane * half, half);
+        for (size_t i = 0; i < kBlock / word; ++i) {
+            act(at + kQ8.factors_bytes + (i * kLanes + lane) * word, word);
         }
     }
-    kernel.to_f16(value, head_dim_, data + key_size_ + cell * value_stride_);
+}
+
+void KvCache::write_key(uint8_t* data, int cell, const std::vector<uint8_t>& key) {
+    const uint8_t* from = key.data();
+    for_key(cell, [&](size_t at, auto bytes) {
+        std::memcpy(data + at, from, bytes);
+        from += bytes;
+    });
+}
+
+void KvCache::store(const Kernel& kernel, int layer, int head, int cell, const float* key, const float* value) {
+    uint8_t* data = head_data(layer, head);
+    uint8_t* values = data + num_cells_ * key_bytes_ + cell * value_bytes_;
+    std::vector<uint8_t> pieces(key_bytes_);
+    if (type_ == KvType::f16) {
+        kernel.to_f16(key, head_dim_, reinterpret_cast<uint16_t*>(pieces.data()));
+        kernel.to_f16(value, head_dim_, reinterpret_cast<uint16_t*>(values));
+    } else {
+        auto* scales = reinterpret_cast<float*>(values + padded(head_dim_, kBlock));
+        uint8_t* out = pieces.data();
+        for (int d = 0; d < head_dim_; d += kBlock) {
+            const EightBits k(kernel, key + d, head_dim_ - d), v(kernel, value + d, head_dim_ - d);
+            uint16_t scale;
+            kernel.to_f16(&k.factors.scale, 1, &scale);
+            std::memcpy(out, &scale, sizeof(scale));
+            out += sizeof(scale);
+            out = std::transform(k.quants, k.quants + kBlock, out,
+                                 [](int8_t quant) { return static_cast<uint8_t>(quant + zero_point(Packing::q8_0)); });
+            std::memcpy(values + d, v.quants, kBlock);
+            scales[d / kBlock] = v.factors.scale;
+        }
+    }
+    write_key(data, cell, pieces);
 }
 
 void KvCache::move(int layer, int from, int to) {
+    std::vector<uint8_t> pieces;
     for (int head = 0; head < num_heads_; ++head) {
-        uint16_t* data = head_data(layer, head);
-        const uint16_t* source = data + key_at(from);
-        uint16_t* target = data + key_at(to);
-        for (int d = 0; d < head_dim_; ++d) {
-            target[size_t(d) * kLanes] = source[size_t(d) * kLanes];
-        }
-        uint16_t* values = data + key_size_;
-        std::memcpy(values + to * value_stride_, values + from * value_stride_, value_stride_ * sizeof(uint16_t));
+        uint8_t* data = head_data(layer, head);
+        pieces.clear();
+        for_key(from, [&](size_t at, auto bytes) { pieces.insert(pieces.end(), data + at, data + at + bytes); });
+        write_key(data, to, pieces);
+        uint8_t* values = data + num_cells_ * key_bytes_;
+        std::memmove(values + to * value_bytes_, values + from * value_bytes_, value_bytes_);
     }
 }
 

@@ -1,7 +1,13 @@
-// Keys and values of every layer as F16: committed rows first and contiguous, pending rows behind them.
+// Keys and values of every layer: committed rows first and contiguous, pending rows behind them.
+//
+// A score needs one dimension of 16 cells at a time, a weighted sum one cell. Of a head,
+//   F16   keys [cells / kLanes][head_dim][kLanes]; values [cells][head_dim, padded to kLanes]
+//   Q8_0  keys as a packed matrix of type Q8_0 whose outputs are cells; of each cell the values' quants, padded to
+//         kBlock, and behind them an F32 scale for each block
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels/kernel.h"
 #include "memory.h"
@@ -11,14 +17,15 @@ namespace pystaged {
 class KvCache {
 public:
     // Memory becomes resident as cells are written.
-    KvCache(int num_layers, int num_heads, int head_dim, int num_cells);
+    KvCache(KvType type, int num_layers, int num_heads, int head_dim, int num_cells);
 
+    // Bytes that one cell takes.
+    static size_t cell_bytes(KvType type, int num_layers, int num_heads, int head_dim);
+
+    KvType type() const { return type_; }
     int num_cells() const { return num_cells_; }
-
-    // [num_cells / kLanes][head_dim][kLanes]: a score needs one dimension of 16 cells at a time.
-    const uint16_t* keys(int layer, int head) const { return head_data(layer, head); }
-    // [num_cells][padded head_dim]: a weighted sum needs one cell at a time.
-    const uint16_t* values(int layer, int head) const { return head_data(layer, head) + key_size_; }
+    const uint8_t* keys(int layer, int head) const { return head_data(layer, head); }
+    const uint8_t* values(int layer, int head) const { return head_data(layer, head) + num_cells_ * key_bytes_; }
 
     // Writes one head's key and value, head_dim floats each, into a cell.
     void store(const Kernel& kernel, int layer, int head, int cell, const float* key, const float* value);
@@ -26,13 +33,17 @@ public:
     void move(int layer, int from, int to);
 
 private:
-    uint16_t* head_data(int layer, int head) const {
-        return reinterpret_cast<uint16_t*>(memory_.data()) + (size_t(layer) * num_heads_ + head) * head_size_;
+    uint8_t* head_data(int layer, int head) const {
+        return memory_.data() + (size_t(layer) * num_heads_ + head) * num_cells_ * (key_bytes_ + value_bytes_);
     }
-    size_t key_at(int cell) const { return size_t(cell) / kLanes * head_dim_ * kLanes + cell % kLanes; }
+    // Calls act(offset, bytes) for every piece of a cell's key, in order; offsets from the head's first byte.
+    template <class Act>
+    void for_key(int cell, const Act& act) const;
+    void write_key(uint8_t* data, int cell, const std::vector<uint8_t>& key);
 
-    int num_layers_, num_heads_, head_dim_, num_cells_;
-    size_t value_stride_, key_size_, head_size_;
+    KvType type_;
+    int num_layers_, num_heads_, head_dim_;
+    size_t num_cells_, key_bytes_, value_bytes_;  // of a cell and head
     Memory memory_;
 };
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "pass/attention.h"
 #include "pass/transformer.h"
 #include "thread_pool.h"
 
@@ -22,7 +21,9 @@ Activation activation_of(Gate gate) {
 
 PackedPass::PackedPass(const Model& model, int num_cells, int context)
     : Executor(model),
-      cache_(model.numbers().num_layers, model.numbers().num_kv_heads, model.numbers().head_dim, num_cells) {
+      cache_(model.kv_type(), model.numbers().num_layers, model.numbers().num_kv_heads, model.numbers().head_dim,
+             num_cells),
+      attention_scratch_(model.num_threads(), model.numbers().num_kv_heads, model.numbers().head_dim) {
     const Hyperparameters& h = model.numbers();
     const std::vector<float>& factors = model.rope_factors(context).values;
     if (h.rope.dims > 0) {
@@ -52,7 +53,6 @@ PackedPass::PackedPass(const Model& model, int num_cells, int context)
         input.resize(kMaxRows * size_t(h.padded_width()));
     }
     handed_.resize(kMaxRows * widest);
-    attention_scratch_.resize(model.num_threads() * attention_scratch(cache_.num_cells()));
 }
 
 void PackedPass::Quantized::resize(size_t values) {
@@ -263,7 +263,7 @@ PackedPass::Value PackedPass::attention(const Value& qkv, int index, int first_r
     const size_t stride = padded(h.q_width(), kBlock);
     const QuantizedRows* handed = h.head_dim % kBlock == 0 ? hand_to(layer.attn_output, num_out) : nullptr;
     tree_attention(model_.kernel(), model_.num_threads(), cache_, index, how, rows, mixed_.data(), stride, handed,
-                   attention_scratch_.data());
+                   attention_scratch_);
     return {mixed_.data(), num_out, stride, nullptr, handed != nullptr};
 }
 

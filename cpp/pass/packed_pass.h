@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "pass/attention.h"
 #include "pass/executor.h"
 #include "pass/kv_cache.h"
 
@@ -73,7 +74,7 @@ private:
     std::vector<Quantized> inputs_;  // of one operation, one for each way to quantize them
     Quantized handed_;               // what the operation before has quantized already
     QuantizedRows handed_rows_;
-    std::vector<float> attention_scratch_;  // [threads][attention_scratch()]
+    AttentionScratch attention_scratch_;
 };
 
 }  // namespace pystaged

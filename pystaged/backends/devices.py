@@ -26,9 +26,11 @@ def devices() -> list[Device]:
     return [Device(*fields) for fields in _core.devices()]
 
 
-def candidates(name: str) -> list[str]:
-    """The devices among which "auto" chooses; any other name is the only candidate."""
-    return ["cpu", *(device.name for device in devices() if device.is_gpu)] if name == "auto" else [name]
+def candidates(name: str, kv: str = "f16") -> list[str]:
+    """The devices among which "auto" chooses, for keys and values of a type; any other name is the only candidate."""
+    if name != "auto":
+        return [name]
+    return ["cpu", *(device.name for device in devices() if device.is_gpu and kv == "f16")]
 
 
 def check(name: str) -> None:
@@ -43,7 +45,7 @@ def check(name: str) -> None:
         endpoints(name)
 
 
-def load_model(path: bytes, kernel: str, num_threads: int, device: str) -> Model:
+def load_model(path: bytes, kernel: str, num_threads: int, device: str, kv: str = "f16") -> Model:
     """The model of a GGUF file on a device.
 
     Raises:
@@ -51,9 +53,11 @@ def load_model(path: bytes, kernel: str, num_threads: int, device: str) -> Model
         ModelError, ValueError: as Model.
     """
     check(device)
+    if device != "cpu" and kv != "f16":
+        raise ValueError(f"keys and values of type {kv} are for the device cpu, not {device}; leave them at f16")
     if device.startswith("rpc:"):
         return cast(Model, RemoteModel(path, kernel, num_threads, device))
-    return Model(path, kernel, num_threads, device)
+    return Model(path, kernel, num_threads, device, kv=kv)
 
 
 def close_model(model: Model) -> None:

@@ -139,6 +139,7 @@ class RemoteModel:
     head_dim: int
     ffn_width: int
     cell_bytes: int
+    kv: str
     architecture: str
     devices: list[str]
 

@@ -78,6 +78,9 @@ class LoadOptions(PairOptions):
             callback=check,
         ),
     ] = 0
+    kv: Annotated[
+        str, typer.Option(help="How keys and values are stored: f16, or q8_0 for half the memory of a context.")
+    ] = "f16"
 
 
 @dataclass

@@ -63,7 +63,7 @@ class Costs:
             return self._known[path, device][1]
         info = path.stat()
         machine = (platform.node(), platform.machine(), os.cpu_count(), device, model.kernel, model.num_threads)
-        key = "|".join(map(str, (*machine, path, info.st_size, info.st_mtime_ns)))
+        key = "|".join(map(str, (*machine, model.kv, path, info.st_size, info.st_mtime_ns)))
         cost = None if again else self._store.load(key)
         if cost is None:
             self._report(f"measuring passes of {path.name} on {device}, once")

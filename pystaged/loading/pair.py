@@ -43,23 +43,27 @@ class Pair:
         ngrams: str | Path | None = None,
         device: str = "cpu",
         draft_device: str = "cpu",
+        kv: str = "f16",
     ) -> None:
         for name in (device, draft_device):
             check(name)
         self._num_threads = num_threads
+        self._kv = kv
         self._costs = Costs(report)
         progress = announced(report)
         self._path = names.resolve(model, progress)
         self._draft_path = names.resolve_draft(model, draft, progress)
         # As bytes, because the name of a file need not be valid Unicode.
         self.tokenizer = Tokenizer(os.fsencode(self._path))
-        targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device)}
+        targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device, kv)}
         drafts: dict[str, Model] = {}
         self.substitutes: dict[int, int] = {}
         if self._draft_path:
             draft_tokenizer = Tokenizer(os.fsencode(self._draft_path))
             self.substitutes = substitutes(self.tokenizer, draft_tokenizer)
-            drafts = {name: self._load(self._draft_path, draft_tokenizer, name) for name in candidates(draft_device)}
+            drafts = {
+                name: self._load(self._draft_path, draft_tokenizer, name) for name in candidates(draft_device, kv)
+            }
         self.table = find_table(self._draft_path or self._path, ngrams, self.tokenizer, report)
         self.ngram_cost = measure_ngrams(self.table, self.tokenizer.num_tokens)
         self.device, self.draft_device = self._fastest(targets, drafts)
@@ -116,7 +120,9 @@ class Pair:
         return max(pairs, key=rate)
 
     def _load(self, path: Path, tokenizer: Tokenizer, device: str) -> Model:
-        model = load_model(os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), self._num_threads, device)
+        model = load_model(
+            os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), self._num_threads, device, self._kv
+        )
         if tokenizer.num_tokens != model.vocab_size:
             raise ValueError(
                 f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"

@@ -467,7 +467,7 @@ void test_cache() {
     for (const Kernel* kernel : available_kernels()) {
         for (const int dim : {1, 7, 16, 33, 64, 80, 130}) {
             const int layers = 2, heads = 3, cells = 37;
-            KvCache cache(layers, heads, dim, cells);
+            KvCache cache(KvType::f16, layers, heads, dim, cells);
             CHECK(cache.num_cells() == 48);
             const auto key_of = [](int layer, int head, int cell, int d) {
                 return static_cast<float>(layer * 700 + head * 200 + cell * 3 + d % 3);
@@ -478,8 +478,9 @@ void test_cache() {
             const auto check = [&](int cell, int holds) {
                 for (int layer = 0; layer < layers; ++layer) {
                     for (int head = 0; head < heads; ++head) {
-                        const uint16_t* keys = cache.keys(layer, head);
-                        const uint16_t* values = cache.values(layer, head) + cell * padded(dim, kLanes);
+                        const auto* keys = reinterpret_cast<const uint16_t*>(cache.keys(layer, head));
+                        const auto* values =
+                            reinterpret_cast<const uint16_t*>(cache.values(layer, head)) + cell * padded(dim, kLanes);
                         for (int d = 0; d < dim; ++d) {
                             const uint16_t key = keys[(cell / kLanes * dim + d) * kLanes + cell % kLanes];
                             CHECK(key == ggml_fp32_to_fp16(key_of(layer, head, holds, d)));
@@ -515,12 +516,55 @@ void test_cache() {
     }
 }
 
+// Moved or stored there, a cell holds the same bytes.
+void test_eight_bit_cache() {
+    const Kernel& kernel = find_kernel("");
+    for (const int dim : {16, 32, 40, 64}) {
+        KvCache moved(KvType::q8_0, 2, 2, dim, 64), stored(KvType::q8_0, 2, 2, dim, 64);
+        CHECK(KvCache::cell_bytes(KvType::q8_0, 2, 2, dim) <
+              (dim % kBlock ? 1.2 : 0.57) * KvCache::cell_bytes(KvType::f16, 2, 2, dim));
+        const Array<float> key(dim), value(dim);
+        for (int head = 0; head < 2; ++head) {
+            std::generate_n(key.data(), dim, [] { return random_float(); });
+            std::generate_n(value.data(), dim, [] { return random_float(); });
+            moved.store(kernel, 1, head, 37, key.data(), value.data());
+            stored.store(kernel, 1, head, 5, key.data(), value.data());
+            stored.store(kernel, 1, head, 37, key.data(), value.data());
+        }
+        moved.move(1, 37, 5);
+        const size_t bytes = KvCache::cell_bytes(KvType::q8_0, 1, 1, dim) * moved.num_cells();
+        for (int head = 0; head < 2; ++head) {
+            CHECK(std::memcmp(moved.keys(1, head), stored.keys(1, head), bytes) == 0);
+        }
+    }
+}
+
 struct AttentionCase {
     int dim, committed, n, kv_heads, group, window;
     float softcap;
     int half;
     bool norms;
+    KvType type = KvType::f16;
 };
+
+// What a cache keeps of a vector.
+std::vector<float> kept(KvType type, const float* x, int dim) {
+    std::vector<float> result(dim);
+    for (int first = 0; first < dim; first += kBlock) {
+        const int last = std::min(dim, first + kBlock);
+        float largest = 0;
+        for (int d = first; d < last; ++d) {
+            largest = std::max(largest, std::fabs(x[d]));
+        }
+        const float scale = ggml_fp16_to_fp32(ggml_fp32_to_fp16(largest / 127)),
+                    inverse = largest > 0 ? 127 / largest : 0;
+        for (int d = first; d < last; ++d) {
+            result[d] = type == KvType::f16 ? ggml_fp16_to_fp32(ggml_fp32_to_fp16(x[d]))
+                                            : scale * std::nearbyint(x[d] * inverse);
+        }
+    }
+    return result;
+}
 
 // Random trees over a random cache: against sums in double, for every kernel and number of threads, and row by row.
 void test_attention(const AttentionCase& c) {
@@ -593,14 +637,16 @@ void test_attention(const AttentionCase& c) {
     const size_t out_stride = padded(heads * c.dim, kBlock);
     const auto attend = [&](const Kernel& kernel, int first_row, int num_threads, const Array<float>& out,
                             const Quantized* quantized) {
-        KvCache cache(2, c.kv_heads, c.dim, cells);
+        KvCache cache(c.type, 2, c.kv_heads, c.dim, cells);
         for (int head = 0; head < c.kv_heads; ++head) {
             for (int cell = 0; cell < c.committed; ++cell) {
                 const size_t at = (size_t(head) * cells + cell) * c.dim;
                 cache.store(scalar, 1, head, cell, &keys[at], &values[at]);
             }
         }
-        const Array<float> mutated(qkv.size()), scratch(num_threads * attention_scratch(cache.num_cells()));
+        const Array<float> mutated(qkv.size());
+        AttentionScratch scratch(num_threads, c.kv_heads, c.dim);
+        scratch.most_partials = num_threads % 2 ? scratch.most_partials : 1;
         std::copy_n(qkv.data(), qkv.size(), mutated.data());
         AttentionRows rows;
         rows.n = c.n;
@@ -617,16 +663,17 @@ void test_attention(const AttentionCase& c) {
         rows.stride = stride;
         const QuantizedRows next = quantized ? quantized->rows(c.n - first_row, Packing::q8_0) : QuantizedRows();
         tree_attention(kernel, num_threads, cache, 1, how, rows, out.data(), out_stride, quantized ? &next : nullptr,
-                       scratch.data());
+                       scratch);
         for (int head = 0; head < c.kv_heads; ++head) {
             for (int i = 0; i < c.n; ++i) {
                 const int cell = c.committed + i;
                 const float* key = &prepared[size_t(i) * stride + size_t(heads + head) * c.dim];
                 const float* value = &qkv[size_t(i) * stride + size_t(heads + c.kv_heads + head) * c.dim];
-                for (int d = 0; d < c.dim; ++d) {
-                    CHECK(cache.keys(1, head)[(cell / kLanes * c.dim + d) * kLanes + cell % kLanes] ==
-                          ggml_fp32_to_fp16(key[d]));
-                    CHECK(cache.values(1, head)[cell * padded(c.dim, kLanes) + d] == ggml_fp32_to_fp16(value[d]));
+                const auto* keys = reinterpret_cast<const uint16_t*>(cache.keys(1, head));
+                const auto* values = reinterpret_cast<const uint16_t*>(cache.values(1, head));
+                for (int d = 0; c.type == KvType::f16 && d < c.dim; ++d) {
+                    CHECK(keys[(cell / kLanes * c.dim + d) * kLanes + cell % kLanes] == ggml_fp32_to_fp16(key[d]));
+                    CHECK(values[cell * padded(c.dim, kLanes) + d] == ggml_fp32_to_fp16(value[d]));
                 }
             }
         }
@@ -638,6 +685,9 @@ void test_attention(const AttentionCase& c) {
     for (int i = 0; i < c.n; ++i) {
         const int first = c.window > 0 ? std::max(0, contexts[i].length - c.window) : 0;
         for (int head = 0; head < heads; ++head) {
+            const float* exact = &prepared[size_t(i) * stride + size_t(head) * c.dim];
+            const std::vector<float> query =
+                c.type == KvType::f16 ? std::vector<float>(exact, exact + c.dim) : kept(c.type, exact, c.dim);
             std::vector<double> mixed(c.dim);
             double total = 0;
             for (int position = first; position < contexts[i].length; ++position) {
@@ -649,17 +699,17 @@ void test_attention(const AttentionCase& c) {
                     row < 0 ? &keys[at] : &prepared[size_t(row) * stride + size_t(heads + kv_head) * c.dim];
                 const float* value =
                     row < 0 ? &values[at] : &qkv[size_t(row) * stride + size_t(heads + c.kv_heads + kv_head) * c.dim];
+                const std::vector<float> kept_key = kept(c.type, key, c.dim), kept_value = kept(c.type, value, c.dim);
                 double score = 0;
                 for (int d = 0; d < c.dim; ++d) {
-                    score += double(prepared[size_t(i) * stride + size_t(head) * c.dim + d]) *
-                             ggml_fp16_to_fp32(ggml_fp32_to_fp16(key[d]));
+                    score += double(query[d]) * kept_key[d];
                 }
                 score *= how.scale * (c.norms ? row_scale[i] : 1);
                 score = c.softcap > 0 ? c.softcap * std::tanh(score / c.softcap) : score;
                 const double weight = std::exp(score);
                 total += weight;
                 for (int d = 0; d < c.dim; ++d) {
-                    mixed[d] += weight * value[d];
+                    mixed[d] += weight * kept_value[d];
                 }
             }
             for (int d = 0; d < c.dim; ++d) {
@@ -671,7 +721,7 @@ void test_attention(const AttentionCase& c) {
         }
     }
     for (const Kernel* kernel : available_kernels()) {
-        for (const int num_threads : {1, 2, 3, 4}) {
+        for (const int num_threads : {1, 2, 3, 7}) {
             // Fewer rows need attention than are stored; another tile of rows must not change one.
             const int first_row = num_threads == 1 ? 0 : random_int(0, c.n);
             const Array<float> out((c.n - first_row) * out_stride);
@@ -707,11 +757,19 @@ void test_attentions() {
                     const int dim = std::array{32, 40, 17, 64, 80}[turn % 5];
                     const int half = std::array{0, dim / 2, dim / 4, 1}[turn / 2 % 4];
                     const int committed = std::array{0, 3, 37, 70}[turn / 3 % 4];
-                    test_attention(
-                        {dim, committed, n, kv_heads, group, window, turn % 3 ? 0 : 2.5f, half, turn % 4 == 1});
+                    test_attention({dim, committed, n, kv_heads, group, window, turn % 3 ? 0 : 2.5f, half,
+                                    turn % 4 == 1, turn % 5 < 2 ? KvType::q8_0 : KvType::f16});
                     ++turn;
                 }
             }
+        }
+    }
+    // Borders of chunks, within what is committed and within the tree.
+    for (const int committed : {kChunk - 12, kChunk - 1, kChunk, 2 * kChunk - 5, 3 * kChunk + 100}) {
+        for (const int window : {0, 7, kChunk, kChunk + 90}) {
+            test_attention({turn % 2 ? 48 : 20, committed, turn % 2 ? 20 : 7, 2, 3, window, turn % 3 ? 0 : 2.5f, 4,
+                            false, turn % 4 < 2 ? KvType::q8_0 : KvType::f16});
+            ++turn;
         }
     }
 }
@@ -845,6 +903,7 @@ int main(int argc, char** argv) {
     test_orders();
     test_row_functions();
     test_cache();
+    test_eight_bit_cache();
     test_attentions();
 #ifndef PYSTAGED_EMULATED  // neither the sanitizer nor qemu supports new threads in a fork's child
     test_fork();
