@@ -263,6 +263,14 @@ class Session:
         """Drop the pending rows."""
     def truncate(self, length: int) -> None:
         """Keep the first `length` committed tokens and drop all else."""
+    def stretch(self, length: int) -> None:
+        """Go on as if the context held `length` tokens, all like the last one, without computing them: for timing alone.
+
+        What is evaluated behind them takes the time that it would take, and means nothing; truncate(0) ends the pretence.
+
+        Raises:
+            ValueError: nothing is committed, there are pending rows, or `length` is below what is there or beyond n_ctx.
+        """
     def close(self) -> None:
         """Free the context."""
     def logits(self, row: int) -> NDArray[np.float32]:
