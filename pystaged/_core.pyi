@@ -264,12 +264,13 @@ class Session:
     def truncate(self, length: int) -> None:
         """Keep the first `length` committed tokens and drop all else."""
     def stretch(self, length: int) -> None:
-        """Go on as if the context held `length` tokens, all like the last one, without computing them: for timing alone.
+        """Go on as if the context held `length` tokens, all like the last one, without computing them: to time passes.
 
-        What is evaluated behind them takes the time that it would take, and means nothing; truncate(0) ends the pretence.
+        What is evaluated behind them takes the time that it would take and means nothing; truncate(0) ends the
+        pretence.
 
         Raises:
-            ValueError: nothing is committed, there are pending rows, or `length` is below what is there or beyond n_ctx.
+            ValueError: nothing is committed, rows are pending, or `length` is less than there is or beyond n_ctx.
         """
     def close(self) -> None:
         """Free the context."""

@@ -15,7 +15,6 @@ _BUDGET = 0.8  # seconds for one model
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 15
 _BLEND = 0.05  # weight of a new observation, for passes of any size
 _OWN_BLEND = 0.02  # and beyond that for passes of its own size
-_HALF = 1000  # cells from which on more of that is put down to them than to the pass
 
 
 class PassCost:
@@ -64,14 +63,14 @@ class PassCost:
         change = surprise(seconds, believed)
         i, share = self._place(num_rows)
         share = min(share, 1.0)
-        # Where there are many cells, what is surprising is more likely theirs.
-        theirs = cells / (cells + _HALF)
+        # The least change that explains it (normalized LMS): the slope's where there are many cells.
+        thousands = cells / 1000
+        norm = 1 + thousands**2
         for knot, weight in ((i, 1 - share), (i + 1, share)):
             own = _OWN_BLEND * weight * change
-            self._knots[knot] *= 1 + (1 - theirs) * own
-            if theirs:
-                more = theirs * own * believed / self._scale / (cells / 1000)
-                self._slopes[knot] = max(0.0, self._slopes[knot] + more)
+            self._knots[knot] *= 1 + own / norm
+            more = own * believed / self._scale * thousands / norm
+            self._slopes[knot] = max(0.0, self._slopes[knot] + more)
         self._scale *= 1 + _BLEND * change
 
     def _place(self, num_rows: int) -> tuple[int, float]:

@@ -389,7 +389,7 @@ def test_what_plain_steps_take_is_seen_before_drafting_that_gains_little(
 ) -> None:
     # By this cost a plain step takes a second, which the second one contradicts so much that it is believed instead.
     cost = PassCost({1: 1.0, 32: 1.0})
-    decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=cost, uses=[(1 + gain, 1.0)])
+    decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=cost, uses=lambda _: [(1 + gain, 1.0)])
     decoder.start(prompts[0])
     steps = [decoder.step(GREEDY, 50) for _ in range(plain_steps + 1)]
     sizes = [len(step.tree) for step in steps]
@@ -413,7 +413,7 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
             return super().draft(sampling, max_depth, seconds)
 
     decoder = Decoder(
-        Session(target), Interrupted(target.vocab_size), cost=PassCost({1: 5e-3, 32: 5e-3}), uses=[(9.0, 1.0)]
+        Session(target), Interrupted(target.vocab_size), cost=PassCost({1: 5e-3, 32: 5e-3}), uses=lambda _: [(9.0, 1.0)]
     )
     sizes = []
     for prompt in prompts[:2]:
