@@ -131,12 +131,19 @@ class CostStore:
 
 def _is_believable(seconds: dict[int, float], slopes: dict[int, float]) -> bool:
     """Whether passes over so many rows can take so long, and a thousand cells add so much."""
-    values = [seconds[n] for n in sorted(seconds)]
     return (
         min(seconds, default=0) == 1
-        and all(_LEAST_SECONDS <= value <= _MOST_SECONDS for value in values)
-        and all(value / seconds[1] / _MOST_RISE <= n for n, value in seconds.items())
-        and all(more >= _LEAST_RISE * fewer for fewer, more in itertools.pairwise(values))
         and seconds.keys() == slopes.keys()
         and all(0 <= slopes[n] <= _MOST_SLOPE * seconds[n] for n in slopes)
+        and _rises_believably(seconds)
+        and _rises_believably({n: seconds[n] + slopes[n] for n in seconds})
+    )
+
+
+def _rises_believably(seconds: dict[int, float]) -> bool:
+    values = [seconds[n] for n in sorted(seconds)]
+    return (
+        all(_LEAST_SECONDS <= value <= _MOST_SECONDS for value in values)
+        and all(value / seconds[1] / _MOST_RISE <= n for n, value in seconds.items())
+        and all(more >= _LEAST_RISE * fewer for fewer, more in itertools.pairwise(values))
     )

@@ -80,7 +80,9 @@ def test_times_no_pass_takes(store: CostStore, file: Path, seconds: str) -> None
         '{"1": 0.0, "8": -1e-9, "32": 0.0}',
         '{"1": 0.0, "8": NaN, "32": 0.0}',
         '{"1": 0.0, "8": Infinity, "32": 0.0}',
-        '{"1": 0.05, "8": 0.05, "32": 0.05}',
+        '{"1": 0.05, "8": 0.05, "32": 0.21}',
+        '{"1": 0.0, "8": 0.0036, "32": 0.004}',
+        '{"1": 0.004, "8": 0.0001, "32": 0.004}',
         '{"1": 0.0, "8": "x", "32": 0.0}',
         '{"1": 0.0, "8": {}, "32": 0.0}',
     ],
@@ -96,7 +98,7 @@ def test_costs_of_an_empty_context_alone_are_measured_again(store: CostStore, fi
 
 
 def test_a_little_less_for_more_rows_is_what_running_may_teach(store: CostStore, file: Path) -> None:
-    stored = {"key": "key", "seconds": {"1": 0.001, "2": 0.0008}, "slopes": {"1": 0.001, "2": 0.0}}
+    stored = {"key": "key", "seconds": {"1": 0.001, "2": 0.0008}, "slopes": {"1": 0.0005, "2": 0.0004}}
     file.write_text(json.dumps(stored))
     assert store.load("key") is not None
 
