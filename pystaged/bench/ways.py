@@ -146,8 +146,8 @@ class ScriptedDrafter(ModelDrafter):
     Args:
         accept: probability that the node at depth 1, 2, ... is right if the one above it is.
         session: of the draft, None where drafting costs nothing.
-        target_cost: seconds of a target pass over n rows behind so many cells. draft_cost: of a draft pass. They set
-            the chain's length: the one with the most expected tokens per second where a text begins.
+        target_cost: seconds of a target pass over n rows where a text begins. draft_cost: of a draft pass. They set the
+            chain's length: the one with the most expected tokens per second.
         vocab_size: wrong tokens are drawn below this.
         substitutes: as in ModelDrafter.
         seed: of what is right and what is wrong.
@@ -157,8 +157,8 @@ class ScriptedDrafter(ModelDrafter):
         self,
         accept: Sequence[float],
         session: Session | None,
-        target_cost: Callable[[int, int], float],
-        draft_cost: Callable[[int, int], float],
+        target_cost: Callable[[int], float],
+        draft_cost: Callable[[int], float],
         *,
         vocab_size: int,
         substitutes: Mapping[int, int] | None = None,
@@ -166,7 +166,7 @@ class ScriptedDrafter(ModelDrafter):
     ) -> None:
         self._accept, self._scores = list(accept), list(accumulate(accept, mul))
         expected = [
-            (1 + sum(self._scores[:depth])) / (target_cost(depth + 1, 0) + depth * draft_cost(1, 0))
+            (1 + sum(self._scores[:depth])) / (target_cost(depth + 1) + depth * draft_cost(1))
             for depth in range(len(accept) + 1)
         ]
         self.length = expected.index(max(expected))
