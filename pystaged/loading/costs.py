@@ -24,13 +24,15 @@ _MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while 
 _MOST_SLOPE = 100.0  # times a pass with no cells, for a thousand of them
 _MOST_BYTES = 1 << 16
 _CELLS = 2048  # behind which passes are timed, to learn what cells add
+_LEAST_CELLS = 256  # what fewer add is lost in the noise, and matters as little
 
 
 def measure_passes(model: Model) -> PassCost:
     """Time a model's passes in an empty context and in a long one, candidates included."""
     greedy = SamplingConfig().native
     most_rows = min(MEASURED_ROWS[-1], model.max_context)
-    cells = min(_CELLS, model.max_context - most_rows)
+    room = model.max_context - most_rows
+    cells = min(_CELLS, room) if room >= _LEAST_CELLS else 0
     sessions: dict[int, Session] = {}
 
     def run(num_rows: int, cells: int) -> None:
