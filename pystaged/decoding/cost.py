@@ -12,6 +12,7 @@ import numpy as np
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SLOPE_ROWS = (1, 4, 8, 32)  # attention is work per row, in tiles of a few
 _BUDGET = 0.8  # seconds for one model
+_PATIENCE = 3.0  # seconds, beyond which once must do: long passes vary less
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 15
 _BLEND = 0.05  # weight of a new observation, for passes of any size
 _OWN_BLEND = 0.02  # and beyond that for passes of its own size
@@ -108,7 +109,8 @@ def measure(
     best = dict.fromkeys(passes, math.inf)
     begin = clock()
     for done in range(_MOST_ROUNDS):
-        if done >= _LEAST_ROUNDS and clock() - begin > _BUDGET:
+        spent = clock() - begin
+        if spent > _PATIENCE or (spent > _BUDGET and done >= _LEAST_ROUNDS):
             break
         for each in passes:
             start = clock()

@@ -168,6 +168,19 @@ def test_measuring_tells_rows_from_cells() -> None:
     assert now[0] < 4
 
 
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.001, 15), (0.03, 2), (0.1, 2), (0.25, 1)])
+def test_slow_passes_are_measured_less_often(seconds: float, rounds: int) -> None:
+    now = [0.0]
+    passes: list[tuple[int, int]] = []
+
+    def run(n: int, cells: int) -> None:
+        passes.append((n, cells))
+        now[0] += seconds
+
+    measure(run, cells=2048, clock=lambda: now[0])
+    assert [passes.count(each) for each in ((1, 0), (8, 0), (8, 2048))] == [rounds] * 3
+
+
 def test_measuring_takes_less_than_two_seconds() -> None:
     rows: list[int] = []
 
