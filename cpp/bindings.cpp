@@ -424,6 +424,7 @@ PYBIND11_MODULE(_core, m) {
             py::arg("path"))
         .def("discard", &Session::discard, py::call_guard<py::gil_scoped_release>())
         .def("truncate", &Session::truncate, py::arg("length"), py::call_guard<py::gil_scoped_release>())
+        .def("stretch", &Session::stretch, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
         .def(
             "logits",

@@ -428,6 +428,24 @@ void Session::truncate(int length) {
     committed_.resize(length);
 }
 
+void Session::stretch(int length) {
+    const Turn turn(*this);
+    check_open();
+    check_nothing_pending("stretch");
+    const int committed = static_cast<int>(committed_.size());
+    if (committed == 0 || length < committed || length > context_) {
+        throw std::invalid_argument("cannot stretch " + std::to_string(committed) + " tokens to " +
+                                    std::to_string(length) + " of " + std::to_string(context_));
+    }
+    // Copies, because memory that nobody has written to is not there, and takes no time to read.
+    std::vector<std::pair<int, int>> copies;
+    for (int cell = committed; cell < length; ++cell) {
+        copies.emplace_back(committed - 1, cell);
+    }
+    executor_->move(copies);
+    committed_.resize(length, committed_.back());
+}
+
 void Session::close() {
     const Turn turn(*this);
     executor_.reset();

@@ -58,6 +58,9 @@ public:
     void discard();
     // Keeps the first `length` committed tokens and drops all else.
     void truncate(int length);
+    // Goes on as if the context held `length` tokens, all like the last one, without computing them: for timing alone.
+    // What is evaluated behind them takes the time that it would take and means nothing; truncate(0) ends the pretence.
+    void stretch(int length);
     // Frees the context; every later call throws std::invalid_argument.
     void close();
 

@@ -268,6 +268,15 @@ class Session:
         """Drop the pending rows."""
     def truncate(self, length: int) -> None:
         """Keep the first `length` committed tokens and drop all else."""
+    def stretch(self, length: int) -> None:
+        """Go on as if the context held `length` tokens, all like the last one, without computing them: to time passes.
+
+        What is evaluated behind them takes the time that it would take and means nothing; truncate(0) ends the
+        pretence.
+
+        Raises:
+            ValueError: nothing is committed, rows are pending, or `length` is less than there is or beyond n_ctx.
+        """
     def close(self) -> None:
         """Free the context."""
     def logits(self, row: int) -> NDArray[np.float32]:

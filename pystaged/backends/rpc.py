@@ -199,6 +199,9 @@ class RemoteSession:
     def truncate(self, length: int) -> None:
         self._call("truncate", length)
 
+    def stretch(self, length: int) -> None:
+        self._call("stretch", length)
+
     def logits(self, row: int) -> NDArray[np.float32]:
         values: NDArray[np.float32] = self._call("logits", row)
         return values

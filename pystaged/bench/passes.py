@@ -1,11 +1,13 @@
-"""T(n): the time of one pass over n rows, beside the machine's floor for it and beside llama.cpp."""
+"""T(n): the time of one pass over n rows by the length of the context, beside the machine's floor and llama.cpp."""
 
 from __future__ import annotations
 
 import ctypes
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,19 @@ from pystaged.bench.worker import Worker, WorkerError
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 CONTEXT_TOKENS = 256
 BANDWIDTH_BYTES = 1 << 30
+_PEER_PIECE = 512  # tokens that llama.cpp reads at once
 _SECONDS = 7200.0  # after which llama.cpp is taken to hang
 
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Medians over n rows; floor_ms: what no pass can be faster than, max(bytes / bandwidth, n * work / rate)."""
+    """Medians over n rows behind `context` tokens; floor_ms: max(bytes / bandwidth, n * work / rate).
 
+    Bytes are those of the weights and of the keys and values that a layer without a window reads; the work is that of
+    the weights alone.
+    """
+
+    context: int
     n: int
     ms: float
     floor_ms: float
@@ -39,8 +47,8 @@ class PassTimes:
     """One run.
 
     llama_cpp: "measured", or why not. read_bandwidth: bytes per second that the threads read; dot_rate: int8
-    multiply-adds per second that they do from registers. read_ms: time to read the weights once; row_ms: time for the
-    multiply-adds of one row.
+    multiply-adds per second that they do from registers. read_ms: time to read the weights once; cells_ms: the same of
+    the keys and values of 1,000 tokens; row_ms: time for the multiply-adds of one row.
     """
 
     passes: list[PassTime]
@@ -48,6 +56,7 @@ class PassTimes:
     read_bandwidth: float
     dot_rate: float
     read_ms: float
+    cells_ms: float
     row_ms: float
     kernel: str
     threads: int
@@ -60,64 +69,86 @@ class PassTimes:
     def table(self) -> Table:
         """For a terminal."""
         table = Table(title=f"{self.model}: kernel {self.kernel}, {self.threads} threads")
-        for heading in ("n", "ms", "T(n)/T(1)", "of floor", "llama.cpp ms", "llama.cpp / ours"):
+        for heading in ("context", "n", "ms", "T(n)/T(1)", "of floor", "llama.cpp ms", "llama.cpp / ours"):
             table.add_column(heading, justify="right")
-        one = self.passes[0].ms
+        one = {each.context: each.ms for each in reversed(self.passes)}
         for each in self.passes:
+            if each.n == 1:
+                table.add_section()
             peer = each.llama_cpp_ms
             theirs = (f"{peer:.2f}", f"{peer / each.ms:.2f}") if peer else ("-", "-")
-            table.add_row(
-                str(each.n), f"{each.ms:.2f}", f"{each.ms / one:.2f}", f"{each.floor_ms / each.ms:.0%}", *theirs
-            )
+            ours = (f"{each.ms:.2f}", f"{each.ms / one[each.context]:.2f}", f"{each.floor_ms / each.ms:.0%}")
+            table.add_row(f"{each.context:,}", str(each.n), *ours, *theirs)
         peer_note = "" if self.llama_cpp == "measured" else f"; llama.cpp: {self.llama_cpp}"
+        shortest = min(one)
         table.caption = (
             f"floor: {self.read_ms:.2f} ms to read the weights at {self.read_bandwidth / 1e9:.1f} GB/s, "
-            f"{self.row_ms:.2f} ms for the products of a row at {self.dot_rate / 1e9:.0f} G/s; "
-            f"T(1) is {one / self.read_ms:.2f} times the reading; "
-            f"{CONTEXT_TOKENS} tokens of context, all logits, medians{peer_note}"
+            f"{self.cells_ms:.2f} ms for the keys and values of 1,000 tokens; or {self.row_ms:.2f} ms for a row's "
+            f"products at {self.dot_rate / 1e9:.0f} G/s, attention not counted; at {shortest:,} tokens of context T(1) "
+            f"is {one[shortest] / self.read_ms:.2f} times the reading; all logits, medians{peer_note}"
         )
         return table
 
 
-def measure(path: Path, *, repeats: int, kernel: str = "", num_threads: int = 0, peer: bool = True) -> PassTimes:
+def measure(
+    path: Path, *, contexts: Sequence[int] = (), repeats: int, kernel: str = "", num_threads: int = 0, peer: bool = True
+) -> PassTimes:
     """Measure one model, its passes in turn so that a drift of the machine falls on all row counts alike.
 
     Args:
         path: GGUF file.
-        repeats: timed passes per row count.
+        contexts: tokens before the rows; by default 256, or half of what the model was trained for.
+        repeats: timed passes per row count and context.
         kernel: "" for the best. num_threads: 0 for one per physical core.
         peer: also measure llama.cpp, in a process of its own.
 
     Raises:
         ModelError: the file cannot be loaded.
+        ValueError: a context that the model has no room for.
     """
     model = Model(str(path), kernel, num_threads)
-    session = Session(model)
-    context_tokens = min(CONTEXT_TOKENS, session.n_ctx // 2)
-    rows = [n for n in ROWS if context_tokens + n <= session.n_ctx]
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, context_tokens, dtype=np.int32)
-    session.prefill(tokens)
+    lengths = sorted(set(contexts)) or [min(CONTEXT_TOKENS, model.max_context // 2)]
+    if lengths[0] < 0 or lengths[-1] >= model.max_context:
+        raise ValueError(
+            f"{path.name} can be measured behind 0 to {model.max_context - 1} tokens of context, "
+            f"not {lengths[0] if lengths[0] < 0 else lengths[-1]}"
+        )
+    session = Session(model, min(lengths[-1] + ROWS[-1], model.max_context))
+    rows = {length: [n for n in ROWS if length + n <= session.n_ctx] for length in lengths}
     bandwidths = [read_bandwidth(BANDWIDTH_BYTES, model.num_threads)]
-    times: dict[int, list[float]] = {n: [] for n in rows}
-    for n in rows:
-        _time_pass(session, tokens[:n])
-    for _ in range(repeats):
-        for n in rows:
-            times[n].append(_time_pass(session, tokens[:n]))
+    ours: dict[tuple[int, int], float] = {}
+    tokens = _tokens(model.vocab_size, lengths[-1])
+    for before, length in pairwise([0, *lengths]):
+        session.prefill(tokens[before:length])
+        times = [{n: _time_pass(session, tokens[-n:]) for n in rows[length]} for _ in range(repeats + 1)]
+        ours |= _medians(length, times)
     bandwidths.append(read_bandwidth(BANDWIDTH_BYTES, model.num_threads))
     session.close()
-    bandwidth, rate = statistics.median(bandwidths), dot_rate(kernel, model.num_threads)
-    read_ms, row_ms = 1e3 * model.weight_bytes / bandwidth, 1e3 * model.num_weights / rate
-    theirs: dict[int, float] = {}
+    theirs: dict[tuple[int, int], float] = {}
     how = "not asked"
     if peer:
-        setup = {"path": str(path), "rows": rows, "repeats": repeats, "context_tokens": context_tokens}
-        theirs, how = _measure_llama_cpp(setup | {"threads": model.num_threads})
+        setup = {"path": str(path), "rows": rows, "repeats": repeats, "threads": model.num_threads}
+        theirs, how = _measure_llama_cpp(setup)
+    bandwidth, rate = statistics.median(bandwidths), dot_rate(kernel, model.num_threads)
+    read_ms, cells_ms = (1e3 * size / bandwidth for size in (model.weight_bytes, 1000 * model.cell_bytes))
+    row_ms = 1e3 * model.num_weights / rate
     passes = [
-        PassTime(n, 1e3 * statistics.median(seconds), max(read_ms, n * row_ms), theirs.get(n))
-        for n, seconds in times.items()
+        PassTime(context, n, ms, max(read_ms + cells_ms * context / 1000, n * row_ms), theirs.get((context, n)))
+        for (context, n), ms in ours.items()
     ]
-    return PassTimes(passes, how, bandwidth, rate, read_ms, row_ms, model.kernel, model.num_threads, path.name)
+    return PassTimes(
+        passes, how, bandwidth, rate, read_ms, cells_ms, row_ms, model.kernel, model.num_threads, path.name
+    )
+
+
+def _tokens(vocab_size: int, length: int) -> NDArray[np.int32]:
+    """Any tokens: as many as a context has, or the rows of a pass."""
+    return np.random.default_rng(0).integers(0, vocab_size, max(length, ROWS[-1]), dtype=np.int32)
+
+
+def _medians(context: int, times: list[dict[int, float]]) -> dict[tuple[int, int], float]:
+    """Median milliseconds by context and rows; the first round is not counted."""
+    return {(context, n): 1e3 * statistics.median(each[n] for each in times[1:]) for n in times[0]}
 
 
 def _time_pass(session: Session, tokens: NDArray[np.int32]) -> float:
@@ -129,9 +160,9 @@ def _time_pass(session: Session, tokens: NDArray[np.int32]) -> float:
     return elapsed
 
 
-def _measure_llama_cpp(setup: dict[str, Any]) -> tuple[dict[int, float], str]:
+def _measure_llama_cpp(setup: dict[str, Any]) -> tuple[dict[tuple[int, int], float], str]:
     """The fastest of llama.cpp's buffer types that works here; some crash, so each runs in a process of its own."""
-    results, failures = list[dict[int, float]](), list[str]()
+    results, failures = list[dict[tuple[int, int], float]](), list[str]()
     for extra_buffers in (True, False):
         worker = Worker(("", setup | {"runner": __name__, "extra_buffers": extra_buffers}))
         try:
@@ -141,55 +172,59 @@ def _measure_llama_cpp(setup: dict[str, Any]) -> tuple[dict[int, float], str]:
         worker.close()
     if not results:
         return {}, "; ".join(failures)
-    return min(results, key=lambda times: times[setup["rows"][-1]]), "measured"
+    return min(results, key=lambda times: times[max(times)]), "measured"
 
 
 class Runner:
     """Times llama.cpp's passes, in a worker.
 
     Args:
-        setup: path; rows to time; repeats of each; threads; context_tokens; extra_buffers: whether weights may be
-            repacked.
+        setup: path; rows to time, by the tokens of context; repeats of each; threads; extra_buffers: whether weights
+            may be repacked.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._setup = setup
 
-    def run(self, _: dict[str, Any]) -> dict[int, float]:
-        """Median milliseconds of one llama_decode over n rows of logits, by n."""
+    def run(self, _: dict[str, Any]) -> dict[tuple[int, int], float]:
+        """Median milliseconds of one llama_decode over n rows of logits, by context and n."""
         setup = self._setup
+        lengths = list(setup["rows"])
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.use_extra_bufts = setup["extra_buffers"]
         model = llama_cpp.llama_model_load_from_file(setup["path"].encode(), model_params)
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = 512
+        params.n_ctx = lengths[-1] + _PEER_PIECE
+        params.n_batch = params.n_ubatch = _PEER_PIECE
         # One row runs on n_threads, several on n_threads_batch.
         params.n_threads = params.n_threads_batch = setup["threads"]
         context = llama_cpp.llama_init_from_model(model, params)
         if not context:
             raise RuntimeError("llama.cpp cannot make a context")
         memory = llama_cpp.llama_get_memory(context)
-        vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        tokens = np.random.default_rng(0).integers(0, vocab_size, setup["context_tokens"])
-        decode(context, tokens, 0)
-        times: dict[int, list[float]] = {n: [] for n in setup["rows"]}
-        for repeat in range(setup["repeats"] + 1):
-            for n in setup["rows"]:
-                start = time.perf_counter()
-                decode(context, tokens[:n], len(tokens))
-                elapsed = time.perf_counter() - start
-                llama_cpp.llama_memory_seq_rm(memory, 0, len(tokens), -1)
-                if repeat > 0:
-                    times[n].append(elapsed)
-        return {n: 1e3 * statistics.median(values) for n, values in times.items()}
+        tokens = _tokens(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)), lengths[-1])
+        found: dict[tuple[int, int], float] = {}
+        for before, length in pairwise([0, *lengths]):
+            for first in range(before, length, _PEER_PIECE):
+                decode(context, tokens[first : min(first + _PEER_PIECE, length)], first, judged=1)
+            times = list[dict[int, float]]()
+            for repeat in range(setup["repeats"] + 1):
+                times.append({})
+                for n in setup["rows"][length]:
+                    start = time.perf_counter()
+                    decode(context, tokens[-n:], length)
+                    times[repeat][n] = time.perf_counter() - start
+                    llama_cpp.llama_memory_seq_rm(memory, 0, length, -1)
+            found |= _medians(length, times)
+        return found
 
     def close(self) -> None:
         pass
 
 
-def decode(context: Any, tokens: Any, position: int) -> None:
-    """One llama_decode of a chain of tokens from `position` on, with logits for all."""
+def decode(context: Any, tokens: Any, position: int, judged: int | None = None) -> None:
+    """One llama_decode of a chain of tokens from `position` on, with logits for the last `judged`, by default all."""
     batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
     batch.n_tokens = len(tokens)
     for i, token in enumerate(tokens):
@@ -197,7 +232,7 @@ def decode(context: Any, tokens: Any, position: int) -> None:
         batch.pos[i] = position + i
         batch.n_seq_id[i] = 1
         batch.seq_id[i][0] = 0
-        batch.logits[i] = 1
+        batch.logits[i] = judged is None or i >= len(tokens) - judged
     status = llama_cpp.llama_decode(context, batch)
     llama_cpp.llama_batch_free(batch)
     if status != 0:

@@ -78,7 +78,7 @@ class Runner:
             policy = GainPolicy(pair.target_cost(), pair.ngram_cost.lookup)
             return _Ready(target, NgramDrafter(pair.table, policy, vocab_size))
         draft = Session(pair.draft, self._n_ctx) if pair.draft else None
-        draft_cost = pair.draft_cost() or (lambda _: 0.0)
+        draft_cost = pair.draft_cost() or (lambda *_: 0.0)
         if way == "synthetic":
             return _Ready(
                 target,
@@ -146,8 +146,8 @@ class ScriptedDrafter(ModelDrafter):
     Args:
         accept: probability that the node at depth 1, 2, ... is right if the one above it is.
         session: of the draft, None where drafting costs nothing.
-        target_cost: seconds of a target pass over n rows. draft_cost: of a draft pass. They set the chain's length: the
-            one with the most expected tokens per second.
+        target_cost: seconds of a target pass over n rows where a text begins. draft_cost: of a draft pass. They set the
+            chain's length: the one with the most expected tokens per second.
         vocab_size: wrong tokens are drawn below this.
         substitutes: as in ModelDrafter.
         seed: of what is right and what is wrong.

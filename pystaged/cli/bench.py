@@ -129,20 +129,25 @@ def bench(
 def passes(
     model: ModelName = "random",
     quantization: Quantization = "Q8_0",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed passes per row count.")] = 11,
+    context: Annotated[
+        str | None, typer.Option(help="Tokens before the rows, one length or several; as 256,4096,16384.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed passes per row count and context.")] = 11,
     threads: Threads = 0,
     peer: Annotated[bool, typer.Option(help="Measure llama.cpp too.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Time one pass over n = 1 to 32 rows, the curve on which speculation lives.
+    """Time one pass over n = 1 to 32 rows, the curve on which speculation lives; behind 256 tokens of context unless
+    said otherwise.
 
     Example: pystaged bench passes --model random --type Q4_0
 
-    Example: pystaged bench passes --model llama1b --type Q4_K_M
+    Example: pystaged bench passes --model llama1b --type Q4_K_M --context 256,4096,16384
     """
+    contexts = _lengths(context) if context is not None else []
     path = models.find(model, quantization.upper(), report)
     kernel = os.environ.get("PYSTAGED_KERNEL", "")
-    found = curve.measure(path, repeats=repeats, kernel=kernel, num_threads=threads, peer=peer)
+    found = curve.measure(path, contexts=contexts, repeats=repeats, kernel=kernel, num_threads=threads, peer=peer)
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:
@@ -239,6 +244,14 @@ def _console() -> Console:
     """Standard output; wide enough for the tables where it is no terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDE)
+
+
+def _lengths(context: str) -> list[int]:
+    """The numbers of --context."""
+    try:
+        return [int(word) for word in context.split(",")]
+    except ValueError:
+        raise ValueError(f"--context takes numbers of tokens, as 256,4096,16384; not '{context}'") from None
 
 
 def _rates(accept: str) -> list[float]:

@@ -26,11 +26,12 @@ def tune(*, model: ModelName = "house", options: PairOptions) -> None:
     )
     target, smaller = pair.target_cost(again=True), pair.draft_cost(again=True)
     table = Table(box=None, pad_edge=False)
-    for heading in ("rows", "target ms", "T(n)/T(1)", *(("draft ms",) if smaller else ())):
+    more = "per 1,000 tokens"
+    for heading in ("rows", "target ms", more, "T(n)/T(1)", *(("draft ms", more) if smaller else ())):
         table.add_column(heading, justify="right")
     for n, seconds in target.seconds.items():
-        row = [str(n), f"{1e3 * seconds:.2f}", f"{seconds / target(1):.2f}"]
+        row = [str(n), f"{1e3 * seconds:.2f}", f"+{1e3 * target.slopes[n]:.2f}", f"{seconds / target(1):.2f}"]
         if smaller:
-            row.append(f"{1e3 * smaller(n):.2f}")
+            row += [f"{1e3 * smaller(n):.2f}", f"+{1e3 * (smaller(n, 1000) - smaller(n)):.2f}"]
         table.add_row(*row)
     Console(soft_wrap=True, highlight=False).print(table)

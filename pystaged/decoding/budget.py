@@ -2,7 +2,8 @@
 
 A drafter is used only while the least it can do is covered by the credit of the text. The credit opens with a few plain
 steps, grows by a share of what is written, and takes in all that drafting gains and loses. What a drafter may spend in
-a step is what the credit holds, and so is what verifying its tree may cost beyond a plain step.
+a step is what the credit holds, and so is what verifying its tree may cost beyond a plain step. All prices are those of
+the text's present length.
 
 So at any moment of a text, in seconds:
 
@@ -14,9 +15,10 @@ plain. overshoot: by how much one operation, the one that used up the credit, to
 is a piece of the prompt, a pass or a lookup of a drafter, or a verify pass, with what Python does before the next, of
 which telling the drafters is a part. mistaken: of the tokens of drafted steps, (1 + SHARE) x by how much a plain step
 was believed to take longer than it did. What is believed is a decayed mean of the plain steps that were seen,
-interruptions and all, because those would hit plain decoding too; so it is mistaken only until the next ones are seen
-after the machine has become faster, which is soon where passes of any size say that it has. After an overshoot the
-credit is negative, and the text is plain until it is earned back.
+interruptions and all, because those would hit plain decoding too; between them it grows with the text, as the cost of a
+pass of one row does. So it is mistaken only until the next ones are seen after the machine has become faster, which is
+soon where passes of any size say that it has. After an overshoot the credit is negative, and the text is plain until it
+is earned back.
 
 Among drafters that are covered the one of the largest average speed-up is used, none where none is faster than plain
 decoding. Another one is tried only when a purse of its own, filled by the same share and emptied by what its trials
@@ -54,25 +56,29 @@ class Budget:
     Args:
         cost: seconds of a target pass, refined here. None keeps no account: the first drafter is always used.
         uses: of each drafter, the tokens of a step with it and its time in plain steps, as believed before it has been
-            tried.
+            tried in texts of so many tokens.
         clock: seconds.
     """
 
     def __init__(
         self,
         cost: PassCost | None,
-        uses: Sequence[tuple[float, float]],
+        uses: Callable[[int], Sequence[tuple[float, float]]],
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.credit = 0.0  # seconds
         self._cost = cost
         self._clock = clock
-        self._tokens = [tokens for tokens, _ in uses]
-        self._times = [steps for _, steps in uses]
-        self._seen = [_PRIOR] * len(uses)
-        self._purses = [0.0] * len(uses)  # seconds
-        # Of a plain step, as believed. Not a pass of one row in a drafted step: a draft has had the caches before it.
+        self._uses = uses
+        first = uses(0)
+        self._tokens = [tokens for tokens, _ in first]
+        self._times = [steps for _, steps in first]
+        self._seen = [_PRIOR] * len(first)
+        self._tried = [False] * len(first)
+        self._purses = [0.0] * len(first)  # seconds
+        self._cells = 0  # that the text has filled
+        # Of a plain step there, as believed. Not a pass of one row in a drafted step: a draft had the caches before it.
         self.plain_seconds = cost(1) if cost else 0.0
         self._plain_seen = 1
         self._reading = cost(_CHUNK) / _CHUNK if cost else 0.0  # of the target, a token of a prompt
@@ -92,6 +98,10 @@ class Budget:
         self._was_plain = False
         if self._cost is None:
             return
+        self._go_to(prompt_tokens - 1)
+        for i, (tokens, steps) in enumerate(self._uses(self._cells)):
+            if not self._tried[i]:
+                self._tokens[i], self._times[i] = tokens, steps
         if read[0] >= _CHUNK:
             self._reading = read[1] / read[0]
         self.credit = OPENING * self.plain_seconds
@@ -103,9 +113,14 @@ class Budget:
         drafters[best].catch_up(allowance + self.credit / 2)
         self.credit -= max(0.0, self._clock() - begin - allowance)
 
-    def choose(self, drafters: Sequence[Drafter]) -> int | None:
-        """Begin a step: the drafter to use for it, None for none."""
+    def choose(self, drafters: Sequence[Drafter], cells: int) -> int | None:
+        """Begin a step: the drafter to use for it, None for none.
+
+        Args:
+            cells: that the text has filled.
+        """
         self._begin = self._clock()
+        self._go_to(cells)
         self._chosen = self._choose(drafters)
         self._drafted = self._clock()
         return self._chosen
@@ -135,7 +150,7 @@ class Budget:
         if self._cost is None:
             return 0.0
         told = self._clock()
-        self._cost.observe(num_rows, verify_seconds)
+        self._cost.observe(num_rows, self._cells, verify_seconds)
         if self._chosen is None:
             seconds = self._drafted - self._begin + verify_seconds
             if self._was_plain:
@@ -149,6 +164,12 @@ class Budget:
             self._earn(gain, SHARE * plain)
             self._learn(self._chosen, num_tokens, gain)
         return num_tokens * self.plain_seconds
+
+    def _go_to(self, cells: int) -> None:
+        """The text has another length now, and a plain step of it another price."""
+        if self._cost:
+            self.plain_seconds *= self._cost(1, cells) / self._cost(1, self._cells)
+        self._cells = cells
 
     def _choose(self, drafters: Sequence[Drafter]) -> int | None:
         if self._cost is None:
@@ -167,7 +188,7 @@ class Budget:
             self._unchecked += 1
             gains = self._tokens[chosen] - self._times[chosen]
             # By a plain step that is believed to be too long, whatever is drafted seems to gain.
-            doubtful = self.plain_seconds > _DOUBT * self._cost(1)
+            doubtful = self.plain_seconds > _DOUBT * self._cost(1, self._cells)
             if self._unchecked > (self._check_after if gains < 1 or doubtful else _RARE_CHECK):
                 return None
         return chosen
@@ -177,7 +198,7 @@ class Budget:
         if self._cost is None:
             return 0.0
         # What has been learnt of a few rows may have made them dearer than more of them.
-        return max(0.0, self._cost(num_rows) / self._cost(1) - 1) * self.plain_seconds
+        return max(0.0, self._cost(num_rows, self._cells) / self._cost(1, self._cells) - 1) * self.plain_seconds
 
     def _see_plain(self, seconds: float) -> None:
         self._plain_seen += 1
@@ -205,6 +226,7 @@ class Budget:
         # What the scheduler took away from one step is charged, but says little of the drafter.
         steps = min(steps, num_tokens + _MOST)
         self._seen[chosen] += 1
+        self._tried[chosen] = True
         weight = max(_BLEND, 1 / self._seen[chosen])
         self._tokens[chosen] += weight * (num_tokens - self._tokens[chosen])
         self._times[chosen] += weight * (steps - self._times[chosen])

@@ -29,8 +29,8 @@ class Decoder:
         *drafters: propose the trees, each for as long as it gains most; none for plain decoding.
         cost: seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses the first
             drafter.
-        uses: tokens of a step with each drafter and its time in plain steps, as believed before it has been tried; by
-            default it gains nothing.
+        uses: tokens of a step with each drafter and its time in plain steps, as believed before it has been tried in
+            texts of so many tokens; by default it gains nothing.
         clock: seconds.
     """
 
@@ -39,12 +39,12 @@ class Decoder:
         target: Session,
         *drafters: Drafter,
         cost: PassCost | None = None,
-        uses: Sequence[tuple[float, float]] = (),
+        uses: Callable[[int], Sequence[tuple[float, float]]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target = target
         self.drafters = drafters
-        self.budget = Budget(cost, uses or [(1.0, 1.0)] * len(drafters), clock=clock)
+        self.budget = Budget(cost, uses or (lambda _: [(1.0, 1.0)] * len(drafters)), clock=clock)
         self._clock = clock
         self._drafting: Sequence[Drafter] = ()  # the drafters of this text: none where it is plain
         self._root = -1
@@ -178,7 +178,7 @@ class Decoder:
         return replace(step, tokens=step.tokens[:length], stages=step.stages[:length], finish_reason=finish)
 
     def _draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
-        chosen = self.budget.choose(self._drafting if max_depth >= 1 else ())
+        chosen = self.budget.choose(self._drafting if max_depth >= 1 else (), self._length)
         if chosen is None:
             return TokenTree.root(self._root)
         return self.budget.trim(self._drafting[chosen].draft(sampling, max_depth, self.budget.seconds))

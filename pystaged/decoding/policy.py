@@ -21,13 +21,14 @@ class Growth:
     """A tree being grown, as a policy sees it.
 
     scores: of all nodes but the root, falling. leaves: of those not expanded yet, falling. passes: drafting passes so
-    far; seconds: the time they took.
+    far; seconds: the time they took. cells: tokens of the text before the root, which every pass attends to.
     """
 
     scores: Sequence[float]
     leaves: Sequence[float]
     passes: int
     seconds: float
+    cells: int = 0
 
 
 class TreePolicy(Protocol):
@@ -104,19 +105,19 @@ class FixedPolicy:
 
 class GainPolicy:
     """Grows while the expected extra tokens are worth their time, then keeps the n best nodes that maximize
-    (1 + sum of scores) / (T_target(n + 1) + time spent drafting).
+    (1 + sum of scores) / (T_target(n + 1) + time spent drafting), at the present length of the text.
 
     Args:
-        target_cost: seconds of a target pass over n rows.
-        draft_cost: seconds of a drafting pass over n rows.
+        target_cost: seconds of a target pass over n rows behind so many cells.
+        draft_cost: the same of a drafting pass.
         budget: nodes at most.
         children: candidates per node.
     """
 
     def __init__(
         self,
-        target_cost: Callable[[int], float],
-        draft_cost: Callable[[int], float],
+        target_cost: Callable[[int, int], float],
+        draft_cost: Callable[[int, int], float],
         budget: int = 31,
         children: int = 4,
     ) -> None:
@@ -130,15 +131,18 @@ class GainPolicy:
 
     def expand(self, growth: Growth) -> int:
         size, rate = self._best_size(growth)
+        cells = growth.cells
         if size >= self._budget:
             return 0
         # A leaf's best child adds about this much of the leaf's own score, and one more row for the target.
         child = 0.75
-        row_cost = self._target_cost(size + 2) - self._target_cost(size + 1)
+        row_cost = self._target_cost(size + 2, cells) - self._target_cost(size + 1, cells)
         best_width, best_gain, gain = 0, 0.0, 0.0
+        before = 0.0
         for width, score in enumerate(growth.leaves[: self._budget], 1):
-            pass_cost = self._draft_cost(width) - (self._draft_cost(width - 1) if width > 1 else 0.0)
-            gain += child * score - rate * (pass_cost + row_cost)
+            pass_cost = self._draft_cost(width, cells)
+            gain += child * score - rate * (pass_cost - before + row_cost)
+            before = pass_cost
             if gain > best_gain:
                 best_width, best_gain = width, gain
         return best_width
@@ -146,10 +150,10 @@ class GainPolicy:
     def _best_size(self, growth: Growth) -> tuple[int, float]:
         """The best number of nodes and its expected tokens per second."""
         tokens = 1.0
-        best_size, best_rate = 0, tokens / (self._target_cost(1) + growth.seconds)
+        best_size, best_rate = 0, tokens / (self._target_cost(1, growth.cells) + growth.seconds)
         for size, score in enumerate(growth.scores[: self._budget], 1):
             tokens += score
-            rate = tokens / (self._target_cost(size + 1) + growth.seconds)
+            rate = tokens / (self._target_cost(size + 1, growth.cells) + growth.seconds)
             if rate > best_rate:
                 best_size, best_rate = size, rate
         return best_size, best_rate

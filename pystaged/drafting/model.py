@@ -61,7 +61,7 @@ class ModelDrafter(TreeDrafter):
         self._cost = cost
         self._vocab_size = vocab_size
         self._substitutes = substitutes or {}
-        self._reading = cost(_PIECE) / _PIECE if cost else 0.0  # seconds for a token of a long text
+        self._pace = 1.0  # of reading, to what passes of a piece each would take
         self._guess_gain = _GUESS_GAIN
         self._unguessed = 0  # passes since guesses were last asked for
         self._length = 0  # tokens committed in the session
@@ -85,11 +85,11 @@ class ModelDrafter(TreeDrafter):
         if self._cost is None or missing == 0:
             return below
         if missing > _LONGEST_PREFIX_ROWS:
-            return below + self._reading * missing
-        return below + self._cost(missing + 1) - self._cost(1)
+            return below + self._reading(self._cost, missing)
+        return below + self._cost(missing + 1, self._length) - self._cost(1, self._length)
 
     def price(self) -> float:
-        return self._cost(1 + self._guesses_below) if self._cost else 0.0
+        return self._cost(1 + self._guesses_below, self._length) if self._cost else 0.0
 
     def catch_up(self, seconds: float = math.inf) -> None:
         begin = self._clock()
@@ -102,21 +102,26 @@ class ModelDrafter(TreeDrafter):
             if self._cost and seconds < math.inf:
                 # Where not all can be read, a piece tells how long the rest will really take.
                 left = seconds - (self._clock() - begin)
-                if piece * self._reading > left:
+                if self._reading(self._cost, piece) > left:
                     piece = min(_PIECE, piece)
-                if piece * self._reading > left:
+                if self._reading(self._cost, piece) > left:
                     return
             self._read(piece)
 
+    def _reading(self, cost: PassCost, tokens: int) -> float:
+        """Seconds that reading so many of the missing tokens takes, about."""
+        return self._pace * cost(_PIECE, self._length + tokens // 2) * tokens / _PIECE
+
     def _read(self, piece: int) -> None:
+        believed = self._reading(self._cost, piece) if self._cost and piece >= _PIECE else 0.0
         begin = self._clock()
         self.session.prefill(self._missing[:piece])
         self._length += piece
         del self._missing[:piece]
-        if self._cost and piece >= _PIECE:
-            seconds = (self._clock() - begin) / piece
+        if believed:
+            seconds = self._clock() - begin
             # Noise only ever adds: what was less is believed at once.
-            self._reading = min(seconds, self._reading * (1 + 0.5 * surprise(seconds, self._reading)))
+            self._pace *= min(seconds / believed, 1 + 0.5 * surprise(seconds, believed))
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
         begin = self._clock()
@@ -126,7 +131,8 @@ class ModelDrafter(TreeDrafter):
             self.session.discard()
         self._calibration = self._calibrations[sampling.is_greedy]
         # A row for the root, and one for each level but the last.
-        max_depth = min(max_depth, self.session.n_ctx - self._length - len(self._missing))
+        cells = self._length + len(self._missing)
+        max_depth = min(max_depth, self.session.n_ctx - cells)
         if max_depth < 1:
             return TokenTree.root(self._root)
         children = self._policy.children
@@ -142,7 +148,7 @@ class ModelDrafter(TreeDrafter):
         try:
             while batch:
                 num_rows = len(batch) + self._guesses_below + (0 if passes else len(self._missing))
-                if self._cost and self._clock() - begin + self._cost(num_rows) > seconds:
+                if self._cost and self._clock() - begin + self._cost(num_rows, cells) > seconds:
                     break
                 self._pass(builder, batch, sampling, max_depth, children)
                 passes += 1
@@ -154,6 +160,7 @@ class ModelDrafter(TreeDrafter):
                     [nodes[leaf].score for leaf in leaves],
                     passes,
                     self._clock() - begin,
+                    cells,
                 )
                 batch = leaves[: min(self._policy.expand(growth), MAX_EXPANDED - expanded)]
             tree = self._finish(builder, growth)
@@ -219,10 +226,11 @@ class ModelDrafter(TreeDrafter):
         if self._cost:
             if asked:
                 # Every guess that came true is a pass saved; the others are rows and a lookup for nothing.
-                wasted = self._cost(len(tokens)) - self._cost(len(tokens) - len(guesses)) + looked_up - begin
-                gain = max(confirmed - wasted / self._cost(1), -1.0)
+                cells = self._length
+                wasted = self._cost(len(tokens), cells) - self._cost(len(tokens) - len(guesses), cells)
+                gain = max(confirmed - (wasted + looked_up - begin) / self._cost(1, cells), -1.0)
                 self._guess_gain += _GUESS_BLEND * (gain - self._guess_gain)
-            self._cost.observe(len(tokens), self._clock() - begin)
+            self._cost.observe(len(tokens), self._length, self._clock() - begin)
         self.stats.guessed += len(guesses)
         self.stats.confirmed += confirmed
 

@@ -81,7 +81,7 @@ class NgramDrafter(TreeDrafter):
         read = len(self._grams)
         self._grams.extend(self._context[read : read + unread])
         if self._cost and unread >= _MEASURED_TEXT:
-            self._cost.read.observe(unread, self._clock() - begin)
+            self._cost.read.observe(unread, 0, self._clock() - begin)
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
         begin = self._clock()
@@ -97,6 +97,7 @@ class NgramDrafter(TreeDrafter):
                 [builder.nodes[leaf].score for leaf in leaves],
                 passes,
                 spent,
+                len(self._context) - 1,
             )
             room = MAX_EXPANDED - passes
             if self._cost and seconds < math.inf:
@@ -114,7 +115,7 @@ class NgramDrafter(TreeDrafter):
             leaves = [leaf for leaf in leaves if builder.nodes[leaf].depth < max_depth]
             leaves.sort(key=lambda leaf: -builder.nodes[leaf].score)
             if self._cost:
-                self._cost.lookup.observe(len(batch), self._clock() - begin - spent)
+                self._cost.lookup.observe(len(batch), 0, self._clock() - begin - spent)
         self.stats.passes += passes
         self.stats.seconds += self._clock() - begin
         return self._finish(builder, growth)
@@ -178,13 +179,13 @@ def measure_ngrams(
     drafter = NgramDrafter(table, FixedPolicy(width=1, depth=1, budget=1), vocab_size, clock=clock)
     text = np.arange(_MEASURED_TEXT, dtype=np.int32) % min(vocab_size, 16)
 
-    def read(_: int) -> None:
+    def read(*_: int) -> None:
         drafter.start(text)
         drafter.catch_up()
 
     reading = measure(read, most_rows=1, clock=clock)(1) / _MEASURED_TEXT
 
-    def look_up(_: int) -> None:
+    def look_up(*_: int) -> None:
         drafter.draft(SamplingConfig(), 2)
 
     lookup = measure(look_up, most_rows=1, clock=clock)(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pystaged._core import Model
+from pystaged._core import Model, Session
 from pystaged.backends.devices import open_session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost, measure
@@ -21,23 +21,37 @@ from pystaged.files import cache_folder, part_file, read_small
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
 _MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured
+_MOST_SLOPE = 100.0  # times a pass with no cells, for a thousand of them
 _MOST_BYTES = 1 << 16
+_CELLS = 2048  # behind which passes are timed, to learn what cells add
+_LEAST_CELLS = 256  # what fewer add is lost in the noise, and matters as little
 
 
 def measure_passes(model: Model) -> PassCost:
-    """Time a model's passes, candidates included."""
-    session = open_session(model)
+    """Time a model's passes in an empty context and in a long one, candidates included."""
     greedy = SamplingConfig().native
+    most_rows = min(MEASURED_ROWS[-1], model.max_context)
+    room = model.max_context - most_rows
+    cells = min(_CELLS, room) if room >= _LEAST_CELLS else 0
+    sessions: dict[int, Session] = {}
 
-    def run(num_rows: int) -> None:
+    def run(num_rows: int, cells: int) -> None:
+        session = sessions[cells]
         session.evaluate(np.zeros(num_rows, np.int32), np.arange(-1, num_rows - 1, dtype=np.int32))
         session.candidates([num_rows - 1], 1, greedy)
         session.discard()
 
     try:
-        return measure(run, most_rows=min(MEASURED_ROWS[-1], session.n_ctx))
+        for length in {0, cells}:
+            sessions[length] = open_session(model, length + most_rows)
+            if length:
+                # Reading so many tokens would take longer than all else.
+                sessions[length].prefill([0])
+                sessions[length].stretch(length)
+        return measure(run, most_rows=most_rows, cells=cells)
     finally:
-        session.close()
+        for session in sessions.values():
+            session.close()
 
 
 class Costs:
@@ -92,10 +106,14 @@ class CostStore:
         """What was measured under a key; None where nothing was, or where the file cannot be used."""
         try:
             stored = json.loads(read_small(self._path(key), _MOST_BYTES))
-            seconds = {int(n): float(value) for n, value in stored["seconds"].items()}
+            seconds, slopes = (
+                {int(n): float(value) for n, value in stored[name].items()} for name in ("seconds", "slopes")
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
-        return PassCost(seconds) if stored.get("key") == key and _is_believable(seconds) else None
+        if stored.get("key") != key or not _is_believable(seconds, slopes):
+            return None
+        return PassCost(seconds, slopes)
 
     def save(self, key: str, cost: PassCost) -> None:
         """Keep a measurement. Costs are a convenience: where they cannot be written they are measured again."""
@@ -103,7 +121,7 @@ class CostStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._path(key)
             with part_file(path) as part:
-                part.write_text(json.dumps({"key": key, "seconds": cost.seconds}))
+                part.write_text(json.dumps({"key": key, "seconds": cost.seconds, "slopes": cost.slopes}))
                 part.replace(path)
         except OSError:
             pass
@@ -113,12 +131,21 @@ class CostStore:
         return self._folder / f"{name}.json"
 
 
-def _is_believable(seconds: dict[int, float]) -> bool:
-    """Whether passes over so many rows can take so long."""
-    values = [seconds[n] for n in sorted(seconds)]
+def _is_believable(seconds: dict[int, float], slopes: dict[int, float]) -> bool:
+    """Whether passes over so many rows can take so long, and a thousand cells add so much."""
     return (
         min(seconds, default=0) == 1
-        and all(_LEAST_SECONDS <= value <= _MOST_SECONDS for value in values)
+        and seconds.keys() == slopes.keys()
+        and all(0 <= slopes[n] <= _MOST_SLOPE * seconds[n] for n in slopes)
+        and _rises_believably(seconds)
+        and _rises_believably({n: seconds[n] + slopes[n] for n in seconds})
+    )
+
+
+def _rises_believably(seconds: dict[int, float]) -> bool:
+    values = [seconds[n] for n in sorted(seconds)]
+    return (
+        all(_LEAST_SECONDS <= value <= _MOST_SECONDS for value in values)
         and all(value / seconds[1] / _MOST_RISE <= n for n, value in seconds.items())
         and all(more >= _LEAST_RISE * fewer for fewer, more in itertools.pairwise(values))
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from pystaged.loading.tables import find_table
 
 _PYTHON_LOOKUPS = 2  # Python around one pass of a draft takes about as long as so many n-gram lookups
 _LEAST_SHARED = 0.9  # of the tokens of a target that a draft must have under the same number
+_USUAL_CELLS = 1000  # of the texts for which devices are chosen
 _DRAFT_RATE, _NGRAM_RATE = 0.75, 0.5  # acceptance by which drafters are judged before they have run
 
 
@@ -79,11 +81,10 @@ class Pair:
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
         lookup = self.ngram_cost.lookup
         drafters: list[Drafter] = [self._ngram_drafter(GainPolicy(target_cost, lookup), self.ngram_cost)]
-        uses = [expected_use(target_cost, lookup(1), _NGRAM_RATE)]
         if draft_cost:
             model = self._model_drafter(GainPolicy(target_cost, draft_cost), draft_cost)
             drafters = [model, *drafters] if model else drafters
-            uses = [expected_use(target_cost, self._draft_pass(draft_cost), _DRAFT_RATE), *uses]
+        uses = partial(self._uses, target_cost, draft_cost)
         return Decoder(target, *drafters, cost=target_cost, uses=uses)
 
     def close(self) -> None:
@@ -103,6 +104,16 @@ class Pair:
             return None
         return self._costs.of(self._draft_path, self.draft_device, self.draft, again=again)
 
+    def _uses(self, target_cost: PassCost, draft_cost: PassCost | None, cells: int) -> list[tuple[float, float]]:
+        """What using each drafter is believed to bring, the draft first, before it has been tried."""
+        lookup = self.ngram_cost.lookup(1)
+        uses = [expected_use(target_cost, lookup, _NGRAM_RATE, cells)]
+        if draft_cost:
+            # With the Python around the pass.
+            pass_seconds = draft_cost(1, cells) + _PYTHON_LOOKUPS * lookup
+            uses.insert(0, expected_use(target_cost, pass_seconds, _DRAFT_RATE, cells))
+        return uses
+
     def _fastest(self, targets: dict[str, Model], drafts: dict[str, Model]) -> tuple[str, str]:
         """The devices of target and draft that promise the most tokens per second by what passes cost on them."""
         pairs = list(itertools.product(targets, drafts or ["cpu"]))
@@ -111,11 +122,9 @@ class Pair:
 
         def rate(pair: tuple[str, str]) -> float:
             target_cost = self._costs.of(self._path, pair[0], targets[pair[0]])
-            uses = [(1.0, 1.0), expected_use(target_cost, self.ngram_cost.lookup(1), _NGRAM_RATE)]
-            if self._draft_path is not None:
-                draft_cost = self._costs.of(self._draft_path, pair[1], drafts[pair[1]])
-                uses.append(expected_use(target_cost, self._draft_pass(draft_cost), _DRAFT_RATE))
-            return max(tokens / steps for tokens, steps in uses) / target_cost(1)
+            draft_cost = self._costs.of(self._draft_path, pair[1], drafts[pair[1]]) if self._draft_path else None
+            uses = [(1.0, 1.0), *self._uses(target_cost, draft_cost, _USUAL_CELLS)]
+            return max(tokens / steps for tokens, steps in uses) / target_cost(1, _USUAL_CELLS)
 
         return max(pairs, key=rate)
 
@@ -128,10 +137,6 @@ class Pair:
                 f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"
             )
         return model
-
-    def _draft_pass(self, draft_cost: PassCost) -> float:
-        """Seconds of a draft's pass with the Python around it."""
-        return draft_cost(1) + _PYTHON_LOOKUPS * self.ngram_cost.lookup(1)
 
     def _ngram_drafter(self, policy: TreePolicy, cost: NgramCost | None = None) -> NgramDrafter:
         return NgramDrafter(self.table, policy, self.target.vocab_size, cost=cost)
@@ -175,15 +180,16 @@ def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
     return dict.fromkeys(np.nonzero(~shared)[0].tolist(), neutral)
 
 
-def expected_use(target_cost: PassCost, pass_seconds: float, rate: float) -> tuple[float, float]:
+def expected_use(target_cost: PassCost, pass_seconds: float, rate: float, cells: int = 0) -> tuple[float, float]:
     """Tokens of a step and its time in plain steps, with a chain of the length that gives most tokens per second.
 
     Args:
         pass_seconds: of drafting one more node.
         rate: acceptance of each.
+        cells: tokens of the text.
     """
     uses, tokens = [], 1.0
     for depth in range(1, 9):
         tokens += rate**depth
-        uses.append((tokens, (target_cost(depth + 1) + depth * pass_seconds) / target_cost(1)))
+        uses.append((tokens, (target_cost(depth + 1, cells) + depth * pass_seconds) / target_cost(1, cells)))
     return max(uses, key=lambda use: use[0] / use[1])

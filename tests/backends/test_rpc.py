@@ -141,6 +141,8 @@ def test_a_session_in_a_child_is_a_session(random_gguf: Callable[..., Path]) -> 
     with pytest.raises(pystaged.ContextFullError):
         mine.prefill(np.zeros(90, np.int32))
     assert mine.tokens.tolist() == [*tokens.tolist(), 1]
+    mine.stretch(90)
+    assert mine.tokens.tolist() == [*tokens.tolist(), *[1] * 10]
     mine.close()
     assert mine.closed
     remote.servers.close()

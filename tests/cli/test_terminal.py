@@ -68,6 +68,7 @@ def _drafting_pays(result: pystaged.GenerationResult) -> None:
         stored = json.loads(file.read_text())
         dear = "target" in stored["key"]
         stored["seconds"] = {"1": 0.5, "32": 0.51} if dear else {"1": 1e-4, "32": 2e-4}
+        stored["slopes"] = {"1": 0.0, "32": 0.0}
         file.write_text(json.dumps(stored))
 
 

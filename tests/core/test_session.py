@@ -410,6 +410,7 @@ BAD_CALLS: dict[str, tuple[Callable[[_core.Session], object], type[Exception], s
     "commit-floats": (lambda s: s.commit([0.0]), TypeError, "path"),
     "truncate-longer": (lambda s: s.truncate(6), ValueError, "5 tokens to 6"),
     "truncate-negative": (lambda s: s.truncate(-1), ValueError, "5 tokens to -1"),
+    "stretch-with-rows": (lambda s: s.stretch(9), ValueError, "stretch needs a session without pending rows"),
 }
 
 
@@ -456,6 +457,33 @@ def test_failed_prefill_commits_nothing(
     np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:15], 42))
 
 
+@pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
+def test_a_context_stretched_to_time_passes(random_gguf: Callable[..., Path], device: str) -> None:
+    model = _core.Model(str(random_gguf("Q8_0")), device=device)
+    session, fresh = _core.Session(model, 80), _core.Session(model, 80)
+    for length in (9, 0, 81, -1):
+        with pytest.raises(ValueError, match=f"cannot stretch 0 tokens to {length} of 80"):
+            session.stretch(length)
+    session.prefill(PREFIX[:2])
+    with pytest.raises(ValueError, match="cannot stretch 2 tokens to 1 of 80"):
+        session.stretch(1)
+    session.stretch(2)
+    session.stretch(70)
+    assert tuple(session.tokens) == (*PREFIX[:2], *[PREFIX[1]] * 68)
+    session.evaluate([5, 6, 7], [-1, 0, 0])
+    assert all(np.isfinite(session.logits(row)).all() for row in range(3))
+    session.discard()
+    with pytest.raises(ContextFullError):
+        session.prefill([1] * 11)
+    # Nothing of it is left in the context that comes after.
+    session.truncate(0)
+    for each in (session, fresh):
+        each.prefill(PREFIX[:30])
+        each.evaluate([5], [-1])
+    # A device's rounding depends on where cells lie.
+    np.testing.assert_allclose(session.logits(0), fresh.logits(0), rtol=0, atol=0 if device == "cpu" else 0.02)
+
+
 @pytest.mark.parametrize("n_ctx", [-1, 97])
 def test_context_the_model_does_not_have(random_gguf: Callable[..., Path], n_ctx: int) -> None:
     with pytest.raises(ValueError, match=f"n_ctx must be between 1 and the model's 96, not {n_ctx}"):
@@ -480,11 +508,12 @@ def test_context_of_the_model(random_gguf: Callable[..., Path]) -> None:
         lambda s: s.commit([]),
         lambda s: s.discard(),
         lambda s: s.truncate(0),
+        lambda s: s.stretch(9),
         lambda s: s.logits(0),
     ],
     ids=[
         *("prefill", "prefill-nothing", "evaluate", "candidates", "candidates-of-nothing"),
-        *("follow", "verify", "commit", "discard", "truncate", "logits"),
+        *("follow", "verify", "commit", "discard", "truncate", "stretch", "logits"),
     ],
 )
 def test_closed_session(random_gguf: Callable[..., Path], call: Callable[[_core.Session], object]) -> None:

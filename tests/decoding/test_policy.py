@@ -60,6 +60,29 @@ def test_gain_policy_expands_likely_leaves_only() -> None:
     assert budget.keep(Growth([0.9, 0.9, 0.9], [], 1, 0.001)) == 2
 
 
+def test_a_long_text_drafts_as_much_as_pays_there() -> None:
+    growths = [Growth([0.9**i for i in range(1, 20)], [0.4], 1, 0.001, cells) for cells in (0, 1000, 4000, 16_000)]
+
+    def nodes_and_passes(target: PassCost, draft: PassCost) -> tuple[list[int], list[int]]:
+        policy = GainPolicy(target, draft)
+        return [policy.keep(growth) for growth in growths], [policy.expand(growth) for growth in growths]
+
+    seconds = {n: 0.030 + 0.0001 * n for n in (1, 32)}
+    # Each row reads the keys for itself.
+    kept, expanded = nodes_and_passes(PassCost(seconds, {n: 0.010 * n for n in (1, 32)}), DRAFT)
+    assert kept == sorted(set(kept), reverse=True)
+    assert expanded == [1, 0, 0, 0]
+    # All rows share them: a guess costs as little as in a short text, but not where the draft reads as many.
+    shared = PassCost(seconds, dict.fromkeys(seconds, 0.010))
+    assert nodes_and_passes(shared, DRAFT) == ([19] * 4, [1] * 4)
+    dear = PassCost(DRAFT.seconds, dict.fromkeys(DRAFT.seconds, 0.010))
+    assert nodes_and_passes(shared, dear) == ([19] * 4, [1, 0, 0, 0])
+    # Beside them dear rows are cheap.
+    slow = PassCost({n: 0.020 + 0.010 * n for n in (1, 32)}, dict.fromkeys((1, 32), 0.010))
+    kept, _ = nodes_and_passes(slow, DRAFT)
+    assert kept == sorted(set(kept))
+
+
 def test_fixed_policy() -> None:
     policy = FixedPolicy(width=2, depth=3, budget=5)
     assert policy.expand(Growth([], [0.1, 0.1, 0.1], 2, 9.0)) == 2
@@ -79,12 +102,12 @@ def test_costs_are_interpolated_and_extended() -> None:
 def test_costs_follow_what_is_observed() -> None:
     cost = PassCost({1: 1.0, 32: 32.0})
     for _ in range(200):
-        cost.observe(4, 1.5 * 4)
+        cost.observe(4, 0, 1.5 * 4)
     assert cost(4) == pytest.approx(1.5 * 4, rel=0.01)
     # Larger passes are believed to have become dearer too, as far as nothing else is known.
     assert 1.2 * 8 < cost(8) < 1.5 * 8
     before = cost(1)
-    cost.observe(1, 1000.0)
+    cost.observe(1, 0, 1000.0)
     assert cost(1) < 1.1 * before
 
 
@@ -93,20 +116,80 @@ def test_costs_that_were_wrong_are_put_right() -> None:
     cost = PassCost({1: 1.0, 2: 1.0, 4: 20.0, 8: 1.3, 16: 30.0})
     for _ in range(600):
         for n, seconds in true.items():
-            cost.observe(n, seconds)
+            cost.observe(n, 0, seconds)
     assert cost.seconds == pytest.approx(true, rel=0.02)
     assert all(cost(n) <= cost(n + 1) for n in range(16, 80))
+
+
+def test_cells_add_to_costs() -> None:
+    cost = PassCost({1: 1.0, 4: 2.0}, {1: 0.5, 4: 3.5})
+    assert [cost(1, cells) for cells in (0, 1000, 4000)] == [1.0, 1.5, 3.0]
+    assert cost(2, 2000) == pytest.approx(1 + 1 / 3 + 2 * 1.5)
+    assert cost(7, 1000) == pytest.approx(3 + 6.5)
+    assert PassCost({1: 1.0}, {1: 0.5})(6, 2000) == pytest.approx(6 * 2.0)
+
+
+@pytest.mark.parametrize("believed", [0.0, 0.1, 0.4])
+def test_what_cells_add_is_learnt_where_they_are(believed: float) -> None:
+    rows, lengths = (1, 4, 16), (50, 4000)
+
+    def true(n: int, cells: int) -> float:
+        return 1 + 0.05 * n + (0.1 + 0.03 * n) * cells / 1000
+
+    cost = PassCost({n: 1 + 0.05 * n for n in rows}, dict.fromkeys(rows, believed))
+    for _ in range(3000):
+        for n, cells in itertools.product(rows, lengths):
+            cost.observe(n, cells, true(n, cells))
+    for n, cells in itertools.product(rows, (*lengths, 2000)):
+        assert cost(n, cells) == pytest.approx(true(n, cells), rel=0.02)
+    # However short the passes are in truth, no cell is believed to save time.
+    for _ in range(3000):
+        cost.observe(1, 4000, 1e-9)
+    assert min(*cost.slopes.values(), *cost.seconds.values()) >= 0
+    assert cost(1, 4000) >= cost(1, 0) > 0
+
+
+def test_measuring_tells_rows_from_cells() -> None:
+    now = [0.0]
+    passes: list[tuple[int, int]] = []
+
+    def true(n: int, cells: int) -> float:
+        return 0.01 + 0.001 * n + (0.004 + 0.002 * n) * cells / 1000
+
+    def run(n: int, cells: int) -> None:
+        passes.append((n, cells))
+        # At first things are slow, and now and then something interrupts.
+        now[0] += true(n, cells) * (5 if len(passes) < 3 or len(passes) % 10 == 0 else 1)
+
+    cost = measure(run, cells=2048, clock=lambda: now[0])
+    assert {cells for _, cells in passes} == {0, 2048}
+    for n, cells in itertools.product((1, 2, 5, 8, 32, 40), (0, 300, 2048, 9000)):
+        assert cost(n, cells) == pytest.approx(true(n, cells))
+    assert now[0] < 4
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.001, 15), (0.03, 2), (0.1, 2), (0.25, 1)])
+def test_slow_passes_are_measured_less_often(seconds: float, rounds: int) -> None:
+    now = [0.0]
+    passes: list[tuple[int, int]] = []
+
+    def run(n: int, cells: int) -> None:
+        passes.append((n, cells))
+        now[0] += seconds
+
+    measure(run, cells=2048, clock=lambda: now[0])
+    assert [passes.count(each) for each in ((1, 0), (8, 0), (8, 2048))] == [rounds] * 3
 
 
 def test_measuring_takes_less_than_two_seconds() -> None:
     rows: list[int] = []
 
-    def run(n: int) -> None:
+    def run(n: int, cells: int) -> None:
         rows.append(n)
-        time.sleep(0.001 * n)
+        time.sleep(0.001 * n + cells * 1e-7)
 
     begin = time.perf_counter()
-    cost = measure(run, most_rows=16)
+    cost = measure(run, most_rows=16, cells=2048)
     assert time.perf_counter() - begin < 2
     assert max(rows) == 16
     assert cost(16) > cost(1) >= 0.001
@@ -115,10 +198,11 @@ def test_measuring_takes_less_than_two_seconds() -> None:
 def test_stored_costs_come_back_and_damaged_ones_are_measured_again(tmp_path: Path) -> None:
     store = CostStore(tmp_path / "costs")
     assert store.load("machine|model") is None
-    store.save("machine|model", DRAFT)
+    store.save("machine|model", PassCost(DRAFT.seconds, dict.fromkeys(DRAFT.seconds, 1e-4)))
     again = store.load("machine|model")
     assert again is not None
     assert again.seconds == DRAFT.seconds
+    assert again(1, 3000) == pytest.approx(DRAFT(1) + 3e-4)
     assert store.load("machine|other") is None
     file = next((tmp_path / "costs").iterdir())
     for damage in (
@@ -126,9 +210,9 @@ def test_stored_costs_come_back_and_damaged_ones_are_measured_again(tmp_path: Pa
         "{",
         "[]",
         '{"key": "machine|model"}',
-        json.dumps({"key": "machine|model", "seconds": {"1": -1}}),
-        json.dumps({"key": "other", "seconds": {"1": 1}}),
-        json.dumps({"key": "machine|model", "seconds": {"2": 1}}),
+        json.dumps({"key": "machine|model", "seconds": {"1": -1}, "slopes": {"1": 0}}),
+        json.dumps({"key": "other", "seconds": {"1": 1}, "slopes": {"1": 0}}),
+        json.dumps({"key": "machine|model", "seconds": {"2": 1}, "slopes": {"2": 0}}),
     ):
         file.write_text(damage)
         assert store.load("machine|model") is None
@@ -292,14 +376,16 @@ class SimulatedSession:
 
     n_ctx, weight_bytes = 10**6, 1
 
-    def __init__(self, machine: Machine, curve: Callable[[int], float], reading: float, text: Text) -> None:
+    def __init__(self, machine: Machine, curve: Callable[[int, int], float], reading: float, text: Text) -> None:
         self._machine, self._curve, self._reading, self._text = machine, curve, reading, text
         self.tokens = np.zeros(0, np.int32)
+        self.cells = 0
 
     def truncate(self, length: int) -> None:
-        del length
+        self.cells = length
 
     def prefill(self, tokens: NDArray[np.int32]) -> None:
+        self.cells += len(tokens)
         self._machine.work(self._reading * len(tokens))
 
     def verify(
@@ -308,8 +394,9 @@ class SimulatedSession:
         del parents, sampling
         behaviour, rows = self._text.behaviour, len(tokens)
         in_vain = rows == 1 and any(drafter.used for drafter in self._text.drafters)
-        self._machine.work(self._curve(rows) + (0.0 if in_vain else behaviour.interrupt))
+        self._machine.work(self._curve(rows, self.cells) + (0.0 if in_vain else behaviour.interrupt))
         path = np.arange(min(behaviour.accept, rows - 1) + 1, dtype=np.int32)
+        self.cells += len(path)
         return path, np.zeros(len(path), np.int32)
 
 
@@ -318,31 +405,31 @@ class Text:
 
     Args:
         curve: seconds of a verify pass, in truth. cost: as believed.
-        drafters: each its price, lag, and true lag. uses: as in Decoder.
+        drafters: each its price, lag, and true lag. uses: as in Decoder, of any text or by its length.
         reading: seconds of a token of the prompt.
     """
 
     def __init__(
         self,
-        curve: Callable[[int], float],
+        curve: Callable[[int, int], float],
         cost: PassCost,
         drafters: Sequence[tuple[float, float, float]],
-        uses: Sequence[tuple[float, float]],
+        uses: Sequence[tuple[float, float]] | Callable[[int], Sequence[tuple[float, float]]],
         reading: float = 0.01,
     ) -> None:
         self._machine, self._curve, self._cost = Machine(), curve, cost
         self.drafters = [SimulatedDrafter(self._machine, *drafter) for drafter in drafters]
         self.behaviour = Behaviour([])
-        session = SimulatedSession(self._machine, curve, reading, self)
+        self._session = SimulatedSession(self._machine, curve, reading, self)
         self._decoder = Decoder(
-            session,  # type: ignore[arg-type]
+            self._session,  # type: ignore[arg-type]
             *self.drafters,
             cost=cost,
-            uses=uses,
+            uses=uses if callable(uses) else lambda _: uses,
             clock=self._machine.clock,
         )
         self._reading = reading
-        self.mistaken = 0.0
+        self.mistaken = self.misjudged = 0.0
         self.used: list[int | None] = []  # the drafter of each step of the last text
         self.plain = self.seconds = 0.0  # of the last text, the prompt excluded
 
@@ -350,33 +437,35 @@ class Text:
         """Write a text, a step for each behaviour, and check the bound after every one."""
         budget, machine = self._decoder.budget, self._machine
         machine.slowness = 1.0
-        opening = OPENING * budget.plain_seconds
-        opening += PROMPT * self._reading * prompt_tokens
         begin = machine.now
         self._decoder.start(np.zeros(prompt_tokens, np.int32))
+        opening = OPENING * budget.plain_seconds + PROMPT * self._reading * prompt_tokens
         self.seconds = machine.now - begin - self._reading * (prompt_tokens - 1)
         overshoot = max((drafter.overshoot for drafter in self.drafters), default=0.0)
-        self.plain = self.mistaken = 0.0
+        self.plain = self.mistaken = self.misjudged = 0.0
         self.used = []
         for behaviour in behaviours:
             self.behaviour, machine.slowness = behaviour, behaviour.slowness
             for drafter in self.drafters:
                 drafter.behaviour, drafter.used, drafter.overshoot = behaviour, False, 0.0
-            believed, begin = budget.plain_seconds, machine.now
-            extras = [0.0, *(believed * max(0.0, self._cost(n) / self._cost(1) - 1) for n in range(1, 10))]
+            begin, cells = machine.now, self._session.cells
+            dearer = [max(0.0, self._cost(n, cells) / self._cost(1, cells) - 1) for n in range(1, 10)]
             step = self._decoder.step(SamplingConfig(), 10**6)
             rows, tokens = len(step.tree), len(step.tokens)
             used = [drafter.used for drafter in self.drafters]
             self.used.append(used.index(True) if any(used) else None)
             self.seconds += machine.now - begin
-            plain_step = behaviour.slowness * self._curve(1)
+            plain_step = behaviour.slowness * self._curve(1, cells)
             if not any(used):
                 # What interrupts a plain step interrupts plain decoding.
                 self.plain += machine.now - begin
             else:
+                # Only plain steps change what is believed of them at that length.
+                believed = budget.plain_seconds
+                self.misjudged = max(self.misjudged, abs(believed / plain_step - 1))
                 self.plain += tokens * plain_step
                 self.mistaken += (1 + SHARE) * tokens * max(0.0, believed - plain_step)
-                verify = step.verify_seconds - plain_step - extras[rows]
+                verify = step.verify_seconds - plain_step - believed * dearer[rows - 1]
                 telling = behaviour.slowness * behaviour.telling
                 overshoot = max(
                     overshoot, telling + max(0.0, verify, *(drafter.overshoot for drafter in self.drafters))
@@ -391,12 +480,13 @@ USES = st.tuples(st.floats(1.0, 8.0), st.floats(0.5, 4.0))
 DRAFTERS = st.lists(st.tuples(SECONDS, st.floats(0.0, 3.0), SECONDS), min_size=1, max_size=2)
 
 
-def rising(rises: Sequence[float], factor: float = 1.0) -> PassCost:
-    """Costs of 1, 2, 4, 8, and 16 rows, that of one row being the factor."""
+def rising(rises: Sequence[float], factor: float = 1.0, slope: float = 0.0) -> PassCost:
+    """Costs of 1, 2, 4, 8, and 16 rows, that of one row being the factor; a thousand cells add the slope per row."""
     seconds = [1.0]
     for rise in rises:
         seconds.append(seconds[-1] + rise)
-    return PassCost({2**i: factor * value for i, value in enumerate(seconds)})
+    knots = {2**i: factor * value for i, value in enumerate(seconds)}
+    return PassCost(knots, {n: slope * n for n in knots})
 
 
 def behaviours(
@@ -422,6 +512,7 @@ def behaviours(
     CURVES,
     st.floats(0.3, 3.0),
     DRAFTERS,
+    st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 5.0)),
     st.data(),
     behaviours(st.floats(0.1, 10.0), st.one_of(st.just(0.0), SECONDS)),
 )
@@ -431,13 +522,14 @@ def test_no_text_loses_more_than_the_bound_whatever_happens(
     believed: list[float],
     factor: float,
     drafters: list[tuple[float, float, float]],
+    slopes: tuple[float, float],
     data: st.DataObject,
     steps: list[Behaviour],
 ) -> None:
     uses = data.draw(st.lists(USES, min_size=len(drafters), max_size=len(drafters)))
-    text = Text(rising(true), rising(believed, factor), drafters, uses)
-    for _ in range(2):
-        text.write(itertools.islice(itertools.cycle(steps), 50))
+    text = Text(rising(true, 1.0, slopes[0]), rising(believed, factor, slopes[1]), drafters, uses)
+    for prompt_tokens in (40, 2000, 40):
+        text.write(itertools.islice(itertools.cycle(steps), 50), prompt_tokens)
 
 
 @given(CURVES, CURVES, st.floats(0.3, 1.0), DRAFTERS, behaviours(st.just(1.0), st.just(0.0)), SECONDS)
@@ -513,6 +605,46 @@ def test_an_interruption_is_paid_for_and_forgotten_by_the_next_text() -> None:
     assert text.used[32:].count(0) > 25
 
 
+@pytest.mark.parametrize("slope", [0.2, 2.0])
+def test_what_a_growing_text_adds_to_plain_steps_is_no_loss_and_no_gain_of_drafting(slope: float) -> None:
+    """Rows share the keys, so whatever its length a step of three guesses takes two thirds longer than a plain one."""
+
+    def curve() -> PassCost:
+        return PassCost({1: 1.0, 4: 5 / 3}, {1: slope, 4: slope * 5 / 3})
+
+    class Growing(SimulatedDrafter):
+        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+            return super().draft(sampling, min(max_depth, 3), seconds)
+
+    text = Text(curve(), curve(), [(0.01, 0.0, 0.0)], [(3.0, 1.7)])
+    text.drafters[0].__class__ = Growing
+    good, bad = Behaviour([0.01] * 3, accept=2), Behaviour([0.01] * 3)
+    for prompt_tokens in (40, 6000, 40):
+        # From 40 cells to 3,000, and from 6,000 on to 9,000, with no plain step to see.
+        text.write([good] * 1000, prompt_tokens)
+        assert text.misjudged < 1e-9
+        assert text.mistaken < 1e-9
+        assert text.used == [0] * 1000
+        text.write([bad] * 300, prompt_tokens)
+        assert lost(text) < 0.03
+
+
+def test_what_a_drafter_brings_is_believed_by_the_length_of_the_text() -> None:
+    curve = PassCost({1: 1.0, 4: 1.1}, {1: 0.1, 4: 0.2})
+    text = Text(
+        curve, PassCost(curve.seconds, curve.slopes), [(0.1, 0.0, 0.0)], lambda cells: [(2.4, 1 + cells / 1000)]
+    )
+    text._decoder.budget._seen = [100]  # so that a belief is not doubted only because nobody has tried
+    good = Behaviour([0.1] * 3, accept=3)
+    text.write([good] * 3, 4000)
+    assert text.used == [None] * 3
+    text.write([good] * 3, 40)
+    assert text.used[-1] == 0
+    # What has been seen of it counts for more.
+    text.write([good] * 3, 4000)
+    assert text.used[-1] == 0
+
+
 def test_what_costs_more_than_may_be_lost_is_not_tried() -> None:
     dear = Text(FLAT, PassCost(FLAT.seconds), [(50.0, 0.0, 0.0)], [(60.0, 1.0)])
     dear.write([Behaviour([50.0], accept=1)] * 100)
@@ -549,5 +681,10 @@ def test_expected_use() -> None:
     assert gain(TARGET, DRAFT(1), 0.75) > 0.03
     assert gain(TARGET, TARGET(1), 0.75) < 0
     assert gain(PassCost({1: 1.0}), 0.0, 0.5) < 0
+    # A text may be too long for it.
+    steep = PassCost(TARGET.seconds, {n: 0.01 * n for n in TARGET.seconds})
+    gains = [tokens - steps for tokens, steps in (expected_use(steep, DRAFT(1), 0.75, cells) for cells in (0, 9000))]
+    assert gains[0] > 0.03
+    assert gains[1] < 0
     # Nothing is lost by a longer chain that costs nothing.
     assert expected_use(PassCost({1: 3.0, 32: 3.0}), 0.0, 0.5) == (pytest.approx(2 - 0.5**8), 1.0)

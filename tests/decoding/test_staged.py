@@ -20,7 +20,7 @@ from pystaged.bench.pairs import LyingDrafter, continuation, drafters, load_prom
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
-from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.policy import FixedPolicy, Growth
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
@@ -389,7 +389,7 @@ def test_what_plain_steps_take_is_seen_before_drafting_that_gains_little(
 ) -> None:
     # By this cost a plain step takes a second, which the second one contradicts so much that it is believed instead.
     cost = PassCost({1: 1.0, 32: 1.0})
-    decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=cost, uses=[(1 + gain, 1.0)])
+    decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=cost, uses=lambda _: [(1 + gain, 1.0)])
     decoder.start(prompts[0])
     steps = [decoder.step(GREEDY, 50) for _ in range(plain_steps + 1)]
     sizes = [len(step.tree) for step in steps]
@@ -413,7 +413,7 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
             return super().draft(sampling, max_depth, seconds)
 
     decoder = Decoder(
-        Session(target), Interrupted(target.vocab_size), cost=PassCost({1: 5e-3, 32: 5e-3}), uses=[(9.0, 1.0)]
+        Session(target), Interrupted(target.vocab_size), cost=PassCost({1: 5e-3, 32: 5e-3}), uses=lambda _: [(9.0, 1.0)]
     )
     sizes = []
     for prompt in prompts[:2]:
@@ -616,6 +616,51 @@ def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
     # Drafting reads the text too, or gives up.
     assert len(drafter.draft(GREEDY, 20, 15.0)) == 1
     assert session.now <= 20.0 + 15.0
+
+
+def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft: Model) -> None:
+    seen: list[int] = []
+    learnt: list[int] = []
+
+    class Fixed(PassCost):
+        def observe(self, num_rows: int, cells: int, seconds: float) -> None:
+            del num_rows, seconds
+            learnt.append(cells)
+
+    class Watching(FixedPolicy):
+        def expand(self, growth: Growth) -> int:
+            seen.append(growth.cells)
+            return super().expand(growth)
+
+    session = SlowSession(Session(draft))
+    policy = Watching(width=1, depth=2, budget=2, children=1)
+    model = ModelDrafter(
+        session,  # type: ignore[arg-type]
+        policy,
+        cost=Fixed({1: 1.0, 32: 32.0}, {1: 2.0, 32: 64.0}),
+        vocab_size=draft.vocab_size,
+        clock=session.clock,
+    )
+    for length in (11, 501):
+        text = (np.arange(length) % 50).astype(np.int32)
+        for drafter in (model, NgramDrafter(None, policy, draft.vocab_size)):
+            seen.clear()
+            drafter.start(text)
+            drafter.catch_up()
+            drafter.draft(GREEDY, 20)
+            assert set(seen) == {length - 1}
+        assert learnt == [length - 1] * 2
+        learnt.clear()
+        model.start(text)
+        assert model.price() == pytest.approx(1 + 2 * (length - 1) / 1000)
+        # Three tokens that it has not read yet ride along with the root.
+        model.advance([1, 2, 3])
+        assert model.lag() == pytest.approx(3 * model.price())
+    # A longer text is dearer to read, at the pace that was found so far.
+    model.start(text[::-1].copy())
+    whole = model.lag()
+    model.start(text[::-1][:251].copy())
+    assert 2 * model.lag() < whole
 
 
 @pytest.mark.parametrize("lookups", [0, 1, 3])

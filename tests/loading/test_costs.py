@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pystaged.decoding.cost import PassCost
-from pystaged.loading.costs import CostStore
+from pystaged._core import Model, Session
+from pystaged.decoding import cost
+from pystaged.decoding.cost import MEASURED_ROWS, PassCost
+from pystaged.loading import costs
+from pystaged.loading.costs import CostStore, measure_passes
 
 SECONDS = {1: 0.0004, 8: 0.0006, 32: 0.002}
+SLOPES = {1: 0.0001, 8: 0.0008, 32: 0.003}
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> CostStore:
     store = CostStore(tmp_path / "costs")
-    store.save("key", PassCost(SECONDS))
+    store.save("key", PassCost(SECONDS, SLOPES))
     return store
 
 
@@ -32,10 +37,10 @@ def file(store: CostStore, tmp_path: Path) -> Path:
 def assert_measured_again(store: CostStore, file: Path) -> None:
     """Nothing is believed, and what is then saved is."""
     assert store.load("key") is None
-    store.save("key", PassCost(SECONDS))
+    store.save("key", PassCost(SECONDS, SLOPES))
     found = store.load("key")
     assert found is not None
-    assert found.seconds == SECONDS
+    assert (found.seconds, found.slopes) == (SECONDS, SLOPES)
     assert [path for path in file.parent.iterdir() if path.name.endswith((".json", ".part"))] == [file]
 
 
@@ -58,12 +63,43 @@ def assert_measured_again(store: CostStore, file: Path) -> None:
     ],
 )
 def test_times_no_pass_takes(store: CostStore, file: Path, seconds: str) -> None:
-    file.write_text(f'{{"key": "key", "seconds": {{{seconds}}}}}')
+    rows = re.findall('"([^"]*)":', seconds)
+    slopes = ", ".join(f'"{n}": 0.0' for n in rows)
+    file.write_text(f'{{"key": "key", "seconds": {{{seconds}}}, "slopes": {{{slopes}}}}}')
+    assert_measured_again(store, file)
+
+
+@pytest.mark.parametrize(
+    "slopes",
+    [
+        "{}",
+        "[]",
+        "null",
+        '{"1": 0.0}',
+        '{"1": 0.0, "8": 0.0, "16": 0.0}',
+        '{"1": 0.0, "8": -1e-9, "32": 0.0}',
+        '{"1": 0.0, "8": NaN, "32": 0.0}',
+        '{"1": 0.0, "8": Infinity, "32": 0.0}',
+        '{"1": 0.05, "8": 0.05, "32": 0.21}',
+        '{"1": 0.0, "8": 0.0036, "32": 0.004}',
+        '{"1": 0.004, "8": 0.0001, "32": 0.004}',
+        '{"1": 0.0, "8": "x", "32": 0.0}',
+        '{"1": 0.0, "8": {}, "32": 0.0}',
+    ],
+)
+def test_what_no_cells_add(store: CostStore, file: Path, slopes: str) -> None:
+    file.write_text(f'{{"key": "key", "seconds": {json.dumps(SECONDS)}, "slopes": {slopes}}}')
+    assert_measured_again(store, file)
+
+
+def test_costs_of_an_empty_context_alone_are_measured_again(store: CostStore, file: Path) -> None:
+    file.write_text(json.dumps({"key": "key", "seconds": SECONDS}))
     assert_measured_again(store, file)
 
 
 def test_a_little_less_for_more_rows_is_what_running_may_teach(store: CostStore, file: Path) -> None:
-    file.write_text(json.dumps({"key": "key", "seconds": {"1": 0.001, "2": 0.0008}}))
+    stored = {"key": "key", "seconds": {"1": 0.001, "2": 0.0008}, "slopes": {"1": 0.0005, "2": 0.0004}}
+    file.write_text(json.dumps(stored))
     assert store.load("key") is not None
 
 
@@ -72,7 +108,7 @@ def brackets(path: Path) -> None:
 
 
 def too_large(path: Path) -> None:
-    path.write_text(json.dumps({"key": "key", "seconds": SECONDS}) + " " * 10_000_000)
+    path.write_text(path.read_text() + " " * 10_000_000)
 
 
 def not_text(path: Path) -> None:
@@ -107,3 +143,25 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again(store: CostStore,
         store.save("key", PassCost(seconds))
         assert file.exists()
         assert (store.load("key") is not None) == kept
+
+
+@pytest.mark.parametrize("context", [1, 20, 32, 96, 287, 288, 3000])
+def test_every_length_of_context_can_be_measured(
+    random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, context: int
+) -> None:
+    monkeypatch.setattr(cost, "_BUDGET", 0.0)
+    path = random_gguf("Q8_0", context=context)
+    opened: list[Session] = []
+
+    def opening(model: Model, n_ctx: int) -> Session:
+        opened.append(Session(model, n_ctx))
+        return opened[-1]
+
+    monkeypatch.setattr(costs, "open_session", opening)
+    found = measure_passes(Model(str(path)))
+    assert found.seconds.keys() == found.slopes.keys() == {n for n in MEASURED_ROWS if n <= max(context, 2)}
+    assert all(slope >= 0 for slope in found.slopes.values())
+    assert all(session.closed for session in opened)
+    lengths = {session.n_ctx for session in opened}
+    assert lengths == {min(context, 32), *([min(context, 2080)] if context >= 288 else [])}
+    assert context >= 288 or not any(found.slopes.values())

@@ -1,0 +1,118 @@
+"""`pystaged bench passes`: what is timed where, by our engine and by llama.cpp."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from rich.console import Console
+from typer.testing import CliRunner
+
+from pystaged._core import Session
+from pystaged.bench import passes
+from pystaged.bench.passes import ROWS, PassTime, PassTimes, Runner, measure
+from pystaged.cli import app
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "BANDWIDTH_BYTES", 1 << 20)
+
+
+@pytest.fixture
+def path(random_gguf: Callable[..., Path]) -> Path:
+    return random_gguf("Q8_0", context=1300)
+
+
+class Recording(Session):
+    """What is read, and behind how much passes are made."""
+
+    read: list[int]
+    made: set[tuple[int, int]]
+
+    def prefill(self, tokens: Any) -> None:
+        self.read.append(len(tokens))
+        super().prefill(tokens)
+
+    def evaluate(self, tokens: Any, parents: Any, num_logits: int | None = None) -> None:
+        self.made.add((len(self.tokens), len(tokens)))
+        super().evaluate(tokens, parents, num_logits)
+
+
+def test_passes_by_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Recording.read, Recording.made = [], set()
+    monkeypatch.setattr(passes, "Session", Recording)
+    found = measure(path, contexts=[1290, 20, 600, 20], repeats=1)
+    expected = [(length, n) for length in (20, 600, 1290) for n in ROWS if length + n <= 1300]
+    assert [(each.context, each.n) for each in found.passes] == expected
+    assert Recording.made == set(expected)
+    assert Recording.read == [20, 580, 690], "what one context has read the next one goes on from"
+    assert found.llama_cpp == "measured"
+    assert all(each.ms > 0 and each.llama_cpp_ms and each.llama_cpp_ms > 0 for each in found.passes)
+    for each in found.passes:
+        read_ms = found.read_ms + found.cells_ms * each.context / 1000
+        assert each.floor_ms == pytest.approx(max(read_ms, each.n * found.row_ms))
+
+
+def test_llama_cpp_reads_on_from_context_to_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int, int | None]] = []
+    decode = passes.decode
+
+    def recording(context: Any, tokens: NDArray[np.int32], position: int, judged: int | None = None) -> None:
+        calls.append((position, len(tokens), judged))
+        decode(context, tokens, position, judged)
+
+    monkeypatch.setattr(passes, "decode", recording)
+    rows = {20: [1, 8], 1200: [32]}
+    found = Runner({"path": str(path), "rows": rows, "repeats": 2, "threads": 1, "extra_buffers": False}).run({})
+    assert found.keys() == {(20, 1), (20, 8), (1200, 32)}
+    short, long = [(20, 1, None), (20, 8, None)], [(1200, 32, None)]
+    assert calls == [(0, 20, 1), *short * 3, (20, 512, 1), (532, 512, 1), (1044, 156, 1), *long * 3]
+
+
+def test_table_and_json() -> None:
+    each = [PassTime(256, 1, 2.0, 1.0, 3.0), PassTime(256, 8, 3.0, 1.5, 9.0), PassTime(4096, 1, 4.0, 3.0, None)]
+    found = PassTimes(each, "measured", 10e9, 100e9, 1.0, 0.5, 0.1, "avx2", 2, "model.gguf")
+    assert [(row["context"], row["n"]) for row in found.to_dict()["passes"]] == [(256, 1), (256, 8), (4096, 1)]
+    console = Console(width=160, no_color=True)
+    with console.capture() as capture:
+        console.print(found.table())
+    rows = [[word.strip() for word in line.split("│")[1:-1]] for line in capture.get().splitlines() if "│" in line]
+    assert rows == [
+        ["256", "1", "2.00", "1.00", "50%", "3.00", "1.50"],
+        ["256", "8", "3.00", "1.50", "50%", "9.00", "3.00"],
+        ["4,096", "1", "4.00", "1.00", "75%", "-", "-"],
+    ]
+    assert "at 256 tokens of context T(1) is 2.00 times the reading" in " ".join(capture.get().split())
+
+
+def test_command(path: Path, random_gguf: Callable[..., Path]) -> None:
+    def run(*arguments: str, model: Path = path) -> Any:
+        return CliRunner().invoke(app, ["bench", "passes", "--model", str(model), "--repeats", "1", *arguments])
+
+    asked = json.loads(run("--no-peer", "--json", "--context", "0,300").stdout)
+    assert {each["context"] for each in asked["passes"]} == {0, 300}
+    assert asked["llama_cpp"] == "not asked"
+    for model, context in ((path, 256), (random_gguf("Q8_0"), 48)):
+        usual = json.loads(run("--no-peer", "--json", model=model).stdout)
+        assert {each["context"] for each in usual["passes"]} == {context}
+
+
+@pytest.mark.parametrize(
+    ("context", "words"),
+    [
+        ("256,x", "--context takes numbers of tokens, as 256,4096,16384; not '256,x'"),
+        ("", "--context takes numbers of tokens"),
+        ("20,1300", "behind 0 to 1299 tokens of context, not 1300"),
+        ("20,-1", "behind 0 to 1299 tokens of context, not -1"),
+    ],
+)
+def test_contexts_that_cannot_be(path: Path, context: str, words: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "passes", "--model", str(path), "--context", context])
+    assert done.exit_code == 1
+    assert words in str(done.exception)
