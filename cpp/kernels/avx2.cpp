@@ -78,8 +78,8 @@ inline void dot_words(const Bytes* const (&words)[units], const int8_t* x, const
                 const __m256i values = broadcast4(x + r * kBlock + 4 * (i + j));
 #pragma GCC unroll 2
                 for (int u = 0; u < units; ++u) {
-                    const __m256i products = _mm256_maddubs_epi16(
-                        magnitudes[u], bits == 8 ? _mm256_sign_epi8(values, weights[u]) : values);
+                    const __m256i products =
+                        _mm256_maddubs_epi16(magnitudes[u], bits == 8 ? _mm256_sign_epi8(values, weights[u]) : values);
                     pairs[r][u] = in_order(j == 0 ? products : _mm256_add_epi16(pairs[r][u], products));
                 }
             }
@@ -107,8 +107,8 @@ inline void widen(__m256i bytes, __m256i& even, __m256i& odd) {
     odd = _mm256_srai_epi16(bytes, 8);
 }
 
-// Weights of eight bits and the values they meet as 16-bit numbers, whose products need no care for signs: words[2 i] has
-// inputs 4 i and 4 i + 2 of every lane, words[2 i + 1] the two others; the zero point is off.
+// Weights of eight bits and the values they meet as 16-bit numbers, whose products need no care for signs: words[2 i]
+// has inputs 4 i and 4 i + 2 of every lane, words[2 i + 1] the two others; the zero point is off.
 template <class Quants>
 struct Wide {
     static constexpr int num_bits = 16, bytes = Quants::bytes;

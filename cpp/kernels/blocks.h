@@ -86,8 +86,8 @@ inline F load_part(const uint8_t* halves, int part) {
     return F::load_f16(reinterpret_cast<const uint16_t*>(halves) + part * F::lanes);
 }
 
-// Of `rows` rows and a block's `units` units from `parts` on: the sums over 32 inputs, or over the 16 of a half, each with
-// the row's offset of that number, or without for -1; dot[row][unit].
+// Of `rows` rows and a block's `units` units from `parts` on: the sums over 32 inputs, or over the 16 of a half, each
+// with the row's offset of that number, or without for -1; dot[row][unit].
 template <int rows, int units, int offset, int first = 0, int count = 8, class Block>
 inline void dot_parts(const Block* parts, const int8_t* x, const BlockFactors* row, F (&dot)[rows][units]) {
     constexpr int bytes_of_word = kRowPairs && rows == 2 ? 8 : 4;
@@ -114,8 +114,8 @@ inline void add_scaled(const Block* parts, F* sum, const BlockFactors* row, cons
     }
 }
 
-// The blocks of the packings. Each covers kBlock inputs of a unit; `add` takes those of some units side by side and adds
-// their products with some rows to sum[row][unit]. `Header` is what several in a row share.
+// The blocks of the packings. Each covers kBlock inputs of a unit; `add` takes those of some units side by side and
+// adds their products with some rows to sum[row][unit]. `Header` is what several in a row share.
 struct NoHeader {
     static constexpr int bytes = 0, blocks = 1;
     NoHeader(const uint8_t*, int) {}

@@ -130,8 +130,8 @@ inline void integer_rows(const uint8_t* group, int g, const Activations& x, int 
     }
 }
 
-// Some blocks of a group and of rows as they are multiplied with each other: the weights of all units unpacked, the rows
-// of a tile side by side.
+// Some blocks of a group and of rows as they are multiplied with each other: the weights of all units unpacked, the
+// rows of a tile side by side.
 constexpr int kPanelBlocks = 8;
 constexpr int kMostPanelRows = 64;
 constexpr int kPanelGroups = 8;  // whose sums stay in the cache meanwhile
@@ -141,8 +141,9 @@ struct Panel {
     using Quants = decltype(Block::quants);
 
     Block weights[kPanelBlocks][kUnits];
-    alignas(64) int8_t quants[kMostPanelRows * kPanelBlocks * Quants::value_bytes];  // [tiles][blocks][rows][value bytes]
-    BlockFactors factors[kMostPanelRows * kPanelBlocks];                     // [tiles][blocks][rows]
+    alignas(
+        64) int8_t quants[kMostPanelRows * kPanelBlocks * Quants::value_bytes];  // [tiles][blocks][rows][value bytes]
+    BlockFactors factors[kMostPanelRows * kPanelBlocks];                         // [tiles][blocks][rows]
     int blocks;
 
     [[gnu::noinline]] void take_weights(const uint8_t* data) {
@@ -165,8 +166,9 @@ struct Panel {
         }
     }
 
-    // Adds to sums[row][unit] the products with the tile that begins at `row`.
-    [[gnu::noinline]] void multiply(int row, F* sums) const {
+    // Adds to sums[row][unit] the products with the tile that begins at `row`. Flattened, because in a file of so many
+    // tiles the compiler runs out of growth that it allows itself.
+    [[gnu::noinline, gnu::flatten]] void multiply(int row, F* sums) const {
         for (int unit = 0; unit < kUnits; unit += kPanelUnits) {
             F sum[kPanelRows * kPanelUnits];
 #pragma GCC unroll 16
