@@ -17,6 +17,9 @@ namespace {
 // out evenly.
 constexpr size_t kChunkBytes = 256 << 10;
 
+// From so many rows on a thread takes this many groups at least, which share what is prepared of the rows.
+constexpr int kManyRows = 64, kLeastGroups = 8;
+
 // By Packing.
 constexpr ggml_type kTypes[kNumPackings] = {
     GGML_TYPE_F32,    GGML_TYPE_F16,   GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_Q4_1,
@@ -424,7 +427,8 @@ void multiply_all(const Kernel& kernel, const std::vector<Product>& products, in
     for (const Product& p : products) {
         const int groups = p.epilogue.gated ? 4 : 2, blocks = p.weights->padded_rows() / kLanes / groups;
         const int fair = (blocks + 2 * num_threads - 1) / (2 * num_threads);
-        const int chunk = std::clamp(static_cast<int>(kChunkBytes / (groups * p.weights->group_bytes_)), 1, fair);
+        const int least = p.x.n < kManyRows ? 1 : std::min(fair, kLeastGroups / groups);
+        const int chunk = std::clamp(static_cast<int>(kChunkBytes / (groups * p.weights->group_bytes_)), least, fair);
         shares.push_back({groups, blocks, chunk, (blocks + chunk - 1) / chunk});
         count += shares.back().tasks;
     }

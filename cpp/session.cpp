@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -20,6 +21,9 @@ namespace {
 
 // Cells beyond the context, so that a tree at its very end still has room for branches.
 constexpr int kSpareCells = 512;
+
+// How long a prefill goes on before it asks again whether it is interrupted.
+constexpr auto kUninterrupted = std::chrono::milliseconds(50);
 
 int checked_context(const Model& model, int context) {
     const int most = model.numbers().max_context;
@@ -126,13 +130,22 @@ void Session::prefill(const std::vector<int32_t>& tokens, const std::function<vo
     check_nothing_pending("prefill");
     std::vector<int32_t> parents(tokens.size());
     std::iota(parents.begin(), parents.end(), -1);
+    // Between layers only where they take long: asking may mean waiting for an interpreter that is busy.
+    auto asked = std::chrono::steady_clock::now();
+    const std::function<void()> seldom = [&] {
+        if (std::chrono::steady_clock::now() - asked > kUninterrupted) {
+            interrupted();
+            asked = std::chrono::steady_clock::now();
+        }
+    };
     try {
         append(tokens, parents);
-        for (size_t first = 0; first < tokens.size(); first += Executor::kMaxRows) {
+        const size_t most = executor_->max_rows();
+        for (size_t first = 0; first < tokens.size(); first += most) {
             if (first > 0) {
                 interrupted();
             }
-            compute(first, std::min(tokens.size(), first + Executor::kMaxRows), 0);
+            compute(first, std::min(tokens.size(), first + most), 0, &seldom);
         }
         committed_.insert(committed_.end(), tokens.begin(), tokens.end());
     } catch (...) {
@@ -164,9 +177,10 @@ void Session::evaluate_rows(const std::vector<int32_t>& tokens, const std::vecto
     read_logits();
     try {
         append(tokens, parents);
-        for (size_t first = start; first < end; first += Executor::kMaxRows) {
-            const size_t last = std::min(end, first + Executor::kMaxRows);
-            compute(first, last, static_cast<int>(last - std::clamp(judged, first, last)));
+        const size_t most = executor_->max_rows();
+        for (size_t first = start; first < end; first += most) {
+            const size_t last = std::min(end, first + most);
+            compute(first, last, static_cast<int>(last - std::clamp(judged, first, last)), nullptr);
         }
     } catch (...) {
         num_logits_ = slots;
@@ -208,7 +222,7 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
     }
 }
 
-void Session::compute(size_t first, size_t last, int num_logits) {
+void Session::compute(size_t first, size_t last, int num_logits, const std::function<void()>* interrupted) {
     const int n = static_cast<int>(last - first);
     std::vector<int32_t> tokens(n), positions(n);
     std::vector<RowContext> contexts(n);
@@ -221,7 +235,7 @@ void Session::compute(size_t first, size_t last, int num_logits) {
     read_logits();
     float* logits = reserve_logits(num_logits);
     executor_->compute({n, tokens.data(), positions.data(), contexts.data(),
-                        static_cast<int>(committed_.size() + first), num_logits, logits});
+                        static_cast<int>(committed_.size() + first), num_logits, logits, interrupted});
     num_unread_ = num_logits;
     if (const size_t size = executor_->shortlist_size(); size > 0 && num_logits > 0) {
         executor_->read_shortlist(&shortlist_tokens_[num_logits_ * size], &shortlist_logits_[num_logits_ * size]);

@@ -33,7 +33,7 @@ public:
     // was trained for are refused with std::invalid_argument.
     Session(std::shared_ptr<const Model> model, int context);
 
-    // Evaluates and commits tokens, computing no logits. `interrupted` is called between passes and may throw; then, as
+    // Evaluates and commits tokens, computing no logits. `interrupted` is called now and then and may throw; then, as
     // after any error, nothing is committed.
     void prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted);
 
@@ -90,7 +90,7 @@ private:
     Followed follow_from(const Sampling& sampling, int root);
     void commit_path(const std::vector<int32_t>& path);
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
-    void compute(size_t first, size_t last, int num_logits);
+    void compute(size_t first, size_t last, int num_logits, const std::function<void()>* interrupted);
     float* reserve_logits(int num_rows);
     void drop_from(size_t first);
     int slot_of(int row) const;

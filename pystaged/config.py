@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat, TypedDict
 
@@ -72,11 +72,14 @@ class TextOptions(TypedDict, total=False):
     max_tokens: new tokens at most, 128 unless given.
     stop: one string or several that end the text before they appear in it.
     speculate: False decodes plainly; the text is the same.
+    progress: called while the prompt is read, with how many of its tokens are and how many are to be: before the first
+        few hundred and after each, so the last time with all of them.
     """
 
     max_tokens: int
     stop: str | Sequence[str]
     speculate: bool
+    progress: Callable[[int, int], None] | None
     sampling: SamplingConfig
     temperature: float
     top_k: int
@@ -109,6 +112,7 @@ class GenerationConfig:
     max_tokens: int
     stop: tuple[str, ...]
     speculate: bool
+    progress: Callable[[int, int], None] | None
 
     def __init__(
         self,
@@ -116,6 +120,7 @@ class GenerationConfig:
         max_tokens: int = 128,
         stop: str | Sequence[str] = (),
         speculate: bool = True,
+        progress: Callable[[int, int], None] | None = None,
         sampling: SamplingConfig | None = None,
         **fields: Any,
     ) -> None:
@@ -131,6 +136,9 @@ class GenerationConfig:
         object.__setattr__(self, "max_tokens", max_tokens)
         object.__setattr__(self, "stop", _stop_strings(stop))
         object.__setattr__(self, "speculate", bool(speculate))
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress must be called with two numbers, which {type(progress).__name__} cannot be")
+        object.__setattr__(self, "progress", progress)
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:

@@ -313,6 +313,7 @@ def _pieces(
             is_end=tokenizer.is_end,
             speculate=config.speculate,
             stats=written.stats,
+            progress=config.progress,
         )
         with closing(steps):
             for step in steps:

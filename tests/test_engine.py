@@ -91,6 +91,15 @@ def text_of(engine: Engine, tokens: list[int], finish: str = "length") -> str:
 # ---- Results ----
 
 
+def test_progress_of_a_prompt() -> None:
+    calls: list[tuple[int, ...]] = []
+    with pystaged.load() as engine:
+        engine.generate(range(300), max_tokens=1, progress=lambda *call: calls.append(call))
+        assert calls == [(0, 299), (256, 299), (299, 299)]
+        with pytest.raises(TypeError, match="progress"):
+            engine.generate("a", progress="yes")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_result(engine: Engine, path: Path, options: dict[str, Any]) -> None:
     result = engine.generate(PROMPT, max_tokens=60, **options)

@@ -59,6 +59,9 @@ struct F {
 constexpr int kIntegerRows = 16;
 constexpr int kRowsTogether = 1;
 constexpr bool kRowPairs = false;
+constexpr int kPanelsFrom = 64;
+constexpr int kPanelRows = 16;
+constexpr int kPanelUnits = 1;
 constexpr int kFloatRows = 16;
 constexpr int kFloatSums = 24;
 constexpr int kAttendRows = 8;
@@ -95,16 +98,21 @@ inline __m512i dot4(__m512i sum, __m512i weights, const int8_t* four) {
 
 // vpdpbusd multiplies unsigned weights by signed activations.
 template <int bits, int count, int rows>
-inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
+inline void dot_words(const Bytes* const (&unit)[1], const int8_t* x, const int32_t (&offsets)[rows],
+                      F (&out)[rows][1]) {
+    const Bytes* words = unit[0];
     for (int r = 0; r < rows; ++r) {
         __m512i sum = _mm512_set1_epi32(offsets[r]);
 #pragma GCC unroll 8
         for (int i = 0; i < count; ++i) {
             sum = dot4(sum, words[i].x, x + r * kBlock + 4 * i);
         }
-        out[r] = {_mm512_cvtepi32_ps(sum)};
+        out[r][0] = {_mm512_cvtepi32_ps(sum)};
     }
 }
+
+template <class Quants>
+using ManyRowsQuants = Quants;
 
 #include "generic.h"
 

@@ -19,25 +19,39 @@ inline __m256i dot4(__m256i sum, __m256i weights, __m256i values) {
 }
 
 // vpdpbusd multiplies unsigned weights by signed activations.
-template <int bits, int count, int rows>
-inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
-    __m256i sum[rows];
+template <int bits, int count, int rows, int units>
+inline void dot_words(const Bytes* const (&words)[units], const int8_t* x, const int32_t (&offsets)[rows],
+                      F (&out)[rows][units]) {
+    __m256i sum[rows][units];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
-        sum[r] = _mm256_set1_epi32(offsets[r]);
+#pragma GCC unroll 2
+        for (int u = 0; u < units; ++u) {
+            sum[r][u] = _mm256_set1_epi32(offsets[r]);
+        }
     }
 #pragma GCC unroll 8
     for (int i = 0; i < count; ++i) {
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
-            sum[r] = dot4(sum[r], words[i].x, broadcast4(x + r * kBlock + 4 * i));
+            const __m256i values = broadcast4(x + r * kBlock + 4 * i);
+#pragma GCC unroll 2
+            for (int u = 0; u < units; ++u) {
+                sum[r][u] = dot4(sum[r][u], words[u][i].x, values);
+            }
         }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
-        out[r] = {_mm256_cvtepi32_ps(sum[r])};
+#pragma GCC unroll 2
+        for (int u = 0; u < units; ++u) {
+            out[r][u] = {_mm256_cvtepi32_ps(sum[r][u])};
+        }
     }
 }
+
+template <class Quants>
+using ManyRowsQuants = Quants;
 
 #include "generic.h"
 

@@ -6,37 +6,11 @@
 // The unsigned weights, below 2^bits, of one unit and block: words[i] has inputs 4 i to 4 i + 3 of every lane.
 template <int bits>
 struct Words {
+    static constexpr int num_bits = bits;
+    static constexpr int value_bytes = kBlock;  // of a row's block as dot_words reads it
     Bytes words[8];
 
-    // Of each row the products with 32 inputs, or with the 16 of either half, and its offset.
-    template <int rows>
-    void dot(const int8_t* x, const BlockFactors* row, F (&out)[rows]) const {
-        dot_from<0, 8, 0>(x, row, out);
-    }
-    template <int rows>
-    void dot_first(const int8_t* x, const BlockFactors* row, F (&out)[rows]) const {
-        dot_from<0, 4, 0>(x, row, out);
-    }
-    template <int rows>
-    void dot_second(const int8_t* x, const BlockFactors* row, F (&out)[rows]) const {
-        dot_from<4, 4, 1>(x, row, out);
-    }
-    // Without an offset.
-    template <int rows, int first = 0, int count = 8>
-    void dot_only(const int8_t* x, const BlockFactors* row, F (&out)[rows]) const {
-        dot_from<first, count, -1>(x, row, out);
-    }
-
-private:
-    template <int first, int count, int offset, int rows>
-    void dot_from(const int8_t* x, const BlockFactors* row, F (&out)[rows]) const {
-        int32_t offsets[rows] = {};
-        for (int r = 0; offset >= 0 && r < rows; ++r) {
-            offsets[r] = row[r].offsets[offset < 0 ? 0 : offset];
-        }
-        constexpr int bytes_of_word = kRowPairs && rows == 2 ? 8 : 4;
-        dot_words<bits, count, rows>(words + first, x + bytes_of_word * first, offsets, out);
-    }
+    static void copy_values(const int8_t* from, int rows, int8_t* to) { __builtin_memcpy(to, from, rows * kBlock); }
 };
 
 // As they are stored: the lower four bits of words i and i + 4 in one vector, or the lower two of words 4 i to 4 i + 3.
@@ -46,6 +20,7 @@ struct Quants : Words<bits> {
     static constexpr int bytes = kLanes * kBlock / 8 * bits;
     using Words<bits>::words;
 
+    Quants() = default;
     Quants(const uint8_t* data, int part) {
         data += part * F::lanes * 4;
         if constexpr (bits == 8) {
@@ -97,6 +72,7 @@ struct TableQuants : Words<bits> {
     static constexpr int bytes = Quants<4>::bytes;
     using Words<bits>::words;
 
+    TableQuants() = default;
     TableQuants(const uint8_t* data, int part) {
         const Quants<4> indices(data, part);
 #pragma GCC unroll 8
@@ -110,15 +86,36 @@ inline F load_part(const uint8_t* halves, int part) {
     return F::load_f16(reinterpret_cast<const uint16_t*>(halves) + part * F::lanes);
 }
 
-template <int rows>
-inline void add_scaled(F* sum, F scale, const BlockFactors* row, const F (&dot)[rows]) {
+// Of `rows` rows and a block's `units` units from `parts` on: the sums over 32 inputs, or over the 16 of a half, each
+// with the row's offset of that number, or without for -1; dot[row][unit].
+template <int rows, int units, int offset, int first = 0, int count = 8, class Block>
+inline void dot_parts(const Block* parts, const int8_t* x, const BlockFactors* row, F (&dot)[rows][units]) {
+    constexpr int bytes_of_word = kRowPairs && rows == 2 ? 8 : 4;
+    const Bytes* words[units];
+    for (int u = 0; u < units; ++u) {
+        words[u] = parts[u].quants.words + first;
+    }
+    int32_t offsets[rows] = {};
+    for (int r = 0; offset >= 0 && r < rows; ++r) {
+        offsets[r] = row[r].offsets[offset < 0 ? 0 : offset];
+    }
+    dot_words<decltype(Block::quants)::num_bits, count>(words, x + bytes_of_word * first, offsets, dot);
+}
+
+template <int rows, int units, class Block>
+inline void add_scaled(const Block* parts, F* sum, const BlockFactors* row, const F (&dot)[rows][units]) {
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
-        sum[r] = fma(scale * F::set(row[r].scale), dot[r], sum[r]);
+#pragma GCC unroll 4
+        for (int u = 0; u < units; ++u) {
+            F& to = sum[r * units + u];
+            to = fma(parts[u].scale * F::set(row[r].scale), dot[r][u], to);
+        }
     }
 }
 
-// The blocks of the packings. Each covers kBlock inputs and adds its products with some rows to their sums; `Header` is
-// what several in a row share.
+// The blocks of the packings. Each covers kBlock inputs of a unit; `add` takes those of some units side by side and
+// adds their products with some rows to sum[row][unit]. `Header` is what several in a row share.
 struct NoHeader {
     static constexpr int bytes = 0, blocks = 1;
     NoHeader(const uint8_t*, int) {}
@@ -144,11 +141,11 @@ struct WithOffset {
     F scale;
     Quants quants;
 
-    template <int rows>
-    void add(F* sum, const int8_t* x, const BlockFactors* row) const {
-        F dot[rows];
-        quants.dot(x, row, dot);
-        add_scaled(sum, scale, row, dot);
+    template <int rows, int units, class Block>
+    static void add(const Block* parts, F* sum, const int8_t* x, const BlockFactors* row) {
+        F dot[rows][units];
+        dot_parts<rows, units, 0>(parts, x, row, dot);
+        add_scaled(parts, sum, row, dot);
     }
 };
 
@@ -157,6 +154,7 @@ struct OffsetBlock : WithOffset<Quants> {
     using Header = NoHeader;
     static constexpr int bytes = 2 * kLanes + Quants::bytes;
 
+    OffsetBlock() = default;
     OffsetBlock(const Header&, const uint8_t* data, int part)
         : WithOffset<Quants>{load_part(data, part), {data + 2 * kLanes, part}} {}
 };
@@ -167,6 +165,7 @@ struct SuperOffsetBlock : WithOffset<Quants> {
     using Header = ScaleHeader;
     static constexpr int bytes = kLanes + Quants::bytes;
 
+    SuperOffsetBlock() = default;
     SuperOffsetBlock(const Header& header, const uint8_t* data, int part)
         : WithOffset<Quants>{header.scale * F::load_i8(data + part * F::lanes), {data + kLanes, part}} {}
 };
@@ -177,6 +176,7 @@ struct ExponentBlock : WithOffset<Quants> {
     using Header = NoHeader;
     static constexpr int bytes = kLanes + Quants::bytes;
 
+    ExponentBlock() = default;
     ExponentBlock(const Header&, const uint8_t* data, int part)
         : WithOffset<Quants>{power(F::load_u8(data + part * F::lanes) - F::set(128)), {data + kLanes, part}} {}
 
@@ -193,14 +193,19 @@ struct WithMinimum {
     F scale, minimum;
     Quants<bits> quants;
 
-    template <int rows>
-    void add(F* sum, const int8_t* x, const BlockFactors* row) const {
-        F dot[rows];
-        quants.dot_only(x, row, dot);
+    template <int rows, int units, class Block>
+    static void add(const Block* parts, F* sum, const int8_t* x, const BlockFactors* row) {
+        F dot[rows][units];
+        dot_parts<rows, units, -1>(parts, x, row, dot);
+#pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) {
-            sum[r] = fma(minimum, F::set(row[r].sum), sum[r]);
+#pragma GCC unroll 4
+            for (int u = 0; u < units; ++u) {
+                F& to = sum[r * units + u];
+                to = fma(parts[u].minimum, F::set(row[r].sum), to);
+            }
         }
-        add_scaled(sum, scale, row, dot);
+        add_scaled(parts, sum, row, dot);
     }
 };
 
@@ -209,6 +214,7 @@ struct MinimumBlock : WithMinimum<bits> {
     using Header = NoHeader;
     static constexpr int bytes = 4 * kLanes + Quants<bits>::bytes;
 
+    MinimumBlock() = default;
     MinimumBlock(const Header&, const uint8_t* data, int part)
         : WithMinimum<bits>{load_part(data, part), load_part(data + 2 * kLanes, part), {data + 4 * kLanes, part}} {}
 };
@@ -219,6 +225,7 @@ struct SuperMinimumBlock : WithMinimum<bits> {
     using Header = MinimumHeader;
     static constexpr int bytes = 2 * kLanes + Quants<bits>::bytes;
 
+    SuperMinimumBlock() = default;
     SuperMinimumBlock(const Header& header, const uint8_t* data, int part)
         : WithMinimum<bits>{header.scale * F::load_u8(data + part * F::lanes),
                             header.minus_minimum * F::load_u8(data + kLanes + part * F::lanes),
@@ -233,21 +240,26 @@ struct HalvesBlock {
     F scale, first, second;
     Quants<bits> quants;
 
+    HalvesBlock() = default;
     HalvesBlock(const Header& header, const uint8_t* data, int part)
         : scale(header.scale),
           first(F::load_i8(data + part * F::lanes)),
           second(F::load_i8(data + kLanes + part * F::lanes)),
           quants(data + 2 * kLanes, part) {}
-    template <int rows>
-    void add(F* sum, const int8_t* x, const BlockFactors* row) const {
-        F dot[rows], second_dot[rows];
-        quants.dot_first(x, row, dot);
-        quants.dot_second(x, row, second_dot);
+    template <int rows, int units, class Block>
+    static void add(const Block* parts, F* sum, const int8_t* x, const BlockFactors* row) {
+        F dot[rows][units], second_dot[rows][units];
+        dot_parts<rows, units, 0, 0, 4>(parts, x, row, dot);
+        dot_parts<rows, units, 1, 4, 4>(parts, x, row, second_dot);
+#pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) {
-            // Exact: both products and their sum are integers below 2^24.
-            dot[r] = fma(second_dot[r], second, dot[r] * first);
+#pragma GCC unroll 4
+            for (int u = 0; u < units; ++u) {
+                // Exact: both products and their sum are integers below 2^24.
+                dot[r][u] = fma(second_dot[r][u], parts[u].second, dot[r][u] * parts[u].first);
+            }
         }
-        add_scaled(sum, scale, row, dot);
+        add_scaled(parts, sum, row, dot);
     }
 };
 
@@ -260,6 +272,7 @@ struct HalvesMinimumBlock {
     F scales[2], minima[2];
     Quants<bits> quants;
 
+    HalvesMinimumBlock() = default;
     HalvesMinimumBlock(const Header& header, const uint8_t* data, int part)
         : scale(header.scale), quants(data + 2 * kLanes, part) {
 #pragma GCC unroll 2
@@ -271,18 +284,24 @@ struct HalvesMinimumBlock {
             scales[half] = fma(high, F::set(-16), both);
         }
     }
-    template <int rows>
-    void add(F* sum, const int8_t* x, const BlockFactors* row) const {
-        F dot[rows], second_dot[rows];
-        quants.template dot_only<rows, 0, 4>(x, row, dot);
-        quants.template dot_only<rows, 4, 4>(x, row, second_dot);
+    template <int rows, int units, class Block>
+    static void add(const Block* parts, F* sum, const int8_t* x, const BlockFactors* row) {
+        F dot[rows][units], second_dot[rows][units];
+        dot_parts<rows, units, -1, 0, 4>(parts, x, row, dot);
+        dot_parts<rows, units, -1, 4, 4>(parts, x, row, second_dot);
+#pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) {
-            // Exact, as above.
-            dot[r] = fma(second_dot[r], scales[1], dot[r] * scales[0]);
-            sum[r] = fma(minima[0], F::set(row[r].sums[0]), sum[r]);
-            sum[r] = fma(minima[1], F::set(row[r].sums[1]), sum[r]);
+#pragma GCC unroll 4
+            for (int u = 0; u < units; ++u) {
+                const Block& part = parts[u];
+                F& to = sum[r * units + u];
+                // Exact, as above.
+                dot[r][u] = fma(second_dot[r][u], part.scales[1], dot[r][u] * part.scales[0]);
+                to = fma(part.minima[0], F::set(row[r].sums[0]), to);
+                to = fma(part.minima[1], F::set(row[r].sums[1]), to);
+            }
         }
-        add_scaled(sum, scale, row, dot);
+        add_scaled(parts, sum, row, dot);
     }
 };
 
@@ -291,7 +310,7 @@ uint64_t dots(int rounds) {
     alignas(64) uint8_t weights[Quants<4>::bytes] = {};
     alignas(64) int8_t x[rows * kBlock] = {};
     const BlockFactors factors[together] = {};
-    const Quants<4> quants(weights, 0);
+    const WithOffset<Quants<4>> part = {F::set(1), {weights, 0}};
     F sums[rows];
     for (F& sum : sums) {
         sum = F::set(0);
@@ -301,10 +320,10 @@ uint64_t dots(int rounds) {
         asm volatile("" : : "r"(x) : "memory");
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r += together) {
-            F dot[together];
-            quants.dot_only(x + r * kBlock, factors, dot);
+            F dot[together][1];
+            dot_parts<together, 1, -1>(&part, x + r * kBlock, factors, dot);
             for (int i = 0; i < together; ++i) {
-                sums[r + i] = sums[r + i] + dot[i];
+                sums[r + i] = sums[r + i] + dot[i][0];
             }
         }
     }

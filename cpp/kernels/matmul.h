@@ -53,16 +53,16 @@ inline void prefetch(const uint8_t* data, int bytes, int first, int step) {
     }
 }
 
-// Adds a block of every row to its sum.
-template <class Block, int rows>
-inline void add_rows(const Block& block, F* sum, const int8_t* quants, const BlockFactors* factors) {
+// Adds a block of every row to its sums.
+template <int rows, int units, class Block>
+inline void add_rows(const Block* parts, F* sum, const int8_t* quants, const BlockFactors* factors) {
     constexpr int left = rows % kRowsTogether, whole = rows - left;
 #pragma GCC unroll 16
     for (int r = 0; r < whole; r += kRowsTogether) {
-        block.template add<kRowsTogether>(sum + r, quants + r * kBlock, factors + r);
+        Block::template add<kRowsTogether, units>(parts, sum + r * units, quants + r * kBlock, factors + r);
     }
     if constexpr (left > 0) {
-        block.template add<left>(sum + whole, quants + whole * kBlock, factors + whole);
+        Block::template add<left, units>(parts, sum + whole * units, quants + whole * kBlock, factors + whole);
     }
 }
 
@@ -93,7 +93,7 @@ void integer_tile(const uint8_t* group, int g, const Activations& x, int row, co
             for (int b = 0; b < blocks; ++b) {
                 const Block block(header, data, part);
                 prefetch<Block>(data, Block::bytes, part, kUnits);
-                add_rows<Block, rows>(block, sum, q, f);
+                add_rows<rows, 1>(&block, sum, q, f);
                 data += Block::bytes;
                 q += size_t(x.n) * kBlock;
                 f += x.n;
@@ -130,13 +130,119 @@ inline void integer_rows(const uint8_t* group, int g, const Activations& x, int 
     }
 }
 
+// Some blocks of a group and of rows as they are multiplied with each other: the weights of all units unpacked, the
+// rows of a tile side by side.
+constexpr int kPanelBlocks = 8;
+constexpr int kMostPanelRows = 64;
+constexpr int kPanelGroups = 8;  // whose sums stay in the cache meanwhile
+
 template <class Block>
+struct Panel {
+    using Quants = decltype(Block::quants);
+
+    Block weights[kPanelBlocks][kUnits];
+    alignas(
+        64) int8_t quants[kMostPanelRows * kPanelBlocks * Quants::value_bytes];  // [tiles][blocks][rows][value bytes]
+    BlockFactors factors[kMostPanelRows * kPanelBlocks];                         // [tiles][blocks][rows]
+    int blocks;
+
+    [[gnu::noinline]] void take_weights(const uint8_t* data) {
+        using Header = typename Block::Header;
+        for (int part = 0; part < kUnits; ++part) {
+            const Header header(data, part);
+            for (int b = 0; b < blocks; ++b) {
+                weights[b][part] = Block(header, data + Header::bytes + b * Block::bytes, part);
+            }
+        }
+    }
+
+    [[gnu::noinline]] void take_rows(const QuantizedRows& x, int n) {
+        for (int b = 0; b < blocks; ++b) {
+            for (int row = 0; row < n; row += kPanelRows) {
+                const size_t at = row * kPanelBlocks + b * kPanelRows, from = size_t(b) * x.n + row;
+                __builtin_memcpy(factors + at, x.factors + from, kPanelRows * sizeof(BlockFactors));
+                Quants::copy_values(x.quants + from * kBlock, kPanelRows, quants + at * Quants::value_bytes);
+            }
+        }
+    }
+
+    // Adds to sums[row][unit] the products with the tile that begins at `row`. Flattened, because in a file of so many
+    // tiles the compiler runs out of growth that it allows itself.
+    [[gnu::noinline, gnu::flatten]] void multiply(int row, F* sums) const {
+        for (int unit = 0; unit < kUnits; unit += kPanelUnits) {
+            F sum[kPanelRows * kPanelUnits];
+#pragma GCC unroll 16
+            for (int i = 0; i < kPanelRows * kPanelUnits; ++i) {
+                sum[i] = sums[i / kPanelUnits * kUnits + unit + i % kPanelUnits];
+            }
+            const int8_t* q = quants + row * kPanelBlocks * Quants::value_bytes;
+            const BlockFactors* f = factors + row * kPanelBlocks;
+            for (int b = 0; b < blocks; ++b) {
+                add_rows<kPanelRows, kPanelUnits>(&weights[b][unit], sum, q, f);
+                q += kPanelRows * Quants::value_bytes;
+                f += kPanelRows;
+            }
+#pragma GCC unroll 16
+            for (int i = 0; i < kPanelRows * kPanelUnits; ++i) {
+                sums[i / kPanelUnits * kUnits + unit + i % kPanelUnits] = sum[i];
+            }
+        }
+    }
+};
+
+// Groups times many rows, a multiple of kPanelRows. Weights are unpacked once for all of them, and the rows of a panel
+// stay in the cache for all groups.
+template <class Block>
+void integer_panels(const uint8_t* weights, int first, int last, const Activations& x, int row, int n,
+                    const Epilogue& e) {
+    using Header = typename Block::Header;
+    const int blocks = x.cols / kBlock;
+    const size_t group_bytes = size_t(blocks) * Block::bytes + size_t(blocks / Header::blocks) * Header::bytes;
+    constexpr size_t panel_bytes = kPanelBlocks * Block::bytes + kPanelBlocks / Header::blocks * Header::bytes;
+    Panel<Block> panel;
+    F sums[kPanelGroups][kMostPanelRows][kUnits];
+    for (int g = 0; g < last - first; ++g) {
+        clear(sums[g]);
+    }
+    for (int b = 0; b < blocks; b += kPanelBlocks) {
+        panel.blocks = blocks - b < kPanelBlocks ? blocks - b : kPanelBlocks;
+        const size_t at = size_t(b) * x.n + row;
+        panel.take_rows({x.n, x.quantized.packing, x.quantized.quants + at * kBlock, x.quantized.factors + at}, n);
+        for (int g = first; g < last; ++g) {
+            const uint8_t* data = weights + g * group_bytes + b / kPanelBlocks * panel_bytes;
+            panel.take_weights(data);
+            const uint8_t* next = g + 1 < last ? data + group_bytes : data - (g - first) * group_bytes + panel_bytes;
+            for (size_t line = 0; kPrefetchBlocks > 0 && line < panel_bytes; line += 64) {
+                __builtin_prefetch(next + line, 0, kPrefetchLocality);
+            }
+            for (int r = 0; r < n; r += kPanelRows) {
+                panel.multiply(r, sums[g - first][r]);
+            }
+        }
+    }
+    for (int g = first; g < last; ++g) {
+        for (int r = 0; r < n; ++r) {
+            for (int part = 0; part < kUnits; ++part) {
+                finish(sums[g - first][r][part], e, row + r, g * kUnits + part);
+            }
+        }
+    }
+}
+
+template <class Block, class PanelBlock = Block>
 void integer_matmul(const uint8_t* weights, int first, int last, const Activations& x, const Epilogue& e) {
     using Header = typename Block::Header;
     const size_t group_bytes =
         size_t(x.cols / kBlock) * Block::bytes + size_t(x.cols / kBlock / Header::blocks) * Header::bytes;
-    for (int g = first; g < last; ++g) {
-        integer_rows<Block, kIntegerRows>(weights + g * group_bytes, g, x, 0, x.n, e);
+    const int whole = x.n < kPanelsFrom ? 0 : x.n / kPanelRows * kPanelRows;
+    for (int row = 0; row < whole; row += kMostPanelRows) {
+        const int n = whole - row < kMostPanelRows ? whole - row : kMostPanelRows;
+        for (int g = first; g < last; g += kPanelGroups) {
+            integer_panels<PanelBlock>(weights, g, last - g < kPanelGroups ? last : g + kPanelGroups, x, row, n, e);
+        }
+    }
+    for (int g = first; whole < x.n && g < last; ++g) {
+        integer_rows<Block, kIntegerRows>(weights + g * group_bytes, g, x, whole, x.n - whole, e);
     }
 }
 

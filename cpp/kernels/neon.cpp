@@ -11,6 +11,9 @@ namespace {
 constexpr int kIntegerRows = 8;
 constexpr int kRowsTogether = 1;
 constexpr bool kRowPairs = false;
+constexpr int kPanelsFrom = 64;
+constexpr int kPanelRows = 8;
+constexpr int kPanelUnits = 1;
 
 // A word of activations for every lane of weights.
 inline int8x16_t broadcast4(const int8_t* p) {
@@ -20,7 +23,9 @@ inline int8x16_t broadcast4(const int8_t* p) {
 }
 
 template <int bits, int count, int rows>
-inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
+inline void dot_words(const Bytes* const (&unit)[1], const int8_t* x, const int32_t (&offsets)[rows],
+                      F (&out)[rows][1]) {
+    const Bytes* words = unit[0];
     // As many words as the 16-bit sums hold: words * 127 * the largest weight < 2^15.
     constexpr int most = bits == 8 ? 2 : bits == 6 ? 4 : 8, together = most < count ? most : count;
     static_assert(count % together == 0);
@@ -38,9 +43,12 @@ inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offse
             lo = vpadalq_s16(lo, lo_pairs);
             hi = vpadalq_s16(hi, hi_pairs);
         }
-        out[r] = {vcvtq_f32_s32(vaddq_s32(start<bits>(offsets[r]), vpaddq_s32(lo, hi)))};
+        out[r][0] = {vcvtq_f32_s32(vaddq_s32(start<bits>(offsets[r]), vpaddq_s32(lo, hi)))};
     }
 }
+
+template <class Quants>
+using ManyRowsQuants = Quants;
 
 #include "generic.h"
 

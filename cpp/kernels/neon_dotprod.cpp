@@ -12,9 +12,14 @@ namespace {
 constexpr int kIntegerRows = 8;
 constexpr int kRowsTogether = 1;
 constexpr bool kRowPairs = false;
+constexpr int kPanelsFrom = 64;
+constexpr int kPanelRows = 8;
+constexpr int kPanelUnits = 1;
 
 template <int bits, int count, int rows>
-inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
+inline void dot_words(const Bytes* const (&unit)[1], const int8_t* x, const int32_t (&offsets)[rows],
+                      F (&out)[rows][1]) {
+    const Bytes* words = unit[0];
     for (int r = 0; r < rows; ++r) {
         int32x4_t sum = start<bits>(offsets[r]);
 #pragma GCC unroll 2
@@ -25,9 +30,12 @@ inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offse
             sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i + 2]), values, 2);
             sum = vdotq_laneq_s32(sum, signed_weights<bits>(words[i + 3]), values, 3);
         }
-        out[r] = {vcvtq_f32_s32(sum)};
+        out[r][0] = {vcvtq_f32_s32(sum)};
     }
 }
+
+template <class Quants>
+using ManyRowsQuants = Quants;
 
 #include "generic.h"
 

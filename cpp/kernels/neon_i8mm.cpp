@@ -12,6 +12,9 @@ namespace {
 constexpr int kIntegerRows = 8;
 constexpr int kRowsTogether = 2;
 constexpr bool kRowPairs = true;
+constexpr int kPanelsFrom = 64;
+constexpr int kPanelRows = 8;
+constexpr int kPanelUnits = 1;
 
 inline uint8x16_t as_bytes(uint32x4_t words) {
     return vreinterpretq_u8_u32(words);
@@ -20,7 +23,9 @@ inline uint8x16_t as_bytes(uint32x4_t words) {
 // Unsigned weights times signed activations. Two outputs times two rows over eight inputs is one instruction; the
 // weights it needs, two words of two outputs, are the same for every pair of rows.
 template <int bits, int count, int rows>
-inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
+inline void dot_words(const Bytes* const (&unit)[1], const int8_t* x, const int32_t (&offsets)[rows],
+                      F (&out)[rows][1]) {
+    const Bytes* words = unit[0];
     if constexpr (rows == 1) {
         int32x4_t sum = vdupq_n_s32(offsets[0]);
 #pragma GCC unroll 2
@@ -31,7 +36,7 @@ inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offse
             sum = vusdotq_laneq_s32(sum, words[i + 2].x, values, 2);
             sum = vusdotq_laneq_s32(sum, words[i + 3].x, values, 3);
         }
-        out[0] = {vcvtq_f32_s32(sum)};
+        out[0][0] = {vcvtq_f32_s32(sum)};
     } else {
         const int32x2_t offset = vset_lane_s32(offsets[1], vdup_n_s32(offsets[0]), 1);
         int32x4_t lo = vcombine_s32(offset, offset), hi = lo;
@@ -42,10 +47,13 @@ inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offse
             lo = vusmmlaq_s32(lo, as_bytes(vzip1q_u32(even, odd)), values);
             hi = vusmmlaq_s32(hi, as_bytes(vzip2q_u32(even, odd)), values);
         }
-        out[0] = {vcvtq_f32_s32(vuzp1q_s32(lo, hi))};
-        out[1] = {vcvtq_f32_s32(vuzp2q_s32(lo, hi))};
+        out[0][0] = {vcvtq_f32_s32(vuzp1q_s32(lo, hi))};
+        out[1][0] = {vcvtq_f32_s32(vuzp2q_s32(lo, hi))};
     }
 }
+
+template <class Quants>
+using ManyRowsQuants = Quants;
 
 #include "generic.h"
 

@@ -51,6 +51,9 @@ struct F {
 constexpr int kIntegerRows = 4;    // rows of one integer tile
 constexpr int kRowsTogether = 1;   // of them, those that a block is multiplied by at once
 constexpr bool kRowPairs = false;  // whether quantize() interleaves rows in pairs
+constexpr int kPanelsFrom = 8;     // rows from which on weights are unpacked once for all of them
+constexpr int kPanelRows = 4;      // rows that a panel of unpacked weights is multiplied by at once
+constexpr int kPanelUnits = 1;     // units of it that are multiplied side by side
 constexpr int kFloatRows = 4;      // rows of one float tile
 constexpr int kFloatSums = 4;      // sums a float tile keeps in registers
 constexpr int kAttendRows = 1;     // rows that attention takes at a time
@@ -93,15 +96,21 @@ inline Bytes shift(Bytes a) {
 // times the row's signed bytes. Those begin at x, kBlock apart; with kRowPairs those of two rows take turns after
 // eight.
 template <int bits, int count, int rows>
-inline void dot_words(const Bytes* words, const int8_t* x, const int32_t (&offsets)[rows], F (&out)[rows]) {
+inline void dot_words(const Bytes* const (&unit)[1], const int8_t* x, const int32_t (&offsets)[rows],
+                      F (&out)[rows][1]) {
+    const Bytes* words = unit[0];
     for (int r = 0; r < rows; ++r) {
         int sum = offsets[r];
         for (int i = 0; i < 4 * count; ++i) {
             sum += static_cast<int>(words[i / 4].x >> 8 * (i % 4) & 255) * x[r * kBlock + i];
         }
-        out[r] = {static_cast<float>(sum)};
+        out[r][0] = {static_cast<float>(sum)};
     }
 }
+
+// What takes the place of quants of eight bits where many rows are multiplied.
+template <class Quants>
+using ManyRowsQuants = Quants;
 
 #include "generic.h"
 

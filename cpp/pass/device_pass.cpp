@@ -63,7 +63,7 @@ DevicePass::DevicePass(const Model& model, int num_cells, int context)
     scheduler_.reset(ggml_backend_sched_new(backends.data(), nullptr, static_cast<int>(backends.size()), most_nodes_,
                                             /*parallel=*/false, /*op_offload=*/false));
     // The largest graph, so that memory is there for every other.
-    build_graph(kMaxRows, kMaxRows, this->num_cells());
+    build_graph(max_rows(), max_rows(), this->num_cells());
     const bool reserved = ggml_backend_sched_reserve(scheduler_.get(), built_->graph);
     built_.reset();
     if (!reserved) {

@@ -13,6 +13,7 @@ public:
     ~DevicePass() override;
 
     int num_cells() const override { return static_cast<int>(places_.size()); }
+    int max_rows() const override { return 64; }
     void compute(const Pass& pass) override;
     // Only says where a cell is; nothing moves on the device.
     void move(const std::vector<std::pair<int, int>>& cells) override;

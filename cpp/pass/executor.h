@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -21,12 +22,12 @@ struct Pass {
     int first_cell = 0;                    // row i writes its key and value into cell first_cell + i
     int num_logits = 0;                    // how many of the last rows need logits
     float* logits = nullptr;               // [num_logits][logits_stride()]
+    // Called between layers where they are computed one by one, or none; what it throws ends the pass.
+    const std::function<void()>* interrupted = nullptr;
 };
 
 class Executor {
 public:
-    static constexpr int kMaxRows = 64;
-
     virtual ~Executor() = default;
     Executor(const Executor&) = delete;
     Executor& operator=(const Executor&) = delete;
@@ -34,7 +35,8 @@ public:
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
     size_t logits_stride() const { return padded(model_.numbers().vocab_size, kRun); }
     virtual int num_cells() const = 0;
-    // At most kMaxRows rows.
+    // Of one pass.
+    virtual int max_rows() const = 0;
     virtual void compute(const Pass& pass) = 0;
     // Moves cells, in order, each from .first to .second; what .second held is lost.
     virtual void move(const std::vector<std::pair<int, int>>& cells) = 0;

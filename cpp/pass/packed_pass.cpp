@@ -13,6 +13,9 @@ namespace {
 // Below this many values the rows of an operation are prepared by the caller alone.
 constexpr int kValuesWorthSharing = 4 << 10;
 
+// Rows there is memory for as soon as there is any.
+constexpr int kFewRows = 64;
+
 Activation activation_of(Gate gate) {
     return gate == Gate::silu ? Activation::silu : Activation::gelu;
 }
@@ -32,27 +35,37 @@ PackedPass::PackedPass(const Model& model, int num_cells, int context)
         windowed_rotation_.frequencies = h.windowed_rope.frequencies(factors);
         windowed_rotation_.amplitude = h.windowed_rope.amplitude();
     }
-    size_t qkv_stride = 0, widest = padded(std::max({h.width, h.ffn_width, h.q_width()}), kBlock);
     for (const Layer& layer : model.layers()) {
-        qkv_stride = std::max(qkv_stride, layer.qkv_stride);
-    }
-    for (std::vector<float>& rows : stream_) {
-        rows.resize(kMaxRows * size_t(h.padded_width()));
-    }
-    normed_.resize(kMaxRows * size_t(h.padded_width()));
-    branch_.resize(normed_.size());
-    qkv_.resize(kMaxRows * qkv_stride);
-    mixed_.resize(kMaxRows * size_t(padded(h.q_width(), kBlock)));
-    hidden_.resize(kMaxRows * size_t(padded(h.ffn_width, kBlock)));
-    const auto& layers = model.layers();
-    if (std::any_of(layers.begin(), layers.end(), [](const Layer& layer) { return layer.ffn_gate.present(); })) {
-        gate_.resize(hidden_.size());
+        qkv_stride_ = std::max(qkv_stride_, layer.qkv_stride);
+        has_gate_ = has_gate_ || layer.ffn_gate.present();
     }
     inputs_.resize(3);
-    for (Quantized& input : inputs_) {
-        input.resize(kMaxRows * size_t(h.padded_width()));
+}
+
+void PackedPass::make_room(int num_rows) {
+    if (num_rows <= room_) {
+        return;
     }
-    handed_.resize(kMaxRows * widest);
+    // A few for trees; a prompt that fills a pass takes the most there are.
+    const size_t rows = num_rows <= kFewRows ? kFewRows : kMaxRows;
+    const Hyperparameters& h = model_.numbers();
+    const size_t widest = padded(std::max({h.width, h.ffn_width, h.q_width()}), kBlock);
+    for (std::vector<float>& stream : stream_) {
+        stream.resize(rows * h.padded_width());
+    }
+    normed_.resize(rows * h.padded_width());
+    branch_.resize(normed_.size());
+    qkv_.resize(rows * qkv_stride_);
+    mixed_.resize(rows * padded(h.q_width(), kBlock));
+    hidden_.resize(rows * padded(h.ffn_width, kBlock));
+    if (has_gate_) {
+        gate_.resize(hidden_.size());
+    }
+    for (Quantized& input : inputs_) {
+        input.resize(rows * h.padded_width());
+    }
+    handed_.resize(rows * widest);
+    room_ = static_cast<int>(rows);
 }
 
 void PackedPass::Quantized::resize(size_t values) {
@@ -75,6 +88,7 @@ void PackedPass::Rotation::set(const Pass& pass) {
 
 void PackedPass::compute(const Pass& pass) {
     const Hyperparameters& h = model_.numbers();
+    make_room(pass.num_rows);
     rotation_.set(pass);
     if (h.window > 0) {
         windowed_rotation_.set(pass);
@@ -205,6 +219,9 @@ const QuantizedRows* PackedPass::hand_to(const Linear& next, int n) {
 }
 
 PackedPass::Value PackedPass::qkv(const Value& x, const Layer& layer) {
+    if (pass_->interrupted) {
+        (*pass_->interrupted)();
+    }
     std::vector<const Linear*> matrices;
     for (const Linear& linear : layer.qkv) {
         matrices.push_back(&linear);

@@ -14,7 +14,12 @@ class PackedPass : public Executor {
 public:
     PackedPass(const Model& model, int num_cells, int context);
 
+    // So many that weights come from memory and are unpacked for next to nothing, and few enough that their values take
+    // little memory.
+    static constexpr int kMaxRows = 256;
+
     int num_cells() const override { return cache_.num_cells(); }
+    int max_rows() const override { return kMaxRows; }
     void compute(const Pass& pass) override;
     void move(const std::vector<std::pair<int, int>>& cells) override;
 
@@ -55,6 +60,8 @@ private:
         void set(const Pass& pass);
     };
 
+    // Memory for so many rows.
+    void make_room(int num_rows);
     std::vector<Activations> activations(const Value& x, const std::vector<const Linear*>& matrices);
     void apply(const Norm& norm, const float* row, int cols, float* out) const;
     float* next_rows();
@@ -63,6 +70,9 @@ private:
     const QuantizedRows* hand_to(const Linear& next, int n);
 
     KvCache cache_;
+    int room_ = 0;  // rows there is memory for
+    size_t qkv_stride_ = 0;
+    bool has_gate_ = false;
     const Pass* pass_ = nullptr;
     Rotation rotation_, windowed_rotation_;
     std::vector<float> row_scales_;

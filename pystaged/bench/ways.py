@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pystaged._core import Session
 from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.loop import Decoder, Progress
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
@@ -28,8 +28,8 @@ from pystaged.stats import DrafterStats, GenerationStats
 class _Ready(Decoder):
     """Its drafters read the prompt before decoding is timed: they draft whatever it gains."""
 
-    def start(self, prompt: NDArray[np.int32], *, speculate: bool = True) -> int:
-        reused = super().start(prompt, speculate=speculate)
+    def start(self, prompt: NDArray[np.int32], *, speculate: bool = True, progress: Progress | None = None) -> int:
+        reused = super().start(prompt, speculate=speculate, progress=progress)
         for drafter in self.drafters:
             drafter.catch_up()
         return reused

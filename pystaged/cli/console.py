@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from pystaged import Engine
     from pystaged.cli.options import LoadOptions
     from pystaged.loading.progress import Progress
+
+
+_LONG = 1.0  # seconds after which people want to know how far something is
 
 
 class _Errors(Console):
@@ -58,6 +62,38 @@ def progress_bars() -> Iterator[Progress]:
     finally:
         if tasks:
             bars.stop()
+
+
+@contextmanager
+def reading_bar() -> Iterator[Callable[[int, int], None]]:
+    """While a prompt is read that takes more than a second, how far it is, where standard error is a terminal; to be
+    called with tokens read and tokens to read."""
+    from rich import progress as rich_progress  # noqa: PLC0415
+
+    columns = (
+        rich_progress.TextColumn("reading the prompt"),
+        rich_progress.BarColumn(),
+        rich_progress.TextColumn("{task.completed} of {task.total} tokens, {task.fields[speed]:.0f} per second"),
+    )
+    bar = rich_progress.Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+    task = bar.add_task("", start=False, speed=0.0)
+    begin = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal begin
+        if done == 0:
+            begin = time.monotonic()
+        seconds = time.monotonic() - begin
+        if done == total:
+            bar.stop()
+        elif seconds > _LONG:
+            bar.update(task, completed=done, total=total, speed=done / seconds)
+            bar.start()
+
+    try:
+        yield progress
+    finally:
+        bar.stop()
 
 
 def model_name(name: str) -> str | Path:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 import pystaged
-from pystaged.cli.console import errors, open_engine, read_prompt, report
+from pystaged.cli.console import errors, open_engine, read_prompt, reading_bar, report
 from pystaged.cli.options import (
     Color,
     Colors,
@@ -55,8 +55,10 @@ def generate(
     # Before a model is loaded, which may take a while.
     config = sampling.config()
     prompt = read_prompt(prompt)
-    with open_engine(model, loading) as engine:
-        stream = engine.stream(prompt, max_tokens=max_tokens, stop=stop or (), speculate=speculate, sampling=config)
+    with open_engine(model, loading) as engine, reading_bar() as progress:
+        stream = engine.stream(
+            prompt, max_tokens=max_tokens, stop=stop or (), speculate=speculate, sampling=config, progress=progress
+        )
         result = stream.finish() if as_json else show(stream, engine.tokenizer, color, show_tree=show_tree)
     if as_json:
         fields = {

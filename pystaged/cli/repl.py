@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli.console import errors, open_engine, report
+from pystaged.cli.console import errors, open_engine, reading_bar, report
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import (
     Color,
@@ -139,8 +139,10 @@ class Repl:
 
         about = Text("stopped", "dim")
         try:
-            with self._interrupts.allowed():
-                stream = self._engine.stream(prompt, max_tokens=self._max_tokens, sampling=self._sampling.config())
+            with self._interrupts.allowed(), reading_bar() as progress:
+                stream = self._engine.stream(
+                    prompt, max_tokens=self._max_tokens, sampling=self._sampling.config(), progress=progress
+                )
                 result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=keep)
                 about = summary(result.stats, self._color)
                 about.append(f"; read {result.stats.prompt_tokens - result.stats.reused_tokens} new tokens")

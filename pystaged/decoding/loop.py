@@ -18,6 +18,11 @@ from pystaged.decoding.step import FinishReason, Step
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import DrafterStats, GenerationStats
 
+_PIECE = 256  # tokens of a prompt read at once: as many as fill a pass
+
+Progress = Callable[[int, int], None]
+"""Called with how many tokens of a prompt are read and how many are to be read."""
+
 
 class Decoder:
     """One context being continued.
@@ -59,6 +64,7 @@ class Decoder:
         is_end: Callable[[int], bool] = lambda _: False,
         speculate: bool = True,
         stats: GenerationStats | None = None,
+        progress: Progress | None = None,
     ) -> Generator[Step, None, None]:
         """Continue a prompt step by step; the context is read and written between `next` and its return only.
 
@@ -68,6 +74,7 @@ class Decoder:
             is_end: whether a token ends the text; it is not emitted.
             speculate: False decodes plainly; the tokens are the same.
             stats: filled while it goes, complete when the iterator is exhausted or closed.
+            progress: as in start.
 
         Returns:
             An iterator of Step; the last one, which may be without tokens, says why the text ended.
@@ -80,14 +87,17 @@ class Decoder:
             raise ValueError(f"the prompt needs a token at least, and max_tokens, {max_tokens}, must be at least 1")
         self._check(prompt)
         return self._generate(
-            prompt, sampling, max_tokens, is_end, speculate, GenerationStats() if stats is None else stats
+            prompt, sampling, max_tokens, is_end, speculate, GenerationStats() if stats is None else stats, progress
         )
 
-    def start(self, prompt: NDArray[np.int32], *, speculate: bool = True) -> int:
+    def start(self, prompt: NDArray[np.int32], *, speculate: bool = True, progress: Progress | None = None) -> int:
         """Bring the context to a prompt, int32[n] with n >= 1; returns how many of its tokens were there already.
+
+        When it is interrupted, the pieces that were read are there the next time.
 
         Args:
             speculate: False decodes plainly until the next start.
+            progress: called before the first piece of the prompt and after each.
 
         Raises:
             ContextFullError: the prompt is longer than the context.
@@ -96,8 +106,14 @@ class Decoder:
         reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1)
         begin = self._clock()
         self.target.truncate(reused)
-        self.target.prefill(prompt[reused:-1])
-        read = len(prompt) - 1 - reused, self._clock() - begin
+        missing = prompt[reused:-1]
+        for done in range(0, len(missing), _PIECE):
+            if progress:
+                progress(done, len(missing))
+            self.target.prefill(missing[done : done + _PIECE])
+        if progress:
+            progress(len(missing), len(missing))
+        read = len(missing), self._clock() - begin
         self._root, self._length = int(prompt[-1]), len(prompt) - 1
         self._drafting = self.drafters if speculate else ()
         for drafter in self._drafting:
@@ -147,11 +163,12 @@ class Decoder:
         is_end: Callable[[int], bool],
         speculate: bool,
         stats: GenerationStats,
+        progress: Progress | None,
     ) -> Generator[Step, None, None]:
         before, left, begin = self.work(), max_tokens, self._clock()
         stats.prompt_tokens += len(prompt)
         try:
-            stats.reused_tokens += self.start(prompt, speculate=speculate)
+            stats.reused_tokens += self.start(prompt, speculate=speculate, progress=progress)
             stats.prefill_seconds += self._clock() - begin
             finished = False
             while not finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import platformdirs
 import pytest
+from rich.console import Console
 
 import pystaged
 from pystaged import Stage, TokenTree
 from pystaged._core import Tokenizer
+from pystaged.cli import console
 from pystaged.cli.painting import StageColors
 from pystaged.decoding.tree import TreeBuilder
 from pystaged.loading import names
@@ -134,6 +137,26 @@ def test_text_that_lags_keeps_its_stages() -> None:
     # The smiley is whole with the last of its bytes.
     last = max(i for i, word in enumerate(words) if any(byte >= 0x80 for byte in word))
     assert [stage for text, stage in found if "\U0001f600" in text] == [stages[last]]
+
+
+# ---- Long prompts ----
+
+
+@pytest.mark.parametrize(("is_terminal", "seconds"), [(True, 0.0), (True, 1e9), (False, 0.0)])
+def test_a_bar_while_a_long_prompt_is_read(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, seconds: float) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(console, "errors", Console(file=out, force_terminal=is_terminal, width=100))
+    monkeypatch.setattr(console, "_LONG", seconds)
+    with console.reading_bar() as progress:
+        for done in (0, 256, 512, 599):
+            progress(done, 599)
+        shown = out.getvalue()
+    assert out.getvalue() == shown  # it is gone before the text begins
+    if is_terminal and seconds == 0:
+        assert "512 of 599 tokens" in shown
+        assert "per second" in shown
+    else:
+        assert shown == ""
 
 
 # ---- Trees ----

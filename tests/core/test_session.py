@@ -151,16 +151,16 @@ def test_tree_is_decoding_every_path(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@given(chunks=st.lists(st.integers(0, 140), min_size=1, max_size=5))
+@given(chunks=st.lists(st.integers(0, 300), min_size=1, max_size=5))
 @examples
 def test_prefill_in_any_chunks(random_gguf: Callable[..., Path], shape: str, chunks: list[int]) -> None:
-    path = random_gguf(**SHAPES[shape], context=256)
+    path = random_gguf(**SHAPES[shape], context=512)
     for session in sessions(path):
         length = 0
         for chunk in chunks:
-            session.prefill(PREFIX[length : min(length + chunk, 255)])
+            session.prefill(PREFIX[length : min(length + chunk, 511)])
             length = len(session.tokens)
-        assert tuple(session.tokens) == PREFIX[: min(sum(chunks), 255)]
+        assert tuple(session.tokens) == PREFIX[: min(sum(chunks), 511)]
         session.evaluate([42], [-1])
         np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:length], 42))
 

@@ -470,6 +470,28 @@ def test_a_token_loop_that_is_left_early_leaves_the_context_usable(
     assert continuation(decoder, prompts[1], GREEDY, 30) == expected
 
 
+def test_progress_and_an_interrupt_of_a_prompt(draft: Model) -> None:
+    prompt = (np.arange(600) * 7 % 250).astype(np.int32)
+    expected = continuation(Decoder(Session(draft)), prompt, GREEDY, 8)
+    decoder, calls = Decoder(Session(draft)), list[tuple[int, int]]()
+
+    def progress(done: int, total: int) -> None:
+        calls.append((done, total))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        decoder.start(prompt, progress=progress)
+    assert calls == [(0, 599), (256, 599), (512, 599)]
+    # What was read is not read again.
+    assert decoder.target.tokens.tolist() == prompt[:512].tolist()
+    stats = GenerationStats()
+    steps = decoder.generate(prompt, GREEDY, 8, stats=stats, progress=progress)
+    assert [token for step in steps for token in step.tokens] == expected
+    assert calls[3:] == [(0, 87), (87, 87)]
+    assert stats.reused_tokens == 512
+
+
 class Stumbling:
     """A policy that fails, or answers nonsense, the third time it is asked."""
 

@@ -202,6 +202,34 @@ struct RandomWeights : Array<uint8_t> {
     }
 };
 
+// Many rows at once, whose weights are unpacked once for all of them, against each row alone.
+void test_many_rows(ggml_type type) {
+    constexpr int kMost = 140, rows = 304;
+    const int cols = ggml_blck_size(type) == kBlock ? 11 * kBlock : 2 * static_cast<int>(ggml_blck_size(type));
+    const RandomWeights source(type, rows, cols);
+    const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, rows, cols));
+    const PackedMatrix matrix(type, rows, cols, source.data(), storage.data(), 1);
+    const int stride = matrix.padded_rows();
+    const Array<float> x(size_t(kMost) * cols), bias(stride), residual(size_t(kMost) * stride);
+    for (const Array<float>* values : {&x, &bias, &residual}) {
+        std::generate_n(values->data(), values->size(), [] { return random_float(); });
+    }
+    const Epilogue how = some_epilogue();
+    const Array<float> expected(size_t(kMost) * stride);
+    Product alone(1, stride);
+    for (int i = 0; i < kMost; ++i) {
+        multiply(matrix, find_kernel("scalar"), x, i, 1, bias, residual, 1, how, alone);
+        std::copy_n(alone.out.data(), stride, &expected[size_t(i) * stride]);
+    }
+    for (const Kernel* kernel : available_kernels()) {
+        for (const int n : {8, 15, 16, 31, 32, 33, 63, 64, 67, 80, kMost}) {
+            Product product(n, stride);
+            multiply(matrix, *kernel, x, kMost - n, n, bias, residual, n % 3 + 1, how, product);
+            CHECK(same(product.out.data(), &expected[size_t(kMost - n) * stride], size_t(n) * stride));
+        }
+    }
+}
+
 // Gate and up in turns, against one after the other.
 void test_gated(ggml_type type, int rows, int cols) {
     constexpr int kMost = 9;
@@ -339,6 +367,9 @@ void test_matrices() {
         }
         test_gated(GGML_TYPE_F32, rows, 33);
         test_gated(GGML_TYPE_F16, rows, 33);
+    }
+    for (const auto& [type, fields] : kIntegerTypes) {
+        test_many_rows(type);
     }
     CHECK_THROWS(std::invalid_argument, PackedMatrix::packing_of(GGML_TYPE_IQ3_S));
     CHECK_THROWS(std::invalid_argument, PackedMatrix(GGML_TYPE_Q8_0, 1, 33, nullptr, nullptr, 1));

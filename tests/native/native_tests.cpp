@@ -2,7 +2,9 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -11,6 +13,7 @@
 #include "error.h"
 #include "gguf_file.h"
 #include "llama.h"
+#include "pass/packed_pass.h"
 #include "sampler.h"
 #include "session.h"
 #include "tokenizer.h"
@@ -106,6 +109,55 @@ std::vector<int32_t> random_tokens(const Model& model, int n) {
     return tokens;
 }
 
+// A prompt in passes of any size, and a pass that is interrupted between two layers.
+void test_prompt(const std::string& path, const Kernel& kernel) {
+    const auto model = std::make_shared<Model>(path, kernel.name, 2);
+    const auto uninterrupted = [] {};
+    const int length = std::min(model->numbers().max_context - 1, 2 * PackedPass::kMaxRows + 70);
+    const std::vector<int32_t> prompt = random_tokens(*model, length);
+    Session session(model, 0);
+    std::vector<float> expected;
+    for (const std::vector<int>& pieces : {std::vector<int>{1}, {length}, {255, 2, 64, 33, 300}, {65, 7}}) {
+        session.truncate(0);
+        for (int at = 0, i = 0; at < length; ++i) {
+            const int piece = std::min(pieces[i % pieces.size()], length - at);
+            session.prefill({prompt.begin() + at, prompt.begin() + at + piece}, uninterrupted);
+            at += piece;
+        }
+        session.evaluate({7}, {-1}, 1);
+        const std::vector<float> logits = logits_of(session, 0);
+        if (expected.empty()) {
+            expected = logits;
+        }
+        CHECK(logits == expected);
+        session.discard();
+    }
+
+    PackedPass pass(*model, 100, 100);
+    std::vector<int32_t> positions(100);
+    std::iota(positions.begin(), positions.end(), 0);
+    std::vector<RowContext> contexts;
+    for (const int32_t position : positions) {
+        contexts.push_back({position + 1, position + 1, nullptr});
+    }
+    std::vector<float> whole(pass.logits_stride()), again(pass.logits_stride());
+    int calls = 0;
+    std::function<void()> interrupted = [&] { ++calls; };
+    Pass what{100, prompt.data(), positions.data(), contexts.data(), 0, 1, whole.data(), &interrupted};
+    pass.compute(what);
+    CHECK(calls == model->numbers().num_layers);
+    interrupted = [&] {
+        if (--calls == 0) {
+            throw std::runtime_error("interrupted");
+        }
+    };
+    CHECK_THROWS(std::runtime_error, (pass.compute(what), 0));
+    what.interrupted = nullptr;
+    what.logits = again.data();
+    pass.compute(what);
+    CHECK(again == whole);
+}
+
 void test_session(const std::string& path, const Kernel& kernel) {
     const auto model = std::make_shared<Model>(path, kernel.name, 2);
     const auto uninterrupted = [] {};
@@ -194,9 +246,9 @@ void test_session(const std::string& path, const Kernel& kernel) {
     CHECK_THROWS(ContextFullError,
                  (session.evaluate(random_tokens(*model, too_many), std::vector<int32_t>(too_many, -1), 1), 0));
     const auto interrupted = [] { throw std::runtime_error("interrupted"); };
-    if (context > Executor::kMaxRows + 3) {
+    if (context > PackedPass::kMaxRows + 3) {
         CHECK_THROWS(std::runtime_error,
-                     (session.prefill(random_tokens(*model, Executor::kMaxRows + 1), interrupted), 0));
+                     (session.prefill(random_tokens(*model, PackedPass::kMaxRows + 1), interrupted), 0));
     }
     CHECK(session.num_pending() == 0 && session.tokens() == before);
     session.prefill(random_tokens(*model, context - 3), uninterrupted);
@@ -245,7 +297,7 @@ void test_concurrent_sessions(const std::string& path) {
         threads.emplace_back([&, i] { found[i] = decode(i); });
     }
     // One more, shared by two threads.
-    Session shared(model, 200);
+    Session shared(model, 300);
     for (int i = 0; i < 2; ++i) {
         threads.emplace_back([&] {
             for (int step = 0; step < 20; ++step) {
@@ -261,7 +313,8 @@ void test_concurrent_sessions(const std::string& path) {
     for (int i = 0; i < 4; ++i) {
         CHECK(found[i] == decode(i));
     }
-    CHECK_THROWS(std::runtime_error, (shared.prefill(random_tokens(*model, 65), [&] { shared.discard(); }), 0));
+    CHECK_THROWS(std::runtime_error,
+                 (shared.prefill(random_tokens(*model, PackedPass::kMaxRows + 1), [&] { shared.discard(); }), 0));
 }
 
 // ---- Files ----
@@ -369,6 +422,7 @@ int main(int argc, char** argv) {
     test_sampler();
     for (const Kernel* kernel : available_kernels()) {
         test_session(path, *kernel);
+        test_prompt(path, *kernel);
     }
 #endif
     test_concurrent_sessions(path);
