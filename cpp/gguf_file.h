@@ -54,6 +54,10 @@ public:
     // A tensor's weights. Read, not mapped, because a mapped file that another program shortens ends the process.
     // Throws ModelError where they cannot be read or are not finite.
     Memory read(const TensorView& tensor, int num_threads = 1) const;
+    // The same for a part that begins and ends between its blocks.
+    void read(const TensorView& tensor, size_t first, size_t bytes, uint8_t* out) const;
+    // Asks the system to begin reading it from the disk.
+    void prefetch(const TensorView& tensor) const;
 
     [[noreturn]] void fail(const std::string& what) const;
 
@@ -66,6 +70,12 @@ private:
         void operator()(gguf_context* context) const { gguf_free(context); }
         void operator()(FILE* file) const { std::fclose(file); }
     };
+
+    // The file that a tensor lies in.
+    const GgufFile& holder(const TensorView& tensor) const {
+        return tensor.shard > 0 ? *shards_[tensor.shard - 1] : *this;
+    }
+    void read_bytes(size_t at, size_t bytes, uint8_t* out, const std::string& what) const;
 
     std::string path_;
     std::unique_ptr<FILE, Free> file_;

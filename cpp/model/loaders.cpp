@@ -75,16 +75,26 @@ Vector PackedLoader::vector(Role role) const {
 }
 
 Linear PackedLoader::pack(const Parts& parts) {
-    std::vector<Memory> data;
-    std::vector<Tensor> sources;
+    const ggml_type type = parts.weights[0]->type;
+    const int cols = static_cast<int>(parts.weights[0]->ne[0]);
+    const size_t row_bytes = ggml_row_size(type, cols);
+    const auto read = [&](int first, int count, uint8_t* rows) {
+        for (const TensorView* weight : parts.weights) {
+            const int size = static_cast<int>(weight->ne[1]), here = std::clamp(size - first, 0, count);
+            if (here > 0) {
+                file_.read(*weight, first * row_bytes, here * row_bytes, rows);
+            }
+            rows += here * row_bytes;
+            count -= here;
+            first = std::max(first - size, 0);
+        }
+    };
     for (const TensorView* weight : parts.weights) {
-        data.push_back(file_.read(*weight, num_threads_));
-        sources.push_back({data.back().data(), static_cast<int>(weight->ne[1])});
+        file_.prefetch(*weight);
     }
     Linear result;
     try {
-        result.packed = PackedMatrix(parts.weights[0]->type, static_cast<int>(parts.weights[0]->ne[0]), sources,
-                                     parts.order, arena_.data() + used_, num_threads_);
+        result.packed = PackedMatrix(type, cols, read, parts.order, arena_.data() + used_, num_threads_);
     } catch (const std::invalid_argument& error) {
         file_.fail("tensor '" + parts.weights[0]->name + "': " + error.what());
     }
