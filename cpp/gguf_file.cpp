@@ -10,6 +10,7 @@
 #include <limits>
 #include <mutex>
 
+#include "digest.h"
 #include "error.h"
 #include "llama.h"
 #include "thread_pool.h"
@@ -19,6 +20,7 @@ namespace pystaged {
 namespace {
 
 constexpr size_t kReadBytes = 4 << 20;  // that a thread reads at a time
+constexpr size_t kSampleBytes = 4096;   // of a tensor, that tell it from others
 
 thread_local LogCapture* capture = nullptr;
 
@@ -82,6 +84,12 @@ GgufFile::GgufFile(const std::string& path, bool first) : path_(path) {
         fail("cannot open: it is no regular file");
     }
     size_ = static_cast<size_t>(info.st_size);
+#ifdef __APPLE__
+    const timespec& changed = info.st_mtimespec;
+#else
+    const timespec& changed = info.st_mtim;
+#endif
+    changed_ = int64_t(changed.tv_sec) * 1000000000 + changed.tv_nsec;
     std::string reason;
     {
         LogCapture log;
@@ -131,6 +139,23 @@ size_t GgufFile::bytes() const {
         sum += shard->size_;
     }
     return sum;
+}
+
+uint64_t GgufFile::identity() const {
+    // What lies between the tensors' first weights is not read: time of change tells of it.
+    std::vector<uint8_t> data(gguf_get_data_offset(context_.get()));
+    read_bytes(0, data.size(), data.data(), "metadata");
+    std::vector<uint64_t> parts = {size_, static_cast<uint64_t>(changed_), digest(data.data(), data.size())};
+    for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {
+        data.resize(std::min(kSampleBytes, gguf_get_tensor_size(context_.get(), i)));
+        read_bytes(gguf_get_data_offset(context_.get()) + gguf_get_tensor_offset(context_.get(), i), data.size(),
+                   data.data(), std::string("tensor '") + gguf_get_tensor_name(context_.get(), i) + "'");
+        parts.push_back(digest(data.data(), data.size()));
+    }
+    for (const auto& shard : shards_) {
+        parts.push_back(shard->identity());
+    }
+    return digest(parts.data(), parts.size() * sizeof(parts[0]));
 }
 
 void GgufFile::fail(const std::string& what) const {

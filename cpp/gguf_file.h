@@ -30,6 +30,9 @@ public:
     const std::string& path() const { return path_; }
     // Of all files.
     size_t bytes() const;
+    // A digest of the metadata, sizes and times of change of all files, and of the first weights of each tensor:
+    // another for another model, and for one whose files were written since.
+    uint64_t identity() const;
 
     // Metadata. Each throws ModelError when the key is there with another type, or missing without a default.
     std::string text(const std::string& key) const;
@@ -81,6 +84,7 @@ private:
     std::unique_ptr<FILE, Free> file_;
     std::unique_ptr<gguf_context, Free> context_;
     size_t size_ = 0;
+    int64_t changed_ = 0;                            // nanoseconds
     std::vector<std::unique_ptr<GgufFile>> shards_;  // after the first
 };
 

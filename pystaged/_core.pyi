@@ -140,6 +140,8 @@ class Model:
             "gpu", names of ggml's registry, or "rpc:HOST:PORT,HOST:PORT", for which ggml ends the process when a server
             fails.
         progress: called after each tensor that was brought to a device.
+        packed: file of packed weights (see save_packed), mapped instead of packing if they are this model's; or where
+            one will be.
 
     Raises:
         DeviceError: no such device, or too little memory on it.
@@ -154,7 +156,28 @@ class Model:
         num_threads: int = 0,
         device: str = "cpu",
         progress: Callable[[], None] | None = None,
+        packed: str | bytes | PathLike[str] | PathLike[bytes] = "",
     ) -> None: ...
+    def save_packed(self, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
+        """Write the packed weights into a file that exists.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the file is of no use.
+            ModelError: it cannot be written, perhaps for want of room.
+            RuntimeError: the model was loaded without `packed`, or from there.
+        """
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its weights are mapped from a file of packed ones."""
+    @property
+    def packed_problem(self) -> str:
+        """Why the file of packed weights was not used; "" where it was, or where there was none."""
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes that the weights' matrices take in memory."""
+    @property
+    def buffer_bytes(self) -> int:
+        """What loading them took besides at most, the system's cache aside."""
     @property
     def name(self) -> str: ...
     @property

@@ -41,6 +41,7 @@ class LoadOptions(TypedDict, total=False):
     draft_device: str
     n_ctx: int
     num_threads: int
+    keep_packed: bool
     policy: TreePolicy | None
     report: Callable[[str], None] | None
 
@@ -65,6 +66,9 @@ class Engine:
         draft_device: the same for the draft.
         n_ctx: positions of a context, 0 for as many as the model was trained for, but no more than 8192.
         num_threads: 0 for one per physical core.
+        keep_packed: keep weights that run on "cpu" in the cache folder as the kernels read them, which takes as much of
+            the disk as the models again: the next time they are there at once, and processes share the memory.
+            `pystaged models` lists and removes them.
         policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
 
@@ -85,6 +89,7 @@ class Engine:
         draft_device: str = "cpu",
         n_ctx: int = 0,
         num_threads: int = 0,
+        keep_packed: bool = False,
         policy: TreePolicy | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
@@ -96,6 +101,7 @@ class Engine:
             ngrams=ngrams,
             device=device,
             draft_device=draft_device,
+            keep_packed=keep_packed,
         )
         self._contexts = ContextPool(lambda: pair.decoder(n_ctx, policy))
         self.n_ctx = self._contexts.n_ctx

@@ -87,6 +87,7 @@ def open_engine(model: str, options: LoadOptions) -> Engine:
         num_threads=options.threads,
         ngrams=options.ngrams,
         n_ctx=options.n_ctx,
+        keep_packed=options.keep_packed,
         report=report,
     )
 

@@ -78,6 +78,10 @@ class LoadOptions(PairOptions):
             callback=check,
         ),
     ] = 0
+    keep_packed: Annotated[
+        bool,
+        typer.Option("--keep-packed", help="Load at once from now on, from a copy in the cache as large as the model."),
+    ] = False
 
 
 @dataclass
