@@ -93,7 +93,7 @@ void Model::load_packed(const GgufFile& file, const Manifest& manifest, const st
         PackedContent content = content_;
         if (access(packed.c_str(), F_OK) == 0) {
             try {
-                PackedFile mapped(packed);
+                PackedFile mapped(packed, content);
                 PackedLoader loader(file, manifest, *family_, numbers_, num_threads_, content, &mapped);
                 load(loader);
                 mapped.check(content, num_threads_);

@@ -21,7 +21,7 @@ namespace {
 
 constexpr size_t kTextBytes = 16 << 10;  // a path fits in, and it ends where a page of any system does
 constexpr size_t kPartBytes = 2 << 20;   // of which a digest is made, or that is written at a time: a huge page
-constexpr const char* kOther = "packed weights of another file or version";
+constexpr const char* kDamaged = "packed weights that are damaged";
 
 std::string hexadecimal(uint64_t value) {
     char text[17];
@@ -58,7 +58,7 @@ PackedContent::PackedContent(const GgufFile& file) {
     const uint16_t one = 1;
     source_ = "pystaged packed weights\nof " + file.path() + "\nwhose content is " + hexadecimal(file.identity()) +
               "\nin layout " + std::to_string(PackedMatrix::kVersion) +
-              (*reinterpret_cast<const uint8_t*>(&one) ? "" : ", big-endian");
+              (*reinterpret_cast<const uint8_t*>(&one) ? "\n" : ", big-endian\n");
 }
 
 void PackedContent::add(ggml_type type, int cols, const RowOrder& order) {
@@ -68,7 +68,7 @@ void PackedContent::add(ggml_type type, int cols, const RowOrder& order) {
 }
 
 std::string PackedContent::text(size_t bytes, uint64_t digest) const {
-    std::string text = source_ + "\nmatrices " + hexadecimal(matrices_) + "\n" + std::to_string(bytes) +
+    std::string text = source_ + "matrices " + hexadecimal(matrices_) + "\n" + std::to_string(bytes) +
                        " bytes of digest " + hexadecimal(digest) + "\n";
     if (text.size() > kTextBytes) {
         throw ModelError("the path is too long to keep packed weights");
@@ -77,7 +77,7 @@ std::string PackedContent::text(size_t bytes, uint64_t digest) const {
     return text;
 }
 
-PackedFile::PackedFile(const std::string& path) : path_(path) {
+PackedFile::PackedFile(const std::string& path, const PackedContent& content) : path_(path) {
     // Without waiting for a pipe's other end.
     const Descriptor file{open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
     struct stat info = {};
@@ -91,6 +91,9 @@ PackedFile::PackedFile(const std::string& path) : path_(path) {
     if (!memory_.data()) {
         fail(std::string("cannot be mapped: ") + std::strerror(errno));
     }
+    if (std::memcmp(memory_.data(), content.source().data(), content.source().size()) != 0) {
+        fail("packed weights of another file or version");
+    }
 }
 
 const uint8_t* PackedFile::weights() const {
@@ -103,21 +106,15 @@ size_t PackedFile::bytes() const {
 
 const uint8_t* PackedFile::matrix(size_t at, size_t bytes) const {
     if (at > this->bytes() || bytes > this->bytes() - at) {
-        fail(kOther);
+        fail(kDamaged);
     }
     return weights() + at;
 }
 
 void PackedFile::check(const PackedContent& content, int num_threads) const {
-    const auto same = [&](const std::string& text, size_t size) {
-        return !std::memcmp(memory_.data(), text.data(), size);
-    };
-    const std::string any = content.text(bytes(), 0);
-    if (!same(any, any.find(" bytes of digest "))) {
-        fail(kOther);
-    }
-    if (!same(content.text(bytes(), digest_of(weights(), bytes(), num_threads)), kTextBytes)) {
-        fail("packed weights that are damaged");
+    const std::string text = content.text(bytes(), digest_of(weights(), bytes(), num_threads));
+    if (std::memcmp(memory_.data(), text.data(), kTextBytes) != 0) {
+        fail(kDamaged);
     }
 }
 

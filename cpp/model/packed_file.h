@@ -26,6 +26,7 @@ public:
     // What a file of `bytes` of these weights with that digest begins with.
     std::string text(size_t bytes, uint64_t digest) const;
     bool empty() const { return source_.empty(); }
+    const std::string& source() const { return source_; }
 
 private:
     std::string source_;
@@ -34,12 +35,12 @@ private:
 
 class PackedFile {
 public:
-    // Maps it. Throws ModelError where it cannot be.
-    explicit PackedFile(const std::string& path);
+    // Maps it. Throws ModelError where it cannot be, or where it says that it is of another file or version.
+    PackedFile(const std::string& path, const PackedContent& content);
 
     // The matrix of `bytes` that begins there. Throws ModelError where there is no room for it.
     const uint8_t* matrix(size_t at, size_t bytes) const;
-    // Throws ModelError where it holds anything else.
+    // Throws ModelError where it does not hold these weights.
     void check(const PackedContent& content, int num_threads) const;
     Memory take() { return std::move(memory_); }
 

@@ -69,7 +69,7 @@ def remove(
     Example: pystaged models remove openai-community/gpt2:q8_0
     """
     if (bool(name) or only_packed) == leftovers:
-        raise typer.BadParameter("name a model, or --packed, or --leftovers")
+        raise typer.BadParameter("name a model, --packed or --leftovers")
     if only_packed:
         report(_remove_packed(name))
         return

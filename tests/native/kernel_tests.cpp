@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "check.h"
+#include "digest.h"
 #include "packed_matrix.h"
 #include "pass/attention.h"
 #include "pass/kv_cache.h"
@@ -322,6 +323,34 @@ void test_orders() {
                 .row(0, source.data());
             CHECK(row.same(source));
         }
+    }
+}
+
+// Packed weights are kept in files. Whoever changes what is expected here changes PackedMatrix::kVersion too.
+void test_layout() {
+    CHECK(PackedMatrix::kVersion == 1);
+    const std::map<ggml_type, uint64_t> expected = {
+        {GGML_TYPE_F32, 0x0823ef28704f5444u},    {GGML_TYPE_F16, 0x88656450c02274dcu},
+        {GGML_TYPE_BF16, 0x88656450c02274dcu},   {GGML_TYPE_Q8_0, 0x60980cfcd0703cbcu},
+        {GGML_TYPE_Q4_0, 0x011630f4aae265c4u},   {GGML_TYPE_Q4_1, 0xcc8d0879fa1342dbu},
+        {GGML_TYPE_Q5_0, 0x79633991a68723e8u},   {GGML_TYPE_Q5_1, 0x4ded1b0f14e9c164u},
+        {GGML_TYPE_Q4_K, 0x48683f96dce7c9dau},   {GGML_TYPE_Q5_K, 0x8688c53624f1927cu},
+        {GGML_TYPE_Q6_K, 0x5e77fa17a8d0b2d5u},   {GGML_TYPE_IQ4_NL, 0x011630f4aae265c4u},
+        {GGML_TYPE_IQ4_XS, 0xf45611edde069559u}, {GGML_TYPE_MXFP4, 0xe3c8566678fb4f0cu},
+        {GGML_TYPE_Q3_K, 0x9ecda78e3d54c81bu},   {GGML_TYPE_Q2_K, 0xd1f1149bf8986cb6u},
+    };
+    const RowOrder order = gate_in_turns(23);
+    for (const auto& [type, layout] : expected) {
+        const int cols =
+            type < GGML_TYPE_Q4_0 || type == GGML_TYPE_BF16 ? 33 : 3 * static_cast<int>(ggml_blck_size(type));
+        std::mt19937 bits(1);  // the same everywhere, which distributions are not
+        const Array<uint8_t> source(46 * ggml_row_size(type, cols));
+        std::generate_n(source.data(), source.size(), [&] { return static_cast<uint8_t>(bits() >> 24); });
+        const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, static_cast<int>(order.size()), cols));
+        std::fill_n(storage.data(), storage.size(), uint8_t(255));
+        PackedMatrix(type, cols, {{source.data(), 20}, {source.data() + 20 * ggml_row_size(type, cols), 26}}, order,
+                     storage.data(), 2);
+        CHECK(digest(storage.data(), storage.size()) == layout);
     }
 }
 
@@ -843,6 +872,7 @@ int main(int argc, char** argv) {
     test_matrices();
     test_together();
     test_orders();
+    test_layout();
     test_row_functions();
     test_cache();
     test_attentions();
