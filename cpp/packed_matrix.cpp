@@ -87,6 +87,9 @@ void store_word(uint8_t* p, uint32_t word) {
     std::memcpy(p, &word, sizeof(word));
 }
 
+// Compiled for each type and each place in its blocks.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 // 32 inputs of one output: scales and minima as they are kept, quants as words of four bytes, the zero point added.
 struct Block {
     uint8_t factors[4];
@@ -101,7 +104,7 @@ constexpr uint32_t spread(uint32_t bits) {
 }
 
 // Types of 32 inputs a block: scales, then fifth bits, then nibbles.
-Block read_block(const Layout& l, const uint8_t* in) {
+ALWAYS_INLINE Block read_block(const Layout& l, const uint8_t* in) {
     Block block;
     const int factors = l.factors * l.factor_bytes;
     std::memcpy(block.factors, in, factors);
@@ -126,7 +129,7 @@ Block read_block(const Layout& l, const uint8_t* in) {
 }
 
 // Block `index` of the eight in a file's block of Q4_K or Q5_K.
-Block read_minimum_block(const Layout& l, const uint8_t* in, int index) {
+ALWAYS_INLINE Block read_minimum_block(const Layout& l, const uint8_t* in, int index) {
     Block block;
     const uint8_t* packed = in + 4;
     if (index < 4) {
@@ -148,7 +151,7 @@ Block read_minimum_block(const Layout& l, const uint8_t* in, int index) {
 }
 
 // Block `index` of the eight in a file's block of Q6_K.
-Block read_halves_block(const uint8_t* in, int index) {
+ALWAYS_INLINE Block read_halves_block(const uint8_t* in, int index) {
     Block block;
     const int half = index / 4, quarter = index % 4;
     const uint8_t* nibbles = in + 64 * half + 32 * (quarter % 2);
@@ -162,7 +165,7 @@ Block read_halves_block(const uint8_t* in, int index) {
 }
 
 // Block `index` of the eight in a file's block of IQ4_XS.
-Block read_scaled_block(const uint8_t* in, int index) {
+ALWAYS_INLINE Block read_scaled_block(const uint8_t* in, int index) {
     Block block;
     uint16_t high;
     std::memcpy(&high, in + 2, sizeof(high));
@@ -177,7 +180,7 @@ Block read_scaled_block(const uint8_t* in, int index) {
 }
 
 // Block `index` of the eight in a file's block of Q2_K or Q3_K.
-Block read_small_block(const Layout& l, const uint8_t* in, int index) {
+ALWAYS_INLINE Block read_small_block(const Layout& l, const uint8_t* in, int index) {
     Block block;
     const uint8_t* scales = in + (l.bits == 3 ? 96 : 0);
     const uint8_t* low = in + (l.bits == 3 ? 32 : 16) + 32 * (index / 4);
@@ -199,7 +202,7 @@ Block read_small_block(const Layout& l, const uint8_t* in, int index) {
     return block;
 }
 
-Block read_block(Packing packing, const uint8_t* in, int index) {
+ALWAYS_INLINE Block read_block(Packing packing, const uint8_t* in, int index) {
     const Layout& l = layout_of(packing);
     switch (packing) {
         case Packing::q4_k:
@@ -214,7 +217,7 @@ Block read_block(Packing packing, const uint8_t* in, int index) {
 
 // Moves the quants of one lane to their places in a packed block, and back. Beyond the lower bits, which are four or
 // else two, there are none, one or two.
-void store_quants(const Layout& l, const uint32_t* words, int lane, uint8_t* out) {
+ALWAYS_INLINE void store_quants(const Layout& l, const uint32_t* words, int lane, uint8_t* out) {
     out += 4 * lane;
     if (l.bits == 8) {
         for (int i = 0; i < 8; ++i) {
@@ -281,28 +284,36 @@ void pack_floats(const uint8_t* const* rows, int cols, uint8_t* out) {
     }
 }
 
+template <Packing kPacking, int kIndex>
+ALWAYS_INLINE void pack_block(const uint8_t* in, int lane, uint8_t* out) {
+    constexpr Layout l = kLayouts[static_cast<int>(kPacking)];
+    out += l.header_bytes + kIndex * l.block_bytes;
+    const Block block = read_block(kPacking, in, kIndex);
+    for (int i = 0; i < l.factors; ++i) {
+        std::memcpy(out + (i * kLanes + lane) * l.factor_bytes, block.factors + i * l.factor_bytes, l.factor_bytes);
+    }
+    store_quants(l, block.words, lane, out + l.factors_bytes);
+}
+
+// Packs one lane of the blocks that share a header.
+template <Packing kPacking, int... kIndices>
+ALWAYS_INLINE void pack_lane(const uint8_t* in, int lane, uint8_t* out, std::integer_sequence<int, kIndices...>) {
+    for (int i = 0; i < kLayouts[static_cast<int>(kPacking)].headers; ++i) {
+        std::memcpy(out + 2 * (i * kLanes + lane), in + header_at(kPacking) + 2 * i, 2);
+    }
+    (pack_block<kPacking, kIndices>(in, lane, out), ...);
+}
+
 template <Packing kPacking>
 void pack_blocks(const uint8_t* const* rows, int cols, uint8_t* out) {
     constexpr Layout l = kLayouts[static_cast<int>(kPacking)];
     const size_t file_block = ggml_type_size(type_of(kPacking));
-    for (int b = 0; b < cols / kBlock; ++b, out += l.block_bytes) {
-        const bool begins = b % l.blocks == 0;
-        uint8_t* header = out;
-        out += begins ? l.header_bytes : 0;
+    for (int b = 0; b < cols / kBlock / l.blocks; ++b, out += l.header_bytes + l.blocks * l.block_bytes) {
         for (int lane = 0; lane < kLanes; ++lane) {
-            if (!rows[lane]) {
-                continue;
+            if (rows[lane]) {
+                pack_lane<kPacking>(rows[lane] + b * file_block, lane, out,
+                                    std::make_integer_sequence<int, l.blocks>());
             }
-            const uint8_t* in = rows[lane] + b / l.blocks * file_block;
-            const Block block = read_block(kPacking, in, b % l.blocks);
-            for (int i = 0; begins && i < l.headers; ++i) {
-                std::memcpy(header + 2 * (i * kLanes + lane), in + header_at(kPacking) + 2 * i, 2);
-            }
-            for (int i = 0; i < l.factors; ++i) {
-                std::memcpy(out + (i * kLanes + lane) * l.factor_bytes, block.factors + i * l.factor_bytes,
-                            l.factor_bytes);
-            }
-            store_quants(l, block.words, lane, out + l.factors_bytes);
         }
     }
 }
