@@ -431,18 +431,19 @@ PackedMatrix::PackedMatrix(ggml_type type, int cols, const RowReader& read, cons
         std::vector<uint8_t>& buffer = buffers[worker];
         buffer.resize(kLanes * row_bytes);
         for (int g = task * share; g < std::min(groups, (task + 1) * share); ++g) {
-            const uint8_t* rows[kLanes] = {};
             const int* wanted = order.data() + size_t(g) * kLanes;
             const int lanes = std::clamp(rows_ - g * kLanes, 0, kLanes);
-            for (int lane = 0, next; lane < lanes; lane = next) {
-                for (next = lane + 1; wanted[lane] >= 0 && next < lanes && wanted[next] == wanted[next - 1] + 1;) {
+            const uint8_t* rows[kLanes] = {};
+            for (int lane = 0; lane < lanes; ++lane) {
+                rows[lane] = wanted[lane] < 0 ? nullptr : buffer.data() + lane * row_bytes;
+            }
+            for (int lane = 0, next = 0; lane < lanes; lane = next) {
+                // Rows that follow each other are read at once.
+                for (next = lane + 1; rows[lane] && next < lanes && wanted[next] == wanted[next - 1] + 1;) {
                     ++next;
                 }
-                if (wanted[lane] >= 0) {
+                if (rows[lane]) {
                     read(wanted[lane], next - lane, buffer.data() + lane * row_bytes);
-                }
-                for (int i = lane; i < next && wanted[lane] >= 0; ++i) {
-                    rows[i] = buffer.data() + i * row_bytes;
                 }
             }
             uint8_t* out = storage + g * group_bytes_;
