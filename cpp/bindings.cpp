@@ -308,15 +308,28 @@ PYBIND11_MODULE(_core, m) {
 
     py::class_<Model, std::shared_ptr<Model>>(m, "Model")
         .def(py::init([](const py::object& path, const std::string& kernel, int num_threads, const std::string& device,
-                         const std::function<void()>& progress, const std::string& kv) {
-                 const std::string bytes = to_path(path);
+                         const std::function<void()>& progress, const std::string& kv, const py::object& packed) {
+                 const std::string bytes = to_path(path), packed_bytes = to_path(packed);
                  const KvType type = to_kv_type(kv);
                  const py::gil_scoped_release release;
                  return std::make_shared<Model>(bytes, kernel, num_threads,
-                                                device == "cpu" ? Devices() : find_devices(device), progress, type);
+                                                device == "cpu" ? Devices() : find_devices(device), progress, type,
+                                                packed_bytes);
              }),
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
-             py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16")
+             py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "")
+        .def_property_readonly("matrix_bytes", &Model::matrix_bytes)
+        .def_property_readonly("buffer_bytes", &Model::buffer_bytes)
+        .def_property_readonly("is_mapped", &Model::is_mapped)
+        .def_property_readonly("packed_problem", [](const Model& self) { return to_text(self.packed_problem()); })
+        .def(
+            "save_packed",
+            [](const Model& self, const py::object& path) {
+                const std::string bytes = to_path(path);
+                const py::gil_scoped_release release;
+                self.save_packed(bytes, check_signals);
+            },
+            py::arg("path"))
         .def_property_readonly("devices",
                                [](const Model& self) {
                                    std::vector<std::string> names;

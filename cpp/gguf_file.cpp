@@ -10,6 +10,7 @@
 #include <limits>
 #include <mutex>
 
+#include "digest.h"
 #include "error.h"
 #include "llama.h"
 #include "thread_pool.h"
@@ -19,6 +20,7 @@ namespace pystaged {
 namespace {
 
 constexpr size_t kReadBytes = 4 << 20;  // that a thread reads at a time
+constexpr size_t kSampleBytes = 4096;   // of a tensor, that tell it from others
 
 thread_local LogCapture* capture = nullptr;
 
@@ -82,6 +84,12 @@ GgufFile::GgufFile(const std::string& path, bool first) : path_(path) {
         fail("cannot open: it is no regular file");
     }
     size_ = static_cast<size_t>(info.st_size);
+#ifdef __APPLE__
+    const timespec& changed = info.st_mtimespec;
+#else
+    const timespec& changed = info.st_mtim;
+#endif
+    changed_ = int64_t(changed.tv_sec) * 1000000000 + changed.tv_nsec;
     std::string reason;
     {
         LogCapture log;
@@ -131,6 +139,23 @@ size_t GgufFile::bytes() const {
         sum += shard->size_;
     }
     return sum;
+}
+
+uint64_t GgufFile::identity() const {
+    // What lies between the tensors' first weights is not read: time of change tells of it.
+    std::vector<uint8_t> data(gguf_get_data_offset(context_.get()));
+    read_bytes(0, data.size(), data.data(), "metadata");
+    std::vector<uint64_t> parts = {size_, static_cast<uint64_t>(changed_), digest(data.data(), data.size())};
+    for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {
+        data.resize(std::min(kSampleBytes, gguf_get_tensor_size(context_.get(), i)));
+        read_bytes(gguf_get_data_offset(context_.get()) + gguf_get_tensor_offset(context_.get(), i), data.size(),
+                   data.data(), std::string("tensor '") + gguf_get_tensor_name(context_.get(), i) + "'");
+        parts.push_back(digest(data.data(), data.size()));
+    }
+    for (const auto& shard : shards_) {
+        parts.push_back(shard->identity());
+    }
+    return digest(parts.data(), parts.size() * sizeof(parts[0]));
 }
 
 void GgufFile::fail(const std::string& what) const {
@@ -304,35 +329,47 @@ TensorView GgufFile::tensor(const std::string& name, std::vector<int64_t> shape)
 }
 
 Memory GgufFile::read(const TensorView& tensor, int num_threads) const {
-    if (tensor.shard > 0) {
-        TensorView own = tensor;
-        own.shard = 0;
-        return shards_[tensor.shard - 1]->read(own, num_threads);
-    }
     Memory data(tensor.bytes);
     // Blocks of weights are not cut.
     const size_t part = kReadBytes / ggml_type_size(tensor.type) * ggml_type_size(tensor.type);
     const int parts = static_cast<int>((tensor.bytes + part - 1) / part);
     ThreadPool::shared().run(parts, num_threads, [&](int i, int) {
-        const size_t first = i * part, last = std::min(tensor.bytes, first + part);
-        for (size_t at = first; at < last;) {
-            const ssize_t count =
-                pread(fileno(file_.get()), data.data() + at, last - at, static_cast<off_t>(tensor.at + at));
-            if (count < 0 && errno == EINTR) {
-                continue;
-            }
-            if (count <= 0) {
-                fail("tensor '" + tensor.name + "' cannot be read: " +
-                     (count < 0 ? std::strerror(errno) : "the file became shorter while it was read"));
-            }
-            at += static_cast<size_t>(count);
-        }
-        if (!ggml_validate_row_data(tensor.type, data.data() + first, last - first)) {
-            fail("tensor '" + tensor.name +
-                 "' holds weights that are not finite numbers; the file is damaged, get it again");
-        }
+        const size_t first = i * part;
+        read(tensor, first, std::min(tensor.bytes - first, part), data.data() + first);
     });
     return data;
+}
+
+void GgufFile::read(const TensorView& tensor, size_t first, size_t bytes, uint8_t* out) const {
+    const GgufFile& file = holder(tensor);
+    file.read_bytes(tensor.at + first, bytes, out, "tensor '" + tensor.name + "'");
+    if (!ggml_validate_row_data(tensor.type, out, bytes)) {
+        file.fail("tensor '" + tensor.name +
+                  "' holds weights that are not finite numbers; the file is damaged, get it again");
+    }
+}
+
+void GgufFile::prefetch(const TensorView& tensor) const {
+#ifdef POSIX_FADV_WILLNEED
+    posix_fadvise(fileno(holder(tensor).file_.get()), static_cast<off_t>(tensor.at), static_cast<off_t>(tensor.bytes),
+                  POSIX_FADV_WILLNEED);
+#else
+    (void)tensor;
+#endif
+}
+
+void GgufFile::read_bytes(size_t at, size_t bytes, uint8_t* out, const std::string& what) const {
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t count = pread(fileno(file_.get()), out + done, bytes - done, static_cast<off_t>(at + done));
+        if (count < 0 && errno == EINTR) {
+            continue;
+        }
+        if (count <= 0) {
+            fail(what + " cannot be read: " +
+                 (count < 0 ? std::strerror(errno) : "the file became shorter while it was read"));
+        }
+        done += static_cast<size_t>(count);
+    }
 }
 
 }  // namespace pystaged

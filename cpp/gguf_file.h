@@ -30,6 +30,9 @@ public:
     const std::string& path() const { return path_; }
     // Of all files.
     size_t bytes() const;
+    // A digest of the metadata, sizes and times of change of all files, and of the first weights of each tensor:
+    // another for another model, and for one whose files were written since.
+    uint64_t identity() const;
 
     // Metadata. Each throws ModelError when the key is there with another type, or missing without a default.
     std::string text(const std::string& key) const;
@@ -54,6 +57,10 @@ public:
     // A tensor's weights. Read, not mapped, because a mapped file that another program shortens ends the process.
     // Throws ModelError where they cannot be read or are not finite.
     Memory read(const TensorView& tensor, int num_threads = 1) const;
+    // The same for a part that begins and ends between its blocks.
+    void read(const TensorView& tensor, size_t first, size_t bytes, uint8_t* out) const;
+    // Asks the system to begin reading it from the disk.
+    void prefetch(const TensorView& tensor) const;
 
     [[noreturn]] void fail(const std::string& what) const;
 
@@ -67,10 +74,17 @@ private:
         void operator()(FILE* file) const { std::fclose(file); }
     };
 
+    // The file that a tensor lies in.
+    const GgufFile& holder(const TensorView& tensor) const {
+        return tensor.shard > 0 ? *shards_[tensor.shard - 1] : *this;
+    }
+    void read_bytes(size_t at, size_t bytes, uint8_t* out, const std::string& what) const;
+
     std::string path_;
     std::unique_ptr<FILE, Free> file_;
     std::unique_ptr<gguf_context, Free> context_;
     size_t size_ = 0;
+    int64_t changed_ = 0;                            // nanoseconds
     std::vector<std::unique_ptr<GgufFile>> shards_;  // after the first
 };
 

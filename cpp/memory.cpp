@@ -33,6 +33,16 @@ Memory::Memory(size_t bytes, bool huge) : size_(bytes) {
     }
 }
 
+Memory Memory::map(int descriptor, size_t bytes) {
+    Memory result;
+    void* p = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, descriptor, 0);
+    if (p != MAP_FAILED) {
+        result.data_ = result.base_ = static_cast<uint8_t*>(p);
+        result.size_ = result.reserved_ = bytes;
+    }
+    return result;
+}
+
 Memory::~Memory() {
     if (!base_) {
         return;

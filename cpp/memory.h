@@ -1,4 +1,4 @@
-// Page-aligned zeroed memory that becomes resident only where it is touched.
+// Page-aligned memory that becomes resident only where it is touched: zeroed, or a file that is mapped.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +11,8 @@ public:
     Memory() = default;
     // `huge` asks for huge pages: right for weights, which are read whole, wrong for sparse caches.
     explicit Memory(size_t bytes, bool huge = false);
+    // The first `bytes` of a file, which must not be written to; empty where it cannot be mapped, with errno set.
+    static Memory map(int descriptor, size_t bytes);
     ~Memory();
     Memory(Memory&& other) noexcept;
     Memory& operator=(Memory&& other) noexcept;

@@ -1,11 +1,13 @@
 #include "packed_matrix.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "thread_pool.h"
 
@@ -19,6 +21,8 @@ constexpr size_t kChunkBytes = 256 << 10;
 
 // From so many rows on a thread takes this many groups at least, which share what is prepared of the rows.
 constexpr int kManyRows = 64, kLeastGroups = 8;
+// What one thread packs at a time: a huge page, which two threads that touched it first would both fill with zeros.
+constexpr size_t kPackBytes = 2 << 20;
 
 // By Packing.
 constexpr ggml_type kTypes[kNumPackings] = {
@@ -85,6 +89,9 @@ void store_word(uint8_t* p, uint32_t word) {
     std::memcpy(p, &word, sizeof(word));
 }
 
+// Compiled for each type and each place in its blocks.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 // 32 inputs of one output: scales and minima as they are kept, quants as words of four bytes, the zero point added.
 struct Block {
     uint8_t factors[4];
@@ -99,7 +106,7 @@ constexpr uint32_t spread(uint32_t bits) {
 }
 
 // Types of 32 inputs a block: scales, then fifth bits, then nibbles.
-Block read_block(const Layout& l, const uint8_t* in) {
+ALWAYS_INLINE Block read_block(const Layout& l, const uint8_t* in) {
     Block block;
     const int factors = l.factors * l.factor_bytes;
     std::memcpy(block.factors, in, factors);
@@ -124,7 +131,7 @@ Block read_block(const Layout& l, const uint8_t* in) {
 }
 
 // Block `index` of the eight in a file's block of Q4_K or Q5_K.
-Block read_minimum_block(const Layout& l, const uint8_t* in, int index) {
+ALWAYS_INLINE Block read_minimum_block(const Layout& l, const uint8_t* in, int index) {
     Block block;
     const uint8_t* packed = in + 4;
     if (index < 4) {
@@ -146,7 +153,7 @@ Block read_minimum_block(const Layout& l, const uint8_t* in, int index) {
 }
 
 // Block `index` of the eight in a file's block of Q6_K.
-Block read_halves_block(const uint8_t* in, int index) {
+ALWAYS_INLINE Block read_halves_block(const uint8_t* in, int index) {
     Block block;
     const int half = index / 4, quarter = index % 4;
     const uint8_t* nibbles = in + 64 * half + 32 * (quarter % 2);
@@ -160,7 +167,7 @@ Block read_halves_block(const uint8_t* in, int index) {
 }
 
 // Block `index` of the eight in a file's block of IQ4_XS.
-Block read_scaled_block(const uint8_t* in, int index) {
+ALWAYS_INLINE Block read_scaled_block(const uint8_t* in, int index) {
     Block block;
     uint16_t high;
     std::memcpy(&high, in + 2, sizeof(high));
@@ -175,7 +182,7 @@ Block read_scaled_block(const uint8_t* in, int index) {
 }
 
 // Block `index` of the eight in a file's block of Q2_K or Q3_K.
-Block read_small_block(const Layout& l, const uint8_t* in, int index) {
+ALWAYS_INLINE Block read_small_block(const Layout& l, const uint8_t* in, int index) {
     Block block;
     const uint8_t* scales = in + (l.bits == 3 ? 96 : 0);
     const uint8_t* low = in + (l.bits == 3 ? 32 : 16) + 32 * (index / 4);
@@ -197,7 +204,7 @@ Block read_small_block(const Layout& l, const uint8_t* in, int index) {
     return block;
 }
 
-Block read_block(Packing packing, const uint8_t* in, int index) {
+ALWAYS_INLINE Block read_block(Packing packing, const uint8_t* in, int index) {
     const Layout& l = layout_of(packing);
     switch (packing) {
         case Packing::q4_k:
@@ -212,7 +219,7 @@ Block read_block(Packing packing, const uint8_t* in, int index) {
 
 // Moves the quants of one lane to their places in a packed block, and back. Beyond the lower bits, which are four or
 // else two, there are none, one or two.
-void store_quants(const Layout& l, const uint32_t* words, int lane, uint8_t* out) {
+ALWAYS_INLINE void store_quants(const Layout& l, const uint32_t* words, int lane, uint8_t* out) {
     out += 4 * lane;
     if (l.bits == 8) {
         for (int i = 0; i < 8; ++i) {
@@ -264,6 +271,75 @@ void load_quants(const Layout& l, const uint8_t* in, int lane, uint32_t* words) 
         add_bits(4, l.bits - 4);
     }
 }
+
+// Packs a group of kLanes rows; null is a row of zeros, which `out` has already.
+template <class Number>
+void pack_floats(const uint8_t* const* rows, int cols, uint8_t* out) {
+    for (int first = 0; first < cols; first += kBlock) {
+        const int last = std::min(first + kBlock, cols);
+        for (int lane = 0; lane < kLanes; ++lane) {
+            for (int i = first; rows[lane] && i < last; ++i) {
+                std::memcpy(out + (size_t(i) * kLanes + lane) * sizeof(Number), rows[lane] + i * sizeof(Number),
+                            sizeof(Number));
+            }
+        }
+    }
+}
+
+template <Packing kPacking, int kIndex>
+ALWAYS_INLINE void pack_block(const uint8_t* in, int lane, uint8_t* out) {
+    constexpr Layout l = kLayouts[static_cast<int>(kPacking)];
+    out += l.header_bytes + kIndex * l.block_bytes;
+    const Block block = read_block(kPacking, in, kIndex);
+    for (int i = 0; i < l.factors; ++i) {
+        std::memcpy(out + (i * kLanes + lane) * l.factor_bytes, block.factors + i * l.factor_bytes, l.factor_bytes);
+    }
+    store_quants(l, block.words, lane, out + l.factors_bytes);
+}
+
+// Packs one lane of the blocks that share a header.
+template <Packing kPacking, int... kIndices>
+ALWAYS_INLINE void pack_lane(const uint8_t* in, int lane, uint8_t* out, std::integer_sequence<int, kIndices...>) {
+    for (int i = 0; i < kLayouts[static_cast<int>(kPacking)].headers; ++i) {
+        std::memcpy(out + 2 * (i * kLanes + lane), in + header_at(kPacking) + 2 * i, 2);
+    }
+    (pack_block<kPacking, kIndices>(in, lane, out), ...);
+}
+
+template <Packing kPacking>
+void pack_blocks(const uint8_t* const* rows, int cols, uint8_t* out) {
+    constexpr Layout l = kLayouts[static_cast<int>(kPacking)];
+    const size_t file_block = ggml_type_size(type_of(kPacking));
+    for (int b = 0; b < cols / kBlock / l.blocks; ++b, out += l.header_bytes + l.blocks * l.block_bytes) {
+        for (int lane = 0; lane < kLanes; ++lane) {
+            if (rows[lane]) {
+                pack_lane<kPacking>(rows[lane] + b * file_block, lane, out,
+                                    std::make_integer_sequence<int, l.blocks>());
+            }
+        }
+    }
+}
+
+template <Packing kPacking>
+void pack(const uint8_t* const* rows, int cols, uint8_t* out) {
+    if constexpr (kPacking == Packing::f32) {
+        pack_floats<float>(rows, cols, out);
+    } else if constexpr (kPacking < Packing::q8_0) {
+        pack_floats<uint16_t>(rows, cols, out);
+    } else {
+        pack_blocks<kPacking>(rows, cols, out);
+    }
+}
+
+using Pack = void (*)(const uint8_t* const* rows, int cols, uint8_t* out);
+
+template <size_t... kIndices>
+constexpr std::array<Pack, kNumPackings> packs(std::index_sequence<kIndices...>) {
+    return {pack<static_cast<Packing>(kIndices)>...};
+}
+
+// By Packing.
+constexpr std::array<Pack, kNumPackings> kPack = packs(std::make_index_sequence<kNumPackings>());
 
 float load_half(const uint8_t* p) {
     ggml_fp16_t half;
@@ -331,8 +407,59 @@ PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* so
 
 PackedMatrix::PackedMatrix(ggml_type type, int cols, const std::vector<Tensor>& sources, const RowOrder& order,
                            uint8_t* storage, int num_threads)
+    : PackedMatrix(
+          type, cols,
+          [&](int first, int count, uint8_t* rows) {
+              const size_t row_bytes = ggml_row_size(type, cols);
+              for (const Tensor& source : sources) {
+                  const int here = std::clamp(source.rows - first, 0, count);
+                  std::memcpy(rows, source.data + std::min(first, source.rows) * row_bytes, here * row_bytes);
+                  rows += here * row_bytes;
+                  count -= here;
+                  first = std::max(first - source.rows, 0);
+              }
+          },
+          order, storage, num_threads) {}
+
+PackedMatrix::PackedMatrix(ggml_type type, int cols, const RowReader& read, const RowOrder& order, uint8_t* storage,
+                           int num_threads)
+    : PackedMatrix(type, static_cast<int>(order.size()), cols, storage) {
+    const size_t row_bytes = ggml_row_size(type, cols);
+    const int groups = padded_rows() / kLanes;
+    const int tasks = padded(static_cast<int>((bytes() + kPackBytes - 1) / kPackBytes), num_threads);
+    const int share = (groups + tasks - 1) / tasks;
+    std::vector<std::vector<uint8_t>> buffers(num_threads);
+    ThreadPool::shared().run(tasks, num_threads, [&](int task, int worker) {
+        std::vector<uint8_t>& buffer = buffers[worker];
+        buffer.resize(kLanes * row_bytes);
+        for (int g = task * share; g < std::min(groups, (task + 1) * share); ++g) {
+            const int* wanted = order.data() + size_t(g) * kLanes;
+            const int lanes = std::clamp(rows_ - g * kLanes, 0, kLanes);
+            const uint8_t* rows[kLanes] = {};
+            for (int lane = 0; lane < lanes; ++lane) {
+                rows[lane] = wanted[lane] < 0 ? nullptr : buffer.data() + lane * row_bytes;
+            }
+            for (int lane = 0, next = 0; lane < lanes; lane = next) {
+                // Rows that follow each other are read at once.
+                for (next = lane + 1; rows[lane] && next < lanes && wanted[next] == wanted[next - 1] + 1;) {
+                    ++next;
+                }
+                if (rows[lane]) {
+                    read(wanted[lane], next - lane, buffer.data() + lane * row_bytes);
+                }
+            }
+            uint8_t* out = storage + g * group_bytes_;
+            if (cols_ != padded_cols() || std::find(rows, rows + kLanes, nullptr) != rows + kLanes) {
+                std::memset(out, 0, group_bytes_);
+            }
+            kPack[static_cast<int>(packing_)](rows, cols_, out);
+        }
+    });
+}
+
+PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* storage)
     : packing_(packing_of(type)),
-      rows_(static_cast<int>(order.size())),
+      rows_(rows),
       cols_(cols),
       group_bytes_(group_bytes(packing_, padded(cols, kBlock))),
       data_(storage) {
@@ -340,27 +467,6 @@ PackedMatrix::PackedMatrix(ggml_type type, int cols, const std::vector<Tensor>& 
         throw std::invalid_argument(std::string(ggml_type_name(type)) + " needs rows of a multiple of " +
                                     std::to_string(ggml_blck_size(type)) + " weights, not " + std::to_string(cols));
     }
-    std::vector<const uint8_t*> file_rows;
-    for (const Tensor& source : sources) {
-        for (int i = 0; i < source.rows; ++i) {
-            file_rows.push_back(source.data + i * ggml_row_size(type, cols_));
-        }
-    }
-    ThreadPool::shared().run(padded_rows() / kLanes, num_threads, [&](int g, int) {
-        const uint8_t* rows[kLanes] = {};
-        for (int lane = 0; lane < std::min(rows_ - g * kLanes, kLanes); ++lane) {
-            const int row = order[g * kLanes + lane];
-            rows[lane] = row < 0 ? nullptr : file_rows[row];
-        }
-        if (cols_ != padded_cols() || std::find(rows, rows + kLanes, nullptr) != rows + kLanes) {
-            std::memset(data_ + g * group_bytes_, 0, group_bytes_);
-        }
-        if (integer()) {
-            pack_blocks(g, rows);
-        } else {
-            pack_floats(g, rows);
-        }
-    });
 }
 
 bool PackedMatrix::reads(Packing packing) const {
@@ -370,46 +476,6 @@ bool PackedMatrix::reads(Packing packing) const {
     }
     return packing_ != Packing::q2_k && packing != Packing::q2_k && zero_point(packing_) == zero_point(packing) &&
            has_halves(packing_) == has_halves(packing);
-}
-
-void PackedMatrix::pack_floats(int group, const uint8_t* const* rows) const {
-    const size_t size = ggml_type_size(type_of(packing_));
-    for (int lane = 0; lane < kLanes; ++lane) {
-        const uint8_t* in = rows[lane];
-        if (!in) {
-            continue;
-        }
-        uint8_t* out = data_ + group * group_bytes_ + lane * size;
-        for (int i = 0; i < cols_; ++i) {
-            std::memcpy(out + i * kLanes * size, in + i * size, size);
-        }
-    }
-}
-
-void PackedMatrix::pack_blocks(int group, const uint8_t* const* rows) const {
-    const Layout& l = layout_of(packing_);
-    const size_t file_block = ggml_type_size(type_of(packing_));
-    uint8_t* out = data_ + group * group_bytes_;
-    for (int b = 0; b < cols_ / kBlock; ++b, out += l.block_bytes) {
-        const bool begins = b % l.blocks == 0;
-        uint8_t* header = out;
-        out += begins ? l.header_bytes : 0;
-        for (int lane = 0; lane < kLanes; ++lane) {
-            if (!rows[lane]) {
-                continue;
-            }
-            const uint8_t* in = rows[lane] + b / l.blocks * file_block;
-            const Block block = read_block(packing_, in, b % l.blocks);
-            for (int i = 0; begins && i < l.headers; ++i) {
-                std::memcpy(header + 2 * (i * kLanes + lane), in + header_at(packing_) + 2 * i, 2);
-            }
-            for (int i = 0; i < l.factors; ++i) {
-                std::memcpy(out + (i * kLanes + lane) * l.factor_bytes, block.factors + i * l.factor_bytes,
-                            l.factor_bytes);
-            }
-            store_quants(l, block.words, lane, out + l.factors_bytes);
-        }
-    }
 }
 
 void PackedMatrix::multiply(const Kernel& kernel, const Activations& x, const Epilogue& epilogue,

@@ -21,6 +21,7 @@
 // Outputs are padded with zeros to a multiple of 32, inputs likewise.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "ggml.h"
@@ -49,6 +50,9 @@ struct Tensor {
     int rows = 0;
 };
 
+// Brings `count` rows of the sources, the first of them row `first`, as the file has them. Called by several threads.
+using RowReader = std::function<void(int first, int count, uint8_t* rows)>;
+
 struct Product;
 
 class PackedMatrix {
@@ -59,10 +63,18 @@ public:
     // Packs order.size() rows of `sources`.
     PackedMatrix(ggml_type type, int cols, const std::vector<Tensor>& sources, const RowOrder& order, uint8_t* storage,
                  int num_threads);
+    // Packs order.size() rows as they are read, kLanes at a time by each thread, so that a row goes from the file
+    // through that thread's cache to its place.
+    PackedMatrix(ggml_type type, int cols, const RowReader& read, const RowOrder& order, uint8_t* storage,
+                 int num_threads);
+    // What was packed into `storage` before.
+    PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* storage);
 
     // Throws std::invalid_argument when `type` has no packing here.
     static Packing packing_of(ggml_type type);
     static size_t packed_bytes(ggml_type type, int rows, int cols);
+    // Of the layout above. It counts up whenever packed weights written before would be read wrongly.
+    static constexpr int kVersion = 1;
 
     int rows() const { return rows_; }
     int cols() const { return cols_; }
@@ -83,13 +95,11 @@ public:
 
 private:
     friend void multiply_all(const Kernel& kernel, const std::vector<Product>& products, int num_threads);
-    void pack_floats(int group, const uint8_t* const* rows) const;
-    void pack_blocks(int group, const uint8_t* const* rows) const;
 
     Packing packing_ = Packing::f32;
     int rows_ = 0, cols_ = 0;
     size_t group_bytes_ = 0;
-    uint8_t* data_ = nullptr;
+    const uint8_t* data_ = nullptr;
 };
 
 // One product of several over the same rows; see PackedMatrix::multiply.

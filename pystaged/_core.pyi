@@ -141,6 +141,8 @@ class Model:
             fails.
         progress: called after each tensor that was brought to a device.
         kv: how sessions store keys and values, "f16" or "q8_0", which takes half the memory; devices have f16 alone.
+        packed: file of packed weights (see save_packed), mapped instead of packing if they are this model's; or where
+            one will be.
 
     Raises:
         DeviceError: no such device, or too little memory on it.
@@ -156,7 +158,28 @@ class Model:
         device: str = "cpu",
         progress: Callable[[], None] | None = None,
         kv: str = "f16",
+        packed: str | bytes | PathLike[str] | PathLike[bytes] = "",
     ) -> None: ...
+    def save_packed(self, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
+        """Write the packed weights into a file that exists.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the file is of no use.
+            ModelError: it cannot be written, perhaps for want of room.
+            RuntimeError: the model was loaded without `packed`, or from there.
+        """
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its weights are mapped from a file of packed ones."""
+    @property
+    def packed_problem(self) -> str:
+        """Why the file of packed weights was not used; "" where it was, or where there was none."""
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes that the weights' matrices take in memory."""
+    @property
+    def buffer_bytes(self) -> int:
+        """What loading them took besides at most, the system's cache aside."""
     @property
     def name(self) -> str: ...
     @property

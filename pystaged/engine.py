@@ -42,6 +42,7 @@ class LoadOptions(TypedDict, total=False):
     n_ctx: int
     kv: str
     num_threads: int
+    keep_packed: bool
     policy: TreePolicy | None
     report: Callable[[str], None] | None
 
@@ -68,6 +69,9 @@ class Engine:
         kv: how keys and values are stored: "f16", or "q8_0" for half the memory, which changes logits a little; on the
             CPU alone.
         num_threads: 0 for one per physical core.
+        keep_packed: keep weights that run on "cpu" in the cache folder as the kernels read them, which takes as much of
+            the disk as the models again: the next time they are there at once, and processes share the memory.
+            `pystaged models` lists and removes them.
         policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
 
@@ -89,6 +93,7 @@ class Engine:
         n_ctx: int = 0,
         kv: str = "f16",
         num_threads: int = 0,
+        keep_packed: bool = False,
         policy: TreePolicy | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
@@ -101,6 +106,7 @@ class Engine:
             device=device,
             draft_device=draft_device,
             kv=kv,
+            keep_packed=keep_packed,
         )
         self._contexts = ContextPool(lambda: pair.decoder(n_ctx, policy))
         self.n_ctx = self._contexts.n_ctx

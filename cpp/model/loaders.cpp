@@ -41,8 +41,15 @@ std::vector<float> read_floats(const GgufFile& file, const TensorView& tensor) {
 }
 
 PackedLoader::PackedLoader(const GgufFile& file, const Manifest& manifest, const Family& family,
-                           const Hyperparameters& numbers, int num_threads)
-    : file_(file), manifest_(manifest), family_(family), numbers_(numbers), num_threads_(num_threads) {
+                           const Hyperparameters& numbers, int num_threads, PackedContent& content,
+                           const PackedFile* packed)
+    : file_(file),
+      manifest_(manifest),
+      family_(family),
+      numbers_(numbers),
+      num_threads_(num_threads),
+      content_(content),
+      packed_(packed) {
     size_t total = 0;
     for (const TensorView* tensor : manifest.matrices()) {
         try {
@@ -53,15 +60,18 @@ PackedLoader::PackedLoader(const GgufFile& file, const Manifest& manifest, const
         }
         total += kAlignment;
     }
-    arena_ = Memory(total, /*huge=*/true);
+    if (!packed) {
+        arena_ = Memory(total, /*huge=*/true);
+    }
 }
 
-Vector PackedLoader::vector(Role role) const {
+Vector PackedLoader::vector(Role role) {
     const TensorView* tensor = find(role);
     if (!tensor) {
         return {};
     }
     const std::vector<float> values = read_floats(file_, *tensor);
+    buffer_bytes_ = std::max(buffer_bytes_, tensor->bytes + values.size() * sizeof(float));
     const int cols = int(tensor->ne[0]), rows = int(tensor->ne[1]);
     // Norms of heads lie side by side, as heads do.
     const bool heads = role == Role::attn_q_norm || role == Role::attn_k_norm;
@@ -75,16 +85,36 @@ Vector PackedLoader::vector(Role role) const {
 }
 
 Linear PackedLoader::pack(const Parts& parts) {
-    std::vector<Memory> data;
-    std::vector<Tensor> sources;
-    for (const TensorView* weight : parts.weights) {
-        data.push_back(file_.read(*weight, num_threads_));
-        sources.push_back({data.back().data(), static_cast<int>(weight->ne[1])});
+    const ggml_type type = parts.weights[0]->type;
+    const int cols = static_cast<int>(parts.weights[0]->ne[0]);
+    const size_t row_bytes = ggml_row_size(type, cols);
+    const auto read = [&](int first, int count, uint8_t* rows) {
+        for (const TensorView* weight : parts.weights) {
+            const int size = static_cast<int>(weight->ne[1]), here = std::clamp(size - first, 0, count);
+            if (here > 0) {
+                file_.read(*weight, first * row_bytes, here * row_bytes, rows);
+            }
+            rows += here * row_bytes;
+            count -= here;
+            first = std::max(first - size, 0);
+        }
+    };
+    if (!content_.empty()) {
+        content_.add(type, cols, parts.order);
     }
+    const int rows = static_cast<int>(parts.order.size());
     Linear result;
     try {
-        result.packed = PackedMatrix(parts.weights[0]->type, static_cast<int>(parts.weights[0]->ne[0]), sources,
-                                     parts.order, arena_.data() + used_, num_threads_);
+        if (packed_) {
+            result.packed =
+                PackedMatrix(type, rows, cols, packed_->matrix(used_, PackedMatrix::packed_bytes(type, rows, cols)));
+        } else {
+            for (const TensorView* weight : parts.weights) {
+                file_.prefetch(*weight);
+            }
+            result.packed = PackedMatrix(type, cols, read, parts.order, arena_.data() + used_, num_threads_);
+            buffer_bytes_ = std::max(buffer_bytes_, num_threads_ * kLanes * row_bytes);
+        }
     } catch (const std::invalid_argument& error) {
         file_.fail("tensor '" + parts.weights[0]->name + "': " + error.what());
     }

@@ -5,31 +5,36 @@
 
 #include "model/manifest.h"
 #include "model/model.h"
+#include "model/packed_file.h"
 
 namespace pystaged {
 
 // The floats of a tensor, all rows in turn. Throws ModelError where they are of another type.
 std::vector<float> read_floats(const GgufFile& file, const TensorView& tensor);
 
-// Packs for our kernels.
+// Packs for our kernels, or finds the matrices packed.
 class PackedLoader {
 public:
-    // Throws ModelError for a type that has no packing.
+    // Throws ModelError for a type that has no packing. `content` is told of each matrix where it is not empty. With
+    // `packed` matrices are taken from there; that they are what they should be is not checked.
     PackedLoader(const GgufFile& file, const Manifest& manifest, const Family& family, const Hyperparameters& numbers,
-                 int num_threads);
+                 int num_threads, PackedContent& content, const PackedFile* packed = nullptr);
 
     void begin_model() {}
     void begin_layer(int layer) { layer_ = layer; }
     Linear token_embedding() { return linear(Role::token_embedding); }
     Linear head() { return manifest_.find(Role::head) ? linear(Role::head) : Linear(); }
-    Vector vector(Role role) const;
-    Norm norm(Role weight, Role bias) const { return {vector(weight), vector(bias)}; }
+    Vector vector(Role role);
+    Norm norm(Role weight, Role bias) { return {vector(weight), vector(bias)}; }
     Linear linear(Role weight);
     Linear linear(Role weight, Role bias);
     void qkv(Layer& layer);
     void feed_forward(Layer& layer);
-    // The memory that the matrices are in.
+    // The memory that the matrices are in, and how much of it they take.
     Memory take_arena() { return std::move(arena_); }
+    size_t used() const { return used_; }
+    // What was taken besides at most, for a moment.
+    size_t buffer_bytes() const { return buffer_bytes_; }
 
 private:
     // Tensors of which a matrix is made, the rows of all in this order, and its bias if it has one.
@@ -46,8 +51,10 @@ private:
     const Family& family_;
     const Hyperparameters& numbers_;
     int num_threads_, layer_ = 0;
+    PackedContent& content_;
+    const PackedFile* packed_;
     Memory arena_;
-    size_t used_ = 0;
+    size_t used_ = 0, buffer_bytes_ = 0;
 };
 
 // Places on ggml's devices; the data goes there when their memory is filled.

@@ -1,8 +1,12 @@
 #include "model/model.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
+#include "error.h"
 #include "model/loaders.h"
 #include "model/manifest.h"
 #include "pass/kv_cache.h"
@@ -44,7 +48,7 @@ void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
 }  // namespace
 
 Model::Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
-             const std::function<void()>& progress, KvType kv)
+             const std::function<void()>& progress, KvType kv, const std::string& packed)
     : kernel_(find_kernel(kernel)), num_threads_(checked_threads(num_threads)), kv_type_(kv) {
     if (kv != KvType::f16 && !devices.empty()) {
         throw std::invalid_argument("keys and values of eight bits are for the CPU's own kernels; leave them at f16");
@@ -60,9 +64,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     check_factors(file, manifest);
     weight_type_ = manifest.most_common_type();
     if (devices.empty()) {
-        PackedLoader loader(file, manifest, *family_, numbers_, num_threads_);
-        load(loader);
-        arena_ = loader.take_arena();
+        load_packed(file, manifest, packed);
         weight_bytes_ = head().packed.bytes();
         for (const Layer& layer : layers_) {
             weight_bytes_ += layer.attn_output.packed.bytes() + layer.ffn_gate.packed.bytes() +
@@ -79,10 +81,49 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
         for (const TensorView* tensor : manifest.multiplied()) {
             weight_bytes_ += tensor->bytes;
         }
+        for (const TensorView* tensor : manifest.matrices()) {
+            matrix_bytes_ += tensor->bytes;
+            buffer_bytes_ = std::max(buffer_bytes_, tensor->bytes);
+        }
     }
     for (const TensorView* tensor : manifest.multiplied()) {
         num_weights_ += size_t(tensor->ne[0]) * tensor->ne[1];
     }
+}
+
+void Model::load_packed(const GgufFile& file, const Manifest& manifest, const std::string& packed) {
+    if (!packed.empty()) {
+        content_ = PackedContent(file);
+        PackedContent content = content_;
+        if (access(packed.c_str(), F_OK) == 0) {
+            try {
+                PackedFile mapped(packed, content);
+                PackedLoader loader(file, manifest, *family_, numbers_, num_threads_, content, &mapped);
+                load(loader);
+                mapped.check(content, num_threads_);
+                arena_ = mapped.take();
+                is_mapped_ = true;
+                matrix_bytes_ = loader.used();
+                buffer_bytes_ = loader.buffer_bytes();
+                return;
+            } catch (const ModelError& error) {
+                packed_problem_ = error.what();
+                layers_.clear();
+            }
+        }
+    }
+    PackedLoader loader(file, manifest, *family_, numbers_, num_threads_, content_);
+    load(loader);
+    arena_ = loader.take_arena();
+    matrix_bytes_ = loader.used();
+    buffer_bytes_ = loader.buffer_bytes();
+}
+
+void Model::save_packed(const std::string& path, const std::function<void()>& check_interrupt) const {
+    if (content_.empty() || is_mapped_) {
+        throw std::logic_error("packed weights are saved of a model that was loaded to be packed");
+    }
+    write_packed(path, content_, arena_.data(), matrix_bytes_, num_threads_, check_interrupt);
 }
 
 template <class Loader>

@@ -11,6 +11,8 @@
 #include "memory.h"
 #include "model/family.h"
 #include "model/hyperparameters.h"
+#include "model/manifest.h"
+#include "model/packed_file.h"
 #include "packed_matrix.h"
 
 namespace pystaged {
@@ -55,9 +57,10 @@ public:
     // for one per physical core. Throws ModelError for a file that is damaged, incomplete or of an architecture unknown
     // here; std::invalid_argument for the rest. Weights are packed for the kernels where there are no `devices`; else
     // layers are split over them by their memory, and `progress` is called after each tensor. Throws DeviceError where
-    // that memory is too small. `kv` is how sessions store keys and values; devices have F16 alone.
+    // that memory is too small. `kv` is how sessions store keys and values; devices have F16 alone. `packed` is a file of
+    // save_packed(), or where one will be: it is mapped instead of packing where it has this model's weights.
     Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
-          const std::function<void()>& progress = {}, KvType kv = KvType::f16);
+          const std::function<void()>& progress = {}, KvType kv = KvType::f16, const std::string& packed = "");
 
     const Family& family() const { return *family_; }
     const Hyperparameters& numbers() const { return numbers_; }
@@ -68,6 +71,15 @@ public:
     // Bytes of weights that one pass reads, and multiply-adds of one of its rows, attention aside.
     size_t weight_bytes() const { return weight_bytes_; }
     size_t num_weights() const { return num_weights_; }
+    // Bytes that matrices take in memory, and what loading them took besides at most, the system's cache aside.
+    size_t matrix_bytes() const { return matrix_bytes_; }
+    size_t buffer_bytes() const { return buffer_bytes_; }
+    // Whether packed weights are mapped, and why not where there is a file.
+    bool is_mapped() const { return is_mapped_; }
+    const std::string& packed_problem() const { return packed_problem_; }
+    // Writes packed weights into a file that exists; see write_packed(). Throws std::logic_error for a model that was
+    // loaded without the name of such a file.
+    void save_packed(const std::string& path, const std::function<void()>& check_interrupt) const;
     // Bytes of keys and values that one token of a context takes.
     size_t cell_bytes() const;
     // ggml's name of the type most weights have.
@@ -88,14 +100,17 @@ public:
 private:
     template <class Loader>
     void load(Loader& loader);
+    void load_packed(const GgufFile& file, const Manifest& manifest, const std::string& packed);
 
     const Kernel& kernel_;
     int num_threads_;
     KvType kv_type_;
     const Family* family_ = nullptr;
     Hyperparameters numbers_;
-    size_t file_bytes_ = 0, weight_bytes_ = 0, num_weights_ = 0;
-    std::string weight_type_, name_;
+    size_t file_bytes_ = 0, weight_bytes_ = 0, num_weights_ = 0, matrix_bytes_ = 0, buffer_bytes_ = 0;
+    std::string weight_type_, name_, packed_problem_;
+    bool is_mapped_ = false;
+    PackedContent content_;
     Memory arena_;
     std::unique_ptr<DeviceMemory> device_memory_;
     Linear token_embedding_, head_;

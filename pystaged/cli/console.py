@@ -124,6 +124,7 @@ def open_engine(model: str, options: LoadOptions) -> Engine:
         ngrams=options.ngrams,
         n_ctx=options.n_ctx,
         kv=options.kv,
+        keep_packed=options.keep_packed,
         report=report,
     )
 

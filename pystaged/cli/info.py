@@ -37,6 +37,8 @@ def info(
             "vocabulary": f"{loaded.vocab_size} tokens",
             "weights": f"{loaded.weight_type}, {loaded.file_bytes / 1e6:.1f} MB file, "
             f"{loaded.weight_bytes / 1e6:.1f} MB read per pass",
+            "memory": f"{loaded.matrix_bytes / 1e6:.1f} MB of weights, "
+            f"{loaded.buffer_bytes / 1e6:.1f} MB more while loading",
             "keys and values": _cells(loaded.cell_bytes),
         }
     for name, value in rows.items():

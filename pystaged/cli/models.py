@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,14 +12,14 @@ from rich.text import Text
 
 from pystaged import files
 from pystaged.cli.console import report
-from pystaged.loading import cache
+from pystaged.loading import cache, names, packed
 
 app = typer.Typer(help="List the models in the cache, or remove one.", invoke_without_command=True)
 
 
 @app.callback()
 def models(context: typer.Context) -> None:
-    """List the models in the cache: size, type, shape and license.
+    """List the models in the cache: size, type, shape and license; and the packed weights kept with --keep-packed.
 
     Example: pystaged models
     """
@@ -35,7 +36,15 @@ def models(context: typer.Context) -> None:
         Console(soft_wrap=True, highlight=False).print(table)
     else:
         report(f"no models in {cache.folder()}; get one with: pystaged pull openai-community/gpt2")
-    leftovers = files.leftovers(cache.folder())
+    weights = packed.packed_weights()
+    if weights:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("packed weights of", no_wrap=True)
+        table.add_column("MB", justify="right", no_wrap=True)
+        for each in weights:
+            table.add_row(Text(each.model), Text(f"{each.bytes / 1e6:.1f}"))
+        Console(soft_wrap=True, highlight=False).print(table)
+    leftovers = _leftovers()
     if leftovers:
         size = sum(part.stat().st_size for part in leftovers)
         report(
@@ -50,15 +59,22 @@ def remove(
     leftovers: Annotated[
         bool, typer.Option("--leftovers", help="Unfinished files of writers that were killed.")
     ] = False,
+    only_packed: Annotated[
+        bool, typer.Option("--packed", help="Packed weights alone: of the model that is named, or all.")
+    ] = False,
 ) -> None:
-    """Remove a model from the cache. What other programs put into Hugging Face's cache, or still have there, stays.
+    """Remove a model from the cache, and its packed weights. What other programs put into Hugging Face's cache, or
+    still have there, stays.
 
     Example: pystaged models remove openai-community/gpt2:q8_0
     """
-    if bool(name) == leftovers:
-        raise typer.BadParameter("name a model, or --leftovers")
+    if (bool(name) or only_packed) == leftovers:
+        raise typer.BadParameter("name a model, --packed or --leftovers")
+    if only_packed:
+        report(_remove_packed(name))
+        return
     if leftovers:
-        parts = files.leftovers(cache.folder())
+        parts = _leftovers()
         freed = sum(part.stat().st_size for part in parts)
         for part in parts:
             files.remove_leftover(part)
@@ -66,6 +82,21 @@ def remove(
         return
     freed = cache.remove(name)
     report(f"removed, {freed / 1e6:.1f} MB freed" if freed else "removed; the file it led to stays, for others use it")
+
+
+def _leftovers() -> list[Path]:
+    return [part for folder in (cache.folder(), packed.folder()) for part in files.leftovers(folder)]
+
+
+def _remove_packed(name: str) -> str:
+    """Remove packed weights of a model, "" for all; what is to be said of it."""
+    in_a_package = name in ("house", "smollm2")
+    path = names.resolve(name) if in_a_package else cache.find(name) or Path(name).expanduser()
+    found = [each for each in packed.packed_weights() if not name or each.path == packed.packed_path(path)]
+    if name and not found:
+        raise FileNotFoundError(f"there are no packed weights of {name!r}; `pystaged models` lists whose there are")
+    freed = sum(packed.remove_packed(each.path) for each in found)
+    return f"removed packed weights of {len(found)} model{'' if len(found) == 1 else 's'}, {freed / 1e6:.1f} MB freed"
 
 
 def _count(number: int) -> str:

@@ -81,6 +81,10 @@ class LoadOptions(PairOptions):
     kv: Annotated[
         str, typer.Option(help="How keys and values are stored: f16, or q8_0 for half the memory of a context.")
     ] = "f16"
+    keep_packed: Annotated[
+        bool,
+        typer.Option("--keep-packed", help="Load at once from now on, from a copy in the cache as large as the model."),
+    ] = False
 
 
 @dataclass

@@ -20,6 +20,7 @@ from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
 from pystaged.loading import names
 from pystaged.loading.costs import Costs
+from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
 from pystaged.loading.tables import find_table
 
@@ -46,9 +47,11 @@ class Pair:
         device: str = "cpu",
         draft_device: str = "cpu",
         kv: str = "f16",
+        keep_packed: bool = False,
     ) -> None:
         for name in (device, draft_device):
             check(name)
+        self._report, self._keep_packed = report, keep_packed
         self._num_threads = num_threads
         self._kv = kv
         self._costs = Costs(report)
@@ -129,9 +132,11 @@ class Pair:
         return max(pairs, key=rate)
 
     def _load(self, path: Path, tokenizer: Tokenizer, device: str) -> Model:
-        model = load_model(
-            os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), self._num_threads, device, self._kv
-        )
+        kernel = os.environ.get("PYSTAGED_KERNEL", "")
+        if self._keep_packed and device == "cpu":
+            model = load_packed(path, kernel, self._num_threads, self._report, self._kv)
+        else:
+            model = load_model(os.fsencode(path), kernel, self._num_threads, device, self._kv)
         if tokenizer.num_tokens != model.vocab_size:
             raise ValueError(
                 f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"

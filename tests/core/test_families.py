@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from support.family_reference import FamilyReference
-from support.random_models import Change, RandomModel, quantize, write
+from support.random_models import Change, RandomModel, quantize, split, write
 
 from pystaged._core import Model, ModelError, Session, Tokenizer, kernels, rotation
 
@@ -420,28 +419,6 @@ def test_a_model_in_several_files(tmp_path: Path, device: str) -> None:
     parts[2].unlink()
     with pytest.raises(ModelError, match=r"-00003-of-00003\.gguf: .*No such file"):
         Model(str(parts[0]))
-
-
-def split(path: Path, folder: Path, count: int) -> list[Path]:
-    """A model in several files, as llama.cpp's tool splits them."""
-    reader = GGUFReader(path)
-    share = -(-len(reader.tensors) // count)
-    paths = [folder / f"part-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
-    for i, part in enumerate(paths):
-        with closing(GGUFWriter(part, "llama")) as writer:
-            for name, value in reader.fields.items():
-                if i == 0 and not name.startswith(("GGUF.", "general.architecture")):
-                    element = value.types[-1] if value.types[0] is GGUFValueType.ARRAY else None
-                    writer.add_key_value(name, value.contents(), value.types[0], sub_type=element)
-            writer.add_uint16("split.no", i)
-            writer.add_uint16("split.count", count)
-            writer.add_int32("split.tensors.count", len(reader.tensors))
-            for tensor in reader.tensors[i * share : (i + 1) * share]:
-                writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-    return paths
 
 
 def test_default_context_and_shape(tmp_path: Path) -> None:

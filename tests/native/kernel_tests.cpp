@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "check.h"
+#include "digest.h"
 #include "packed_matrix.h"
 #include "pass/attention.h"
 #include "pass/kv_cache.h"
@@ -350,6 +351,35 @@ void test_orders() {
                 .row(0, source.data());
             CHECK(row.same(source));
         }
+    }
+}
+
+// Packed weights are kept in files. Whoever changes what is expected here changes PackedMatrix::kVersion too.
+void test_layout() {
+    CHECK(PackedMatrix::kVersion == 1);
+    const std::map<ggml_type, uint64_t> expected = {
+        {GGML_TYPE_F32, 0x41d9905d6bae305cu},    {GGML_TYPE_F16, 0x7eb12941808e8bf8u},
+        {GGML_TYPE_BF16, 0x7eb12941808e8bf8u},   {GGML_TYPE_Q8_0, 0x853954c945c4947bu},
+        {GGML_TYPE_Q4_0, 0x57b7f116c2ffebd4u},   {GGML_TYPE_Q4_1, 0xac63b68b0a78aac6u},
+        {GGML_TYPE_Q5_0, 0x13d7b964bd9a5fb8u},   {GGML_TYPE_Q5_1, 0x44aeb3a3d1fe1695u},
+        {GGML_TYPE_Q4_K, 0x9ab5deb1a72a5adau},   {GGML_TYPE_Q5_K, 0x8e413a2b203a4638u},
+        {GGML_TYPE_Q6_K, 0x0ec1cf4c939aec16u},   {GGML_TYPE_IQ4_NL, 0x57b7f116c2ffebd4u},
+        {GGML_TYPE_IQ4_XS, 0xe6b6112e2247d86eu}, {GGML_TYPE_MXFP4, 0x9c3a178a71168405u},
+        {GGML_TYPE_Q3_K, 0x08a4a215d91ec7ccu},   {GGML_TYPE_Q2_K, 0x54b66d05edb7f4feu},
+    };
+    // A row of zeros before row 0, too.
+    const RowOrder order = stacked({-1, 0, 1}, gate_in_turns(22));
+    for (const auto& [type, layout] : expected) {
+        const int cols =
+            type < GGML_TYPE_Q4_0 || type == GGML_TYPE_BF16 ? 33 : 3 * static_cast<int>(ggml_blck_size(type));
+        std::mt19937 bits(1);  // the same everywhere, which distributions are not
+        const Array<uint8_t> source(46 * ggml_row_size(type, cols));
+        std::generate_n(source.data(), source.size(), [&] { return static_cast<uint8_t>(bits() >> 24); });
+        const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, static_cast<int>(order.size()), cols));
+        std::fill_n(storage.data(), storage.size(), uint8_t(255));
+        PackedMatrix(type, cols, {{source.data(), 20}, {source.data() + 20 * ggml_row_size(type, cols), 26}}, order,
+                     storage.data(), 2);
+        CHECK(digest(storage.data(), storage.size()) == layout);
     }
 }
 
@@ -932,6 +962,7 @@ int main(int argc, char** argv) {
     test_matrices();
     test_together();
     test_orders();
+    test_layout();
     test_row_functions();
     test_cache();
     test_eight_bit_cache();

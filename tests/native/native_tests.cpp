@@ -410,6 +410,38 @@ void test_damaged_files(const std::string& path) {
     CHECK_THROWS(std::invalid_argument, Model(path, "", 257));
 }
 
+void test_packed_weights(const std::string& path) {
+    const auto uninterrupted = [] {};
+    const std::string packed =
+        (std::filesystem::temp_directory_path() / ("pystaged-native-packed-" + std::to_string(std::random_device()())))
+            .string();
+    const auto logits = [](const std::shared_ptr<Model>& model) {
+        Session session(model, 16);
+        session.evaluate({1, 2, 3}, {-1, 0, 1}, -1);
+        return logits_of(session, 2);
+    };
+    std::filesystem::remove(packed);
+    const auto model = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, packed);
+    CHECK(!model->is_mapped() && model->packed_problem().empty());
+    CHECK_THROWS(ModelError, (model->save_packed(packed, uninterrupted), 0));
+    std::ofstream(packed).close();
+    model->save_packed(packed, uninterrupted);
+    CHECK_THROWS(std::runtime_error, (model->save_packed(packed, [] { throw std::runtime_error("interrupted"); }), 0));
+    const auto mapped = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, packed);
+    CHECK(mapped->is_mapped() && logits(mapped) == logits(model));
+    CHECK_THROWS(std::logic_error, (mapped->save_packed(packed, uninterrupted), 0));
+    // However short it is.
+    for (uintmax_t bytes = std::filesystem::file_size(packed); bytes > 0; bytes /= 2) {
+        const std::string part = packed + ".part";
+        std::filesystem::copy_file(packed, part, std::filesystem::copy_options::overwrite_existing);
+        std::filesystem::resize_file(part, bytes - 1);
+        const auto again = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, part);
+        CHECK(!again->is_mapped() && !again->packed_problem().empty() && logits(again) == logits(model));
+        std::filesystem::remove(part);
+    }
+    std::filesystem::remove(packed);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -425,6 +457,7 @@ int main(int argc, char** argv) {
         test_prompt(path, *kernel);
     }
 #endif
+    test_packed_weights(path);
     test_concurrent_sessions(path);
     test_log_capture();
 #ifndef __SANITIZE_THREAD__

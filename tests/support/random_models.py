@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType, quants
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, TokenType, quants
 
 Floats = npt.NDArray[np.float32]
 
@@ -127,6 +127,28 @@ def quantize(source: Path, path: Path, file_type: str) -> Path:
     if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params) != 0:
         raise ValueError(f"llama.cpp cannot quantize {source} to {file_type}")
     return path
+
+
+def split(path: Path, folder: Path, count: int) -> list[Path]:
+    """A model in several files, as llama.cpp's tool splits them."""
+    reader = GGUFReader(path)
+    share = -(-len(reader.tensors) // count)
+    paths = [folder / f"part-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    for i, part in enumerate(paths):
+        with closing(GGUFWriter(part, "llama")) as writer:
+            for name, value in reader.fields.items():
+                if i == 0 and not name.startswith(("GGUF.", "general.architecture")):
+                    element = value.types[-1] if value.types[0] is GGUFValueType.ARRAY else None
+                    writer.add_key_value(name, value.contents(), value.types[0], sub_type=element)
+            writer.add_uint16("split.no", i)
+            writer.add_uint16("split.count", count)
+            writer.add_int32("split.tensors.count", len(reader.tensors))
+            for tensor in reader.tensors[i * share : (i + 1) * share]:
+                writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+    return paths
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:

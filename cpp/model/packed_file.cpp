@@ -1,0 +1,152 @@
+#include "model/packed_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "digest.h"
+#include "error.h"
+#include "thread_pool.h"
+
+namespace pystaged {
+
+namespace {
+
+constexpr size_t kTextBytes = 16 << 10;  // a path fits in, and it ends where a page of any system does
+constexpr size_t kPartBytes = 2 << 20;   // of which a digest is made, or that is written at a time: a huge page
+constexpr const char* kDamaged = "packed weights that are damaged";
+
+std::string hexadecimal(uint64_t value) {
+    char text[17];
+    std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(value));
+    return text;
+}
+
+uint64_t digest_of(const uint8_t* weights, size_t bytes, int num_threads) {
+    std::vector<uint64_t> parts((bytes + kPartBytes - 1) / kPartBytes);
+    ThreadPool::shared().run(static_cast<int>(parts.size()), num_threads, [&](int i, int) {
+        const size_t first = i * kPartBytes;
+        parts[i] = digest(weights + first, std::min(kPartBytes, bytes - first));
+    });
+    return digest(parts.data(), parts.size() * sizeof(parts[0]));
+}
+
+struct Descriptor {
+    int number;
+
+    ~Descriptor() {
+        if (number >= 0) {
+            close(number);
+        }
+    }
+};
+
+[[noreturn]] void fail_to_write(const std::string& path) {
+    throw ModelError(path + ": packed weights cannot be written: " + std::strerror(errno));
+}
+
+}  // namespace
+
+PackedContent::PackedContent(const GgufFile& file) {
+    const uint16_t one = 1;
+    source_ = "pystaged packed weights\nof " + file.path() + "\nwhose content is " + hexadecimal(file.identity()) +
+              "\nin layout " + std::to_string(PackedMatrix::kVersion) +
+              (*reinterpret_cast<const uint8_t*>(&one) ? "\n" : ", big-endian\n");
+}
+
+void PackedContent::add(ggml_type type, int cols, const RowOrder& order) {
+    const uint64_t sum[] = {matrices_, static_cast<uint64_t>(type), static_cast<uint64_t>(cols),
+                            digest(order.data(), order.size() * sizeof(order[0]))};
+    matrices_ = digest(sum, sizeof(sum));
+}
+
+std::string PackedContent::text(size_t bytes, uint64_t digest) const {
+    std::string text = source_ + "matrices " + hexadecimal(matrices_) + "\n" + std::to_string(bytes) +
+                       " bytes of digest " + hexadecimal(digest) + "\n";
+    if (text.size() > kTextBytes) {
+        throw ModelError("the path is too long to keep packed weights");
+    }
+    text.resize(kTextBytes);
+    return text;
+}
+
+PackedFile::PackedFile(const std::string& path, const PackedContent& content) : path_(path) {
+    // Without waiting for a pipe's other end.
+    const Descriptor file{open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
+    struct stat info = {};
+    if (file.number < 0 || fstat(file.number, &info) != 0) {
+        fail(std::string("cannot open: ") + std::strerror(errno));
+    }
+    if (!S_ISREG(info.st_mode) || static_cast<size_t>(info.st_size) < kTextBytes) {
+        fail("no packed weights");
+    }
+    memory_ = Memory::map(file.number, static_cast<size_t>(info.st_size));
+    if (!memory_.data()) {
+        fail(std::string("cannot be mapped: ") + std::strerror(errno));
+    }
+    if (std::memcmp(memory_.data(), content.source().data(), content.source().size()) != 0) {
+        fail("packed weights of another file or version");
+    }
+}
+
+const uint8_t* PackedFile::weights() const {
+    return memory_.data() + kTextBytes;
+}
+
+size_t PackedFile::bytes() const {
+    return memory_.size() - kTextBytes;
+}
+
+const uint8_t* PackedFile::matrix(size_t at, size_t bytes) const {
+    if (at > this->bytes() || bytes > this->bytes() - at) {
+        fail(kDamaged);
+    }
+    return weights() + at;
+}
+
+void PackedFile::check(const PackedContent& content, int num_threads) const {
+    const std::string text = content.text(bytes(), digest_of(weights(), bytes(), num_threads));
+    if (std::memcmp(memory_.data(), text.data(), kTextBytes) != 0) {
+        fail(kDamaged);
+    }
+}
+
+void PackedFile::fail(const std::string& what) const {
+    throw ModelError(path_ + ": " + what);
+}
+
+void write_packed(const std::string& path, const PackedContent& content, const uint8_t* weights, size_t bytes,
+                  int num_threads, const std::function<void()>& check_interrupt) {
+    const Descriptor file{open(path.c_str(), O_WRONLY | O_CLOEXEC | O_NOFOLLOW)};
+    if (file.number < 0) {
+        fail_to_write(path);
+    }
+    const auto write = [&](const void* data, size_t size, size_t at) {
+        for (size_t done = 0; done < size;) {
+            const ssize_t count = pwrite(file.number, static_cast<const uint8_t*>(data) + done, size - done,
+                                         static_cast<off_t>(at + done));
+            if (count < 0 && errno != EINTR) {
+                fail_to_write(path);
+            }
+            done += static_cast<size_t>(std::max<ssize_t>(count, 0));
+        }
+    };
+    // Parts end where huge pages do, so that the system may keep the file in such.
+    for (size_t at = kTextBytes, end = kTextBytes + bytes; at < end;) {
+        const size_t next = std::min((at / kPartBytes + 1) * kPartBytes, end);
+        write(weights + at - kTextBytes, next - at, at);
+        at = next;
+        check_interrupt();
+    }
+    const std::string text = content.text(bytes, digest_of(weights, bytes, num_threads));
+    write(text.data(), text.size(), 0);
+}
+
+}  // namespace pystaged

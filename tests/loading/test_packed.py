@@ -1,0 +1,432 @@
+"""Packed weights in the cache: the same bits as from the file, never another model's, never torn, and shared."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.commands import assert_refused, run
+from support.random_models import RandomModel, quantize, split, write
+
+import pystaged
+from pystaged import ModelError, _core
+from pystaged.files import leftovers
+from pystaged.loading import cache
+from pystaged.loading.packed import folder, load_packed, packed_path, packed_weights, remove_packed
+
+Floats = npt.NDArray[np.float32]
+
+LLAMA = RandomModel("llama")
+# One of 256 columns, which types of large blocks need.
+WIDE = RandomModel("llama", width=256, layers=1, head_dim=64, ffn_width=256)
+# Each packing: by gguf's quantizer, or by a mixture of llama.cpp's.
+OWN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+MIXTURES = ("Q4_K_S", "Q5_K_S", "Q6_K", "IQ4_NL", "IQ4_XS", "Q3_K_S", "Q2_K")
+
+LOADER = """
+import os, sys
+from pathlib import Path
+from pystaged import _core
+from pystaged.loading.packed import load_packed
+model = load_packed(Path(sys.argv[1]), "", 2, print)
+session = _core.Session(model)
+session.evaluate([1, 2, 3], [-1, 0, 1])
+sys.stdout.buffer.write(session.logits(2).tobytes())
+"""
+# Its weights are written, or half of them, and it does not come to give them their name.
+WRITER = """
+import os, sys
+from pathlib import Path
+from pystaged.loading.packed import load_packed
+def replace(part, _):
+    os.truncate(part, part.stat().st_size // int(sys.argv[2]))
+    print("begun", flush=True)
+    sys.stdin.read()
+Path.replace = replace
+load_packed(Path(sys.argv[1]), "", 2, print)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write(tmp_path / "llama.gguf", LLAMA)
+
+
+def logits(model: _core.Model) -> Floats:
+    session = _core.Session(model)
+    tokens = np.random.default_rng(1).integers(0, 256, 12).tolist()
+    session.evaluate(tokens, range(-1, len(tokens) - 1))
+    return np.stack([session.logits(row) for row in range(len(tokens))])
+
+
+def loaded(path: Path, said: list[str] | None = None) -> _core.Model:
+    """The model with its weights in the cache. What is said of those goes to `said`, or nothing may be said."""
+    words: list[str] = []
+    model = load_packed(path, "", 2, words.append)
+    if said is None:
+        assert words == []
+    else:
+        said += words
+    return model
+
+
+def assert_same(path: Path) -> None:
+    """Packed now, and packed before, a model is the one of its file."""
+    expected = logits(_core.Model(str(path)))
+    for _ in range(2):
+        model = loaded(path)
+        assert model.is_mapped
+        assert logits(model).tobytes() == expected.tobytes()
+
+
+# ---- The same bits ----
+
+
+@pytest.mark.parametrize("kind", [*OWN, *MIXTURES])
+def test_every_type(tmp_path: Path, kind: str) -> None:
+    if kind in OWN:
+        path = write(tmp_path / "model.gguf", RandomModel("llama", quantization=kind))
+    else:
+        path = quantize(write(tmp_path / "floats.gguf", WIDE), tmp_path / "model.gguf", f"MOSTLY_{kind}")
+    assert _core.Model(str(path)).weight_type.upper() == kind.removesuffix("_S")
+    assert_same(path)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        RandomModel("llama", tie=False),
+        RandomModel("llama", types={"attn_k": "Q8_0", "ffn_up": "F16"}),
+        RandomModel("gpt2", kv_heads=4, biases=True, fused=True),
+        RandomModel("qwen2", biases=True),
+        RandomModel("phi3", fused=True),
+        RandomModel("llama", width=40, heads=5, kv_heads=5, ffn_width=72),
+    ],
+    ids=["head of its own", "mixed types", "fused", "biases", "fused gate", "padding"],
+)
+def test_other_models(tmp_path: Path, model: RandomModel) -> None:
+    assert_same(write(tmp_path / "model.gguf", model))
+
+
+def test_a_model_in_several_files(tmp_path: Path, llama: Path) -> None:
+    parts = split(llama, tmp_path, 3)
+    assert_same(parts[0])
+    # A file behind the first counts as well.
+    info = parts[1].stat()
+    os.utime(parts[1], ns=(info.st_atime_ns, info.st_mtime_ns + 1))
+    said: list[str] = []
+    assert loaded(parts[0], said).is_mapped
+    assert "another file or version" in said[0]
+
+
+@pytest.mark.parametrize("kernel", _core.kernels())
+def test_every_kernel_reads_what_another_wrote(llama: Path, kernel: str) -> None:
+    expected = logits(loaded(llama))
+    model = load_packed(llama, kernel, 3, pytest.fail)
+    assert (model.is_mapped, model.kernel) == (True, kernel)
+    assert logits(model).tobytes() == expected.tobytes()
+
+
+def test_an_engine() -> None:
+    policy = pystaged.FixedPolicy(width=2, depth=2, budget=4)
+    expected = pystaged.generate("def f(x):", max_tokens=8, n_ctx=64, policy=policy)
+    for _ in range(2):
+        found = pystaged.generate("def f(x):", max_tokens=8, n_ctx=64, policy=policy, keep_packed=True)
+        assert found.tokens == expected.tokens
+    assert len(packed_weights()) == 2  # the draft's too
+
+
+# ---- What is not trusted ----
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def swap(path: Path, first: bytes, second: bytes) -> None:
+    data = path.read_bytes()
+    assert first in data
+    path.write_bytes(data.replace(first, second, 1))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "damaged"),
+        (lambda path: os.truncate(path, path.stat().st_size // 2), "damaged"),
+        (lambda path: os.truncate(path, 100), "no packed weights"),
+        (lambda path: path.write_bytes(b""), "no packed weights"),
+        (lambda path: path.write_bytes(path.read_bytes() + bytes(64)), "damaged"),
+        (lambda path: flip(path, -1), "damaged"),
+        (lambda path: flip(path, 16 << 10), "damaged"),
+        (lambda path: flip(path, (16 << 10) - 1), "damaged"),
+        (lambda path: flip(path, 0), "another file or version"),
+        (lambda path: swap(path, b"layout 1\n", b"layout 0\n"), "another file or version"),
+        (lambda path: path.chmod(0), "cannot open"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "no packed weights"),
+    ],
+    ids=[
+        "cut",
+        "half",
+        "no header",
+        "empty",
+        "longer",
+        "last bit",
+        "first bit",
+        "after the text",
+        "text",
+        "version",
+        "forbidden",
+        "pipe",
+    ],
+)
+def test_damage(llama: Path, spoil: Callable[[Path], object], reason: str) -> None:
+    expected = logits(loaded(llama))
+    spoil(packed_path(llama))
+    if reason == "cannot open" and os.access(packed_path(llama), os.R_OK):
+        pytest.skip("nothing is forbidden to this user")
+    said: list[str] = []
+    model = loaded(llama, said)
+    assert model.is_mapped
+    assert logits(model).tobytes() == expected.tobytes()
+    assert len(said) == 1
+    assert reason in said[0]
+    assert loaded(llama).is_mapped
+
+
+def test_a_folder_in_its_place(llama: Path) -> None:
+    packed_path(llama).mkdir(parents=True)
+    said: list[str] = []
+    model = loaded(llama, said)
+    assert not model.is_mapped
+    assert len(said) == 2
+    assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
+
+
+def test_another_models_weights(tmp_path: Path, llama: Path) -> None:
+    """Of the same name, size, metadata and time of change, and even under the same path."""
+    loaded(llama)
+    times = llama.stat()
+    other = write(tmp_path / "other.gguf", RandomModel("llama", seed=1))
+    other.replace(llama)
+    os.utime(llama, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert llama.stat().st_size == times.st_size
+    said: list[str] = []
+    model = loaded(llama, said)
+    assert "another file or version" in said[0]
+    assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
+
+
+def test_a_file_that_was_written_since(llama: Path) -> None:
+    loaded(llama)
+    info = llama.stat()
+    os.utime(llama, ns=(info.st_atime_ns, info.st_mtime_ns + 1))
+    said: list[str] = []
+    assert loaded(llama, said).is_mapped
+    assert "another file or version" in said[0]
+
+
+def test_weights_in_another_order(tmp_path: Path) -> None:
+    """What lies where follows from the model's family; a file that says otherwise does not fit."""
+    path = write(tmp_path / "model.gguf", RandomModel("llama"))
+    loaded(path)
+    text = packed_path(path).read_bytes()[:1000].decode()
+    matrices = text.partition("\nmatrices ")[2][:16].encode()
+    swap(packed_path(path), matrices, b"0" * 16)
+    said: list[str] = []
+    assert loaded(path, said).is_mapped
+    assert "damaged" in said[0]
+
+
+# ---- Writers ----
+
+
+def test_processes_at_once(llama: Path) -> None:
+    expected = logits_of_three(llama)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", LOADER, llama], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    for process in processes:
+        assert process.communicate(timeout=60) == (expected, b"")
+    assert list(folder().iterdir()) == [packed_path(llama)]
+    assert loaded(llama).is_mapped
+
+
+def logits_of_three(path: Path) -> bytes:
+    session = _core.Session(_core.Model(str(path)))
+    session.evaluate([1, 2, 3], [-1, 0, 1])
+    return session.logits(2).tobytes()
+
+
+@pytest.mark.parametrize("share", ["1", "2"])
+def test_a_writer_that_is_killed(llama: Path, share: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, llama, share], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    assert leftovers(folder()) == []  # somebody is at it
+    process.kill()
+    process.communicate()
+    assert not packed_path(llama).exists()
+    assert packed_weights() == []
+    (part,) = leftovers(folder())
+    size = f"{part.stat().st_size / 1e6:.1f} MB".encode()
+    assert b"1 unfinished file of writers that were killed, " + size in run("models").stderr
+    assert loaded(llama).is_mapped
+    assert list(folder().iterdir()) == [packed_path(llama)]
+
+
+def test_a_full_disk(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1000
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: Usage)
+        said: list[str] = []
+        model = loaded(llama, said)
+    assert said[0].startswith("packed weights are not kept: no room in ")
+    assert not model.is_mapped
+    assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
+
+
+def test_a_disk_that_is_full_in_the_middle(llama: Path) -> None:
+    said: list[str] = []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        model = loaded(llama, said)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(said) == 1
+    assert "packed weights cannot be written: File too large" in said[0]
+    assert not model.is_mapped
+    assert list(folder().iterdir()) == []
+    assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
+
+
+def test_a_cache_that_cannot_be_written(llama: Path) -> None:
+    folder().parent.mkdir(parents=True)
+    folder().write_text("in the way")
+    said: list[str] = []
+    assert not loaded(llama, said).is_mapped
+    assert len(said) == 1
+    assert said[0].startswith("packed weights are not kept: ")
+
+
+def test_saving_what_cannot_be_used(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="loaded to be packed"):
+        _core.Model(str(llama)).save_packed(tmp_path / "file")
+    with pytest.raises(ModelError, match="cannot be written: No such file"):
+        _core.Model(str(llama), packed=tmp_path / "file").save_packed(tmp_path / "file")
+
+
+# ---- Memory ----
+
+
+def test_the_file_itself_is_mapped(llama: Path) -> None:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("only Linux lists what is mapped")
+    model = loaded(llama)
+    assert [line.split()[1] for line in maps.read_text().splitlines() if str(packed_path(llama)) in line] == ["r--s"]
+    # Who removes it takes it from nobody.
+    expected = logits(model)
+    assert remove_packed(packed_path(llama)) > 0
+    assert logits(model).tobytes() == expected.tobytes()
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from pystaged import _core
+peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
+before = peak()
+model = _core.Model(sys.argv[1], num_threads=2)
+print(peak() - before, model.matrix_bytes, model.buffer_bytes)
+"""
+
+
+def test_loading_takes_no_more_than_it_says(tmp_path: Path) -> None:
+    """Two thirds of the weights are matrices that are packed as one."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("only Linux says what a process took at most")
+    path = write(tmp_path / "model.gguf", RandomModel("llama", layers=1, ffn_width=1 << 16))
+    done = subprocess.run([sys.executable, "-c", PEAK, path], capture_output=True, check=True, timeout=60)
+    took, matrices, buffers = map(int, done.stdout.split())
+    assert matrices > 50_000_000
+    assert buffers < 10_000_000
+    assert took < matrices + buffers + 8_000_000
+
+
+def test_what_info_says(llama: Path) -> None:
+    model = _core.Model(str(llama))
+    said = run("info", llama).stdout.decode()
+    assert f"{model.matrix_bytes / 1e6:.1f} MB of weights, {model.buffer_bytes / 1e6:.1f} MB more while loading" in said
+
+
+# ---- Listing and removal ----
+
+
+def test_commands(tmp_path: Path, llama: Path) -> None:
+    other = write(tmp_path / "other.gguf", RandomModel("llama", seed=1))
+    done = run("generate", "a", "--model", llama, "--max-tokens", "2", "--n-ctx", "32", "--keep-packed")
+    assert done.returncode == 0, done.stderr
+    assert loaded(llama).is_mapped
+    loaded(other)
+    listed = run("models").stdout.decode().splitlines()
+    assert listed[0].split() == ["packed", "weights", "of", "MB"]
+    size = f"{packed_path(llama).stat().st_size / 1e6:.1f}"
+    assert [line.split() for line in listed[1:]] == [[str(llama), size], [str(other), size]]
+    done = run("models", "remove", "--packed", other)
+    assert done.stderr.decode() == f"removed packed weights of 1 model, {size} MB freed\n"
+    assert [each.model for each in packed_weights()] == [str(llama)]
+    assert_refused(run("models", "remove", "--packed", other), "there are no packed weights of")
+    assert run("models", "remove", "--packed", "--leftovers").returncode == 2
+    assert b"1 model," in run("models", "remove", "--packed").stderr
+    assert b"0 models," in run("models", "remove", "--packed").stderr
+    assert llama.exists()
+
+
+def test_only_our_files_are_listed_and_removed(tmp_path: Path, llama: Path) -> None:
+    loaded(llama)
+    kept = [folder() / "notes.packed", folder() / f"a.{'0' * 16}.txt", folder() / f"link.{'0' * 16}.packed"]
+    for path in kept[:2]:
+        path.write_text("somebody's")
+    kept[2].symlink_to(llama)
+    spoilt = folder() / f"\N{ESCAPE}[31m.{'0' * 16}.packed"
+    spoilt.write_bytes(b"pystaged packed weights\nof \x1b[31m\xff\nwhose content is ")
+    assert [(each.path, each.model) for each in packed_weights()] == [
+        (spoilt, "?[31m?"),
+        (packed_path(llama), str(llama)),
+    ]
+    assert run("models", "remove", "--packed").returncode == 0
+    assert sorted(folder().iterdir()) == sorted(kept)
+    assert remove_packed(kept[0]) == remove_packed(folder() / "none") == 0
+    assert llama.exists()
+    assert tmp_path.exists()
+
+
+def test_removing_a_model_removes_its_packed_weights() -> None:
+    path = cache.folder() / "someone" / "tiny" / "tiny.F32.gguf"
+    path.parent.mkdir(parents=True)
+    write(path, LLAMA)
+    loaded(path)
+    sizes = path.stat().st_size + packed_path(path).stat().st_size
+    assert cache.remove("tiny") == sizes
+    assert packed_weights() == []
