@@ -424,7 +424,8 @@ void multiply_all(const Kernel& kernel, const std::vector<Product>& products, in
     for (const Product& p : products) {
         const int groups = p.epilogue.gated ? 4 : 2, blocks = p.weights->padded_rows() / kLanes / groups;
         const int fair = (blocks + 2 * num_threads - 1) / (2 * num_threads);
-        const int chunk = std::clamp(static_cast<int>(kChunkBytes / (groups * p.weights->group_bytes_)), 1, fair);
+        int chunk = std::clamp(static_cast<int>(kChunkBytes / (groups * p.weights->group_bytes_)), 1, fair);
+        chunk = p.maxima ? padded(chunk, kRun / kBlock) : chunk;
         shares.push_back({groups, blocks, chunk, (blocks + chunk - 1) / chunk});
         count += shares.back().tasks;
     }
@@ -444,7 +445,23 @@ void multiply_all(const Kernel& kernel, const std::vector<Product>& products, in
                 kernel.quantize(out, (last - first) * kBlock, row, from_block(*p.quantized, first));
             }
         }
+        // While they are still in the cache.
+        for (int row = 0; p.maxima && row < p.x.n; ++row) {
+            const size_t at = row * p.epilogue.stride + size_t(first) * kBlock;
+            const int end = last < share.blocks ? last * kBlock : static_cast<int>(p.epilogue.stride);
+            find_maxima(kernel, p.epilogue.out + at, std::min(end, p.weights->rows()) - first * kBlock,
+                        end - first * kBlock, p.maxima + at / kRun);
+        }
     });
+}
+
+void find_maxima(const Kernel& kernel, float* x, int size, int n, float* maxima) {
+    // Neither a maximum nor infinite.
+    std::fill(x + size, x + n, x[size - 1]);
+    if (!kernel.run_max(x, n, maxima)) {
+        maxima[0] = NAN;
+    }
+    std::fill(x + size, x + n, -INFINITY);
 }
 
 void PackedMatrix::row(int index, float* out) const {

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -20,6 +19,8 @@ namespace {
 
 // Cells beyond the context, so that a tree at its very end still has room for branches.
 constexpr int kSpareCells = 512;
+// Greedy candidates in fewer logits are found faster than a second thread is woken.
+constexpr size_t kLogitsWorthSharing = 128 << 10;
 
 int checked_context(const Model& model, int context) {
     const int most = model.numbers().max_context;
@@ -30,15 +31,8 @@ int checked_context(const Model& model, int context) {
     return context == 0 ? std::min(most, Session::kDefaultContext) : context;
 }
 
-// Bits, not comparisons, so that it is a few vector instructions.
 void check_finite(const float* x, size_t n) {
-    uint32_t bad = 0;
-    for (size_t i = 0; i < n; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, x + i, sizeof(bits));
-        bad |= (bits & 0x7f800000u) == 0x7f800000u;
-    }
-    if (bad) {
+    if (!std::all_of(x, x + n, [](float value) { return std::isfinite(value); })) {
         throw ModelError("the logits of a pass are not finite; the model's file is damaged, get it again");
     }
 }
@@ -219,9 +213,11 @@ void Session::compute(size_t first, size_t last, int num_logits) {
         contexts[i] = {row.position + 1, row.direct, row.tail.data()};
     }
     read_logits();
-    float* logits = reserve_logits(num_logits);
+    reserve_logits(num_logits);
+    const size_t slot = num_logits_, stride = executor_->logits_stride();
     executor_->compute({n, tokens.data(), positions.data(), contexts.data(),
-                        static_cast<int>(committed_.size() + first), num_logits, logits});
+                        static_cast<int>(committed_.size() + first), num_logits, logits_.get() + slot * stride,
+                        maxima_.data() + slot * stride / kRun});
     num_unread_ = num_logits;
     if (const size_t size = executor_->shortlist_size(); size > 0 && num_logits > 0) {
         executor_->read_shortlist(&shortlist_tokens_[num_logits_ * size], &shortlist_logits_[num_logits_ * size]);
@@ -237,21 +233,17 @@ void Session::compute(size_t first, size_t last, int num_logits) {
 
 // Brings back the logits that are still on the device, before another pass overwrites them or because they are needed.
 void Session::read_logits() {
-    const int stride = static_cast<int>(executor_->logits_stride()), runs = stride / kRun;
-    const int first = num_logits_ - num_unread_;
     if (num_unread_ > 0) {
-        executor_->read_logits(logits_.get() + size_t(first) * stride);
+        const size_t stride = executor_->logits_stride(), first = num_logits_ - num_unread_;
+        float* maxima = maxima_.data() + first * stride / kRun;
+        executor_->read_logits(logits_.get() + first * stride, maxima);
+        check_finite(maxima, num_unread_ * stride / kRun);
     }
-    ThreadPool::shared().run(num_unread_, model_->num_threads(), [&](int i, int) {
-        const float* row = &logits_[size_t(first + i) * stride];
-        check_finite(row, model_->numbers().vocab_size);
-        model_->kernel().run_max(row, stride, &maxima_[size_t(first + i) * runs]);
-    });
     num_unread_ = 0;
 }
 
 // Room for `num_rows` more rows of logits behind those in use.
-float* Session::reserve_logits(int num_rows) {
+void Session::reserve_logits(int num_rows) {
     const size_t stride = executor_->logits_stride();
     const int needed = num_logits_ + num_rows;
     if (needed > num_slots_) {
@@ -264,7 +256,6 @@ float* Session::reserve_logits(int num_rows) {
         logits_ = std::move(larger);
         num_slots_ = slots;
     }
-    return logits_.get() + num_logits_ * stride;
 }
 
 void Session::drop_from(size_t first) {
@@ -327,11 +318,12 @@ void Session::candidates(const std::vector<Sampling>& sampling, const std::vecto
     for (const int32_t row : rows) {
         logits.push_back(logits_row(row));
     }
-    // Greedy candidates are found faster than a second thread is woken.
-    const int threads = sampling[0].temperature == 0 ? 1 : model_->num_threads();
+    const bool quick = sampling[0].temperature == 0 && rows.size() * executor_->logits_stride() < kLogitsWorthSharing;
+    // One row is shared out by its logits, several are by rows.
+    const int threads = quick ? 1 : model_->num_threads(), in_row = rows.size() == 1 ? threads : 1;
     ThreadPool::shared().run(static_cast<int>(rows.size()), threads, [&](int i, int worker) {
         const Sampling& own = sampling[sampling.size() == 1 ? 0 : i];
-        const auto& found = samplers_[worker].candidates(own, logits[i], pending_[rows[i]].position + 1, k);
+        const auto& found = samplers_[worker].candidates(own, logits[i], pending_[rows[i]].position + 1, k, in_row);
         for (int j = 0; j < k; ++j) {
             const bool have = static_cast<size_t>(j) < found.size();
             const size_t at = size_t(i) * k + j;
@@ -367,8 +359,8 @@ Followed Session::follow_from(const Sampling& sampling, int root) {
     checked_row(root);
     Followed result;
     for (int row = root; row >= 0;) {
-        const int32_t token =
-            samplers_[0].choose(sampling, row_to_choose_from(sampling, row), pending_[row].position + 1);
+        const int32_t token = samplers_[0].choose(sampling, row_to_choose_from(sampling, row),
+                                                  pending_[row].position + 1, model_->num_threads());
         result.path.push_back(row);
         result.tokens.push_back(token);
         const int parent = row;

@@ -88,7 +88,7 @@ private:
     void commit_path(const std::vector<int32_t>& path);
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
     void compute(size_t first, size_t last, int num_logits);
-    float* reserve_logits(int num_rows);
+    void reserve_logits(int num_rows);
     void drop_from(size_t first);
     int slot_of(int row) const;
     void read_logits();

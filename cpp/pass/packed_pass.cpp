@@ -315,11 +315,8 @@ PackedPass::Value PackedPass::logits(const Value& x) {
     out.bias = model_.head_bias().data();
     out.scale = model_.numbers().logit_scale;
     out.softcap = model_.numbers().logit_softcap;
-    weight.multiply(model_.kernel(), activations(x, {&model_.head()})[0], out, nullptr, model_.num_threads());
-    for (int i = 0; i < x.n; ++i) {
-        float* row = out.out + i * out.stride;
-        std::fill(row + weight.rows(), row + out.stride, -INFINITY);
-    }
+    multiply_all(model_.kernel(), {{&weight, activations(x, {&model_.head()})[0], out, nullptr, pass_->maxima}},
+                 model_.num_threads());
     return {};
 }
 
