@@ -98,6 +98,7 @@ struct Product {
     Activations x;
     Epilogue epilogue;
     const QuantizedRows* quantized = nullptr;
+    const Product* before = nullptr;  // whose outputs of the same places are made first: the gates of this one
     float* maxima = nullptr;  // of the outputs by find_maxima(), a row's stride being its n: [x.n][stride / kRun]
 };
 

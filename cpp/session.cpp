@@ -82,6 +82,13 @@ Session::Session(std::shared_ptr<const Model> model, int context)
       executor_(make_executor(*model_, context_ + kSpareCells, context_)),
       samplers_(model_->num_threads(), Sampler(model_->kernel())) {}
 
+// As early as possible before a pass.
+void Session::wake_workers() const {
+    if (model_->num_threads() > 1 && !model_->device_memory()) {
+        ThreadPool::shared().wake();
+    }
+}
+
 void Session::check_open() const {
     if (!executor_) {
         throw std::invalid_argument("the session is closed");
@@ -114,6 +121,7 @@ const Session::Row& Session::checked_row(int row) const {
 }
 
 void Session::prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted) {
+    wake_workers();
     const Turn turn(*this);
     check_open();
     check_tokens(tokens);
@@ -137,6 +145,7 @@ void Session::prefill(const std::vector<int32_t>& tokens, const std::function<vo
 }
 
 void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
+    wake_workers();
     const Turn turn(*this);
     check_open();
     evaluate_rows(tokens, parents, num_logits);
@@ -335,6 +344,7 @@ void Session::candidates(const std::vector<Sampling>& sampling, const std::vecto
 
 Followed Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
                          const Sampling& sampling) {
+    wake_workers();
     const Turn turn(*this);
     check_open();
     check_nothing_pending("verify");

@@ -79,6 +79,7 @@ private:
 
     class Turn;
 
+    void wake_workers() const;
     void check_open() const;
     void check_tokens(const std::vector<int32_t>& tokens) const;
     void check_nothing_pending(const char* call) const;

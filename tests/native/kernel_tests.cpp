@@ -243,6 +243,27 @@ void test_gated(ggml_type type, int rows, int cols) {
                 multiply(both, *kernel, x, kMost - n, n, bias, residual, n % 3 + 1, at_once, product);
                 CHECK(same(product.out.data(), &expected.out[size_t(kMost - n) * stride], size_t(n) * stride));
             }
+            // Two matrices in one join.
+            const Quantized input(kMost, width);
+            for (int i = 0; i < kMost; ++i) {
+                kernel->quantize(&x[size_t(i) * width], width, i, input.rows(kMost, gate.packing()));
+            }
+            const Array<float> gates(size_t(kMost) * stride), out(gates.size());
+            const Activations activations{kMost, width, x.data(), input.rows(kMost, gate.packing())};
+            pystaged::Product before{&gate, activations, first}, product{&up, activations, second};
+            before.epilogue.bias = gate_bias.data();
+            product.epilogue.bias = up_bias.data();
+            product.epilogue.residual = residual.data();
+            product.epilogue.gate = before.epilogue.out = gates.data();
+            product.epilogue.out = out.data();
+            product.epilogue.stride = before.epilogue.stride = stride;
+            product.before = &before;
+            for (const int num_threads : {1, 2, 3, 7}) {
+                std::fill_n(out.data(), out.size(), NAN);
+                std::fill_n(gates.data(), gates.size(), NAN);
+                multiply_all(*kernel, {product}, num_threads);
+                CHECK(out.same(expected.out));
+            }
         }
     }
 }
@@ -550,7 +571,8 @@ void test_maxima() {
                     std::fill_n(out.data(), out.size(), NAN);
                     epilogue.out = out.data();
                     epilogue.stride = stride;
-                    multiply_all(*kernel, {{&matrix, activations, epilogue, nullptr, maxima.data()}}, num_threads);
+                    multiply_all(*kernel, {{&matrix, activations, epilogue, nullptr, nullptr, maxima.data()}},
+                                 num_threads);
                     for (int i = 0; i < n; ++i) {
                         const float* row = &out[i * stride];
                         CHECK(same(row, &alone[i * matrix.padded_rows()], rows));
@@ -853,6 +875,7 @@ void test_pool() {
                 bad += !run(1 + (repeat + caller) % 9, 2 + caller);
                 if (repeat % 100 == 0) {
                     std::this_thread::sleep_for(std::chrono::milliseconds(1));  // so that workers fall asleep
+                    pool.wake();
                 }
             }
         });
