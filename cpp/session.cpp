@@ -225,7 +225,7 @@ void Session::compute(size_t first, size_t last, int num_logits) {
     reserve_logits(num_logits);
     const size_t slot = num_logits_, stride = executor_->logits_stride();
     executor_->compute({n, tokens.data(), positions.data(), contexts.data(),
-                        static_cast<int>(committed_.size() + first), num_logits, logits_.get() + slot * stride,
+                        static_cast<int>(committed_.size() + first), num_logits, logits_.data() + slot * stride,
                         maxima_.data() + slot * stride / kRun});
     num_unread_ = num_logits;
     if (const size_t size = executor_->shortlist_size(); size > 0 && num_logits > 0) {
@@ -245,7 +245,7 @@ void Session::read_logits() {
     if (num_unread_ > 0) {
         const size_t stride = executor_->logits_stride(), first = num_logits_ - num_unread_;
         float* maxima = maxima_.data() + first * stride / kRun;
-        executor_->read_logits(logits_.get() + first * stride, maxima);
+        executor_->read_logits(logits_.data() + first * stride, maxima);
         check_finite(maxima, num_unread_ * stride / kRun);
     }
     num_unread_ = 0;
@@ -256,14 +256,11 @@ void Session::reserve_logits(int num_rows) {
     const size_t stride = executor_->logits_stride();
     const int needed = num_logits_ + num_rows;
     if (needed > num_slots_) {
-        const int slots = std::max(needed, 2 * num_slots_);
-        std::unique_ptr<float[]> larger(new float[slots * stride]);
-        maxima_.resize(slots * stride / kRun);
-        shortlist_tokens_.resize(slots * size_t(executor_->shortlist_size()));
+        logits_.resize(needed * stride);
+        maxima_.resize(needed * stride / kRun);
+        shortlist_tokens_.resize(needed * size_t(executor_->shortlist_size()));
         shortlist_logits_.resize(shortlist_tokens_.size());
-        std::copy_n(logits_.get(), num_logits_ * stride, larger.get());
-        logits_ = std::move(larger);
-        num_slots_ = slots;
+        num_slots_ = needed;
     }
 }
 
@@ -288,7 +285,7 @@ LogitsRow Session::logits_row(int row) {
         read_logits();
     }
     const size_t stride = executor_->logits_stride();
-    return {logits_.get() + slot * stride, maxima_.data() + slot * stride / kRun, model_->numbers().vocab_size,
+    return {logits_.data() + slot * stride, maxima_.data() + slot * stride / kRun, model_->numbers().vocab_size,
             static_cast<int>(stride)};
 }
 
@@ -433,7 +430,7 @@ void Session::truncate(int length) {
 void Session::close() {
     const Turn turn(*this);
     executor_.reset();
-    logits_.reset();
+    logits_ = {};
     pending_.clear();
     committed_.clear();
 }

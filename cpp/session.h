@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "memory.h"
 #include "pass/executor.h"
 #include "sampler.h"
 
@@ -106,8 +107,8 @@ private:
     std::vector<Sampler> samplers_;  // one per thread
     std::vector<int32_t> committed_;
     std::vector<Row> pending_;
-    std::unique_ptr<float[]> logits_;  // [slots][logits stride]
-    std::vector<float> maxima_;        // [slots][logits stride / kRun]
+    Lines<float> logits_;  // [slots][logits stride]
+    Lines<float> maxima_;  // [slots][logits stride / kRun]
     int num_slots_ = 0, num_logits_ = 0;
     int num_unread_ = 0;                     // of the last of these slots: their logits are still on the device
     std::vector<int32_t> shortlist_tokens_;  // [slots][shortlist size]

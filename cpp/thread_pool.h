@@ -11,6 +11,8 @@
 #include <mutex>
 #include <string>
 
+#include "memory.h"
+
 namespace pystaged {
 
 class ThreadPool {
@@ -46,25 +48,22 @@ private:
     void work(int worker);
     bool claim_and_call(uint64_t ticket, int worker);
 
-    // What one thread writes and another polls lies apart: lines have 64 bytes and often come in pairs.
-    static constexpr size_t kLine = 128;
-
     std::mutex run_mutex_;  // one job at a time
 
     // The job in hand. `ticket_` is (job number << 32 | next index); the fields are written while it holds kClosed, so
     // whoever then claims an index by compare-and-swap has read fields of that very job.
     static constexpr uint64_t kClosed = 0xffffffffu;
-    alignas(kLine) std::atomic<uint64_t> ticket_{kClosed};
-    alignas(kLine) std::atomic<int> count_{0};
+    alignas(kCacheLine) std::atomic<uint64_t> ticket_{kClosed};
+    alignas(kCacheLine) std::atomic<int> count_{0};
     std::atomic<int> num_threads_{0};
     std::atomic<Call> call_{nullptr};
     std::atomic<const void*> task_{nullptr};
     std::atomic<bool> failed_{false};
     std::exception_ptr error_;  // of whoever set failed_; read when nothing is unfinished
-    alignas(kLine) std::atomic<int> unfinished_{0};
+    alignas(kCacheLine) std::atomic<int> unfinished_{0};
     std::atomic<bool> caller_asleep_{false};
 
-    alignas(kLine) std::mutex sleep_mutex_;
+    alignas(kCacheLine) std::mutex sleep_mutex_;
     std::condition_variable work_ready_, work_done_;
     std::atomic<int> num_asleep_{0};
     uint64_t wakes_ = 0;  // calls of wake() that found somebody asleep

@@ -35,7 +35,7 @@ PackedPass::PackedPass(const Model& model, int num_cells, int context)
     for (const Layer& layer : model.layers()) {
         qkv_stride = std::max(qkv_stride, layer.qkv_stride);
     }
-    for (std::vector<float>& rows : stream_) {
+    for (Lines<float>& rows : stream_) {
         rows.resize(kMaxRows * size_t(h.padded_width()));
     }
     normed_.resize(kMaxRows * size_t(h.padded_width()));
