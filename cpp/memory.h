@@ -1,11 +1,33 @@
-// Page-aligned memory that becomes resident only where it is touched: zeroed, or a file that is mapped.
+// Memory for weights, caches and what threads write side by side.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
+#include <vector>
 
 namespace pystaged {
 
+// What one thread writes and another uses lies this far apart: a cache line has 64 bytes, and many CPUs move them in
+// pairs.
+constexpr size_t kCacheLine = 128;
+
+// A vector that begins with a cache line.
+template <class T>
+struct LineAllocator {
+    using value_type = T;
+    LineAllocator() = default;
+    template <class U>
+    LineAllocator(const LineAllocator<U>&) {}
+    T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(kCacheLine))); }
+    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(kCacheLine)); }
+    friend bool operator==(const LineAllocator&, const LineAllocator&) { return true; }
+    friend bool operator!=(const LineAllocator&, const LineAllocator&) { return false; }
+};
+template <class T>
+using Lines = std::vector<T, LineAllocator<T>>;
+
+// Page-aligned zeroed memory that becomes resident only where it is touched.
 class Memory {
 public:
     Memory() = default;

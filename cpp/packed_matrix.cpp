@@ -15,9 +15,9 @@ namespace pystaged {
 
 namespace {
 
-// Weights one thread takes at a time: large enough that prefetching past the end is small change, small enough to share
-// out evenly.
-constexpr size_t kChunkBytes = 256 << 10;
+// Weights one thread takes at a time, at most and at least: prefetching past their end must be small change, and so
+// must what a slow core still has in hand when the others are done.
+constexpr size_t kMostBytes = 256 << 10, kLeastBytes = 32 << 10;
 
 // From so many rows on a thread takes this many groups at least, which share what is prepared of the rows.
 constexpr int kManyRows = 64, kLeastGroups = 8;
@@ -483,38 +483,83 @@ void PackedMatrix::multiply(const Kernel& kernel, const Activations& x, const Ep
     multiply_all(kernel, {{this, x, epilogue, quantized}}, num_threads);
 }
 
-void multiply_all(const Kernel& kernel, const std::vector<Product>& products, int num_threads) {
-    // Groups are handed out so that the outputs make whole blocks.
-    struct Share {
-        int groups, blocks, chunk, tasks;  // groups of a block, blocks, those of a task
+namespace {
+
+// Groups whose outputs make a whole block, which is what is handed out.
+int groups_of_block(const Product& p) {
+    return p.epilogue.gated ? 4 : 2;
+}
+
+// Blocks of outputs that one thread takes at a time.
+struct Share {
+    const Product* product;
+    int first, last;
+};
+
+// Ever smaller ones: of all the weights that are left, the same part.
+std::vector<Share> shares_of(const std::vector<Product>& products, int num_threads) {
+    const auto block_bytes = [](const Product& p) {
+        const size_t bytes = p.weights->bytes() / p.weights->padded_rows() * kLanes * groups_of_block(p);
+        return p.before ? bytes + p.before->weights->bytes() / p.before->weights->padded_rows() * kBlock : bytes;
     };
-    std::vector<Share> shares;
-    int count = 0;
+    size_t left = 0;
+    const auto blocks_of = [](const Product& p) { return p.weights->padded_rows() / kLanes / groups_of_block(p); };
     for (const Product& p : products) {
-        const int groups = p.epilogue.gated ? 4 : 2, blocks = p.weights->padded_rows() / kLanes / groups;
-        const int fair = (blocks + 2 * num_threads - 1) / (2 * num_threads);
-        const int least = p.x.n < kManyRows ? 1 : std::min(fair, kLeastGroups / groups);
-        const int chunk = std::clamp(static_cast<int>(kChunkBytes / (groups * p.weights->group_bytes_)), least, fair);
-        shares.push_back({groups, blocks, chunk, (blocks + chunk - 1) / chunk});
-        count += shares.back().tasks;
+        left += blocks_of(p) * block_bytes(p);
     }
-    ThreadPool::shared().run(count, num_threads, [&](int i, int) {
-        size_t at = 0;
-        for (; i >= shares[at].tasks; ++at) {
-            i -= shares[at].tasks;
+    std::vector<Share> shares;
+    for (const Product& p : products) {
+        const int blocks = blocks_of(p), unit = p.maxima ? kRun / kBlock : 1;
+        for (int first = 0, last; first < blocks; first = last) {
+            const size_t bytes = std::clamp(left / (2 * num_threads), kLeastBytes, kMostBytes);
+            const int least = p.x.n < kManyRows ? 1 : std::max(1, kLeastGroups / groups_of_block(p));
+            const int count = std::max(least, static_cast<int>(bytes / block_bytes(p)));
+            last = std::min(blocks, first + padded(count, unit));
+            left -= (last - first) * block_bytes(p);
+            shares.push_back({&p, first, last});
         }
-        const Product& p = products[at];
-        const Share& share = shares[at];
-        const int first = i * share.chunk, last = std::min(share.blocks, first + share.chunk);
-        const auto matmul = kernel.matmul[static_cast<int>(p.weights->packing_)];
-        matmul(p.weights->data_, share.groups * first, share.groups * last, p.x, p.epilogue);
+    }
+    return shares;
+}
+
+}  // namespace
+
+void multiply_all(const Kernel& kernel, const std::vector<Product>& products, int num_threads) {
+    const std::vector<Share> shares = shares_of(products, num_threads);
+    ThreadPool::shared().run(static_cast<int>(shares.size()), num_threads, [&](int i, int) {
+        const Product& p = *shares[i].product;
+        const int first = shares[i].first, last = shares[i].last;
+        for (const Product* each : {p.before, &p}) {
+            if (each) {
+                const PackedMatrix& weights = *each->weights;
+                const int groups = groups_of_block(*each);
+                kernel.matmul[static_cast<int>(weights.packing_)](weights.data_, groups * first, groups * last, each->x,
+                                                                  each->epilogue);
+            }
+        }
         if (p.quantized) {
             const float* out = p.epilogue.out + size_t(first) * kBlock;
             for (int row = 0; row < p.x.n; ++row, out += p.epilogue.stride) {
                 kernel.quantize(out, (last - first) * kBlock, row, from_block(*p.quantized, first));
             }
         }
+        // While they are still in the cache.
+        for (int row = 0; p.maxima && row < p.x.n; ++row) {
+            const size_t at = row * p.epilogue.stride + size_t(first) * kBlock;
+            const int end = last * kBlock < p.weights->padded_rows() ? last * kBlock : int(p.epilogue.stride);
+            find_maxima(kernel, p.epilogue.out + at, std::min(end, p.weights->rows()) - first * kBlock,
+                        end - first * kBlock, p.maxima + at / kRun);
+        }
     });
+}
+
+void find_maxima(const Kernel& kernel, float* x, int size, int n, float* maxima) {
+    // Neither a maximum nor infinite.
+    std::fill(x + size, x + n, x[size - 1]);
+    if (!kernel.run_max(x, n, maxima)) {
+        maxima[0] = NAN;
+    }
+    std::fill(x + size, x + n, -INFINITY);
 }
 
 void PackedMatrix::row(int index, float* out) const {

@@ -108,9 +108,15 @@ struct Product {
     Activations x;
     Epilogue epilogue;
     const QuantizedRows* quantized = nullptr;
+    const Product* before = nullptr;  // whose outputs of the same places are made first: the gates of this one
+    float* maxima = nullptr;  // of the outputs by find_maxima(), a row's stride being its n: [x.n][stride / kRun]
 };
 
 // All of them in one join.
 void multiply_all(const Kernel& kernel, const std::vector<Product>& products, int num_threads);
+
+// The maxima of the runs of x[size], one of them NaN where not all of x is finite. What is behind them becomes -inf, up
+// to x[n], n a multiple of kRun.
+void find_maxima(const Kernel& kernel, float* x, int size, int n, float* maxima);
 
 }  // namespace pystaged

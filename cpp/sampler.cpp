@@ -3,45 +3,17 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
+
+#include "thread_pool.h"
 
 namespace pystaged {
 
 namespace {
 
-constexpr float kMostNoise = 22.9f;
-
-struct Philox {
-    uint32_t word[4];
-};
-
-// Four noise words for tokens 4 * group to 4 * group + 3.
-Philox philox(uint64_t seed, int64_t position, uint32_t group) {
-    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-    uint32_t c0 = group, c1 = 0;
-    uint32_t c2 = static_cast<uint32_t>(position), c3 = static_cast<uint32_t>(static_cast<uint64_t>(position) >> 32);
-    for (int i = 0; i < 10; ++i) {
-        const uint64_t p0 = uint64_t(0xD2511F53u) * c0, p1 = uint64_t(0xCD9E8D57u) * c2;
-        c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
-        c1 = static_cast<uint32_t>(p1);
-        c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
-        c3 = static_cast<uint32_t>(p0);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    return {{c0, c1, c2, c3}};
-}
-
-float noise_of(uint32_t word) {
-    return static_cast<float>(-std::log(-std::log((word + 0.5) * 0x1p-32)));
-}
-
-// The least word whose noise may reach `noise`; a few words too low, never too high.
-uint32_t least_word(double noise) {
-    const double u = std::exp(-std::exp(-(noise - 1e-4)));
-    return u >= 1 ? std::numeric_limits<uint32_t>::max() - 1
-                  : static_cast<uint32_t>(std::max(0.0, std::floor(u * 0x1p32) - 2));
-}
+// Logits whose sum one thread takes at a time.
+constexpr int kSumPart = 32 << 10;
 
 bool better(const Candidate& a, const Candidate& b) {
     return a.score > b.score || (a.score == b.score && a.token < b.token);
@@ -83,8 +55,21 @@ void check(const Sampling& s) {
 }
 
 float gumbel(uint64_t seed, int64_t position, int32_t token) {
-    const auto id = static_cast<uint32_t>(token);
-    return noise_of(philox(seed, position, id / 4).word[id % 4]);
+    static const Kernel& kernel = find_kernel("");
+    float noise;
+    kernel.noise(seed, position, &token, 1, &noise);
+    return noise;
+}
+
+// The sum of exp((logit - top) * factor), by the same parts whoever takes them.
+double Sampler::sum_exp(const LogitsRow& row, float top, float factor, int num_threads) {
+    const int parts = (row.stride + kSumPart - 1) / kSumPart;
+    sums_.resize(parts);
+    ThreadPool::shared().run(parts, num_threads, [&](int i, int) {
+        const int first = i * kSumPart;
+        sums_[i] = kernel_.sum_exp(row.logits + first, std::min(kSumPart, row.stride - first), top, factor);
+    });
+    return std::accumulate(sums_.begin(), sums_.end(), 0.0);
 }
 
 // kept_ = the k largest logits, best first.
@@ -120,7 +105,7 @@ float Sampler::log_total() const {
 }
 
 // kept_ = what the filters leave, best first, score = (logit - top) / temperature.
-void Sampler::filter(const Sampling& s, const LogitsRow& row, float top) {
+void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, int num_threads) {
     const auto scale = [&] {
         for (Candidate& c : kept_) {
             c.score = relative(c.score, top, s.temperature);
@@ -131,7 +116,7 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top) {
     if (s.top_p < 1) {
         double total = -1;
         if (s.top_k == 0) {
-            total = kernel_.sum_exp(row.logits, row.stride, top, inverse(s.temperature));
+            total = sum_exp(row, top, inverse(s.temperature), num_threads);
         }
         // Usually a few tokens are enough; look further only when they are not.
         for (int guess = std::min(k, 128);; guess = std::min(k, guess * 8)) {
@@ -177,50 +162,63 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top) {
     }
 }
 
-// kept_ = its k best with noise added.
-void Sampler::perturb(const Sampling& s, int64_t position, int k) {
-    for (Candidate& c : kept_) {
-        c.score += gumbel(s.seed, position, c.token);
+// Adds noise to kept_ from `first` on.
+void Sampler::add_noise(const Sampling& s, int64_t position, size_t first) {
+    tokens_.clear();
+    for (size_t i = first; i < kept_.size(); ++i) {
+        tokens_.push_back(kept_[i].token);
     }
-    keep_best(kept_, static_cast<size_t>(k));
+    noise_.resize(tokens_.size());
+    kernel_.noise(s.seed, position, tokens_.data(), static_cast<int>(tokens_.size()), noise_.data());
+    for (size_t i = first; i < kept_.size(); ++i) {
+        kept_[i].score += noise_[i - first];
+    }
 }
 
-// The same over the whole vocabulary. Noise is bounded, so most tokens are passed over unperturbed.
+// kept_ = the k best of the whole vocabulary, score = (logit - top) / temperature + noise. Runs are visited from the
+// one that may hold the best, until none can hold one that is kept: for one token about as many as a run has tokens at
+// most, whatever the logits are.
 void Sampler::perturb_all(const Sampling& s, const LogitsRow& row, int64_t position, int k, float top) {
+    constexpr float kNothing = -std::numeric_limits<float>::infinity();
     const auto scaled = [&](float logit) { return relative(logit, top, s.temperature); };
     const int num_runs = row.stride / kRun;
-    runs_.resize(num_runs);
-    for (int i = 0; i < num_runs; ++i) {
-        runs_[i] = i;
+    run_noise_.resize(padded(num_runs, kLanes));
+    kernel_.run_noise(s.seed, position, static_cast<int>(run_noise_.size()), run_noise_.data());
+    bounds_.assign(padded(num_runs, kRun), kNothing);
+    for (int run = 0; run < num_runs; ++run) {
+        bounds_[run] = scaled(row.maxima[run]) + run_noise_[run];
     }
-    std::sort(runs_.begin(), runs_.end(), [&](int a, int b) { return row.maxima[a] > row.maxima[b]; });
+    tops_.resize(bounds_.size() / kRun);
+    kernel_.run_max(bounds_.data(), static_cast<int>(bounds_.size()), tops_.data());
     kept_.clear();
-    float least = -std::numeric_limits<float>::infinity();  // score of the k-th best so far
-    for (const int run : runs_) {
-        const float best = scaled(row.maxima[run]);
-        if (best + kMostNoise < least) {
+    float least = kNothing;  // score of the k-th best so far
+    for (int visited = 0; visited < num_runs; ++visited) {
+        const auto best = std::max_element(tops_.begin(), tops_.end());
+        float* bounds = &bounds_[(best - tops_.begin()) * kRun];
+        float* bound = std::max_element(bounds, bounds + kRun);
+        if (*bound == kNothing || *bound < least) {
             break;
         }
-        const uint32_t word = std::isinf(least) ? 0 : least_word(static_cast<double>(least) - best);
-        for (int i = run * kRun; i < std::min(row.size, (run + 1) * kRun); i += 4) {
-            const Philox noise = philox(s.seed, position, static_cast<uint32_t>(i) / 4);
-            for (int j = 0; j < std::min(4, row.size - i); ++j) {
-                if (noise.word[j] >= word) {
-                    const Candidate c{i + j, scaled(row.logits[i + j]) + noise_of(noise.word[j])};
-                    if (c.score >= least) {
-                        kept_.push_back(c);
-                    }
-                }
+        const int run = static_cast<int>(bound - bounds_.data());
+        *bound = kNothing;
+        kernel_.run_max(bounds, kRun, &*best);
+        const size_t before = kept_.size();
+        for (int i = run * kRun; i < std::min(row.size, (run + 1) * kRun); ++i) {
+            const float score = scaled(row.logits[i]);
+            if (score + run_noise_[run] >= least) {
+                kept_.push_back({i, score});
             }
         }
-        keep_best(kept_, static_cast<size_t>(k));
-        if (kept_.size() == static_cast<size_t>(k)) {
+        add_noise(s, position, before);
+        if (kept_.size() >= static_cast<size_t>(k)) {
+            keep_best(kept_, static_cast<size_t>(k));
             least = std::max_element(kept_.begin(), kept_.end(), better)->score;
         }
     }
 }
 
-const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const LogitsRow& row, int64_t position, int k) {
+const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const LogitsRow& row, int64_t position, int k,
+                                                  int num_threads) {
     k = std::min(k, row.size);
     const float top = *std::max_element(row.maxima, row.maxima + row.stride / kRun);
     float total = 0;
@@ -229,14 +227,15 @@ const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const Logit
         for (Candidate& c : kept_) {
             c.score = relative(c.score, top, 1);
         }
-        total = static_cast<float>(std::log(kernel_.sum_exp(row.logits, row.stride, top, 1)));
+        total = static_cast<float>(std::log(sum_exp(row, top, 1, num_threads)));
     } else if (s.top_k == 0 && s.top_p == 1 && s.min_p == 0) {
         perturb_all(s, row, position, k, top);
-        total = static_cast<float>(std::log(kernel_.sum_exp(row.logits, row.stride, top, inverse(s.temperature))));
+        total = static_cast<float>(std::log(sum_exp(row, top, inverse(s.temperature), num_threads)));
     } else {
-        filter(s, row, top);
+        filter(s, row, top, num_threads);
         total = log_total();
-        perturb(s, position, k);
+        add_noise(s, position, 0);
+        keep_best(kept_, static_cast<size_t>(k));
     }
     std::sort(kept_.begin(), kept_.end(), better);
     for (Candidate& c : kept_) {
@@ -245,7 +244,7 @@ const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const Logit
     return kept_;
 }
 
-int32_t Sampler::choose(const Sampling& s, const LogitsRow& row, int64_t position) {
+int32_t Sampler::choose(const Sampling& s, const LogitsRow& row, int64_t position, int num_threads) {
     const float* best = std::max_element(row.maxima, row.maxima + row.stride / kRun);
     if (s.temperature == 0) {
         const float* run = row.logits + (best - row.maxima) * kRun;
@@ -255,8 +254,9 @@ int32_t Sampler::choose(const Sampling& s, const LogitsRow& row, int64_t positio
     if (s.top_k == 0 && s.top_p == 1 && s.min_p == 0) {
         perturb_all(s, row, position, 1, *best);
     } else {
-        filter(s, row, *best);
-        perturb(s, position, 1);
+        filter(s, row, *best, num_threads);
+        add_noise(s, position, 0);
+        keep_best(kept_, 1);
     }
     return kept_.empty() ? 0 : kept_.front().token;
 }

@@ -24,7 +24,7 @@ struct Sampling {
 // Throws std::invalid_argument, naming the field.
 void check(const Sampling& sampling);
 
-// Gumbel noise by Philox4x32-10 (Salmon et al. 2011); within [-3.14, 22.88].
+// Gumbel noise of one token, as kernels/noise.h defines it; within [-3.15, 27.04].
 float gumbel(uint64_t seed, int64_t position, int32_t token);
 
 // One row of logits with the maximum of each run.
@@ -44,23 +44,30 @@ class Sampler {
 public:
     explicit Sampler(const Kernel& kernel) : kernel_(kernel) {}
 
-    // The token at `position`, given the logits of the row before it.
-    int32_t choose(const Sampling& sampling, const LogitsRow& row, int64_t position);
+    // The token at `position`, given the logits of the row before it. Inside a task of the thread pool `num_threads`
+    // must be 1.
+    int32_t choose(const Sampling& sampling, const LogitsRow& row, int64_t position, int num_threads);
     // The k likeliest outcomes of choose() as this row sees it, best first: score is log p + g, or log p when greedy.
     // Fewer than k where filters leave fewer.
-    const std::vector<Candidate>& candidates(const Sampling& sampling, const LogitsRow& row, int64_t position, int k);
+    const std::vector<Candidate>& candidates(const Sampling& sampling, const LogitsRow& row, int64_t position, int k,
+                                             int num_threads);
 
 private:
     void top_logits(const LogitsRow& row, int k);
-    void filter(const Sampling& sampling, const LogitsRow& row, float top);
-    void perturb(const Sampling& sampling, int64_t position, int k);
+    void filter(const Sampling& sampling, const LogitsRow& row, float top, int num_threads);
+    void add_noise(const Sampling& sampling, int64_t position, size_t first);
     void perturb_all(const Sampling& sampling, const LogitsRow& row, int64_t position, int k, float top);
+    double sum_exp(const LogitsRow& row, float top, float factor, int num_threads);
     float log_total() const;
 
     const Kernel& kernel_;
     std::vector<Candidate> kept_;  // score is the logit, then (logit - top) / temperature, then with noise
     std::vector<float> run_maxima_;
-    std::vector<int> runs_;
+    std::vector<float> run_noise_;      // the most that a run's tokens have
+    std::vector<float> bounds_, tops_;  // of the scores of each run's tokens, and their maxima by kRun
+    std::vector<int32_t> tokens_;
+    std::vector<float> noise_;  // theirs
+    std::vector<double> sums_;
 };
 
 }  // namespace pystaged

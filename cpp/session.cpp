@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -21,6 +20,8 @@ namespace {
 
 // Cells beyond the context, so that a tree at its very end still has room for branches.
 constexpr int kSpareCells = 512;
+// Greedy candidates in fewer logits are found faster than a second thread is woken.
+constexpr size_t kLogitsWorthSharing = 128 << 10;
 
 // How long a prefill goes on before it asks again whether it is interrupted.
 constexpr auto kUninterrupted = std::chrono::milliseconds(50);
@@ -34,15 +35,8 @@ int checked_context(const Model& model, int context) {
     return context == 0 ? std::min(most, Session::kDefaultContext) : context;
 }
 
-// Bits, not comparisons, so that it is a few vector instructions.
 void check_finite(const float* x, size_t n) {
-    uint32_t bad = 0;
-    for (size_t i = 0; i < n; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, x + i, sizeof(bits));
-        bad |= (bits & 0x7f800000u) == 0x7f800000u;
-    }
-    if (bad) {
+    if (!std::all_of(x, x + n, [](float value) { return std::isfinite(value); })) {
         throw ModelError("the logits of a pass are not finite; the model's file is damaged, get it again");
     }
 }
@@ -92,6 +86,13 @@ Session::Session(std::shared_ptr<const Model> model, int context)
       executor_(make_executor(*model_, context_ + kSpareCells, context_)),
       samplers_(model_->num_threads(), Sampler(model_->kernel())) {}
 
+// As early as possible before a pass.
+void Session::wake_workers() const {
+    if (model_->num_threads() > 1 && !model_->device_memory()) {
+        ThreadPool::shared().wake();
+    }
+}
+
 void Session::check_open() const {
     if (!executor_) {
         throw std::invalid_argument("the session is closed");
@@ -124,6 +125,7 @@ const Session::Row& Session::checked_row(int row) const {
 }
 
 void Session::prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted) {
+    wake_workers();
     const Turn turn(*this);
     check_open();
     check_tokens(tokens);
@@ -156,6 +158,7 @@ void Session::prefill(const std::vector<int32_t>& tokens, const std::function<vo
 }
 
 void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
+    wake_workers();
     const Turn turn(*this);
     check_open();
     evaluate_rows(tokens, parents, num_logits);
@@ -233,9 +236,11 @@ void Session::compute(size_t first, size_t last, int num_logits, const std::func
         contexts[i] = {row.position + 1, row.direct, row.tail.data()};
     }
     read_logits();
-    float* logits = reserve_logits(num_logits);
+    reserve_logits(num_logits);
+    const size_t slot = num_logits_, stride = executor_->logits_stride();
     executor_->compute({n, tokens.data(), positions.data(), contexts.data(),
-                        static_cast<int>(committed_.size() + first), num_logits, logits, interrupted});
+                        static_cast<int>(committed_.size() + first), num_logits, logits_.data() + slot * stride,
+                        maxima_.data() + slot * stride / kRun, interrupted});
     num_unread_ = num_logits;
     if (const size_t size = executor_->shortlist_size(); size > 0 && num_logits > 0) {
         executor_->read_shortlist(&shortlist_tokens_[num_logits_ * size], &shortlist_logits_[num_logits_ * size]);
@@ -251,34 +256,26 @@ void Session::compute(size_t first, size_t last, int num_logits, const std::func
 
 // Brings back the logits that are still on the device, before another pass overwrites them or because they are needed.
 void Session::read_logits() {
-    const int stride = static_cast<int>(executor_->logits_stride()), runs = stride / kRun;
-    const int first = num_logits_ - num_unread_;
     if (num_unread_ > 0) {
-        executor_->read_logits(logits_.get() + size_t(first) * stride);
+        const size_t stride = executor_->logits_stride(), first = num_logits_ - num_unread_;
+        float* maxima = maxima_.data() + first * stride / kRun;
+        executor_->read_logits(logits_.data() + first * stride, maxima);
+        check_finite(maxima, num_unread_ * stride / kRun);
     }
-    ThreadPool::shared().run(num_unread_, model_->num_threads(), [&](int i, int) {
-        const float* row = &logits_[size_t(first + i) * stride];
-        check_finite(row, model_->numbers().vocab_size);
-        model_->kernel().run_max(row, stride, &maxima_[size_t(first + i) * runs]);
-    });
     num_unread_ = 0;
 }
 
 // Room for `num_rows` more rows of logits behind those in use.
-float* Session::reserve_logits(int num_rows) {
+void Session::reserve_logits(int num_rows) {
     const size_t stride = executor_->logits_stride();
     const int needed = num_logits_ + num_rows;
     if (needed > num_slots_) {
-        const int slots = std::max(needed, 2 * num_slots_);
-        std::unique_ptr<float[]> larger(new float[slots * stride]);
-        maxima_.resize(slots * stride / kRun);
-        shortlist_tokens_.resize(slots * size_t(executor_->shortlist_size()));
+        logits_.resize(needed * stride);
+        maxima_.resize(needed * stride / kRun);
+        shortlist_tokens_.resize(needed * size_t(executor_->shortlist_size()));
         shortlist_logits_.resize(shortlist_tokens_.size());
-        std::copy_n(logits_.get(), num_logits_ * stride, larger.get());
-        logits_ = std::move(larger);
-        num_slots_ = slots;
+        num_slots_ = needed;
     }
-    return logits_.get() + num_logits_ * stride;
 }
 
 void Session::drop_from(size_t first) {
@@ -302,7 +299,7 @@ LogitsRow Session::logits_row(int row) {
         read_logits();
     }
     const size_t stride = executor_->logits_stride();
-    return {logits_.get() + slot * stride, maxima_.data() + slot * stride / kRun, model_->numbers().vocab_size,
+    return {logits_.data() + slot * stride, maxima_.data() + slot * stride / kRun, model_->numbers().vocab_size,
             static_cast<int>(stride)};
 }
 
@@ -341,11 +338,12 @@ void Session::candidates(const std::vector<Sampling>& sampling, const std::vecto
     for (const int32_t row : rows) {
         logits.push_back(logits_row(row));
     }
-    // Greedy candidates are found faster than a second thread is woken.
-    const int threads = sampling[0].temperature == 0 ? 1 : model_->num_threads();
+    const bool quick = sampling[0].temperature == 0 && rows.size() * executor_->logits_stride() < kLogitsWorthSharing;
+    // One row is shared out by its logits, several are by rows.
+    const int threads = quick ? 1 : model_->num_threads(), in_row = rows.size() == 1 ? threads : 1;
     ThreadPool::shared().run(static_cast<int>(rows.size()), threads, [&](int i, int worker) {
         const Sampling& own = sampling[sampling.size() == 1 ? 0 : i];
-        const auto& found = samplers_[worker].candidates(own, logits[i], pending_[rows[i]].position + 1, k);
+        const auto& found = samplers_[worker].candidates(own, logits[i], pending_[rows[i]].position + 1, k, in_row);
         for (int j = 0; j < k; ++j) {
             const bool have = static_cast<size_t>(j) < found.size();
             const size_t at = size_t(i) * k + j;
@@ -357,6 +355,7 @@ void Session::candidates(const std::vector<Sampling>& sampling, const std::vecto
 
 Followed Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
                          const Sampling& sampling) {
+    wake_workers();
     const Turn turn(*this);
     check_open();
     check_nothing_pending("verify");
@@ -381,8 +380,8 @@ Followed Session::follow_from(const Sampling& sampling, int root) {
     checked_row(root);
     Followed result;
     for (int row = root; row >= 0;) {
-        const int32_t token =
-            samplers_[0].choose(sampling, row_to_choose_from(sampling, row), pending_[row].position + 1);
+        const int32_t token = samplers_[0].choose(sampling, row_to_choose_from(sampling, row),
+                                                  pending_[row].position + 1, model_->num_threads());
         result.path.push_back(row);
         result.tokens.push_back(token);
         const int parent = row;
@@ -463,7 +462,7 @@ void Session::stretch(int length) {
 void Session::close() {
     const Turn turn(*this);
     executor_.reset();
-    logits_.reset();
+    logits_ = {};
     pending_.clear();
     committed_.clear();
 }

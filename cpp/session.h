@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "memory.h"
 #include "pass/executor.h"
 #include "sampler.h"
 
@@ -82,6 +83,7 @@ private:
 
     class Turn;
 
+    void wake_workers() const;
     void check_open() const;
     void check_tokens(const std::vector<int32_t>& tokens) const;
     void check_nothing_pending(const char* call) const;
@@ -91,7 +93,7 @@ private:
     void commit_path(const std::vector<int32_t>& path);
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
     void compute(size_t first, size_t last, int num_logits, const std::function<void()>* interrupted);
-    float* reserve_logits(int num_rows);
+    void reserve_logits(int num_rows);
     void drop_from(size_t first);
     int slot_of(int row) const;
     void read_logits();
@@ -108,8 +110,8 @@ private:
     std::vector<Sampler> samplers_;  // one per thread
     std::vector<int32_t> committed_;
     std::vector<Row> pending_;
-    std::unique_ptr<float[]> logits_;  // [slots][logits stride]
-    std::vector<float> maxima_;        // [slots][logits stride / kRun]
+    Lines<float> logits_;  // [slots][logits stride]
+    Lines<float> maxima_;  // [slots][logits stride / kRun]
     int num_slots_ = 0, num_logits_ = 0;
     int num_unread_ = 0;                     // of the last of these slots: their logits are still on the device
     std::vector<int32_t> shortlist_tokens_;  // [slots][shortlist size]

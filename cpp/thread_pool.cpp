@@ -107,6 +107,14 @@ void ThreadPool::dispatch(int count, int num_threads, Call call, const void* tas
     }
 }
 
+void ThreadPool::wake() {
+    if (num_asleep_.load(std::memory_order_relaxed) > 0) {
+        std::lock_guard<std::mutex> sleep_lock(sleep_mutex_);
+        ++wakes_;
+        work_ready_.notify_all();
+    }
+}
+
 bool ThreadPool::claim_and_call(uint64_t ticket, int worker) {
     for (;;) {
         const uint64_t index = ticket & kClosed;
@@ -146,10 +154,11 @@ void ThreadPool::work(int worker) {
             ticket = ticket_.load(std::memory_order_seq_cst);
             return (ticket & kClosed) != kClosed && (ticket >> 32) != seen;
         };
-        if (!spin_until(has_work)) {
+        while (!spin_until(has_work)) {
             std::unique_lock<std::mutex> sleep_lock(sleep_mutex_);
+            const uint64_t wakes = wakes_;
             num_asleep_.fetch_add(1, std::memory_order_seq_cst);
-            work_ready_.wait(sleep_lock, has_work);
+            work_ready_.wait(sleep_lock, [&] { return has_work() || wakes_ != wakes; });
             num_asleep_.fetch_sub(1, std::memory_order_relaxed);
         }
         const uint64_t job = ticket >> 32;

@@ -11,6 +11,8 @@
 #include <mutex>
 #include <string>
 
+#include "memory.h"
+
 namespace pystaged {
 
 class ThreadPool {
@@ -19,6 +21,9 @@ public:
     static ThreadPool& shared();
 
     static constexpr int kMaxThreads = 256;
+
+    // Tells sleeping workers that there will be work in a moment, so that the first job need not wait for them.
+    void wake();
 
     // Calls task(index, worker) for every index in [0, count), worker in [0, num_threads). The caller is worker 0.
     // Throws the first exception of a task, once none is running; what had not begun by then is left out.
@@ -48,19 +53,20 @@ private:
     // The job in hand. `ticket_` is (job number << 32 | next index); the fields are written while it holds kClosed, so
     // whoever then claims an index by compare-and-swap has read fields of that very job.
     static constexpr uint64_t kClosed = 0xffffffffu;
-    std::atomic<uint64_t> ticket_{kClosed};
-    std::atomic<int> count_{0};
+    alignas(kCacheLine) std::atomic<uint64_t> ticket_{kClosed};
+    alignas(kCacheLine) std::atomic<int> count_{0};
     std::atomic<int> num_threads_{0};
     std::atomic<Call> call_{nullptr};
     std::atomic<const void*> task_{nullptr};
-    std::atomic<int> unfinished_{0};
     std::atomic<bool> failed_{false};
     std::exception_ptr error_;  // of whoever set failed_; read when nothing is unfinished
+    alignas(kCacheLine) std::atomic<int> unfinished_{0};
+    std::atomic<bool> caller_asleep_{false};
 
-    std::mutex sleep_mutex_;
+    alignas(kCacheLine) std::mutex sleep_mutex_;
     std::condition_variable work_ready_, work_done_;
     std::atomic<int> num_asleep_{0};
-    std::atomic<bool> caller_asleep_{false};
+    uint64_t wakes_ = 0;  // calls of wake() that found somebody asleep
     int num_workers_ = 0;
 };
 

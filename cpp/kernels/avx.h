@@ -59,6 +59,32 @@ struct F {
     }
 };
 
+// Words of 32 bits, one to a lane.
+struct W {
+    static constexpr int lanes = 8;
+    __m256i x;
+
+    static W load(const uint32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+    static W set(uint32_t word) { return {_mm256_set1_epi32(static_cast<int>(word))}; }
+    static W bits_of(F a) { return {_mm256_castps_si256(a.x)}; }
+    F as_float() const { return {_mm256_castsi256_ps(x)}; }
+    F to_float() const { return {_mm256_cvtepi32_ps(x)}; }
+    void store(uint32_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+    template <int right>
+    W shift() const {
+        return {_mm256_srai_epi32(x, right)};
+    }
+    friend W operator+(W a, W b) { return {_mm256_add_epi32(a.x, b.x)}; }
+    friend W operator^(W a, W b) { return {_mm256_xor_si256(a.x, b.x)}; }
+    friend W operator&(W a, W b) { return {_mm256_and_si256(a.x, b.x)}; }
+    friend void multiply(W a, uint32_t b, W& high, W& low) {
+        const __m256i factor = _mm256_set1_epi32(static_cast<int>(b));
+        const __m256i even = _mm256_mul_epu32(a.x, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64(a.x, 32), factor);
+        high.x = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+        low.x = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+    }
+};
+
 // Not __builtin_cpu_supports, which does not know these two names in clang before 18. Whether the system saves vector
 // registers is asked with AVX2.
 inline bool supports_f16c() {

@@ -56,6 +56,32 @@ struct F {
     }
 };
 
+// Words of 32 bits, one to a lane.
+struct W {
+    static constexpr int lanes = 16;
+    __m512i x;
+
+    static W load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+    static W set(uint32_t word) { return {_mm512_set1_epi32(static_cast<int>(word))}; }
+    static W bits_of(F a) { return {_mm512_castps_si512(a.x)}; }
+    F as_float() const { return {_mm512_castsi512_ps(x)}; }
+    F to_float() const { return {_mm512_cvtepi32_ps(x)}; }
+    void store(uint32_t* p) const { _mm512_storeu_si512(p, x); }
+    template <int right>
+    W shift() const {
+        return {_mm512_srai_epi32(x, right)};
+    }
+    friend W operator+(W a, W b) { return {_mm512_add_epi32(a.x, b.x)}; }
+    friend W operator^(W a, W b) { return {_mm512_xor_si512(a.x, b.x)}; }
+    friend W operator&(W a, W b) { return {_mm512_and_si512(a.x, b.x)}; }
+    friend void multiply(W a, uint32_t b, W& high, W& low) {
+        const __m512i factor = _mm512_set1_epi32(static_cast<int>(b));
+        const __m512i even = _mm512_mul_epu32(a.x, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(a.x, 32), factor);
+        high.x = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+        low.x = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+    }
+};
+
 constexpr int kIntegerRows = 16;
 constexpr int kRowsTogether = 1;
 constexpr bool kRowPairs = false;

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "blocks.h"
 #include "matmul.h"
+#include "noise.h"
 #include "rows.h"
 #include "vector.h"
 
@@ -48,6 +49,8 @@ constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
         fold,
         run_max,
         sum_exp,
+        noise,
+        run_noise,
         read_bytes,
         dots,
     };

@@ -232,10 +232,16 @@ struct Kernel {
     // Adds `count` partials of following chunks, `next` floats apart, to `total`, a partial too, of zeros at first; and
     // writes the attention that this makes to out[head_dim], unless that is null.
     void (*fold)(const float* partials, size_t next, int count, int head_dim, float* total, float* out);
-    // The maximum of each run of kRun values of x[n], NaN aside; n is a multiple of kRun.
-    void (*run_max)(const float* x, int n, float* maxima);
+    // The maximum of each run of kRun values of x[n], NaN aside, and whether all values are finite; n is a multiple of
+    // kRun.
+    bool (*run_max)(const float* x, int n, float* maxima);
     // The sum of exp((x[i] - top) * factor) over x[n]; n is a multiple of 16.
     double (*sum_exp)(const float* x, int n, float top, float factor);
+    // The noise of tokens[n], at least 0 each; see noise.h.
+    void (*noise)(uint64_t seed, int64_t position, const int32_t* tokens, int n, float* out);
+    // For each of the runs [0, n): what the noise of none of its tokens exceeds, and that of one of them all but
+    // reaches; n is a multiple of kLanes.
+    void (*run_noise)(uint64_t seed, int64_t position, int n, float* most);
     // Reads every byte once; for measuring bandwidth.
     uint64_t (*read)(const uint8_t* data, size_t bytes);
     // `rounds` rounds of dot products without a matrix to read, and how many multiply-adds they were; for measuring how

@@ -55,6 +55,33 @@ private:
     }
 };
 
+// Words of 32 bits, one to a lane.
+struct W {
+    static constexpr int lanes = 4;
+    uint32x4_t x;
+
+    static W load(const uint32_t* p) { return {vld1q_u32(p)}; }
+    static W set(uint32_t word) { return {vdupq_n_u32(word)}; }
+    static W bits_of(F a) { return {vreinterpretq_u32_f32(a.x)}; }
+    F as_float() const { return {vreinterpretq_f32_u32(x)}; }
+    F to_float() const { return {vcvtq_f32_s32(vreinterpretq_s32_u32(x))}; }
+    void store(uint32_t* p) const { vst1q_u32(p, x); }
+    template <int right>
+    W shift() const {
+        return {vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(x), right))};
+    }
+    friend W operator+(W a, W b) { return {vaddq_u32(a.x, b.x)}; }
+    friend W operator^(W a, W b) { return {veorq_u32(a.x, b.x)}; }
+    friend W operator&(W a, W b) { return {vandq_u32(a.x, b.x)}; }
+    friend void multiply(W a, uint32_t b, W& high, W& low) {
+        const uint32x4_t factor = vdupq_n_u32(b);
+        const uint32x4_t first = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(a.x), vget_low_u32(factor)));
+        const uint32x4_t second = vreinterpretq_u32_u64(vmull_high_u32(a.x, factor));
+        high.x = vuzp2q_u32(first, second);
+        low.x = vuzp1q_u32(first, second);
+    }
+};
+
 constexpr int kFloatRows = 8;
 constexpr int kFloatSums = 24;
 constexpr int kAttendRows = 4;

@@ -112,14 +112,18 @@ void to_f16(const float* x, int n, uint16_t* out) {
 }
 
 // NaN counts as absent: where max() meets one it returns its second operand.
-void run_max(const float* x, int n, float* maxima) {
+bool run_max(const float* x, int n, float* maxima) {
+    Row nothing = Row::set(0);  // or NaN
     for (int i = 0; i < n; i += kRun) {
         Row most = Row::set(-__builtin_inff());
         for (int j = 0; j < kRun; j += kLanes) {
-            most = max(Row::load(x + i + j), most);
+            const Row values = Row::load(x + i + j);
+            most = max(values, most);
+            nothing = nothing + (values - values);
         }
         *maxima++ = fold_max(most);
     }
+    return fold_sum(nothing) == 0;
 }
 
 double sum_exp(const float* x, int n, float top, float factor) {

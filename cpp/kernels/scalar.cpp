@@ -48,6 +48,37 @@ struct F {
     friend F exp2_int(F a) { return {as_float(static_cast<uint32_t>(static_cast<int>(a.x) + 127) << 23)}; }
 };
 
+// A word of 32 bits.
+struct W {
+    static constexpr int lanes = 1;
+    uint32_t x;
+
+    static W load(const uint32_t* p) { return {*p}; }
+    static W set(uint32_t word) { return {word}; }
+    static W bits_of(F a) {
+        W word;
+        __builtin_memcpy(&word.x, &a.x, sizeof(word.x));
+        return word;
+    }
+    F as_float() const { return {pystaged::as_float(x)}; }
+    F to_float() const { return {static_cast<float>(static_cast<int32_t>(x))}; }
+    void store(uint32_t* p) const { *p = x; }
+    // Of a signed number, to the right.
+    template <int right>
+    W shift() const {
+        return {static_cast<uint32_t>(static_cast<int32_t>(x) >> right)};
+    }
+    friend W operator+(W a, W b) { return {a.x + b.x}; }
+    friend W operator^(W a, W b) { return {a.x ^ b.x}; }
+    friend W operator&(W a, W b) { return {a.x & b.x}; }
+    // The two halves of a * b.
+    friend void multiply(W a, uint32_t b, W& high, W& low) {
+        const uint64_t product = uint64_t(a.x) * b;
+        high.x = static_cast<uint32_t>(product >> 32);
+        low.x = static_cast<uint32_t>(product);
+    }
+};
+
 constexpr int kIntegerRows = 4;    // rows of one integer tile
 constexpr int kRowsTogether = 1;   // of them, those that a block is multiplied by at once
 constexpr bool kRowPairs = false;  // whether quantize() interleaves rows in pairs

@@ -7,10 +7,17 @@ struct Pair {
     static constexpr int lanes = 2 * Half::lanes;
     Half lo, hi;
 
-    static Pair load(const float* p) { return {Half::load(p), Half::load(p + Half::lanes)}; }
+    template <class Lane>
+    static Pair load(const Lane* p) {
+        return {Half::load(p), Half::load(p + Half::lanes)};
+    }
     static Pair load_f16(const uint16_t* p) { return {Half::load_f16(p), Half::load_f16(p + Half::lanes)}; }
-    static Pair set(float x) { return {Half::set(x), Half::set(x)}; }
-    void store(float* p) const {
+    template <class Lane>
+    static Pair set(Lane x) {
+        return {Half::set(x), Half::set(x)};
+    }
+    template <class Lane>
+    void store(Lane* p) const {
         lo.store(p);
         hi.store(p + Half::lanes);
     }
@@ -28,6 +35,24 @@ struct Pair {
     // Lane i with lane i + half, until one is left.
     friend float fold_sum(Pair a) { return fold_sum(a.lo + a.hi); }
     friend float fold_max(Pair a) { return fold_max(max(a.lo, a.hi)); }
+
+    // Of words.
+    template <class Floats>
+    static Pair bits_of(const Floats& a) {
+        return {Half::bits_of(a.lo), Half::bits_of(a.hi)};
+    }
+    auto as_float() const { return Pair<decltype(lo.as_float())>{lo.as_float(), hi.as_float()}; }
+    auto to_float() const { return Pair<decltype(lo.to_float())>{lo.to_float(), hi.to_float()}; }
+    template <int right>
+    Pair shift() const {
+        return {lo.template shift<right>(), hi.template shift<right>()};
+    }
+    friend Pair operator^(Pair a, Pair b) { return {a.lo ^ b.lo, a.hi ^ b.hi}; }
+    friend Pair operator&(Pair a, Pair b) { return {a.lo & b.lo, a.hi & b.hi}; }
+    friend void multiply(Pair a, uint32_t b, Pair& high, Pair& low) {
+        multiply(a.lo, b, high.lo, low.lo);
+        multiply(a.hi, b, high.hi, low.hi);
+    }
 };
 
 template <class V, bool wide = V::lanes == kLanes>
@@ -40,6 +65,7 @@ struct Widened<V, true> {
 };
 // The 16 lanes that reductions are defined over.
 using Row = typename Widened<F>::type;
+using WordRow = typename Widened<W>::type;
 constexpr int kUnits = kLanes / F::lanes;
 
 // Lanes from `from` up to `to`; the others are zero.

@@ -57,8 +57,8 @@ public:
     // for one per physical core. Throws ModelError for a file that is damaged, incomplete or of an architecture unknown
     // here; std::invalid_argument for the rest. Weights are packed for the kernels where there are no `devices`; else
     // layers are split over them by their memory, and `progress` is called after each tensor. Throws DeviceError where
-    // that memory is too small. `kv` is how sessions store keys and values; devices have F16 alone. `packed` is a file of
-    // save_packed(), or where one will be: it is mapped instead of packing where it has this model's weights.
+    // that memory is too small. `kv` is how sessions store keys and values; devices have F16 alone. `packed` is a file
+    // of save_packed(), or where one will be: it is mapped instead of packing where it has this model's weights.
     Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
           const std::function<void()>& progress = {}, KvType kv = KvType::f16, const std::string& packed = "");
 

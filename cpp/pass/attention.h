@@ -49,9 +49,9 @@ struct AttentionScratch {
 
     // Chunks are attended to in rounds whose partials take no more floats than this, or else one by one.
     size_t most_partials = 1 << 20;
-    std::vector<float> scores;                       // [threads][attention_scratch()]
-    std::vector<float> partials;                     // [kv heads][chunks][numbers][partial_stride()]
-    std::vector<float> totals;                       // [kv heads][numbers][partial_stride()]
+    Lines<float> scores;                             // [threads][attention_scratch()]
+    Lines<float> partials;                           // [kv heads][chunks][numbers][partial_stride()]
+    Lines<float> totals;                             // [kv heads][numbers][partial_stride()]
     std::unique_ptr<std::atomic<int>[]> unfinished;  // [kv heads] tasks
 };
 

@@ -6,7 +6,9 @@
 
 #include "error.h"
 #include "ggml-cpu.h"
+#include "packed_matrix.h"
 #include "pass/transformer.h"
+#include "thread_pool.h"
 
 namespace pystaged {
 
@@ -404,13 +406,14 @@ void DevicePass::read_shortlist(int32_t* tokens, float* logits) {
     ggml_backend_tensor_get(built_->shortlist_logits, logits, 0, ggml_nbytes(built_->shortlist_logits));
 }
 
-void DevicePass::read_logits(float* out) {
+void DevicePass::read_logits(float* logits, float* maxima) {
     const size_t vocab = model_.numbers().vocab_size, stride = logits_stride();
-    ggml_backend_tensor_get_2d(built_->logits, out, 0, vocab * sizeof(float), built_->num_logits, built_->logits->nb[1],
-                               stride * sizeof(float));
-    for (int i = 0; i < built_->num_logits; ++i) {
-        std::fill(out + i * stride + vocab, out + (i + 1) * stride, -INFINITY);
-    }
+    ggml_backend_tensor_get_2d(built_->logits, logits, 0, vocab * sizeof(float), built_->num_logits,
+                               built_->logits->nb[1], stride * sizeof(float));
+    ThreadPool::shared().run(built_->num_logits, model_.num_threads(), [&](int i, int) {
+        find_maxima(model_.kernel(), logits + i * stride, static_cast<int>(vocab), static_cast<int>(stride),
+                    maxima + i * stride / kRun);
+    });
 }
 
 }  // namespace pystaged

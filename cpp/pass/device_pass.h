@@ -20,7 +20,7 @@ public:
 
     int shortlist_size() const override { return shortlist_size_; }
     void read_shortlist(int32_t* tokens, float* logits) override;
-    void read_logits(float* out) override;
+    void read_logits(float* logits, float* maxima) override;
 
     // The operations of run_transformer(); of qkv(), `rows` are queries.
     struct Value {

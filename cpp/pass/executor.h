@@ -22,6 +22,7 @@ struct Pass {
     int first_cell = 0;                    // row i writes its key and value into cell first_cell + i
     int num_logits = 0;                    // how many of the last rows need logits
     float* logits = nullptr;               // [num_logits][logits_stride()]
+    float* maxima = nullptr;               // [num_logits][logits_stride() / kRun], of each run of logits
     // Called between layers where they are computed one by one, or none; what it throws ends the pass.
     const std::function<void()>* interrupted = nullptr;
 };
@@ -46,8 +47,9 @@ public:
     virtual int shortlist_size() const { return 0; }
     // The largest logits of each row of the last pass, in no order: both [num_logits][shortlist_size()].
     virtual void read_shortlist(int32_t*, float*) {}
-    // All logits of the last pass, [num_logits][logits_stride()].
-    virtual void read_logits(float*) {}
+    // All logits of the last pass, [num_logits][logits_stride()], and the maxima of their runs, where compute() has not
+    // written both already. The maxima of a row with a logit that is not finite are not all finite.
+    virtual void read_logits(float*, float*) {}
 
 protected:
     explicit Executor(const Model& model) : model_(model) {}

@@ -50,7 +50,7 @@ void PackedPass::make_room(int num_rows) {
     const size_t rows = num_rows <= kFewRows ? kFewRows : kMaxRows;
     const Hyperparameters& h = model_.numbers();
     const size_t widest = padded(std::max({h.width, h.ffn_width, h.q_width()}), kBlock);
-    for (std::vector<float>& stream : stream_) {
+    for (Lines<float>& stream : stream_) {
         stream.resize(rows * h.padded_width());
     }
     normed_.resize(rows * h.padded_width());
@@ -287,22 +287,26 @@ PackedPass::Value PackedPass::attention(const Value& qkv, int index, int first_r
 PackedPass::Value PackedPass::hidden(const Value& x, const Layer& layer) {
     const size_t stride = padded(model_.numbers().ffn_width, kBlock);
     const Activation activation = activation_of(model_.family().gate);
-    Epilogue up = epilogue(layer.ffn_up, hidden_.data(), stride);
-    Activations input;
+    Product gate, up;
+    up.weights = &layer.ffn_up.packed;
+    up.epilogue = epilogue(layer.ffn_up, hidden_.data(), stride);
     if (layer.ffn_gate.present()) {
         const std::vector<Activations> inputs = activations(x, {&layer.ffn_gate, &layer.ffn_up});
-        Epilogue gate = epilogue(layer.ffn_gate, gate_.data(), stride);
-        gate.activation = activation;
-        layer.ffn_gate.packed.multiply(model_.kernel(), inputs[0], gate, nullptr, model_.num_threads());
-        up.gate = gate_.data();
-        input = inputs[1];
+        gate.weights = &layer.ffn_gate.packed;
+        gate.x = inputs[0];
+        gate.epilogue = epilogue(layer.ffn_gate, gate_.data(), stride);
+        gate.epilogue.activation = activation;
+        up.x = inputs[1];
+        up.epilogue.gate = gate_.data();
+        up.before = &gate;
     } else {
-        up.activation = activation;
-        up.gated = model_.family().gate != Gate::none;
-        input = activations(x, {&layer.ffn_up})[0];
+        up.x = activations(x, {&layer.ffn_up})[0];
+        up.epilogue.activation = activation;
+        up.epilogue.gated = model_.family().gate != Gate::none;
     }
     const QuantizedRows* handed = hand_to(layer.ffn_down, x.n);
-    layer.ffn_up.packed.multiply(model_.kernel(), input, up, handed, model_.num_threads());
+    up.quantized = handed;
+    multiply_all(model_.kernel(), {up}, model_.num_threads());
     return {hidden_.data(), x.n, stride, nullptr, handed != nullptr};
 }
 
@@ -332,11 +336,9 @@ PackedPass::Value PackedPass::logits(const Value& x) {
     out.bias = model_.head_bias().data();
     out.scale = model_.numbers().logit_scale;
     out.softcap = model_.numbers().logit_softcap;
-    weight.multiply(model_.kernel(), activations(x, {&model_.head()})[0], out, nullptr, model_.num_threads());
-    for (int i = 0; i < x.n; ++i) {
-        float* row = out.out + i * out.stride;
-        std::fill(row + weight.rows(), row + out.stride, -INFINITY);
-    }
+    multiply_all(model_.kernel(),
+                 {{&weight, activations(x, {&model_.head()})[0], out, nullptr, nullptr, pass_->maxima}},
+                 model_.num_threads());
     return {};
 }
 

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "memory.h"
 #include "pass/attention.h"
 #include "pass/executor.h"
 #include "pass/kv_cache.h"
@@ -45,8 +46,8 @@ public:
 private:
     // Memory for quantized rows.
     struct Quantized {
-        std::vector<int8_t> quants;
-        std::vector<BlockFactors> factors;
+        Lines<int8_t> quants;
+        Lines<BlockFactors> factors;
 
         void resize(size_t values);
         QuantizedRows rows(int n, Packing packing);
@@ -78,9 +79,9 @@ private:
     std::vector<float> row_scales_;
 
     // Of the residual stream: a row may still be read after its successor is written.
-    std::vector<float> stream_[3];
+    Lines<float> stream_[3];
     int in_stream_ = 0;
-    std::vector<float> normed_, qkv_, mixed_, gate_, hidden_, branch_;
+    Lines<float> normed_, qkv_, mixed_, gate_, hidden_, branch_;
     std::vector<Quantized> inputs_;  // of one operation, one for each way to quantize them
     Quantized handed_;               // what the operation before has quantized already
     QuantizedRows handed_rows_;

@@ -59,13 +59,27 @@ def philox(counter: list[Words], key: list[int]) -> list[Words]:
     return [c0, c1, c2, c3]
 
 
+RUN = 64  # tokens
+
+
+def exponential(words: Words) -> Doubles:
+    """Exponential times, each from a word as a uniform number."""
+    result: Doubles = -np.log((words + 0.5) / 2.0**32)
+    return result
+
+
 def noise(seed: int, position: int, tokens: npt.ArrayLike) -> Doubles:
-    """The Gumbel noise of tokens: a word of the block of four that the token is in, as a uniform number."""
+    """The Gumbel noise of tokens, -log of when they arrive: the first of a run of 64, and then the others."""
     ids = np.asarray(tokens, np.uint64)
-    low, high = (np.full_like(ids, part) for part in (position & 0xFFFFFFFF, position >> 32))
-    words = philox([ids // 4, np.zeros_like(ids), low, high], [seed & 0xFFFFFFFF, seed >> 32])
-    uniform = (np.choose((ids % 4).astype(np.intp), words) + 0.5) / 2.0**32
-    result: Doubles = -np.log(-np.log(uniform))
+
+    def words(counter: Words, kind: int) -> list[Words]:
+        high = [np.full_like(ids, part) for part in (kind, position & 0xFFFFFFFF, position >> 32)]
+        return philox([counter, *high], [seed & 0xFFFFFFFF, seed >> 32])
+
+    of_run = words(ids // RUN, 1)
+    later = exponential(np.choose((ids % 4).astype(np.intp), words(ids // 4, 0)))
+    first = of_run[1] % RUN == ids % RUN
+    result: Doubles = -np.log(exponential(of_run[0]) / RUN + np.where(first, 0, later))
     return result
 
 
@@ -188,13 +202,26 @@ def test_twin_gives_the_known_answers(counter: list[int], key: list[int], expect
     token=st.integers(0, 2**31 - 1),
 )
 def test_noise_is_the_twins(seed: int, position: int, token: int) -> None:
-    assert _core.gumbel(seed, position, token) == pytest.approx(float(noise(seed, position, token)), rel=2e-7, abs=1e-9)
+    assert _core.gumbel(seed, position, token) == pytest.approx(float(noise(seed, position, token)), rel=2e-7, abs=2e-7)
 
 
 def test_noise_is_gumbel_distributed() -> None:
     values = noise(123, 45, np.arange(200_000))
     assert values.mean() == pytest.approx(np.euler_gamma, abs=0.02)
     assert values.var() == pytest.approx(np.pi**2 / 6, rel=0.02)
+
+
+def test_noise_of_tokens_in_a_run_is_independent() -> None:
+    """Then the first arrivals of a run are exponential with their number as rate, whichever tokens are looked at."""
+    times = np.exp(-noise(3, 2**33, np.arange(64 * 4000))).reshape(-1, RUN)
+    for some in (slice(None), slice(0, 2), slice(5, 37), slice(0, RUN, 9)):
+        first = times[:, some].min(axis=1) * times[:, some].shape[1]
+        for quantile in (0.01, 0.1, 0.5, 0.9, 0.99):
+            assert (first < -np.log1p(-quantile)).mean() == pytest.approx(quantile, abs=0.03)
+    gains = -np.log(times)
+    assert gains.sum(axis=1).var() == pytest.approx(RUN * np.pi**2 / 6, rel=0.1)
+    counts = np.bincount(times.argmin(axis=1), minlength=RUN).astype(np.float64)
+    check_drawn(counts, np.full(RUN, 1 / RUN))
 
 
 # ---- Tokens and scores ----

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <deque>
 #include <map>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -271,6 +272,27 @@ void test_gated(ggml_type type, int rows, int cols) {
                 multiply(both, *kernel, x, kMost - n, n, bias, residual, n % 3 + 1, at_once, product);
                 CHECK(same(product.out.data(), &expected.out[size_t(kMost - n) * stride], size_t(n) * stride));
             }
+            // Two matrices in one join.
+            const Quantized input(kMost, width);
+            for (int i = 0; i < kMost; ++i) {
+                kernel->quantize(&x[size_t(i) * width], width, i, input.rows(kMost, gate.packing()));
+            }
+            const Array<float> gates(size_t(kMost) * stride), out(gates.size());
+            const Activations activations{kMost, width, x.data(), input.rows(kMost, gate.packing())};
+            pystaged::Product before{&gate, activations, first}, product{&up, activations, second};
+            before.epilogue.bias = gate_bias.data();
+            product.epilogue.bias = up_bias.data();
+            product.epilogue.residual = residual.data();
+            product.epilogue.gate = before.epilogue.out = gates.data();
+            product.epilogue.out = out.data();
+            product.epilogue.stride = before.epilogue.stride = stride;
+            product.before = &before;
+            for (const int num_threads : {1, 2, 3, 7}) {
+                std::fill_n(out.data(), out.size(), NAN);
+                std::fill_n(gates.data(), gates.size(), NAN);
+                multiply_all(*kernel, {product}, num_threads);
+                CHECK(out.same(expected.out));
+            }
         }
     }
 }
@@ -504,7 +526,7 @@ void test_row_functions() {
                     CHECK(a.factors[block].offsets[1] == b.factors[block].offsets[1]);
                 }
             }
-            kernel->run_max(x.data(), kRun, maxima.data());
+            CHECK(kernel->run_max(x.data(), kRun, maxima.data()) == std::isfinite(odd));
             float most = -INFINITY;
             for (int i = 0; i < kRun; ++i) {
                 most = x[i] > most ? x[i] : most;
@@ -520,6 +542,113 @@ void test_row_functions() {
         CHECK(kernel->dots(3) > 0);
     }
     CHECK_THROWS(std::invalid_argument, find_kernel("abacus"));
+}
+
+// ---- Noise ----
+
+double exponential_time(uint32_t word) {
+    return -std::log((word + 0.5) * 0x1p-32);
+}
+
+// Words of Philox4x32-10, the arithmetic of Salmon et al. 2011 word by word.
+std::array<uint32_t, 4> philox(uint64_t seed, int64_t position, uint32_t counter, uint32_t kind) {
+    uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+    std::array<uint32_t, 4> c = {counter, kind, static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32)};
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t a = uint64_t(0xD2511F53u) * c[0], b = uint64_t(0xCD9E8D57u) * c[2];
+        c = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ key[0], static_cast<uint32_t>(b),
+             static_cast<uint32_t>(a >> 32) ^ c[3] ^ key[1], static_cast<uint32_t>(a)};
+        key[0] += 0x9E3779B9u;
+        key[1] += 0xBB67AE85u;
+    }
+    return c;
+}
+
+// Against libm in double; the same bits from every kernel, in any company; and what the tokens of a run can have.
+void test_noise() {
+    const Kernel& scalar = find_kernel("scalar");
+    constexpr int num_runs = 48, num_tokens = num_runs * kRun;
+    std::vector<int32_t> tokens(num_tokens + 1);
+    std::iota(tokens.begin(), tokens.end(), 0);
+    tokens.back() = INT32_MAX;
+    for (const uint64_t seed : {uint64_t(0), uint64_t(1) << 40, ~uint64_t(0)}) {
+        for (const int64_t position : {int64_t(0), int64_t(7), (int64_t(1) << 50) + 3}) {
+            const Array<float> expected(tokens.size()), most(num_runs);
+            scalar.noise(seed, position, tokens.data(), static_cast<int>(tokens.size()), expected.data());
+            scalar.run_noise(seed, position, num_runs, most.data());
+            for (size_t i = 0; i < tokens.size(); ++i) {
+                const uint32_t token = tokens[i];
+                const auto run = philox(seed, position, token / kRun, 1);
+                const double later = exponential_time(philox(seed, position, token / 4, 0)[token % 4]);
+                const double time = exponential_time(run[0]) / kRun + (run[1] % kRun == token % kRun ? 0 : later);
+                CHECK(std::fabs(expected[i] + std::log(time)) <= 2e-7 * (1 + std::fabs(expected[i])));
+            }
+            for (int run = 0; run < num_runs; ++run) {
+                const float best = *std::max_element(&expected[run * kRun], &expected[run * kRun] + kRun);
+                CHECK(best <= most[run] && most[run] < best + 2e-4f);
+            }
+            for (const Kernel* kernel : available_kernels()) {
+                const Array<float> out(tokens.size()), bounds(num_runs);
+                kernel->noise(seed, position, tokens.data(), static_cast<int>(tokens.size()), out.data());
+                kernel->run_noise(seed, position, num_runs, bounds.data());
+                CHECK(out.same(expected) && bounds.same(most));
+                const int first = random_int(0, 40), n = random_int(1, 40);
+                kernel->noise(seed, position, &tokens[first], n, out.data());
+                CHECK(same(out.data(), &expected[first], n));
+            }
+        }
+    }
+}
+
+// The maxima of a product's outputs, found while they are made.
+void test_maxima() {
+    constexpr int n = 5, cols = 64;
+    for (const int rows : {1, 40, 64, 70, 1000}) {
+        const RandomWeights source(GGML_TYPE_Q8_0, rows, cols);
+        const Array<uint8_t> storage(PackedMatrix::packed_bytes(GGML_TYPE_Q8_0, rows, cols));
+        const PackedMatrix matrix(GGML_TYPE_Q8_0, rows, cols, source.data(), storage.data(), 1);
+        const Array<float> x(n * cols), bias(matrix.padded_rows());
+        std::generate_n(x.data(), x.size(), [] { return random_float(); });
+        std::generate_n(bias.data(), bias.size(), [] { return -std::fabs(random_float()); });
+        const int stride = padded(rows, kRun), runs = stride / kRun;
+        for (const float odd : {0.0f, NAN, INFINITY, -INFINITY}) {
+            const int at = random_int(0, rows - 1);
+            const float before = bias[at];
+            bias[at] = odd == 0 ? before : odd;
+            for (const Kernel* kernel : available_kernels()) {
+                const Quantized input(n, cols);
+                for (int i = 0; i < n; ++i) {
+                    kernel->quantize(&x[i * cols], cols, i, input.rows(n, Packing::q8_0));
+                }
+                const Activations activations{n, cols, x.data(), input.rows(n, Packing::q8_0)};
+                const Array<float> alone(n * matrix.padded_rows());
+                Epilogue epilogue;
+                epilogue.bias = bias.data();
+                epilogue.out = alone.data();
+                epilogue.stride = matrix.padded_rows();
+                matrix.multiply(*kernel, activations, epilogue, nullptr, 1);
+                for (const int num_threads : {1, 2, 3, 7}) {
+                    const Array<float> out(n * stride), maxima(n * runs);
+                    std::fill_n(out.data(), out.size(), NAN);
+                    epilogue.out = out.data();
+                    epilogue.stride = stride;
+                    multiply_all(*kernel, {{&matrix, activations, epilogue, nullptr, nullptr, maxima.data()}},
+                                 num_threads);
+                    for (int i = 0; i < n; ++i) {
+                        const float* row = &out[i * stride];
+                        CHECK(same(row, &alone[i * matrix.padded_rows()], rows));
+                        CHECK(std::all_of(row + rows, row + stride, [](float v) { return v == -INFINITY; }));
+                        const float* own = &maxima[i * runs];
+                        CHECK(std::all_of(own, own + runs, [](float v) { return std::isfinite(v); }) == (odd == 0));
+                        for (int run = 0; odd == 0 && run < runs; ++run) {
+                            CHECK(own[run] == *std::max_element(row + run * kRun, row + (run + 1) * kRun));
+                        }
+                    }
+                }
+            }
+            bias[at] = before;
+        }
+    }
 }
 
 // ---- Cache and attention ----
@@ -865,6 +994,7 @@ void test_pool() {
                 bad += !run(1 + (repeat + caller) % 9, 2 + caller);
                 if (repeat % 100 == 0) {
                     std::this_thread::sleep_for(std::chrono::milliseconds(1));  // so that workers fall asleep
+                    pool.wake();
                 }
             }
         });
@@ -964,6 +1094,8 @@ int main(int argc, char** argv) {
     test_orders();
     test_layout();
     test_row_functions();
+    test_noise();
+    test_maxima();
     test_cache();
     test_eight_bit_cache();
     test_attentions();
