@@ -29,7 +29,12 @@ public:
         if (!values) {
             return number(key, least, most, otherwise);
         }
-        if (values->empty() || std::count(values->begin(), values->end(), values->front()) != int64_t(values->size())) {
+        const int64_t num_layers = number("block_count", 1, kMostLayers);
+        if (int64_t(values->size()) != num_layers) {
+            file_.fail("metadata '" + name(key) + "' has " + std::to_string(values->size()) + " entries for " +
+                       std::to_string(num_layers) + " layers");
+        }
+        if (std::count(values->begin(), values->end(), values->front()) != num_layers) {
             file_.fail("metadata '" + name(key) + "' differs between layers, which is not supported");
         }
         if (values->front() < least || values->front() > most) {
@@ -216,6 +221,10 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family)
     if (!keys.has("attention.key_length") && h.width % h.num_heads != 0) {
         file.fail("a width of " + std::to_string(h.width) + " does not split into " + std::to_string(h.num_heads) +
                   " heads");
+    }
+    if (int64_t(h.num_heads) * h.head_dim > kMostNumbers) {
+        file.fail(std::to_string(h.num_heads) + " heads of " + std::to_string(h.head_dim) +
+                  " numbers are absurdly many");
     }
     const char* epsilon = family.layer_norm ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon";
     if (!gpt2 && !keys.has(epsilon)) {

@@ -30,7 +30,7 @@ class RandomModel:
         biases: of every matrix of a layer that the family may have them for.
         fused: one matrix for queries, keys and values.
         vocabulary: writes a tokenizer of so many tokens; add_vocabulary() if there is none.
-        metadata: further keys under the family's name; floats, integers, booleans, strings and lists.
+        metadata: further keys under the family's name, or other values: floats, integers, booleans, strings, lists.
         vectors: further tensors of one dimension, by name.
         marks: control tokens that take the place of made-up ones, by id.
         quantization: of the matrices: a type that gguf can quantize to.
@@ -83,26 +83,26 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         change(found)
     with closing(GGUFWriter(path, m.family)) as writer:
         writer.add_name("random weights")
-        writer.add_context_length(m.context)
-        writer.add_embedding_length(m.width)
-        writer.add_feed_forward_length(m.ffn_width)
-        writer.add_block_count(m.layers)
-        writer.add_head_count(m.heads)
-        writer.add_head_count_kv(m.kv_heads)
+        keys: dict[str, Any] = {
+            "context_length": m.context,
+            "embedding_length": m.width,
+            "feed_forward_length": m.ffn_width,
+            "block_count": m.layers,
+            "attention.head_count": m.heads,
+            "attention.head_count_kv": m.kv_heads,
+        }
         if m.head_dim:
-            writer.add_key_length(m.head_dim)
-            writer.add_value_length(m.head_dim)
+            keys |= {"attention.key_length": m.head_dim, "attention.value_length": m.head_dim}
         if m.family in LAYER_NORM:
-            writer.add_layer_norm_eps(1e-5)
+            keys["attention.layer_norm_epsilon"] = 1e-5
         else:
-            writer.add_layer_norm_rms_eps(1e-6)
+            keys["attention.layer_norm_rms_epsilon"] = 1e-6
         if m.family != "gpt2":
-            writer.add_rope_dimension_count(m.rotary or m.dim)
+            keys["rope.dimension_count"] = m.rotary or m.dim
         if m.family == "granite":
-            writer.add_logit_scale(m.metadata.get("logit_scale", 8.0))
-        for key, value in m.metadata.items():
-            if key != "logit_scale":
-                _add(writer, f"{m.family}.{key}", value)
+            keys["logit_scale"] = 8.0
+        for key, value in (keys | m.metadata).items():
+            _add(writer, f"{m.family}.{key}", value)
         if m.vocabulary:
             m.vocabulary(writer, m.vocab_size)
         else:
