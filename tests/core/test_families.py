@@ -211,6 +211,7 @@ SINGLE_TYPES = {
         biases=True,
         types={"ffn_gate": "Q5_1", "attn_q": "Q4_1", "attn_v": "F16"},
     ),
+    "MXFP4": RandomModel("llama", quantization="MXFP4", tie=False),
     "gemma3": RandomModel("gemma3", quantization="Q8_0", types={"ffn_up": "Q4_0"}),
     "phi3": RandomModel("phi3", fused=True, quantization="Q5_0"),
     "olmo2": RandomModel("olmo2", tie=False, quantization="Q8_0"),
@@ -237,6 +238,31 @@ def test_quantized_mixtures(tmp_path: Path, file_type: str) -> None:
 @pytest.mark.parametrize("case", SINGLE_TYPES)
 def test_single_types(tmp_path: Path, case: str) -> None:
     assert_as_close_as_llama_cpp(write(tmp_path / "model.gguf", SINGLE_TYPES[case]))
+
+
+# Of types that quantizers mix, where a block has its F16 scales.
+SCALES = {"IQ4_NL": (0,), "IQ4_XS": (0,), "Q3_K": (108,), "Q2_K": (80, 82), "MXFP4": (0,)}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_scales_that_are_not_finite(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.gguf"
+    if kind == "MXFP4":
+        write(path, SINGLE_TYPES[kind])
+    else:
+        source = write(tmp_path / "source.gguf", WIDE)
+        quantize(source, path, f"MOSTLY_{kind.replace('Q3_K', 'Q3_K_S')}")
+    tensor = next(tensor for tensor in GGUFReader(path).tensors if tensor.tensor_type.name == kind)
+    whole = path.read_bytes()
+    # An exponent of 255 stands for no number.
+    bad = [b"\xff"] if kind == "MXFP4" else [np.float16(value).tobytes() for value in ("inf", "-inf", "nan")]
+    for at in SCALES[kind]:
+        for value in bad:
+            start = tensor.data_offset + at
+            path.write_bytes(whole[:start] + value + whole[start + len(value) :])
+            for device in ("cpu", "ggml-cpu"):
+                with pytest.raises(ModelError, match=f"tensor '{tensor.name}' holds weights that are not finite"):
+                    Model(path, device=device)
 
 
 def drop(*names: str) -> Change:
