@@ -303,6 +303,14 @@ std::string Tokenizer::token_bytes(int32_t token, bool special) const {
     return piece;
 }
 
+std::string Tokenizer::decode(const std::vector<int32_t>& tokens, bool special) const {
+    std::string bytes;
+    for (const int32_t token : tokens) {
+        bytes += token_bytes(token, special);
+    }
+    return bytes;
+}
+
 std::string Tokenizer::token_text(int32_t token) const {
     check_token(token);
     return llama_vocab_get_text(vocab_, token);

@@ -27,6 +27,8 @@ public:
         const std::function<void()>& interrupted = [] {}) const;
     // The bytes a token stands for, possibly part of a character; empty for control tokens unless `special`.
     std::string token_bytes(int32_t token, bool special = false) const;
+    // The bytes of tokens, one after the other.
+    std::string decode(const std::vector<int32_t>& tokens, bool special = false) const;
     // How the vocabulary spells a token.
     std::string token_text(int32_t token) const;
     // Whether the token steers the model and is no text.

@@ -54,7 +54,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
     check_factors(file, manifest);
-    weight_type_ = manifest.most_common_type();
+    weight_types_ = manifest.types();
     if (devices.empty()) {
         PackedLoader loader(file, manifest, *family_, numbers_, num_threads_);
         load(loader);

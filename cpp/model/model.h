@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -69,8 +70,8 @@ public:
     size_t num_weights() const { return num_weights_; }
     // Bytes of keys and values that one token of a context takes.
     size_t cell_bytes() const;
-    // ggml's name of the type most weights have.
-    const std::string& weight_type() const { return weight_type_; }
+    // As Manifest::types().
+    const std::vector<std::pair<std::string, size_t>>& weight_types() const { return weight_types_; }
     const std::string& name() const { return name_; }
 
     // Null where the weights are packed.
@@ -93,7 +94,8 @@ private:
     const Family* family_ = nullptr;
     Hyperparameters numbers_;
     size_t file_bytes_ = 0, weight_bytes_ = 0, num_weights_ = 0;
-    std::string weight_type_, name_;
+    std::vector<std::pair<std::string, size_t>> weight_types_;
+    std::string name_;
     Memory arena_;
     std::unique_ptr<DeviceMemory> device_memory_;
     Linear token_embedding_, head_;

@@ -126,6 +126,22 @@ def test_every_token_has_bytes(tokenizer: _core.Tokenizer) -> None:
     assert {bytes([byte]) for byte in range(256)} <= set(pieces)
 
 
+@pytest.mark.parametrize("text", [*TEXTS, *AWKWARD], ids=ascii)
+def test_decode(tokenizer: _core.Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == tokenizer.decode(tokens.tolist()) == text
+
+
+def test_decode_of_special_and_of_half_characters(tokenizer: _core.Tokenizer) -> None:
+    tokens = tokenizer.encode("a<|endoftext|>\U0001f999").tolist()
+    assert tokenizer.decode(tokens) == "a\U0001f999"
+    assert tokenizer.decode(tokens, special=True) == "a<|endoftext|>\U0001f999"
+    assert tokenizer.decode(tokens[:-1]) == "a\ufffd"
+    for wrong, kind in (([50257], ValueError), ([-1], ValueError), ([1.5], TypeError), ("ab", TypeError)):
+        with pytest.raises(kind):
+            tokenizer.decode(wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("token", [-1, 50257, 2**31 - 1, -(2**31)])
 def test_tokens_out_of_range(tokenizer: _core.Tokenizer, token: int) -> None:
     with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of 50257"):

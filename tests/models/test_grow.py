@@ -347,7 +347,7 @@ def test_grown_llama_is_of_the_shape_asked_for(tmp_path: Path) -> None:
     grow_llama(random_llama(tmp_path / "source.gguf"), tmp_path / "grown.gguf", **GROWN, quantization="Q8_0")
     model = Model(str(tmp_path / "grown.gguf"))
     assert (model.width, model.num_layers, model.num_heads, model.num_kv_heads) == (160, 5, 8, 2)
-    assert (model.head_dim, model.ffn_width, model.vocab_size, model.weight_type) == (32, 128, 300, "q8_0")
+    assert (model.head_dim, model.ffn_width, model.vocab_size, list(model.weight_types)) == (32, 128, 300, ["q8_0"])
 
 
 @pytest.mark.parametrize(
