@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from grow import grow, grow_llama, layer_plan
 from random_weights import (
     END_OF_TEXT,
-    FILE_TYPES,
+    TYPES,
     byte_alphabet,
     synthetic_vocabulary,
     write_random_gpt2,
@@ -188,7 +188,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert (tmp_path / "made.gguf").read_bytes() == (tmp_path / "expected.gguf").read_bytes()
 
 
-@pytest.mark.parametrize("quantization", FILE_TYPES)
+@pytest.mark.parametrize("quantization", TYPES)
 def test_random_weights(tmp_path: Path, quantization: str) -> None:
     width = 256 if quantization.endswith("K") else 64
     model = Gpt2Reference(random_gpt2(tmp_path / "model.gguf", quantization, tie=False, width=width))
