@@ -165,8 +165,11 @@ class Engine:
 
         Raises:
             ValueError, ContextFullError: as in `stream`.
+            DeviceError: a device failed.
         """
         tokens = self.encode(text)
+        if self._contexts.closed:
+            raise ValueError("the engine is closed")
         session = open_session(self.model, self.n_ctx)
         try:
             logprobs = score(session, tokens)

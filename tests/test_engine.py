@@ -341,6 +341,13 @@ def test_scoring_leaves_contexts_alone(engine: Engine) -> None:
         assert str(first) + "".join(stream) == expected.text
 
 
+def test_a_closed_engine_scores_nothing(path: Path) -> None:
+    with pystaged.load(path) as closed:
+        assert isinstance(closed.score(PROMPT), pystaged.Score)
+    with pytest.raises(ValueError, match="the engine is closed"):
+        closed.score(PROMPT)
+
+
 def test_texts_that_have_no_score(engine: Engine) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         engine.score("")

@@ -173,10 +173,10 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
             const float value = keys.real(key, 0);
             return value == 0 ? otherwise : value;
         };
-        if (!keys.has("logit_scale")) {
-            file.fail("metadata '" + keys.name("logit_scale") + "' is missing");
+        h.logit_scale = 1 / keys.real("logit_scale", 0);
+        if (!std::isfinite(h.logit_scale)) {
+            file.fail("metadata '" + keys.name("logit_scale") + "' is missing or 0");
         }
-        h.logit_scale = 1 / scale("logit_scale", 1);
         h.residual_scale = scale("residual_scale", 1);
         h.embedding_scale = scale("embedding_scale", 1);
         h.attention_scale = scale("attention.scale", h.attention_scale);
@@ -184,7 +184,7 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
         h.attention_softcap = keys.positive("attn_logit_softcapping", 50);
         h.logit_softcap = keys.positive("final_logit_softcapping", 30);
     } else if (name == "gemma3") {
-        h.logit_softcap = keys.real("final_logit_softcapping", 0);
+        h.logit_softcap = std::fabs(keys.real("final_logit_softcapping", 0));
     } else if (name == "mistral3") {
         h.temperature_scale = keys.real("attention.temperature_scale", 0);
     }

@@ -102,7 +102,7 @@ CASES: dict[str, RandomModel] = {
             "rope.freq_base": 1e6,
             "rope.scaling.type": "linear",
             "rope.scaling.factor": 8.0,
-            "final_logit_softcapping": 3.0,
+            "final_logit_softcapping": -3.0,
         },
     ),
     "gemma3-no-window": RandomModel("gemma3"),
@@ -184,6 +184,17 @@ def test_trees_are_chains_on_every_kernel(written: Callable[[str], Path], case: 
                         alone.commit([0])
                     assert (last == found[leaf]).all()
             assert (found == expected).all()
+
+
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_scores_of_the_largest_gemmas(tmp_path: Path, family: str, layers: int) -> None:
+    """They are scaled as if heads shared the model's width."""
+    model = RandomModel(family, layers=layers, width=32, heads=2, kv_heads=1, head_dim=64, ffn_width=32)
+    path, tokens = write(tmp_path / "model.gguf", model), text(300, 64)
+    # So many layers let the rounding of the cache grow; another scale is off by 0.1.
+    assert np.abs(model_logits(Model(str(path)), tokens) - FamilyReference(path).logits(tokens)).max() <= 0.01
+    on_device = model_logits(Model(str(path), device="ggml-cpu"), tokens)
+    assert np.abs(on_device - llama_logits(path, tokens)).max() <= 1e-3
 
 
 @pytest.mark.parametrize("position", [0, 1, 511, 8191, 131071, 1048575])
@@ -366,6 +377,11 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
     "rotary": (RandomModel("llama", rotary=8), None, "'llama.rope.dimension_count' is 8 where heads are 16 wide"),
     "odd-rotary": (RandomModel("qwen2", rotary=7), None, "is odd, but rotary positions turn pairs"),
     "base": (RandomModel("qwen2", metadata={"rope.freq_base": -1.0}), None, "'qwen2.rope.freq_base' is not above 0"),
+    "logit-scale": (
+        RandomModel("granite", metadata={"logit_scale": 0.0}),
+        None,
+        "metadata 'granite.logit_scale' is missing or 0",
+    ),
     "factor": (RandomModel("qwen2", metadata={"rope.scaling.factor": -2.0}), None, "which is no factor of a context"),
     "pattern": (
         RandomModel(
