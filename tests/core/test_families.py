@@ -441,6 +441,7 @@ def test_a_model_in_several_files(tmp_path: Path, device: str) -> None:
     whole = write(tmp_path / "whole.gguf", LLAMA)
     parts = split(whole, tmp_path, 3)
     tokens = text(300, 20)
+    assert Tokenizer(parts[0]).fingerprint == Tokenizer(whole).fingerprint
     model = Model(str(parts[0]), device=device)
     assert (model_logits(model, tokens) == model_logits(Model(str(whole), device=device), tokens)).all()
     assert model.file_bytes == sum(part.stat().st_size for part in parts)
@@ -487,7 +488,7 @@ def split(
                     writer.add_key_value(name, value.contents(), value.types[0], sub_type=element)
             numbers = {"split.no": i, "split.count": count, "split.tensors.count": len(reader.tensors)}
             for key, number in (numbers | dict(changed or {})).items():
-                writer.add_int32(key, number)
+                (writer.add_int32 if "tensors" in key else writer.add_uint16)(key, number)
             for tensor in reader.tensors[i * share - overlap : (i + 1) * share]:
                 writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
             writer.write_header_to_file()

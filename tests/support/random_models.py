@@ -159,6 +159,25 @@ def add_vocabulary(writer: GGUFWriter, size: int, marks: Mapping[int, str] | Non
     writer.add_eos_token_id(size - 1)
 
 
+def add_sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True) -> None:
+    """A SentencePiece vocabulary: three control tokens, bytes, made-up pieces, a mark and a user-defined token."""
+    pieces = ["\u2581", *"ethoainsrl", "he", "th", "the", "\u2581the", "\u2581o", "ing", "in", "er", "\u2581\u2581"]
+    tokens = ["<unk>", "<s>", "</s>"]
+    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    if byte_tokens:
+        tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+        types += [TokenType.BYTE] * 256
+    tokens += [*pieces, "<|tool|>", "<think>"]
+    types += [TokenType.NORMAL] * len(pieces) + [TokenType.CONTROL, TokenType.USER_DEFINED]
+    spare = size - len(tokens)
+    tokens += [f"<unused{i}>" for i in range(spare)]
+    types += [TokenType.UNUSED] * spare
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_token_types([int(kind) for kind in types])
+
+
 def tensors(m: RandomModel) -> dict[str, Floats]:
     """All tensors of a model, outputs before inputs."""
     generator = np.random.default_rng(m.seed)
