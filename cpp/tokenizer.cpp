@@ -49,17 +49,21 @@ std::pair<size_t, size_t> longest_parts(const char* text, size_t size) {
     return {longest_line, longest_run};
 }
 
-// Calls `work` in a thread with a stack of that size, which takes memory only where it is touched.
+// Calls `work` in a thread with a stack of at least that size, which takes memory only where it is touched.
 void call_with_stack(size_t bytes, const std::function<void()>& work) {
+    constexpr size_t kPages = 64 << 10;  // whole ones, on every system
 #ifdef MAP_NORESERVE
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 #else
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
 #endif
-    void* stack = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
-    if (stack == MAP_FAILED) {
+    // The lowest ones stay closed, so that a stack that is too small after all is no way into other memory.
+    const size_t size = (bytes + kPages - 1) / kPages * kPages;
+    void* const memory = mmap(nullptr, kPages + size, PROT_NONE, kFlags, -1, 0);
+    if (memory == MAP_FAILED) {
         throw std::bad_alloc();
     }
+    uint8_t* const stack = static_cast<uint8_t*>(memory) + kPages;
     struct Call {
         const std::function<void()>& work;
         std::exception_ptr error;
@@ -76,15 +80,16 @@ void call_with_stack(size_t bytes, const std::function<void()>& work) {
     pthread_attr_t attributes;
     pthread_t thread;
     pthread_attr_init(&attributes);
-    const bool started =
-        pthread_attr_setstack(&attributes, stack, bytes) == 0 && pthread_create(&thread, &attributes, run, &call) == 0;
+    const bool started = mprotect(stack, size, PROT_READ | PROT_WRITE) == 0 &&
+                         pthread_attr_setstack(&attributes, stack, size) == 0 &&
+                         pthread_create(&thread, &attributes, run, &call) == 0;
     pthread_attr_destroy(&attributes);
     if (started) {
         pthread_join(thread, nullptr);
     }
-    munmap(stack, bytes);
+    munmap(memory, kPages + size);
     if (!started) {
-        throw std::runtime_error("there is no thread for a long text");
+        throw std::bad_alloc();
     }
     if (call.error) {
         std::rethrow_exception(call.error);

@@ -21,7 +21,7 @@ public:
     // Token ids of UTF-8 text, with what the vocabulary puts before and behind a text where `add_special`. Control
     // tokens written out in the text are recognized where `parse_special`; those that users defined always are.
     // `interrupted` is called now and then and may throw. Throws std::invalid_argument for a text the vocabulary cannot
-    // spell.
+    // spell, or whose words are too long to be split.
     std::vector<int32_t> encode(
         const std::string& text, bool add_special = true, bool parse_special = true,
         const std::function<void()>& interrupted = [] {}) const;

@@ -96,7 +96,8 @@ class Tokenizer:
 
         Raises:
             UnicodeEncodeError: the text cannot be written as UTF-8.
-            ValueError: the vocabulary has no tokens for a character of it.
+            ValueError: the vocabulary has no tokens for a character of it, or it has more than 2**20 bytes in a row
+                without white space, or of it.
         """
     def token_bytes(self, token: int, special: bool = False) -> bytes:
         """The bytes a token stands for, possibly part of a character; empty for control tokens unless `special`."""
