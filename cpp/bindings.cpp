@@ -276,6 +276,12 @@ PYBIND11_MODULE(_core, m) {
             },
             py::arg("token"), py::arg("special") = false)
         .def(
+            "decode",
+            [](const Tokenizer& self, const py::object& tokens, bool special) {
+                return to_text(self.decode(to_ints(tokens, "tokens"), special));
+            },
+            py::arg("tokens"), py::arg("special") = false)
+        .def(
             "token_text", [](const Tokenizer& self, int32_t token) { return to_text(self.token_text(token)); },
             py::arg("token"))
         .def("is_control", &Tokenizer::is_control, py::arg("token"))
@@ -346,7 +352,14 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("file_bytes", &Model::file_bytes)
         .def_property_readonly("weight_bytes", &Model::weight_bytes)
         .def_property_readonly("num_weights", &Model::num_weights)
-        .def_property_readonly("weight_type", &Model::weight_type)
+        .def_property_readonly("weight_types",
+                               [](const Model& self) {
+                                   py::dict types;
+                                   for (const auto& [type, bytes] : self.weight_types()) {
+                                       types[py::str(type)] = bytes;
+                                   }
+                                   return types;
+                               })
         .def_property_readonly("vocab_size", [](const Model& self) { return self.numbers().vocab_size; })
         .def_property_readonly("max_context", [](const Model& self) { return self.numbers().max_context; })
         .def_property_readonly("width", [](const Model& self) { return self.numbers().width; })

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 #include <mutex>
+#include <unordered_set>
 
 #include "digest.h"
 #include "error.h"
@@ -78,7 +79,11 @@ GgufFile::GgufFile(const std::string& path, bool first) : path_(path) {
     file_.reset(descriptor < 0 ? nullptr : fdopen(descriptor, "rb"));
     struct stat info = {};
     if (!file_ || fstat(descriptor, &info) != 0) {
-        fail(std::string("cannot open: ") + std::strerror(errno));
+        const int error = errno;
+        if (descriptor >= 0 && !file_) {
+            close(descriptor);
+        }
+        fail(std::string("cannot open: ") + std::strerror(error));
     }
     if (!S_ISREG(info.st_mode)) {
         fail("cannot open: it is no regular file");
@@ -130,7 +135,17 @@ void GgufFile::open_shards() {
     for (int64_t i = 2; i <= count; ++i) {
         const std::string path = path_.substr(0, path_.size() - own.size()) + suffix(i);
         shards_.push_back(std::unique_ptr<GgufFile>(new GgufFile(path, false)));
+        shards_.back()->integer("split.no", i - 1, i - 1);
+        shards_.back()->integer("split.count", count, count, count);
     }
+    const std::vector<std::string> names = tensor_names();
+    std::unordered_set<std::string> seen;
+    for (const std::string& name : names) {
+        if (!seen.insert(name).second) {
+            fail("tensor '" + name + "' stands in two of the model's files; get them again");
+        }
+    }
+    integer("split.tensors.count", names.size(), names.size(), names.size());
 }
 
 size_t GgufFile::bytes() const {

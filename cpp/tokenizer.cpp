@@ -1,10 +1,15 @@
 #include "tokenizer.h"
 
+#include <pthread.h>
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cctype>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <limits>
+#include <new>
 #include <stdexcept>
 #include <unordered_set>
 
@@ -20,12 +25,87 @@ namespace {
 constexpr int kPieceTokens = 64;
 constexpr size_t kPieceBytes = 64 << 10;
 
+// libllama splits most texts by std::regex, which recurses for every character of a match: GNU's takes 325 bytes of the
+// stack for one. A match may be as long as a line.
+constexpr size_t kStackBytes = 1 << 10;          // for each byte of a line
+constexpr size_t kSafeLine = 2 << 10;            // that any stack has room for
+constexpr size_t kLongestRun = size_t(1) << 20;  // of bytes without white space, or of white space
+
+bool is_space(char c) {
+    return std::isspace(static_cast<unsigned char>(c));
+}
+
+// Bytes of the longest line, and of the longest run without white space or of it.
+std::pair<size_t, size_t> longest_parts(const char* text, size_t size) {
+    size_t line = 0, run = 0, longest_line = 0, longest_run = 0;
+    for (size_t i = 0; i < size; ++i) {
+        run = i > 0 && is_space(text[i]) == is_space(text[i - 1]) ? run + 1 : 1;
+        // Empty lines make one match.
+        const bool begins = i > 0 && text[i - 1] == '\n' && !is_space(text[i]);
+        line = begins ? 1 : line + 1;
+        longest_line = std::max(longest_line, line);
+        longest_run = std::max(longest_run, run);
+    }
+    return {longest_line, longest_run};
+}
+
+// Calls `work` in a thread with a stack of at least that size, which takes memory only where it is touched.
+void call_with_stack(size_t bytes, const std::function<void()>& work) {
+    constexpr size_t kPages = 64 << 10;  // whole ones, on every system
+#ifdef MAP_NORESERVE
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+#else
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
+#endif
+    // The lowest ones stay closed, so that a stack that is too small after all is no way into other memory.
+    const size_t size = (bytes + kPages - 1) / kPages * kPages;
+    void* const memory = mmap(nullptr, kPages + size, PROT_NONE, kFlags, -1, 0);
+    if (memory == MAP_FAILED) {
+        throw std::bad_alloc();
+    }
+    uint8_t* const stack = static_cast<uint8_t*>(memory) + kPages;
+    struct Call {
+        const std::function<void()>& work;
+        std::exception_ptr error;
+    } call{work, nullptr};
+    const auto run = [](void* data) -> void* {
+        auto& call = *static_cast<Call*>(data);
+        try {
+            call.work();
+        } catch (...) {
+            call.error = std::current_exception();
+        }
+        return nullptr;
+    };
+    pthread_attr_t attributes;
+    pthread_t thread;
+    pthread_attr_init(&attributes);
+    const bool started = mprotect(stack, size, PROT_READ | PROT_WRITE) == 0 &&
+                         pthread_attr_setstack(&attributes, stack, size) == 0 &&
+                         pthread_create(&thread, &attributes, run, &call) == 0;
+    pthread_attr_destroy(&attributes);
+    if (started) {
+        pthread_join(thread, nullptr);
+    }
+    munmap(memory, kPages + size);
+    if (!started) {
+        throw std::bad_alloc();
+    }
+    if (call.error) {
+        std::rethrow_exception(call.error);
+    }
+}
+
 // libllama asserts, and so aborts, on some malformed vocabularies; those are refused here first.
 void check_vocabulary(const std::string& path) {
     const GgufFile file(path);
     const std::string model = file.text("tokenizer.ggml.model");
     if (model != "gpt2" && model != "llama") {
         file.fail("tokenizer model '" + model + "' is not supported, only 'gpt2' (BPE) and 'llama' (SentencePiece)");
+    }
+    // It asserts that no words have spaces in them, and splits by them nowhere else.
+    if (file.text("tokenizer.ggml.pre", "") == "whitespace") {
+        file.fail("pre-tokenizer 'whitespace' is not supported");
     }
     const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
     if (!tokens || tokens->second == 0 || tokens->second > size_t(1) << 24) {
@@ -178,11 +258,25 @@ std::vector<int32_t> Tokenizer::encode_piece(const char* text, size_t size, bool
                               static_cast<int32_t>(tokens.size()), add_special, parse_special);
     };
     int32_t n = 0;
-    try {
+    const auto fill = [&] {
         n = tokenize();
         if (n < 0) {
             tokens.resize(static_cast<size_t>(-static_cast<int64_t>(n)));
             n = tokenize();
+        }
+    };
+    const auto [line, run] = longest_parts(text, size);
+    const bool recurses = llama_vocab_type(vocab_) == LLAMA_VOCAB_TYPE_BPE;
+    if (recurses && run > kLongestRun) {
+        throw std::invalid_argument("the text has " + std::to_string(run) +
+                                    " bytes in a row without white space, or of it; at most " +
+                                    std::to_string(kLongestRun) + " can be split into tokens");
+    }
+    try {
+        if (recurses && line > kSafeLine) {
+            call_with_stack(kStackBytes * std::min(line, kLongestRun), fill);
+        } else {
+            fill();
         }
     } catch (const std::out_of_range&) {
         // A SentencePiece vocabulary that spells not even all bytes.
@@ -212,6 +306,14 @@ std::string Tokenizer::token_bytes(int32_t token, bool special) const {
     }
     piece.resize(static_cast<size_t>(n < 0 ? 0 : n));
     return piece;
+}
+
+std::string Tokenizer::decode(const std::vector<int32_t>& tokens, bool special) const {
+    std::string bytes;
+    for (const int32_t token : tokens) {
+        bytes += token_bytes(token, special);
+    }
+    return bytes;
 }
 
 std::string Tokenizer::token_text(int32_t token) const {

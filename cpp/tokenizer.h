@@ -21,12 +21,14 @@ public:
     // Token ids of UTF-8 text, with what the vocabulary puts before and behind a text where `add_special`. Control
     // tokens written out in the text are recognized where `parse_special`; those that users defined always are.
     // `interrupted` is called now and then and may throw. Throws std::invalid_argument for a text the vocabulary cannot
-    // spell.
+    // spell, or whose words are too long to be split.
     std::vector<int32_t> encode(
         const std::string& text, bool add_special = true, bool parse_special = true,
         const std::function<void()>& interrupted = [] {}) const;
     // The bytes a token stands for, possibly part of a character; empty for control tokens unless `special`.
     std::string token_bytes(int32_t token, bool special = false) const;
+    // The bytes of tokens, one after the other.
+    std::string decode(const std::vector<int32_t>& tokens, bool special = false) const;
     // How the vocabulary spells a token.
     std::string token_text(int32_t token) const;
     // Whether the token steers the model and is no text.

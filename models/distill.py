@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from export import FILE_TYPES, write
+from export import TYPES, write
 from model import GPT, Checkpoint, Config, load
 from sample import TEMPERATURES
 from torch import Tensor
@@ -133,7 +133,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="GGUF file, name in the cache, or hub id")
     parser.add_argument("--draft-shape", default="4x512x8", help="LAYERSxWIDTHxHEADS of the draft")
     parser.add_argument("--out", type=Path, required=True, help="GGUF file to write; training goes on from OUT.pt")
-    parser.add_argument("--type", choices=FILE_TYPES, default="Q8_0")
+    parser.add_argument("--type", choices=TYPES, default="Q8_0")
     parser.add_argument("--prompts", type=Path, help="text whose pieces begin the target's texts")
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time at the latest")

@@ -6,18 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
+from gguf import GGMLQuantizationType, GGUFWriter, quants
 from model import Checkpoint, load
 from random_weights import copy_tokenizer
 
 from pystaged.files import whole_file
+from pystaged.loading.file_types import FILE_TYPES
 
-FILE_TYPES = {
-    "F32": LlamaFileType.ALL_F32,
-    "F16": LlamaFileType.MOSTLY_F16,
-    "Q8_0": LlamaFileType.MOSTLY_Q8_0,
-    "Q4_0": LlamaFileType.MOSTLY_Q4_0,
-}
+TYPES = ("F32", "F16", "Q8_0", "Q4_0")
 
 
 def full_weights(checkpoint: Checkpoint) -> dict[str, npt.NDArray[np.float32]]:
@@ -38,7 +34,7 @@ def add_metadata(writer: GGUFWriter, checkpoint: Checkpoint, name: str, kind: st
     writer.add_block_count(config.layers)
     writer.add_head_count(config.heads)
     writer.add_layer_norm_eps(1e-5)
-    writer.add_file_type(FILE_TYPES[kind])
+    writer.add_file_type(FILE_TYPES[kind.lower()])
 
 
 def add_weights(writer: GGUFWriter, weights: dict[str, npt.NDArray[np.float32]], kind: str) -> None:
@@ -70,7 +66,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the GGUF file to write")
     parser.add_argument("--vocab", type=Path, required=True, help="any GGUF file with the GPT-2 vocabulary")
     parser.add_argument("--name", required=True, help="general.name")
-    parser.add_argument("--type", choices=FILE_TYPES, default="Q8_0")
+    parser.add_argument("--type", choices=TYPES, default="Q8_0")
     args = parser.parse_args()
 
     write(load(args.checkpoint), args.out, args.vocab, args.name, args.type)

@@ -32,20 +32,14 @@ from gguf import (
     GGUFReader,
     GGUFValueType,
     GGUFWriter,
-    LlamaFileType,
     ReaderTensor,
     quants,
 )
 
 from pystaged.files import whole_file
+from pystaged.loading.file_types import FILE_TYPES
 
-FILE_TYPES = {
-    "F32": LlamaFileType.ALL_F32,
-    "F16": LlamaFileType.MOSTLY_F16,
-    "Q8_0": LlamaFileType.MOSTLY_Q8_0,
-    "Q4_0": LlamaFileType.MOSTLY_Q4_0,
-    "Q4_1": LlamaFileType.MOSTLY_Q4_1,
-}
+TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
 LAYER_TENSORS = (
     "attn_norm.weight",
     "attn_norm.bias",
@@ -188,7 +182,7 @@ def grow_llama(
     epsilon = _value(reader, "llama.attention.layer_norm_rms_epsilon")
     changed: dict[str, str | int | float] = {
         "general.name": f"grown from {name} ({width} wide, {layers} layers)",
-        "general.file_type": int(FILE_TYPES[quantization]),
+        "general.file_type": FILE_TYPES[quantization.lower()],
         "llama.embedding_length": width,
         "llama.feed_forward_length": ffn_width,
         "llama.block_count": layers,
@@ -286,8 +280,8 @@ def _check(reader: GGUFReader, architecture: str, layers: int, quantization: str
     old_layers = _value(reader, f"{architecture}.block_count")
     if layers < old_layers:
         raise ValueError(f"{layers} layers are fewer than the source's {old_layers}")
-    if quantization not in FILE_TYPES:
-        raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(FILE_TYPES)}")
+    if quantization not in TYPES:
+        raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(TYPES)}")
 
 
 def _llama_axes(reader: GGUFReader, width: int, heads: int, kv_heads: int, ffn_width: int) -> dict[str, Axis]:
@@ -395,7 +389,7 @@ def _changed_metadata(
     name = _value(reader, "general.name") if "general.name" in reader.fields else source.name
     changed: dict[str, str | int | float] = {
         "general.name": f"grown from {name} ({width} wide, {layers} layers)",
-        "general.file_type": int(FILE_TYPES[quantization]),
+        "general.file_type": FILE_TYPES[quantization.lower()],
         "gpt2.embedding_length": width,
         "gpt2.feed_forward_length": copies * _value(reader, "gpt2.feed_forward_length"),
         "gpt2.block_count": layers,
@@ -441,7 +435,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, help="of queries, for Llama: GPT-2's grow with the width")
     parser.add_argument("--kv-heads", type=int, help="of keys and values, for Llama")
     parser.add_argument("--ffn-width", type=int, help="for Llama")
-    parser.add_argument("--type", dest="quantization", choices=FILE_TYPES, default="Q8_0")
+    parser.add_argument("--type", dest="quantization", choices=TYPES, default="Q8_0")
     options = vars(parser.parse_args())
     of_llama = {name: options.pop(name) for name in ("heads", "kv_heads", "ffn_width")}
     if any(of_llama.values()) and not all(of_llama.values()):

@@ -24,27 +24,15 @@ from gguf import (
     GGUFReader,
     GGUFValueType,
     GGUFWriter,
-    LlamaFileType,
     TokenType,
 )
 
 from pystaged.files import whole_file
+from pystaged.loading.file_types import FILE_TYPES
 
-FILE_TYPES = {
-    "F32": LlamaFileType.ALL_F32,
-    "F16": LlamaFileType.MOSTLY_F16,
-    "BF16": LlamaFileType.MOSTLY_BF16,
-    "Q8_0": LlamaFileType.MOSTLY_Q8_0,
-    "Q4_0": LlamaFileType.MOSTLY_Q4_0,
-    "Q4_1": LlamaFileType.MOSTLY_Q4_1,
-    "Q5_0": LlamaFileType.MOSTLY_Q5_0,
-    "Q5_1": LlamaFileType.MOSTLY_Q5_1,
-    "Q4_K": LlamaFileType.MOSTLY_Q4_K_S,
-    "Q5_K": LlamaFileType.MOSTLY_Q5_K_S,
-    "Q6_K": LlamaFileType.MOSTLY_Q6_K,
-}
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 MIXTURE = "Q4_K_M"  # of Q4_K and Q6_K
-LLAMA_FILE_TYPES = {**FILE_TYPES, MIXTURE: LlamaFileType.MOSTLY_Q4_K_M}
+LLAMA_TYPES = (*TYPES, MIXTURE)
 # Bits of a weight, where a block has its F16 scale, and where the minimum that goes with it.
 BLOCKS: dict[str, tuple[int, int, int | None]] = {
     "Q8_0": (8, 0, None),
@@ -89,7 +77,7 @@ def write_random_gpt2(
         width: embedding length, a multiple of `heads` and of the type's block size; the hidden layer is 4 times that.
         vocab_size: tokens; must match `vocabulary` if given, at least 257 otherwise.
         context: positions.
-        quantization: a key of FILE_TYPES, for the matrices; positions, norms and biases stay F32.
+        quantization: one of TYPES, for the matrices; positions, norms and biases stay F32.
         tie: the head uses the token embedding; otherwise it is an `output.weight` of its own.
         vocabulary: GGUF file whose tokenizer is copied; otherwise a small byte-level one is made up, the same for
             every seed.
@@ -98,7 +86,7 @@ def write_random_gpt2(
         ValueError: an impossible shape, an unknown type, or a vocabulary of another size.
         OSError: a file cannot be read or written.
     """
-    _check(quantization, FILE_TYPES, width=width, layers=layers, heads=heads, context=context)
+    _check(quantization, TYPES, width=width, layers=layers, heads=heads, context=context)
     if width % heads:
         raise ValueError(f"width {width} is not a multiple of {heads} heads")
     block = GGML_QUANT_SIZES[GGMLQuantizationType[quantization]][0]
@@ -113,7 +101,7 @@ def write_random_gpt2(
         writer.add_block_count(layers)
         writer.add_head_count(heads)
         writer.add_layer_norm_eps(1e-5)
-        writer.add_file_type(FILE_TYPES[quantization])
+        writer.add_file_type(_file_type(quantization))
         if vocabulary is not None:
             copy_tokenizer(writer, vocab_size, vocabulary)
         else:
@@ -148,7 +136,7 @@ def write_random_llama(
         kv_heads: heads of keys and values, a divisor of `heads`.
         vocab_size: tokens; at least those of `vocabulary` if given, at least 257 otherwise.
         context: positions it claims to be trained for.
-        quantization: a key of LLAMA_FILE_TYPES; the head of types below 6 bits is Q6_K, or Q8_0 where Q6_K's blocks do
+        quantization: one of LLAMA_TYPES; the head of types below 6 bits is Q6_K, or Q8_0 where Q6_K's blocks do
             not fit, and the mixture has Q6_K where llama.cpp's has it.
         rope_base: of the rotary positions.
         tie: the head uses the token embedding; otherwise it is an `output.weight` of its own.
@@ -160,7 +148,7 @@ def write_random_llama(
         OSError: a file cannot be read or written.
     """
     sizes = {"width": width, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "ffn_width": ffn_width}
-    _check(quantization, LLAMA_FILE_TYPES, **sizes, layers=layers, context=context)
+    _check(quantization, LLAMA_TYPES, **sizes, layers=layers, context=context)
     if heads % kv_heads:
         raise ValueError(f"{heads} heads are not a multiple of {kv_heads} kv_heads")
     tensors = list(_llama_tensors(**sizes, layers=layers, vocab_size=vocab_size, tie=tie, quantization=quantization))
@@ -179,7 +167,7 @@ def write_random_llama(
         writer.add_rope_freq_base(rope_base)
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_vocab_size(vocab_size)
-        writer.add_file_type(LLAMA_FILE_TYPES[quantization])
+        writer.add_file_type(_file_type(quantization))
         if vocabulary is not None:
             copy_tokenizer(writer, vocab_size, vocabulary, pad=True)
         else:
@@ -237,6 +225,11 @@ def byte_alphabet() -> list[str]:
     """The 256 characters GPT-2 spells bytes with, in its vocabulary's order: bytes that stand for themselves first."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
+
+
+def _file_type(quantization: str) -> int:
+    """llama.cpp has no name for files of K-quants but those of its mixtures."""
+    return FILE_TYPES[quantization.lower() + "_s" * (quantization in ("Q4_K", "Q5_K"))]
 
 
 def _check(quantization: str, known: Iterable[str], **sizes: int) -> None:
@@ -390,7 +383,7 @@ def main() -> None:
     gpt2, llama = kinds.add_parser("gpt2", help="GPT-2 of any shape"), kinds.add_parser("llama", help="Llama likewise")
     gpt2.set_defaults(width=1280, layers=36, heads=20, vocab_size=50257, context=1024)
     llama.set_defaults(width=2048, layers=16, heads=32, vocab_size=128256, context=131072)
-    for each, types in ((gpt2, FILE_TYPES), (llama, LLAMA_FILE_TYPES)):
+    for each, types in ((gpt2, TYPES), (llama, LLAMA_TYPES)):
         each.add_argument("out", type=Path)
         for size in ("width", "layers", "heads", "vocab-size", "context"):
             each.add_argument(f"--{size}", type=int)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
     from pystaged.decoding.tree import Stage, TokenTree
     from pystaged.engine import Engine, generate, load, stream
-    from pystaged.result import DeviceLostError, GenerationResult, Piece
+    from pystaged.result import DeviceLostError, GenerationResult, Piece, Score
     from pystaged.stats import GenerationStats
 
 __version__ = "0.1.0"
@@ -35,6 +35,7 @@ __all__ = [
     "ModelError",
     "Piece",
     "SamplingConfig",
+    "Score",
     "Stage",
     "TokenTree",
     "TreePolicy",
@@ -52,7 +53,7 @@ _MODULES = {
     "decoding.policy": ("FixedPolicy", "GainPolicy", "Growth", "TreePolicy"),
     "decoding.tree": ("Stage", "TokenTree"),
     "engine": ("Engine", "generate", "load", "stream"),
-    "result": ("DeviceLostError", "GenerationResult", "Piece"),
+    "result": ("DeviceLostError", "GenerationResult", "Piece", "Score"),
     "stats": ("GenerationStats",),
 }
 

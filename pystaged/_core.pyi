@@ -96,10 +96,18 @@ class Tokenizer:
 
         Raises:
             UnicodeEncodeError: the text cannot be written as UTF-8.
-            ValueError: the vocabulary has no tokens for a character of it.
+            ValueError: the vocabulary has no tokens for a character of it, or it has more than 2**20 bytes in a row
+                without white space, or of it.
         """
     def token_bytes(self, token: int, special: bool = False) -> bytes:
         """The bytes a token stands for, possibly part of a character; empty for control tokens unless `special`."""
+    def decode(self, tokens: _Ints, special: bool = False) -> str:
+        """The text of tokens, without control tokens unless `special`. Bytes that are no UTF-8 become U+FFFD; the space
+        that SentencePiece puts before a text stays.
+
+        Raises:
+            TypeError: no integers. ValueError: a token outside of the vocabulary.
+        """
     def token_text(self, token: int) -> str:
         """How the vocabulary spells a token."""
     def is_control(self, token: int) -> bool:
@@ -198,8 +206,8 @@ class Model:
     def num_weights(self) -> int:
         """Multiply-adds of one row of a pass, attention aside."""
     @property
-    def weight_type(self) -> str:
-        """ggml's name of the type most weights have."""
+    def weight_types(self) -> dict[str, int]:
+        """Bytes of matrices in the file by ggml's names of their types, the most first."""
     @property
     def vocab_size(self) -> int: ...
     @property

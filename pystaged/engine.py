@@ -155,7 +155,7 @@ class Engine:
         """
         if isinstance(prompt, str):
             try:
-                tokens = self.tokenizer.encode(prompt, add_special)
+                tokens = self.tokenizer.encode(prompt) if add_special else self._going_on(prompt)
             except UnicodeError as error:
                 raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
         else:
@@ -168,6 +168,16 @@ class Engine:
             )
         return tokens
 
+    def _going_on(self, text: str) -> NDArray[np.int32]:
+        """The tokens of a text that goes on with another: without the space that SentencePiece puts before texts."""
+        tokens = self.tokenizer.encode(text, add_special=False)
+        if text and self.tokenizer.decode(tokens, special=True) == f" {text}":
+            begun = self.tokenizer.encode("\n", add_special=False)
+            more = self.tokenizer.encode(f"\n{text}", add_special=False)
+            if (more[: len(begun)] == begun).all():
+                return more[len(begun) :]
+        return tokens
+
     def score(self, text: Prompt) -> Score:
         """How likely the model finds a text, token by token.
 
@@ -176,8 +186,11 @@ class Engine:
 
         Raises:
             ValueError, ContextFullError: as in `stream`.
+            DeviceError: a device failed.
         """
         tokens = self.encode(text)
+        if self._contexts.closed:
+            raise ValueError("the engine is closed")
         session = open_session(self.model, self.n_ctx)
         try:
             logprobs = score(session, tokens)

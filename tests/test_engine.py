@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from support.family_reference import FamilyReference
+from support.random_models import RandomModel, add_sentencepiece, write
 
 import pystaged
 from pystaged import (
@@ -348,6 +349,23 @@ def test_scoring_leaves_contexts_alone(engine: Engine) -> None:
         first = next(stream)
         engine.score("another text")
         assert str(first) + "".join(stream) == expected.text
+
+
+def test_what_goes_on_with_another_text(tmp_path: Path) -> None:
+    """SentencePiece puts a space before a text, but not before its parts."""
+    model = RandomModel("llama", vocabulary=add_sentencepiece)
+    with pystaged.load(write(tmp_path / "model.gguf", model)) as engine:
+        for begun, more in (("hello", "\nthe other"), ("hello\n", "the other"), ("he", " the"), ("the ", "<|tool|>")):
+            tokens = [*engine.encode(begun), *engine.encode(more, add_special=False)]
+            assert engine.tokenizer.decode(tokens, special=True) == f"<s> {begun}{more}"
+        assert engine.encode("\nthe", add_special=False).tolist() == engine.encode("\nthe").tolist()[2:]
+
+
+def test_a_closed_engine_scores_nothing(path: Path) -> None:
+    with pystaged.load(path) as closed:
+        assert isinstance(closed.score(PROMPT), pystaged.Score)
+    with pytest.raises(ValueError, match="the engine is closed"):
+        closed.score(PROMPT)
 
 
 def test_texts_that_have_no_score(engine: Engine) -> None:

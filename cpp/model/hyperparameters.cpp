@@ -29,7 +29,12 @@ public:
         if (!values) {
             return number(key, least, most, otherwise);
         }
-        if (values->empty() || std::count(values->begin(), values->end(), values->front()) != int64_t(values->size())) {
+        const int64_t num_layers = number("block_count", 1, kMostLayers);
+        if (int64_t(values->size()) != num_layers) {
+            file_.fail("metadata '" + name(key) + "' has " + std::to_string(values->size()) + " entries for " +
+                       std::to_string(num_layers) + " layers");
+        }
+        if (std::count(values->begin(), values->end(), values->front()) != num_layers) {
             file_.fail("metadata '" + name(key) + "' differs between layers, which is not supported");
         }
         if (values->front() < least || values->front() > most) {
@@ -168,10 +173,10 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
             const float value = keys.real(key, 0);
             return value == 0 ? otherwise : value;
         };
-        if (!keys.has("logit_scale")) {
-            file.fail("metadata '" + keys.name("logit_scale") + "' is missing");
+        h.logit_scale = 1 / keys.real("logit_scale", 0);
+        if (!std::isfinite(h.logit_scale)) {
+            file.fail("metadata '" + keys.name("logit_scale") + "' is missing or 0");
         }
-        h.logit_scale = 1 / scale("logit_scale", 1);
         h.residual_scale = scale("residual_scale", 1);
         h.embedding_scale = scale("embedding_scale", 1);
         h.attention_scale = scale("attention.scale", h.attention_scale);
@@ -179,7 +184,7 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
         h.attention_softcap = keys.positive("attn_logit_softcapping", 50);
         h.logit_softcap = keys.positive("final_logit_softcapping", 30);
     } else if (name == "gemma3") {
-        h.logit_softcap = keys.real("final_logit_softcapping", 0);
+        h.logit_softcap = std::fabs(keys.real("final_logit_softcapping", 0));
     } else if (name == "mistral3") {
         h.temperature_scale = keys.real("attention.temperature_scale", 0);
     }
@@ -216,6 +221,10 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family)
     if (!keys.has("attention.key_length") && h.width % h.num_heads != 0) {
         file.fail("a width of " + std::to_string(h.width) + " does not split into " + std::to_string(h.num_heads) +
                   " heads");
+    }
+    if (int64_t(h.num_heads) * h.head_dim > kMostNumbers) {
+        file.fail(std::to_string(h.num_heads) + " heads of " + std::to_string(h.head_dim) +
+                  " numbers are absurdly many");
     }
     const char* epsilon = family.layer_norm ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon";
     if (!gpt2 && !keys.has(epsilon)) {

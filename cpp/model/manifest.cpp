@@ -203,14 +203,17 @@ std::vector<const TensorView*> Manifest::matrices() const {
     return result;
 }
 
-std::string Manifest::most_common_type() const {
+std::vector<std::pair<std::string, size_t>> Manifest::types() const {
     std::map<ggml_type, size_t> bytes;
     for (const TensorView* tensor : matrices()) {
         bytes[tensor->type] += tensor->bytes;
     }
-    const auto most =
-        std::max_element(bytes.begin(), bytes.end(), [](auto& a, auto& b) { return a.second < b.second; });
-    return ggml_type_name(most->first);
+    std::vector<std::pair<std::string, size_t>> result;
+    for (const auto& [type, sum] : bytes) {
+        result.emplace_back(ggml_type_name(type), sum);
+    }
+    std::stable_sort(result.begin(), result.end(), [](auto& a, auto& b) { return a.second > b.second; });
+    return result;
 }
 
 }  // namespace pystaged

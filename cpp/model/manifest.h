@@ -64,8 +64,8 @@ public:
     std::vector<const TensorView*> multiplied() const;
     // All matrices.
     std::vector<const TensorView*> matrices() const;
-    // ggml's name of the type most weights have.
-    std::string most_common_type() const;
+    // ggml's names of the matrices' types and how many bytes each takes, the most first.
+    std::vector<std::pair<std::string, size_t>> types() const;
 
 private:
     std::map<std::pair<int, Role>, TensorView> tensors_;

@@ -62,7 +62,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
     check_factors(file, manifest);
-    weight_type_ = manifest.most_common_type();
+    weight_types_ = manifest.types();
     if (devices.empty()) {
         load_packed(file, manifest, packed);
         weight_bytes_ = head().packed.bytes();

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -82,8 +83,8 @@ public:
     void save_packed(const std::string& path, const std::function<void()>& check_interrupt) const;
     // Bytes of keys and values that one token of a context takes.
     size_t cell_bytes() const;
-    // ggml's name of the type most weights have.
-    const std::string& weight_type() const { return weight_type_; }
+    // As Manifest::types().
+    const std::vector<std::pair<std::string, size_t>>& weight_types() const { return weight_types_; }
     const std::string& name() const { return name_; }
 
     // Null where the weights are packed.
@@ -108,7 +109,8 @@ private:
     const Family* family_ = nullptr;
     Hyperparameters numbers_;
     size_t file_bytes_ = 0, weight_bytes_ = 0, num_weights_ = 0, matrix_bytes_ = 0, buffer_bytes_ = 0;
-    std::string weight_type_, name_, packed_problem_;
+    std::vector<std::pair<std::string, size_t>> weight_types_;
+    std::string name_, packed_problem_;
     bool is_mapped_ = false;
     PackedContent content_;
     Memory arena_;

@@ -129,7 +129,7 @@ class RemoteModel:
     num_threads: int
     file_bytes: int
     weight_bytes: int
-    weight_type: str
+    weight_types: dict[str, int]
     vocab_size: int
     max_context: int
     width: int

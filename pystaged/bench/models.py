@@ -89,7 +89,7 @@ def _make(model: str, source: Path, path: Path, quantization: str) -> None:
         _recipe(random).write_random_gpt2(path, **shape, **others)
     elif model in LLAMAS:
         _recipe(random).write_random_llama(path, **LLAMAS[model], quantization=quantization, vocabulary=source)
-    elif quantization in _recipe(growing).FILE_TYPES:
+    elif quantization in _recipe(growing).TYPES:
         _recipe(growing).grow_llama(source, path, **GROWN_SMOLLM2, quantization=quantization)
     else:
         with TemporaryDirectory(dir=path.parent) as unfinished:

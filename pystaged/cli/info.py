@@ -35,7 +35,7 @@ def info(
             f" ({loaded.num_kv_heads} of keys) of {loaded.head_dim}",
             "context": f"{engine.n_ctx} tokens unless asked for more, trained for {loaded.max_context}",
             "vocabulary": f"{loaded.vocab_size} tokens",
-            "weights": f"{loaded.weight_type}, {loaded.file_bytes / 1e6:.1f} MB file, "
+            "weights": f"{_shares(loaded.weight_types)}, {loaded.file_bytes / 1e6:.1f} MB file, "
             f"{loaded.weight_bytes / 1e6:.1f} MB read per pass",
             "memory": f"{loaded.matrix_bytes / 1e6:.1f} MB of weights, "
             f"{loaded.buffer_bytes / 1e6:.1f} MB more while loading",
@@ -50,6 +50,13 @@ def info(
             f"{'device':<18}{name}: {device.description}, "
             f"{device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
         )
+
+
+def _shares(types: dict[str, int]) -> str:
+    """The types of a model's weights, with the share of the bytes where there are several."""
+    if len(types) == 1:
+        return next(iter(types))
+    return " ".join(f"{kind} {size / sum(types.values()):.1%}" for kind, size in types.items())
 
 
 def _cells(cell_bytes: int) -> str:

@@ -8,7 +8,8 @@ import typer
 
 from pystaged.cli.console import progress_bars
 from pystaged.loading import hub
-from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES
+from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.quantize import DEFAULT_TYPE
 from pystaged.process import orderly_end
 
 

@@ -9,7 +9,8 @@ import typer
 
 from pystaged.cli.console import errors, progress_bars
 from pystaged.loading import names
-from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES, quantize_checkpoint
+from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.quantize import DEFAULT_TYPE, quantize_checkpoint
 from pystaged.loading.quantize import quantize as quantize_file
 from pystaged.process import orderly_end
 

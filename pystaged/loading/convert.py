@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from safetensors import SafetensorError, safe_open
 
 from pystaged.files import check_room, whole_file
+from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.progress import Progress
 from pystaged.loading.shapes import Floats, Shape, Wanted, language_part
 from pystaged.loading.vocabulary import read_json, read_vocabulary
@@ -24,11 +25,7 @@ from pystaged.loading.vocabulary import read_json, read_vocabulary
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-FILE_TYPES = {
-    "F32": LlamaFileType.ALL_F32,
-    "F16": LlamaFileType.MOSTLY_F16,
-    "BF16": LlamaFileType.MOSTLY_BF16,
-}
+TYPES = ("F32", "F16", "BF16")
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _PREFIXES = ("", "transformer.", "model.", "language_model.model.", "model.language_model.")
 # What older versions of transformers saved and never loaded: causal masks, and angles of rotary positions.
@@ -136,8 +133,8 @@ def write_gguf(
     progress: Progress,
 ) -> None:
     """The same into a file that may be left half written; without a type, in the smallest that loses nothing."""
-    if quantization not in ("", *FILE_TYPES):
-        raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(FILE_TYPES)}")
+    if quantization not in ("", *TYPES):
+        raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(TYPES)}")
     config_path = folder / CONFIG
     if not config_path.is_file():
         raise ValueError(f"{folder} holds no checkpoint: it has no {CONFIG}")
@@ -154,7 +151,7 @@ def write_gguf(
         for method, value in about.items():
             if value:
                 getattr(writer, method)(value)
-        _write_metadata(writer, shape, num_rows, FILE_TYPES[quantization])
+        _write_metadata(writer, shape, num_rows, FILE_TYPES[quantization.lower()])
         vocabulary.write(writer)
         for computed, factors in shape.computed.items():
             writer.add_tensor(computed, factors)
@@ -201,7 +198,7 @@ def is_plain_name(name: str) -> bool:
     return bool(name) and name not in (".", "..") and not re.search(r"[/\\:\0]", name)
 
 
-def _write_metadata(writer: GGUFWriter, shape: Shape, num_rows: int, file_type: LlamaFileType) -> None:
+def _write_metadata(writer: GGUFWriter, shape: Shape, num_rows: int, file_type: int) -> None:
     metadata: dict[str, int | float | str] = {
         "vocab_size": num_rows,
         "context_length": shape.context,

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from pystaged.files import check_room
 from pystaged.loading import cache
 from pystaged.loading.families import ARCHITECTURES, MODEL_TYPES
+from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.progress import Progress
-from pystaged.loading.quantize import DEFAULT_TYPE, FILE_TYPES, check_type, quantize_checkpoint
+from pystaged.loading.quantize import DEFAULT_TYPE, check_type, quantize_checkpoint
 
 HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<wanted>.+))?")
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git for small files, SHA-256 for large ones

@@ -42,9 +42,7 @@ def packed_path(model: Path) -> Path:
     return folder() / f"{model.stem[:40]}.{key}.packed"
 
 
-def load_packed(
-    path: Path, kernel: str, num_threads: int, report: Callable[[str], None], kv: str = "f16"
-) -> Model:
+def load_packed(path: Path, kernel: str, num_threads: int, report: Callable[[str], None], kv: str = "f16") -> Model:
     """The model of a GGUF file, its weights mapped from the cache, into which they are put first if they are not there.
 
     Where they cannot be put there the model is loaded all the same. `report` is told, also of weights there that are of

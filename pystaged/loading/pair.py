@@ -181,7 +181,10 @@ def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
             f"the draft's vocabulary is not the target's: token {token} is {meanings[0]} in the target and "
             f"{meanings[1]} in the draft; choose a draft trained with the target's tokenizer"
         )
-    neutral = int(draft.encode("\n", add_special=False)[-1])
+    try:
+        neutral = int(draft.encode("\n", add_special=False)[-1])
+    except (ValueError, IndexError):  # a vocabulary that cannot spell it
+        neutral = int(np.argmax(shared))
     return dict.fromkeys(np.nonzero(~shared)[0].tolist(), neutral)
 
 

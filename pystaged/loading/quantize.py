@@ -15,29 +15,9 @@ from pathlib import Path
 
 from pystaged import process
 from pystaged.files import destination, part_file, whole_file
+from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.progress import Progress
 
-FILE_TYPES = {  # as libllama numbers them (llama_ftype)
-    "f32": 0,
-    "f16": 1,
-    "bf16": 32,
-    "q8_0": 7,
-    "q6_k": 18,
-    "q5_k_m": 17,
-    "q5_k_s": 16,
-    "q5_1": 9,
-    "q5_0": 8,
-    "q4_k_m": 15,
-    "q4_k_s": 14,
-    "q4_1": 3,
-    "q4_0": 2,
-    "iq4_nl": 25,
-    "iq4_xs": 30,
-    "q3_k_l": 13,
-    "q3_k_m": 12,
-    "q3_k_s": 11,
-    "q2_k": 10,
-}
 DEFAULT_TYPE = "q8_0"
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]")
 _FAILURE = re.compile(r"\berror\b|fail|invalid|assert", re.IGNORECASE)
@@ -112,7 +92,7 @@ def quantize_checkpoint(
 
     quantization = check_type(quantization)
     about = {"name": name, "license_name": license_name, "source_url": source_url}
-    if quantization.upper() in convert.FILE_TYPES:
+    if quantization.upper() in convert.TYPES:
         convert.convert(folder, out, quantization=quantization.upper(), progress=progress, **about)
         return
     out = destination(out)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import PROGRAM, assert_refused, environment, run
+from support.random_models import RandomModel, write
 
 import pystaged
 from pystaged import _core, cli
@@ -316,6 +317,14 @@ def test_info(path: Path) -> None:
         assert words in shown
     assert any(line.split() == ["model", str(path)] for line in shown.splitlines())
     assert "house target" in run("info").stdout.decode()
+
+
+def test_info_of_mixed_types(tmp_path: Path) -> None:
+    model = RandomModel("llama", quantization="Q8_0", types={"ffn_up": "Q4_0", "attn_v": "F16"}, layers=1)
+    shown = run("info", write(tmp_path / "mixed.gguf", model)).stdout.decode()
+    q8_0, q4_0, f16 = (300 * 64 + 2 * 64 * 64 + 32 * 64 + 2 * 96 * 64) * 34, 96 * 64 * 18, 32 * 64 * 2 * 32
+    total = q8_0 + q4_0 + f16
+    assert f"q8_0 {q8_0 / total:.1%} f16 {f16 / total:.1%} q4_0 {q4_0 / total:.1%}, " in shown
 
 
 @pytest.mark.parametrize("kernel", _core.kernels())

@@ -7,16 +7,15 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGUFReader
 from support.family_reference import FamilyReference
+from support.logits import llama_context, llama_pass, model_logits
 from support.random_models import Change, RandomModel, quantize, split, write
 
 from pystaged._core import Model, ModelError, Session, Tokenizer, kernels, rotation
@@ -102,7 +101,7 @@ CASES: dict[str, RandomModel] = {
             "rope.freq_base": 1e6,
             "rope.scaling.type": "linear",
             "rope.scaling.factor": 8.0,
-            "final_logit_softcapping": 3.0,
+            "final_logit_softcapping": -3.0,
         },
     ),
     "gemma3-no-window": RandomModel("gemma3"),
@@ -121,57 +120,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-@contextmanager
-def llama_context(path: Path) -> Iterator[Any]:
-    """A context of llama.cpp without repacked weights, of as many positions as ours."""
-    llama_cpp.llama_backend_init()
-    model_params = llama_cpp.llama_model_default_params()
-    model_params.use_extra_bufts = False
-    model_params.n_gpu_layers = 0
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
-    assert model, path
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch = 512, ROWS, ROWS
-    params.swa_full = True
-    params.n_threads = params.n_threads_batch = 1
-    context = llama_cpp.llama_init_from_model(model, params)
-    try:
-        yield context
-    finally:
-        llama_cpp.llama_free(context)
-        llama_cpp.llama_model_free(model)
-
-
-def decode(context: Any, tokens: list[int], position: int) -> None:
-    """One pass of llama.cpp over a chain of tokens from `position` on, with logits for all."""
-    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
-    batch.n_tokens = len(tokens)
-    for i, token in enumerate(tokens):
-        batch.token[i], batch.pos[i], batch.logits[i] = token, position + i, 1
-        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-    status = llama_cpp.llama_decode(context, batch)
-    llama_cpp.llama_batch_free(batch)
-    assert status == 0
-
-
 def llama_logits(path: Path, tokens: list[int]) -> Floats:
     """Logits after each token, in passes of ROWS."""
-    found = []
-    with llama_context(path) as context:
-        vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(context))
-        size = llama_cpp.llama_vocab_n_tokens(vocab)
-        for first in range(0, len(tokens), ROWS):
-            part = tokens[first : first + ROWS]
-            decode(context, part, first)
-            pointer = llama_cpp.llama_get_logits(context)
-            found.append(np.ctypeslib.as_array(pointer, (len(part), size)).copy())
-    return np.concatenate(found)
-
-
-def our_logits(model: Model, tokens: list[int]) -> Floats:
-    session = Session(model)
-    session.evaluate(tokens, range(-1, len(tokens) - 1))
-    return np.stack([session.logits(row) for row in range(len(tokens))])
+    with llama_context(path, n_ctx=512, rows=ROWS, num_threads=1) as context:
+        return np.concatenate(
+            [llama_pass(context, tokens[first : first + ROWS], first) for first in range(0, len(tokens), ROWS)]
+        )
 
 
 def text(vocab_size: int, length: int = LENGTH) -> list[int]:
@@ -184,7 +138,7 @@ def test_devices_against_llama_cpp(written: Callable[[str], Path], case: str) ->
     path, tokens = written(case), text(CASES[case].vocab_size)
     expected = llama_logits(path, tokens)
     assert expected.std() > 0.1
-    found = our_logits(Model(str(path), device="ggml-cpu"), tokens)
+    found = model_logits(Model(str(path), device="ggml-cpu"), tokens)
     assert np.abs(found - expected).max() <= 1e-3
 
 
@@ -192,7 +146,7 @@ def test_devices_against_llama_cpp(written: Callable[[str], Path], case: str) ->
 def test_kernels_against_numpy_and_llama_cpp(written: Callable[[str], Path], case: str) -> None:
     path, tokens = written(case), text(CASES[case].vocab_size)
     exact = FamilyReference(path).logits(tokens)
-    found = our_logits(Model(str(path)), tokens)
+    found = model_logits(Model(str(path)), tokens)
     assert np.abs(found - exact).max() <= 1e-3
     # ggml looks GELU up in a table of float16, our kernels compute it.
     tolerance = 4e-3 if CASES[case].family in GELU else 1e-3
@@ -231,6 +185,17 @@ def test_trees_are_chains_on_every_kernel(written: Callable[[str], Path], case: 
             assert (found == expected).all()
 
 
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_scores_of_the_largest_gemmas(tmp_path: Path, family: str, layers: int) -> None:
+    """They are scaled as if heads shared the model's width."""
+    model = RandomModel(family, layers=layers, width=32, heads=2, kv_heads=1, head_dim=64, ffn_width=32)
+    path, tokens = write(tmp_path / "model.gguf", model), text(300, 64)
+    # So many layers let the rounding of the cache grow; another scale is off by 0.1.
+    assert np.abs(model_logits(Model(str(path)), tokens) - FamilyReference(path).logits(tokens)).max() <= 0.01
+    on_device = model_logits(Model(str(path), device="ggml-cpu"), tokens)
+    assert np.abs(on_device - llama_logits(path, tokens)).max() <= 1e-3
+
+
 @pytest.mark.parametrize("position", [0, 1, 511, 8191, 131071, 1048575])
 @pytest.mark.parametrize("base", [10000.0, 500000.0, 1e6])
 def test_angles(position: int, base: float) -> None:
@@ -256,6 +221,7 @@ SINGLE_TYPES = {
         biases=True,
         types={"ffn_gate": "Q5_1", "attn_q": "Q4_1", "attn_v": "F16"},
     ),
+    "MXFP4": RandomModel("llama", quantization="MXFP4", tie=False),
     "gemma3": RandomModel("gemma3", quantization="Q8_0", types={"ffn_up": "Q4_0"}),
     "phi3": RandomModel("phi3", fused=True, quantization="Q5_0"),
     "olmo2": RandomModel("olmo2", tie=False, quantization="Q8_0"),
@@ -267,7 +233,7 @@ def assert_as_close_as_llama_cpp(path: Path) -> None:
     """Both round activations to int8, and each lands as far from the exact logits as the other."""
     tokens = text(300, 128)
     exact = FamilyReference(path).logits(tokens)
-    found = np.abs(our_logits(Model(str(path)), tokens) - exact).mean()
+    found = np.abs(model_logits(Model(str(path)), tokens) - exact).mean()
     theirs = np.abs(llama_logits(path, tokens) - exact).mean()
     assert found <= 1.1 * theirs
     assert found <= 0.05 * exact.std()
@@ -282,6 +248,31 @@ def test_quantized_mixtures(tmp_path: Path, file_type: str) -> None:
 @pytest.mark.parametrize("case", SINGLE_TYPES)
 def test_single_types(tmp_path: Path, case: str) -> None:
     assert_as_close_as_llama_cpp(write(tmp_path / "model.gguf", SINGLE_TYPES[case]))
+
+
+# Of types that quantizers mix, where a block has its F16 scales.
+SCALES = {"IQ4_NL": (0,), "IQ4_XS": (0,), "Q3_K": (108,), "Q2_K": (80, 82), "MXFP4": (0,)}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_scales_that_are_not_finite(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.gguf"
+    if kind == "MXFP4":
+        write(path, SINGLE_TYPES[kind])
+    else:
+        source = write(tmp_path / "source.gguf", WIDE)
+        quantize(source, path, f"MOSTLY_{kind.replace('Q3_K', 'Q3_K_S')}")
+    tensor = next(tensor for tensor in GGUFReader(path).tensors if tensor.tensor_type.name == kind)
+    whole = path.read_bytes()
+    # An exponent of 255 stands for no number.
+    bad = [b"\xff"] if kind == "MXFP4" else [np.float16(value).tobytes() for value in ("inf", "-inf", "nan")]
+    for at in SCALES[kind]:
+        for value in bad:
+            start = tensor.data_offset + at
+            path.write_bytes(whole[:start] + value + whole[start + len(value) :])
+            for device in ("cpu", "ggml-cpu"):
+                with pytest.raises(ModelError, match=f"tensor '{tensor.name}' holds weights that are not finite"):
+                    Model(path, device=device)
 
 
 def drop(*names: str) -> Change:
@@ -344,6 +335,39 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
     "heads": (RandomModel("llama", heads=4, kv_heads=3, head_dim=16), None, "4 heads do not share 3 heads"),
     "no-heads": (RandomModel("llama", heads=0, kv_heads=1, head_dim=16), None, "head_count' is 0, outside 1 to 64"),
     "no-kv-heads": (RandomModel("llama", kv_heads=0), None, "'llama.attention.head_count_kv' is 0, outside 1 to 4"),
+    "other-kv-heads": (
+        RandomModel("llama", metadata={"attention.head_count_kv": [2, 4]}),
+        None,
+        "'llama.attention.head_count_kv' differs between layers, which is not supported",
+    ),
+    "other-heads": (
+        RandomModel("llama", metadata={"attention.head_count": [4, 2]}),
+        None,
+        "'llama.attention.head_count' differs between layers, which is not supported",
+    ),
+    "other-widths": (
+        RandomModel("llama", metadata={"feed_forward_length": [96, 48]}),
+        None,
+        "'llama.feed_forward_length' differs between layers, which is not supported",
+    ),
+    "more-heads": (
+        RandomModel("llama", metadata={"attention.head_count_kv": [2, 2, 2]}),
+        None,
+        "'llama.attention.head_count_kv' has 3 entries for 2 layers",
+    ),
+    "absurd-heads": (
+        RandomModel(
+            "llama",
+            metadata={
+                "embedding_length": 1 << 16,
+                "attention.head_count": 1 << 16,
+                "attention.key_length": 1 << 16,
+                "attention.value_length": 1 << 16,
+            },
+        ),
+        None,
+        "65536 heads of 65536 numbers are absurdly many",
+    ),
     "rope": (
         RandomModel("llama", metadata={"rope.scaling.type": "su"}),
         None,
@@ -352,6 +376,11 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
     "rotary": (RandomModel("llama", rotary=8), None, "'llama.rope.dimension_count' is 8 where heads are 16 wide"),
     "odd-rotary": (RandomModel("qwen2", rotary=7), None, "is odd, but rotary positions turn pairs"),
     "base": (RandomModel("qwen2", metadata={"rope.freq_base": -1.0}), None, "'qwen2.rope.freq_base' is not above 0"),
+    "logit-scale": (
+        RandomModel("granite", metadata={"logit_scale": 0.0}),
+        None,
+        "metadata 'granite.logit_scale' is missing or 0",
+    ),
     "factor": (RandomModel("qwen2", metadata={"rope.scaling.factor": -2.0}), None, "which is no factor of a context"),
     "pattern": (
         RandomModel(
@@ -403,7 +432,7 @@ def test_a_pattern_of_windows(tmp_path: Path) -> None:
     listed = RandomModel("gemma3", layers=4, metadata=window | {"attention.sliding_window_pattern": [True, False] * 2})
     paths = [write(tmp_path / f"{i}.gguf", model) for i, model in enumerate((periodic, listed))]
     tokens = text(300, 60)
-    assert (our_logits(Model(str(paths[0])), tokens) == our_logits(Model(str(paths[1])), tokens)).all()
+    assert (model_logits(Model(str(paths[0])), tokens) == model_logits(Model(str(paths[1])), tokens)).all()
 
 
 @pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
@@ -411,13 +440,35 @@ def test_a_model_in_several_files(tmp_path: Path, device: str) -> None:
     whole = write(tmp_path / "whole.gguf", LLAMA)
     parts = split(whole, tmp_path, 3)
     tokens = text(300, 20)
+    assert Tokenizer(parts[0]).fingerprint == Tokenizer(whole).fingerprint
     model = Model(str(parts[0]), device=device)
-    assert (our_logits(model, tokens) == our_logits(Model(str(whole), device=device), tokens)).all()
+    assert (model_logits(model, tokens) == model_logits(Model(str(whole), device=device), tokens)).all()
     assert model.file_bytes == sum(part.stat().st_size for part in parts)
     with pytest.raises(ModelError, match=r"name the first, which ends in '-00001-of-00003\.gguf'"):
         Model(str(parts[1]))
     parts[2].unlink()
     with pytest.raises(ModelError, match=r"-00003-of-00003\.gguf: .*No such file"):
+        Model(str(parts[0]))
+
+
+SPLITS: dict[str, tuple[dict[str, int], str]] = {
+    "another-part": ({"split.no": 2}, r"-00002-of-00003\.gguf: metadata 'split.no' is 2, outside 1 to 1"),
+    "of-another-model": ({"split.count": 4}, r"-00002-of-00003\.gguf: metadata 'split.count' is 4, outside 3 to 3"),
+    "too-few": ({"split.tensors.count": 99}, "'split.tensors.count' is 99, outside 20 to 20"),
+    "twice": ({}, "tensor '.*' stands in two of the model's files"),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_files_that_do_not_belong_together(tmp_path: Path, case: str) -> None:
+    changed, message = SPLITS[case]
+    whole = write(tmp_path / "whole.gguf", LLAMA)
+    parts = split(whole, tmp_path, 3)
+    (tmp_path / "other").mkdir()
+    other = split(whole, tmp_path / "other", 3, overlap=case == "twice", changed=changed)
+    i = int(case != "too-few")
+    other[i].replace(parts[i])
+    with pytest.raises(ModelError, match=message):
         Model(str(parts[0]))
 
 
@@ -494,7 +545,7 @@ def test_smollm2() -> None:
     tokens = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").tolist()
     found, expected = (
         (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float64)
-        for logits in (our_logits(model, tokens).astype(np.float64), llama_logits(path, tokens).astype(np.float64))
+        for logits in (model_logits(model, tokens).astype(np.float64), llama_logits(path, tokens).astype(np.float64))
     )
     rows, following = np.arange(len(tokens) - 1), tokens[1:]
     assert abs((found - expected)[rows, following].mean()) <= 0.05
@@ -502,5 +553,5 @@ def test_smollm2() -> None:
     clear = first - second > 0.5
     assert clear.mean() > 0.6
     assert (found.argmax(axis=1) == expected.argmax(axis=1))[clear].all()
-    on_device = our_logits(Model(path, device="ggml-cpu"), tokens)
+    on_device = model_logits(Model(path, device="ggml-cpu"), tokens)
     assert np.abs(on_device - llama_logits(path, tokens)).max() <= 1e-3

@@ -722,6 +722,33 @@ def test_logits_that_are_not_finite(small: Gguf, tmp_path: Path, number: float, 
     assert (session.tokens.tolist(), session.num_pending) == ([1, 2, 3], 0)
 
 
+def test_logits_that_are_not_finite_and_stay_on_the_device(small: Gguf, tmp_path: Path) -> None:
+    """They are refused whenever they are needed, until their rows are gone."""
+    entries, tensors = list(small.entries), list(small.tensors)
+    set_weights("output_norm.bias", 0, struct.pack("<f", -3e38))(entries, tensors)
+    # Of one token; the largest logits are finite.
+    for token in range(257):
+        set_weights("token_embd.weight", 4 * 32 * token, struct.pack("<f", 1e6 if token == 7 else 0))(entries, tensors)
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(assemble(entries, tensors))
+    session = _core.Session(_core.Model(path, device="ggml-cpu"))
+    greedy = _core.Sampling()
+    session.evaluate([5], [-1])
+    first = session.follow(greedy)[1].tolist()
+    for call in (
+        lambda: session.logits(0),
+        lambda: session.candidates([0], 2, _core.Sampling(1.0)),
+        lambda: session.evaluate([6], [0]),
+        lambda: session.logits(0),
+    ):
+        with pytest.raises(ModelError, match="logits of a pass are not finite"):
+            call()
+        assert (session.tokens.tolist(), session.num_pending) == ([], 1)
+    assert session.follow(greedy)[1].tolist() == first
+    session.discard()
+    assert session.verify([5], [-1], greedy)[1].tolist() == first
+
+
 TRUNCATED_WHILE_READ = """
 import os, sys
 from pystaged import _core

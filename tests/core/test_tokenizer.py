@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from gguf import GGUFReader, GGUFWriter, TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_weights import byte_alphabet
 from support.paths import DATA
 
 from pystaged import _core
@@ -123,6 +126,22 @@ def test_every_token_has_bytes(tokenizer: _core.Tokenizer) -> None:
     assert {bytes([byte]) for byte in range(256)} <= set(pieces)
 
 
+@pytest.mark.parametrize("text", [*TEXTS, *AWKWARD], ids=ascii)
+def test_decode(tokenizer: _core.Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == tokenizer.decode(tokens.tolist()) == text
+
+
+def test_decode_of_special_and_of_half_characters(tokenizer: _core.Tokenizer) -> None:
+    tokens = tokenizer.encode("a<|endoftext|>\U0001f999").tolist()
+    assert tokenizer.decode(tokens) == "a\U0001f999"
+    assert tokenizer.decode(tokens, special=True) == "a<|endoftext|>\U0001f999"
+    assert tokenizer.decode(tokens[:-1]) == "a\ufffd"
+    for wrong, kind in (([50257], ValueError), ([-1], ValueError), ([1.5], TypeError), ("ab", TypeError)):
+        with pytest.raises(kind):
+            tokenizer.decode(wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("token", [-1, 50257, 2**31 - 1, -(2**31)])
 def test_tokens_out_of_range(tokenizer: _core.Tokenizer, token: int) -> None:
     with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of 50257"):
@@ -140,6 +159,42 @@ def test_very_long_texts(tokenizer: _core.Tokenizer, unit: str) -> None:
         assert tokens.tolist() == [END_OF_TEXT] * text.count(unit)
     else:
         assert b"".join(map(tokenizer.token_bytes, tokens)) == text.encode()
+
+
+def bytes_alone(path: Path, pre: str) -> _core.Tokenizer:
+    """A vocabulary of GPT-2's bytes whose texts are split in another way."""
+    words = byte_alphabet()
+    with closing(GGUFWriter(path, "llama")) as writer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(words)
+        writer.add_token_merges([f"{words[0]} {words[1]}"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+    return _core.Tokenizer(path)
+
+
+# libllama splits texts for these by std::regex, which takes a stack as deep as a word is long.
+@pytest.mark.parametrize("pre", ["tekken", "default"])
+def test_very_long_words(tmp_path: Path, pre: str) -> None:
+    tokenizer = bytes_alone(tmp_path / "vocabulary.gguf", pre)
+    for unit in ("a", "\u4e2d", "="):
+        text = unit * (40_000 // len(unit))
+        with ThreadPoolExecutor(1) as pool:
+            tokens = pool.submit(tokenizer.encode, text, add_special=False).result()
+        assert b"".join(map(tokenizer.token_bytes, tokens)) == text.encode()
+
+
+def test_words_that_are_too_long(tmp_path: Path) -> None:
+    tokenizer = bytes_alone(tmp_path / "vocabulary.gguf", "gpt-4o")
+    for text in ("a b" + "=" * (1 << 20), "a b " + " " * (1 << 20)):
+        with pytest.raises(ValueError, match="1048577 bytes in a row without white space, or of it; at most 1048576"):
+            tokenizer.encode(text)
+
+
+def test_a_way_of_splitting_that_ends_the_process(tmp_path: Path) -> None:
+    with pytest.raises(_core.ModelError, match="pre-tokenizer 'whitespace' is not supported"):
+        bytes_alone(tmp_path / "vocabulary.gguf", "whitespace")
 
 
 # Tokens inside, across and next to each other, and of white space.

@@ -11,8 +11,8 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import pytest
-from gguf import GGUFWriter, TokenType
-from support.random_models import RandomModel, add_vocabulary, write
+from gguf import GGUFWriter
+from support.random_models import RandomModel, add_sentencepiece, add_vocabulary, write
 
 from pystaged._core import ModelError, Tokenizer
 
@@ -26,35 +26,16 @@ TEXTS = [
 ]
 
 
-def sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True) -> None:
-    """Three control tokens, bytes, made-up pieces, and one token each that is control and user-defined."""
-    pieces = ["\u2581", *"ethoainsrl", "he", "th", "the", "\u2581the", "\u2581o", "ing", "in", "er", "\u2581\u2581"]
-    tokens = ["<unk>", "<s>", "</s>"]
-    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
-    if byte_tokens:
-        tokens += [f"<0x{byte:02X}>" for byte in range(256)]
-        types += [TokenType.BYTE] * 256
-    tokens += [*pieces, "<|tool|>", "<think>"]
-    types += [TokenType.NORMAL] * len(pieces) + [TokenType.CONTROL, TokenType.USER_DEFINED]
-    spare = size - len(tokens)
-    tokens += [f"<unused{i}>" for i in range(spare)]
-    types += [TokenType.UNUSED] * spare
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([-float(i) for i in range(len(tokens))])
-    writer.add_token_types([int(kind) for kind in types])
-
-
 def byte_pairs(writer: GGUFWriter, size: int) -> None:
     add_vocabulary(writer, size)
     writer.add_add_bos_token(True)
 
 
 def no_bytes(writer: GGUFWriter, size: int) -> None:
-    sentencepiece(writer, size, byte_tokens=False)
+    add_sentencepiece(writer, size, byte_tokens=False)
 
 
-KINDS: dict[str, Callable[[GGUFWriter, int], object]] = {"sentencepiece": sentencepiece, "byte-pairs": byte_pairs}
+KINDS: dict[str, Callable[[GGUFWriter, int], object]] = {"sentencepiece": add_sentencepiece, "byte-pairs": byte_pairs}
 
 
 @pytest.fixture(scope="module")

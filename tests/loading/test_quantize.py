@@ -21,7 +21,8 @@ from support.logits import engine_logits, llama_logits
 from support.reference import Gpt2Reference
 
 from pystaged.loading.convert import convert
-from pystaged.loading.quantize import FILE_TYPES, quantize, quantize_checkpoint
+from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.quantize import quantize, quantize_checkpoint
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 40).tolist()
 MATRIX_TYPES = {f"q{bits}_k_{size}": f"Q{bits}_K" for bits in (3, 4, 5) for size in "lms"}

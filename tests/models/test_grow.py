@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from grow import grow, grow_llama, layer_plan
 from random_weights import (
     END_OF_TEXT,
-    FILE_TYPES,
+    TYPES,
     byte_alphabet,
     synthetic_vocabulary,
     write_random_gpt2,
@@ -188,7 +188,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert (tmp_path / "made.gguf").read_bytes() == (tmp_path / "expected.gguf").read_bytes()
 
 
-@pytest.mark.parametrize("quantization", FILE_TYPES)
+@pytest.mark.parametrize("quantization", TYPES)
 def test_random_weights(tmp_path: Path, quantization: str) -> None:
     width = 256 if quantization.endswith("K") else 64
     model = Gpt2Reference(random_gpt2(tmp_path / "model.gguf", quantization, tie=False, width=width))
@@ -347,7 +347,7 @@ def test_grown_llama_is_of_the_shape_asked_for(tmp_path: Path) -> None:
     grow_llama(random_llama(tmp_path / "source.gguf"), tmp_path / "grown.gguf", **GROWN, quantization="Q8_0")
     model = Model(str(tmp_path / "grown.gguf"))
     assert (model.width, model.num_layers, model.num_heads, model.num_kv_heads) == (160, 5, 8, 2)
-    assert (model.head_dim, model.ffn_width, model.vocab_size, model.weight_type) == (32, 128, 300, "q8_0")
+    assert (model.head_dim, model.ffn_width, model.vocab_size, list(model.weight_types)) == (32, 128, 300, ["q8_0"])
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ class FamilyReference:
         # The engines keep both as float16.
         k, v = (part.astype(np.float16).astype(np.float64) for part in (k, v))
         k, v = (np.repeat(part, heads // kv_heads, axis=1).transpose(1, 0, 2) for part in (k, v))
-        scores = q.transpose(1, 0, 2) @ k.transpose(0, 2, 1) * (self._key("attention.scale", 0.0) or dim**-0.5)
+        largest = (self.family, self.layers) in (("gemma2", 46), ("gemma3", 62))
+        scale = self._key("attention.scale", 0.0) or (self.width // heads if largest else dim) ** -0.5
+        scores = q.transpose(1, 0, 2) @ k.transpose(0, 2, 1) * scale
         scores = capped(scores, self._key("attn_logit_softcapping", 50.0) if self.family == "gemma2" else 0.0)
         distance = positions[:, None] - positions[None]
         hidden = distance < 0

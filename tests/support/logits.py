@@ -21,23 +21,36 @@ Floats = npt.NDArray[np.float32]
 
 def engine_logits(path: Path, tokens: list[int]) -> Floats:
     """Logits after each token, in one evaluation."""
-    session = _core.Session(_core.Model(str(path)))
+    return model_logits(_core.Model(str(path)), tokens)
+
+
+def model_logits(model: _core.Model, tokens: list[int]) -> Floats:
+    """The same of a model that is loaded."""
+    session = _core.Session(model)
     session.evaluate(tokens, range(-1, len(tokens) - 1))
     return np.stack([session.logits(row) for row in range(len(tokens))])
 
 
 @contextmanager
-def llama_context(path: Path, gpu_layers: int = 0) -> Iterator[Any]:
-    """A context of llama.cpp, without the repacked weights that crash on some CPUs."""
+def llama_context(
+    path: Path, gpu_layers: int = 0, *, n_ctx: int = 256, rows: int = 256, num_threads: int = 0
+) -> Iterator[Any]:
+    """A context of llama.cpp, without the repacked weights that crash on some CPUs.
+
+    Args:
+        rows: of a pass at most.
+        num_threads: 0 for one per physical core.
+    """
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
     model_params.use_extra_bufts = False
     model_params.n_gpu_layers = gpu_layers
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+    assert model, path
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx = params.n_batch = params.n_ubatch = 256
-    params.n_seq_max, params.kv_unified = 8, True
-    params.n_threads = params.n_threads_batch = _core.physical_cores()
+    params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, rows, rows
+    params.n_seq_max, params.kv_unified, params.swa_full = 8, True, True
+    params.n_threads = params.n_threads_batch = num_threads or _core.physical_cores()
     context = llama_cpp.llama_init_from_model(model, params)
     try:
         yield context

@@ -30,7 +30,7 @@ class RandomModel:
         biases: of every matrix of a layer that the family may have them for.
         fused: one matrix for queries, keys and values.
         vocabulary: writes a tokenizer of so many tokens; add_vocabulary() if there is none.
-        metadata: further keys under the family's name; floats, integers, booleans, strings and lists.
+        metadata: further keys under the family's name, or other values: floats, integers, booleans, strings, lists.
         vectors: further tensors of one dimension, by name.
         marks: control tokens that take the place of made-up ones, by id.
         quantization: of the matrices: a type that gguf can quantize to.
@@ -83,26 +83,26 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         change(found)
     with closing(GGUFWriter(path, m.family)) as writer:
         writer.add_name("random weights")
-        writer.add_context_length(m.context)
-        writer.add_embedding_length(m.width)
-        writer.add_feed_forward_length(m.ffn_width)
-        writer.add_block_count(m.layers)
-        writer.add_head_count(m.heads)
-        writer.add_head_count_kv(m.kv_heads)
+        keys: dict[str, Any] = {
+            "context_length": m.context,
+            "embedding_length": m.width,
+            "feed_forward_length": m.ffn_width,
+            "block_count": m.layers,
+            "attention.head_count": m.heads,
+            "attention.head_count_kv": m.kv_heads,
+        }
         if m.head_dim:
-            writer.add_key_length(m.head_dim)
-            writer.add_value_length(m.head_dim)
+            keys |= {"attention.key_length": m.head_dim, "attention.value_length": m.head_dim}
         if m.family in LAYER_NORM:
-            writer.add_layer_norm_eps(1e-5)
+            keys["attention.layer_norm_epsilon"] = 1e-5
         else:
-            writer.add_layer_norm_rms_eps(1e-6)
+            keys["attention.layer_norm_rms_epsilon"] = 1e-6
         if m.family != "gpt2":
-            writer.add_rope_dimension_count(m.rotary or m.dim)
+            keys["rope.dimension_count"] = m.rotary or m.dim
         if m.family == "granite":
-            writer.add_logit_scale(m.metadata.get("logit_scale", 8.0))
-        for key, value in m.metadata.items():
-            if key != "logit_scale":
-                _add(writer, f"{m.family}.{key}", value)
+            keys["logit_scale"] = 8.0
+        for key, value in (keys | m.metadata).items():
+            _add(writer, f"{m.family}.{key}", value)
         if m.vocabulary:
             m.vocabulary(writer, m.vocab_size)
         else:
@@ -129,7 +129,9 @@ def quantize(source: Path, path: Path, file_type: str) -> Path:
     return path
 
 
-def split(path: Path, folder: Path, count: int) -> list[Path]:
+def split(
+    path: Path, folder: Path, count: int, *, overlap: bool = False, changed: Mapping[str, int] | None = None
+) -> list[Path]:
     """A model in several files, as llama.cpp's tool splits them."""
     reader = GGUFReader(path)
     share = -(-len(reader.tensors) // count)
@@ -140,10 +142,10 @@ def split(path: Path, folder: Path, count: int) -> list[Path]:
                 if i == 0 and not name.startswith(("GGUF.", "general.architecture")):
                     element = value.types[-1] if value.types[0] is GGUFValueType.ARRAY else None
                     writer.add_key_value(name, value.contents(), value.types[0], sub_type=element)
-            writer.add_uint16("split.no", i)
-            writer.add_uint16("split.count", count)
-            writer.add_int32("split.tensors.count", len(reader.tensors))
-            for tensor in reader.tensors[i * share : (i + 1) * share]:
+            numbers = {"split.no": i, "split.count": count, "split.tensors.count": len(reader.tensors)}
+            for key, number in (numbers | dict(changed or {})).items():
+                (writer.add_int32 if "tensors" in key else writer.add_uint16)(key, number)
+            for tensor in reader.tensors[i * share - overlap : (i + 1) * share]:
                 writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -179,6 +181,25 @@ def add_vocabulary(writer: GGUFWriter, size: int, marks: Mapping[int, str] | Non
     writer.add_token_merges([f"{token[0]} {token[1]}" for token in kept] or [f"a {END_OF_TEXT}"])
     writer.add_bos_token_id(size - 1)
     writer.add_eos_token_id(size - 1)
+
+
+def add_sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True) -> None:
+    """A SentencePiece vocabulary: three control tokens, bytes, made-up pieces, a mark and a user-defined token."""
+    pieces = ["\u2581", *"ethoainsrl", "he", "th", "the", "\u2581the", "\u2581o", "ing", "in", "er", "\u2581\u2581"]
+    tokens = ["<unk>", "<s>", "</s>"]
+    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    if byte_tokens:
+        tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+        types += [TokenType.BYTE] * 256
+    tokens += [*pieces, "<|tool|>", "<think>"]
+    types += [TokenType.NORMAL] * len(pieces) + [TokenType.CONTROL, TokenType.USER_DEFINED]
+    spare = size - len(tokens)
+    tokens += [f"<unused{i}>" for i in range(spare)]
+    types += [TokenType.UNUSED] * spare
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_token_types([int(kind) for kind in types])
 
 
 def tensors(m: RandomModel) -> dict[str, Floats]:
