@@ -256,7 +256,7 @@ def test_auto_takes_the_fastest_pair(monkeypatch: pytest.MonkeyPatch) -> None:
         del self
         return PassCost({1: costs[path.name.split(".")[0], device]})
 
-    monkeypatch.setattr(pairs, "candidates", lambda name, kv: ["cpu", DEVICE] if name == "auto" else [name])
+    monkeypatch.setattr(pairs, "candidates", lambda name, _: ["cpu", DEVICE] if name == "auto" else [name])
     monkeypatch.setattr(Costs, "of", cost)
     chosen = pairs.Pair("house", "auto", 0, lambda _: None, device="auto", draft_device="auto")
     assert (chosen.device, chosen.draft_device) == (DEVICE, "cpu")
