@@ -305,18 +305,20 @@ struct HalvesMinimumBlock {
     }
 };
 
-uint64_t dots(int rounds) {
+[[gnu::flatten]] uint64_t dots(int rounds) {
     constexpr int rows = 8, together = kRowsTogether;
     alignas(64) uint8_t weights[Quants<4>::bytes] = {};
     alignas(64) int8_t x[rows * kBlock] = {};
     const BlockFactors factors[together] = {};
+    // The compiler must not know what these hold.
+    asm volatile("" : : "r"(weights) : "memory");
     const WithOffset<Quants<4>> part = {F::set(1), {weights, 0}};
     F sums[rows];
     for (F& sum : sums) {
         sum = F::set(0);
     }
     for (int round = 0; round < rounds; ++round) {
-        // The compiler must not find out that every round is the same.
+        // Nor that every round is the same.
         asm volatile("" : : "r"(x) : "memory");
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r += together) {

@@ -67,9 +67,10 @@ inline void add_rows(const Block* parts, F* sum, const int8_t* quants, const Blo
 }
 
 // A group times `rows` rows of int8 activations; the weights of a block are loaded once for all of them. Units take
-// turns after a few blocks, so that weights come from memory evenly and once.
+// turns after a few blocks, so that weights come from memory evenly and once. Flattened, as Panel::multiply is: in a
+// file of so many tiles the compiler runs out of the growth that it allows itself.
 template <class Block, int rows>
-void integer_tile(const uint8_t* group, int g, const Activations& x, int row, const Epilogue& e) {
+[[gnu::flatten]] void integer_tile(const uint8_t* group, int g, const Activations& x, int row, const Epilogue& e) {
     using Header = typename Block::Header;
     constexpr int turn = kUnits == 1 ? Header::blocks : 8;
     static_assert(Header::blocks == 1 || Header::blocks == turn, "a turn takes one header");
@@ -166,8 +167,7 @@ struct Panel {
         }
     }
 
-    // Adds to sums[row][unit] the products with the tile that begins at `row`. Flattened, because in a file of so many
-    // tiles the compiler runs out of growth that it allows itself.
+    // Adds to sums[row][unit] the products with the tile that begins at `row`.
     [[gnu::noinline, gnu::flatten]] void multiply(int row, F* sums) const {
         for (int unit = 0; unit < kUnits; unit += kPanelUnits) {
             F sum[kPanelRows * kPanelUnits];
