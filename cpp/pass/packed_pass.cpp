@@ -196,7 +196,7 @@ std::vector<Activations> PackedPass::activations(const Value& x, const std::vect
         }
     };
     if (x.norm || !sets.empty()) {
-        ThreadPool::shared().run(x.n, x.n * cols < kValuesWorthSharing ? 1 : model_.num_threads(), prepare);
+        ThreadPool::shared().run(x.n, size_t(x.n) * cols < kValuesWorthSharing ? 1 : model_.num_threads(), prepare);
     }
     for (const Linear* linear : matrices) {
         const bool integer = linear->packed.integer();
