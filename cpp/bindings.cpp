@@ -63,7 +63,6 @@ py::str to_text(const std::string& bytes) {
         PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
 }
 
-// A path as the system spells it: str, as Python decodes file names, bytes, or os.PathLike.
 KvType to_kv_type(const std::string& name) {
     if (name != "f16" && name != "q8_0") {
         throw py::value_error("keys and values are stored as f16 or q8_0, not " + name);
@@ -71,6 +70,7 @@ KvType to_kv_type(const std::string& name) {
     return name == "f16" ? KvType::f16 : KvType::q8_0;
 }
 
+// A path as the system spells it: str, as Python decodes file names, bytes, or os.PathLike.
 std::string to_path(const py::object& path) {
     const std::string bytes = py::module_::import("os").attr("fsencode")(path).cast<py::bytes>();
     if (bytes.find('\0') != std::string::npos) {

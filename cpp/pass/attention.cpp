@@ -99,7 +99,7 @@ void tree_attention(const Kernel& kernel, int num_threads, KvCache& cache, int l
     // A whole head is independent of every other, its cells included: where each is one task, one join serves all.
     const bool whole = parts == 1 && last_chunk - first_chunk == 1;
     if (!whole) {
-        const int values = rows.n * (how.num_heads + 2 * num_kv_heads) * head_dim;
+        const size_t values = size_t(rows.n) * (how.num_heads + 2 * num_kv_heads) * head_dim;
         ThreadPool::shared().run(num_kv_heads, values < kValuesWorthSharing ? 1 : num_threads,
                                  [&](int kv_head, int) { prepare(kv_head); });
     }

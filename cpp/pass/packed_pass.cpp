@@ -61,8 +61,9 @@ void PackedPass::make_room(int num_rows) {
     if (has_gate_) {
         gate_.resize(hidden_.size());
     }
+    // Of the residual stream, or of heads that are no whole blocks wide.
     for (Quantized& input : inputs_) {
-        input.resize(rows * h.padded_width());
+        input.resize(rows * padded(std::max(h.width, h.q_width()), kBlock));
     }
     handed_.resize(rows * widest);
     room_ = static_cast<int>(rows);
@@ -195,7 +196,7 @@ std::vector<Activations> PackedPass::activations(const Value& x, const std::vect
         }
     };
     if (x.norm || !sets.empty()) {
-        ThreadPool::shared().run(x.n, x.n * cols < kValuesWorthSharing ? 1 : model_.num_threads(), prepare);
+        ThreadPool::shared().run(x.n, size_t(x.n) * cols < kValuesWorthSharing ? 1 : model_.num_threads(), prepare);
     }
     for (const Linear* linear : matrices) {
         const bool integer = linear->packed.integer();

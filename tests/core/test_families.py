@@ -221,6 +221,8 @@ SINGLE_TYPES = {
         biases=True,
         types={"ffn_gate": "Q5_1", "attn_q": "Q4_1", "attn_v": "F16"},
     ),
+    # Rows of heads are wider than the model, and no head is whole blocks wide.
+    "wide-heads": RandomModel("qwen3", width=32, heads=16, kv_heads=4, head_dim=48, quantization="Q8_0"),
     "MXFP4": RandomModel("llama", quantization="MXFP4", tie=False),
     "gemma3": RandomModel("gemma3", quantization="Q8_0", types={"ffn_up": "Q4_0"}),
     "phi3": RandomModel("phi3", fused=True, quantization="Q5_0"),

@@ -140,10 +140,10 @@ void test_prompt(const std::string& path, const Kernel& kernel) {
     for (const int32_t position : positions) {
         contexts.push_back({position + 1, position + 1, nullptr});
     }
-    std::vector<float> whole(pass.logits_stride()), again(pass.logits_stride());
+    std::vector<float> whole(pass.logits_stride()), again(pass.logits_stride()), maxima(pass.logits_stride() / kRun);
     int calls = 0;
     std::function<void()> interrupted = [&] { ++calls; };
-    Pass what{100, prompt.data(), positions.data(), contexts.data(), 0, 1, whole.data(), &interrupted};
+    Pass what{100, prompt.data(), positions.data(), contexts.data(), 0, 1, whole.data(), maxima.data(), &interrupted};
     pass.compute(what);
     CHECK(calls == model->numbers().num_layers);
     interrupted = [&] {
@@ -421,13 +421,13 @@ void test_packed_weights(const std::string& path) {
         return logits_of(session, 2);
     };
     std::filesystem::remove(packed);
-    const auto model = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, packed);
+    const auto model = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, KvType::f16, packed);
     CHECK(!model->is_mapped() && model->packed_problem().empty());
     CHECK_THROWS(ModelError, (model->save_packed(packed, uninterrupted), 0));
     std::ofstream(packed).close();
     model->save_packed(packed, uninterrupted);
     CHECK_THROWS(std::runtime_error, (model->save_packed(packed, [] { throw std::runtime_error("interrupted"); }), 0));
-    const auto mapped = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, packed);
+    const auto mapped = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, KvType::f16, packed);
     CHECK(mapped->is_mapped() && logits(mapped) == logits(model));
     CHECK_THROWS(std::logic_error, (mapped->save_packed(packed, uninterrupted), 0));
     // However short it is.
@@ -435,7 +435,7 @@ void test_packed_weights(const std::string& path) {
         const std::string part = packed + ".part";
         std::filesystem::copy_file(packed, part, std::filesystem::copy_options::overwrite_existing);
         std::filesystem::resize_file(part, bytes - 1);
-        const auto again = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, part);
+        const auto again = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, KvType::f16, part);
         CHECK(!again->is_mapped() && !again->packed_problem().empty() && logits(again) == logits(model));
         std::filesystem::remove(part);
     }
