@@ -112,7 +112,7 @@ inline void clear(F (&sums)[rows][units]) {
 // Cephes' expf: relative error about 1e-7 on [-87, 88], to which the argument is clamped.
 template <class V>
 [[gnu::always_inline]] inline V exp(V x) {
-    x = min(max(x, V::set(-87.0f)), V::set(88.0f));
+    x = min(V::set(88.0f), max(V::set(-87.0f), x));  // in this order, which keeps NaN
     const V n = round(x * V::set(1.44269504f));
     V r = fma(n, V::set(-0.693359375f), x);
     r = fma(n, V::set(2.12194440e-4f), r);

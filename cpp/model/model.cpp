@@ -100,7 +100,7 @@ void Model::load_packed(const GgufFile& file, const Manifest& manifest, const st
                 PackedFile mapped(packed, content);
                 PackedLoader loader(file, manifest, *family_, numbers_, num_threads_, content, &mapped);
                 load(loader);
-                mapped.check(content, num_threads_);
+                mapped.check(content, loader.used(), num_threads_);
                 arena_ = mapped.take();
                 is_mapped_ = true;
                 matrix_bytes_ = loader.used();

@@ -111,7 +111,10 @@ const uint8_t* PackedFile::matrix(size_t at, size_t bytes) const {
     return weights() + at;
 }
 
-void PackedFile::check(const PackedContent& content, int num_threads) const {
+void PackedFile::check(const PackedContent& content, size_t used, int num_threads) const {
+    if (bytes() != used) {
+        fail(kDamaged);
+    }
     const std::string text = content.text(bytes(), digest_of(weights(), bytes(), num_threads));
     if (std::memcmp(memory_.data(), text.data(), kTextBytes) != 0) {
         fail(kDamaged);

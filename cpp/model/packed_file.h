@@ -41,7 +41,7 @@ public:
     // The matrix of `bytes` that begins there. Throws ModelError where there is no room for it.
     const uint8_t* matrix(size_t at, size_t bytes) const;
     // Throws ModelError where it does not hold these weights.
-    void check(const PackedContent& content, int num_threads) const;
+    void check(const PackedContent& content, size_t used, int num_threads) const;
     Memory take() { return std::move(memory_); }
 
 private:

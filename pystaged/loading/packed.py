@@ -73,15 +73,19 @@ def load_packed(path: Path, kernel: str, num_threads: int, report: Callable[[str
 
 def packed_weights() -> list[PackedWeights]:
     """All that are in the cache."""
-    return [_describe(path) for path in sorted(folder().glob("*.packed")) if _is_ours(path)]
+    found = [_describe(path) for path in sorted(folder().glob("*.packed")) if _is_ours(path)]
+    return [each for each in found if each]
 
 
 def remove_packed(path: Path) -> int:
     """Remove packed weights, if they are there; returns the bytes freed. Who has them mapped keeps them till then."""
-    if not _is_ours(path):
+    try:
+        if not _is_ours(path):
+            return 0
+        freed = path.lstat().st_size
+        path.unlink()
+    except FileNotFoundError:  # by another process just now
         return 0
-    freed = path.lstat().st_size
-    path.unlink()
     return freed
 
 
@@ -92,12 +96,15 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def _describe(path: Path) -> PackedWeights:
+def _describe(path: Path) -> PackedWeights | None:
     try:
+        size = path.lstat().st_size
         with path.open("rb") as file:
             found = _MODEL.match(file.read(_TEXT_BYTES))
+    except FileNotFoundError:
+        return None
     except OSError:
         found = None
     # It is shown in terminals.
     model = "".join(each if each.isprintable() else "?" for each in os.fsdecode(found[1])) if found else "?"
-    return PackedWeights(path, path.lstat().st_size, model)
+    return PackedWeights(path, size, model)

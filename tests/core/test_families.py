@@ -277,6 +277,16 @@ def test_scales_that_are_not_finite(tmp_path: Path, kind: str) -> None:
                     Model(path, device=device)
 
 
+@pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
+def test_keys_beyond_f16_are_refused(tmp_path: Path, device: str) -> None:
+    def enlarge(tensors: dict[str, Floats]) -> None:
+        tensors["blk.0.attn_k.weight"][3] *= 1e6
+
+    session = Session(Model(str(write(tmp_path / "model.gguf", LLAMA, enlarge)), device=device))
+    with pytest.raises(ModelError, match="not finite"):
+        session.evaluate(np.arange(8, dtype=np.int32), np.arange(-1, 7, dtype=np.int32))
+
+
 def drop(*names: str) -> Change:
     return lambda tensors: [tensors.pop(name) for name in names]
 
