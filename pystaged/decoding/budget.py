@@ -55,7 +55,7 @@ class Budget:
 
     Args:
         cost: seconds of a target pass, refined here. None keeps no account: the first drafter is always used.
-        uses: called with the tokens of a text; of each drafter, the tokens of a step with it there and its time in plain
+        uses: called with the tokens of a text; of each drafter, the tokens of a step with it and its time in plain
             steps, as believed before it has been tried.
         clock: seconds.
     """

@@ -34,7 +34,7 @@ class Decoder:
         *drafters: propose the trees, each for as long as it gains most; none for plain decoding.
         cost: seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses the first
             drafter.
-        uses: called with the tokens of a text; tokens of a step with each drafter there and its time in plain steps, as
+        uses: called with the tokens of a text; tokens of a step with each drafter and its time in plain steps, as
             believed before it has been tried. By default it gains nothing.
         clock: seconds.
     """
