@@ -180,18 +180,18 @@ def test_slow_passes_are_measured_less_often(seconds: float, rounds: int) -> Non
     assert [passes.count(each) for each in ((1, 0), (8, 0), (8, 2048))] == [rounds] * 3
 
 
-def test_measuring_takes_a_second() -> None:
-    now = [0.0]
+def test_measuring_takes_less_than_two_seconds() -> None:
     rows: list[int] = []
+    now = [0.0]
 
     def run(n: int, cells: int) -> None:
         rows.append(n)
-        now[0] += 0.001 * n + cells * 1e-6
+        now[0] += 0.001 * n + cells * 1e-7
 
     cost = measure(run, most_rows=16, cells=2048, clock=lambda: now[0])
-    assert 0.8 < now[0] < 1
+    assert now[0] < 2
     assert max(rows) == 16
-    assert cost(16) == pytest.approx(0.016)
+    assert cost(16) > cost(1) >= 0.001
 
 
 def test_stored_costs_come_back_and_damaged_ones_are_measured_again(tmp_path: Path) -> None:

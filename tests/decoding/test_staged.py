@@ -420,20 +420,19 @@ def test_what_plain_steps_take_is_seen_before_drafting_that_gains_little(
 
 
 def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompts: list[NDArray[np.int32]]) -> None:
-    now = [0.0]
-
     class Interrupted(LyingDrafter):
-        late = 0.25
+        late = 50.0
 
         def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
             now[0] += self.late
             self.late = 0.0
             return super().draft(sampling, max_depth, seconds)
 
+    now = [0.0]
     decoder = Decoder(
         Session(target),
         Interrupted(target.vocab_size),
-        cost=PassCost({1: 5e-3, 32: 5e-3}),
+        cost=PassCost({1: 1.0, 32: 1.0}),
         uses=lambda _: [(9.0, 1.0)],
         clock=lambda: now[0],
     )
