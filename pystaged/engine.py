@@ -163,8 +163,10 @@ class Engine:
         if len(tokens) == 0:
             raise ValueError("the prompt is empty; give at least one character to continue from")
         if len(tokens) > self.n_ctx:
+            more = self.model.max_context
             raise ContextFullError(
                 f"the prompt has {len(tokens)} tokens, but the context holds {self.n_ctx}; shorten the prompt"
+                + (f", or ask for a longer context with n_ctx, up to {more}" if more > self.n_ctx else "")
             )
         return tokens
 

@@ -7,12 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from random_weights import write_random_gpt2
 
 from pystaged.loading import names
 
 # A shell makes what it starts in the background ignore interrupts, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Neither how long an example takes nor how long it is drawn says anything on a busy machine.
+settings.register_profile("pystaged", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pystaged")
 
 
 @pytest.fixture(scope="session", autouse=True)

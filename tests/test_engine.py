@@ -317,6 +317,12 @@ def test_long_prompts(engine: Engine) -> None:
     assert engine.generate(fits).text == result.text
 
 
+def test_a_context_shorter_than_the_models_says_how_to_have_more(path: Path) -> None:
+    for n_ctx, more in ((16, rf"16; shorten .*n_ctx, up to {CONTEXT}$"), (CONTEXT, rf"{CONTEXT}; shorten the prompt$")):
+        with pystaged.load(path, n_ctx=n_ctx) as short, pytest.raises(ContextFullError, match=more):
+            short.generate([1] * (CONTEXT + 1))
+
+
 # ---- Scores ----
 
 

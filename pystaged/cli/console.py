@@ -14,6 +14,7 @@ from rich.markup import escape
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+    from rich.table import Table
 
     from pystaged import Engine
     from pystaged.cli.options import LoadOptions
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _LONG = 1.0  # seconds after which people want to know how far something is
+_ANY_WIDTH = 10_000  # characters
 
 
 class _Errors(Console):
@@ -30,6 +32,11 @@ class _Errors(Console):
 
 
 errors = _Errors(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """Print a table without borders to standard output; its long lines are the terminal's to wrap, none is cut."""
+    Console(width=_ANY_WIDTH, soft_wrap=True, highlight=False).print(table)
 
 
 def report(line: str) -> None:
@@ -76,7 +83,7 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
         rich_progress.TextColumn("{task.completed} of {task.total} tokens, {task.fields[speed]:.0f} per second"),
     )
     bar = rich_progress.Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
-    task = bar.add_task("", start=False, speed=0.0)
+    task = bar.add_task("", speed=0.0)
     begin = time.monotonic()
 
     def progress(done: int, total: int) -> None:

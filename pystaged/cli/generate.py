@@ -74,7 +74,8 @@ def generate(
     errors.print(summary(result.stats, color))
     if verbose:
         errors.print(_stats_table(result.stats))
-        report(f"seed {result.seed}")
+        read = result.stats.prompt_tokens - result.stats.reused_tokens
+        report(f"read {read} tokens of the prompt in {result.stats.prefill_seconds:.2f} seconds; seed {result.seed}")
 
 
 def _stats_table(stats: pystaged.GenerationStats) -> Table:

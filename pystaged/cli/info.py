@@ -15,7 +15,9 @@ from pystaged.loading import names
 
 
 def info(
-    model: Annotated[str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, or 'house'.")] = "house",
+    model: Annotated[
+        str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.")
+    ] = "house",
 ) -> None:
     """Show what this build and machine offer, and what a model is.
 

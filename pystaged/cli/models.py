@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pystaged import files
-from pystaged.cli.console import report
+from pystaged.cli.console import print_table, report
 from pystaged.loading import cache, names, packed
 
-app = typer.Typer(help="List the models in the cache, or remove one.", invoke_without_command=True)
+app = typer.Typer(help="List the models in the cache and packed weights, or remove some.", invoke_without_command=True)
 
 
 @app.callback()
@@ -33,7 +32,7 @@ def models(context: typer.Context) -> None:
         for model in found:
             cells = (model.name, f"{model.bytes / 1e6:.1f}", model.type, model.shape, model.license or "unknown")
             table.add_row(*map(Text, cells))
-        Console(soft_wrap=True, highlight=False).print(table)
+        print_table(table)
     else:
         report(f"no models in {cache.folder()}; get one with: pystaged pull openai-community/gpt2")
     weights = packed.packed_weights()
@@ -43,7 +42,7 @@ def models(context: typer.Context) -> None:
         table.add_column("MB", justify="right", no_wrap=True)
         for each in weights:
             table.add_row(Text(each.model), Text(f"{each.bytes / 1e6:.1f}"))
-        Console(soft_wrap=True, highlight=False).print(table)
+        print_table(table)
     leftovers = _leftovers()
     if leftovers:
         size = sum(part.stat().st_size for part in leftovers)
@@ -55,7 +54,7 @@ def models(context: typer.Context) -> None:
 
 @app.command()
 def remove(
-    name: Annotated[str, typer.Argument(help="As `pystaged models` lists it.", show_default=False)] = "",
+    name: Annotated[str, typer.Argument(help="A model as `pystaged models` lists it.", show_default=False)] = "",
     leftovers: Annotated[
         bool, typer.Option("--leftovers", help="Unfinished files of writers that were killed.")
     ] = False,
@@ -67,6 +66,8 @@ def remove(
     still have there, stays.
 
     Example: pystaged models remove openai-community/gpt2:q8_0
+
+    Example: pystaged models remove --packed smollm2
     """
     if (bool(name) or only_packed) == leftovers:
         raise typer.BadParameter("name a model, --packed or --leftovers")

@@ -45,7 +45,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 @dataclass
 class PairOptions:
-    """What drafts for the model, and where both run."""
+    """What drafts for the model, and where and how both run."""
 
     draft: Annotated[
         str,
@@ -59,6 +59,10 @@ class PairOptions:
     ] = "cpu"
     draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.", callback=check)] = "cpu"
     threads: Threads = 0
+    kv: Annotated[
+        str,
+        typer.Option(help="How keys and values are stored: f16, or q8_0 for half the memory and slightly other texts."),
+    ] = "f16"
 
 
 @dataclass
@@ -78,9 +82,6 @@ class LoadOptions(PairOptions):
             callback=check,
         ),
     ] = 0
-    kv: Annotated[
-        str, typer.Option(help="How keys and values are stored: f16, or q8_0 for half the memory of a context.")
-    ] = "f16"
     keep_packed: Annotated[
         bool,
         typer.Option("--keep-packed", help="Load at once from now on, from a copy in the cache as large as the model."),

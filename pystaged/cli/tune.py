@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
-from pystaged.cli.console import draft_name, model_name, report
+from pystaged.cli.console import draft_name, model_name, print_table, report
 from pystaged.cli.options import ModelName, PairOptions, grouped
 from pystaged.loading.pair import Pair
 
@@ -23,6 +22,7 @@ def tune(*, model: ModelName = "house", options: PairOptions) -> None:
         report,
         device=options.device,
         draft_device=options.draft_device,
+        kv=options.kv,
     )
     target, smaller = pair.target_cost(again=True), pair.draft_cost(again=True)
     table = Table(box=None, pad_edge=False)
@@ -34,4 +34,4 @@ def tune(*, model: ModelName = "house", options: PairOptions) -> None:
         if smaller:
             row += [f"{1e3 * smaller(n):.2f}", f"+{1e3 * (smaller(n, 1000) - smaller(n)):.2f}"]
         table.add_row(*row)
-    Console(soft_wrap=True, highlight=False).print(table)
+    print_table(table)

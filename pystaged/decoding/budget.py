@@ -55,8 +55,8 @@ class Budget:
 
     Args:
         cost: seconds of a target pass, refined here. None keeps no account: the first drafter is always used.
-        uses: of each drafter, the tokens of a step with it and its time in plain steps, as believed before it has been
-            tried in texts of so many tokens.
+        uses: called with the tokens of a text; of each drafter, the tokens of a step with it and its time in plain
+            steps, as believed before it has been tried.
         clock: seconds.
     """
 
@@ -166,7 +166,7 @@ class Budget:
         return num_tokens * self.plain_seconds
 
     def _go_to(self, cells: int) -> None:
-        """The text has another length now, and a plain step of it another price."""
+        """Price plain steps for a text that has filled so many cells."""
         if self._cost:
             self.plain_seconds *= self._cost(1, cells) / self._cost(1, self._cells)
         self._cells = cells

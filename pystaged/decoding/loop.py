@@ -34,8 +34,8 @@ class Decoder:
         *drafters: propose the trees, each for as long as it gains most; none for plain decoding.
         cost: seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses the first
             drafter.
-        uses: tokens of a step with each drafter and its time in plain steps, as believed before it has been tried in
-            texts of so many tokens; by default it gains nothing.
+        uses: called with the tokens of a text; tokens of a step with each drafter and its time in plain steps, as
+            believed before it has been tried. By default it gains nothing.
         clock: seconds.
     """
 

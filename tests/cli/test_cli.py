@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -72,7 +73,9 @@ def test_a_seed_is_drawn(path: Path) -> None:
     drawn, other = (json.loads(run(*arguments, "--seed", "-1").stdout) for _ in range(2))
     assert drawn["seed"] != other["seed"]
     assert json.loads(run(*arguments, "--seed", str(drawn["seed"])).stdout)["tokens"] == drawn["tokens"]
-    assert f"seed {drawn['seed']}" in run(*arguments[:-1], "-v", "--seed", str(drawn["seed"])).stderr.decode()
+    said = run(*arguments[:-1], "-v", "--seed", str(drawn["seed"])).stderr.decode()
+    read = drawn["stats"]["prompt_tokens"]
+    assert re.search(rf"read {read} tokens of the prompt in \d+\.\d\d seconds; seed {drawn['seed']}\n", said)
 
 
 def test_stop_strings(path: Path, result: pystaged.GenerationResult) -> None:
@@ -355,6 +358,7 @@ def test_shared_options() -> None:
         words = run(name, "--help", COLUMNS="200").stdout.decode()
         assert words.index("--model ") == min(words.index(f"--{option} ") for option in ("model", "draft", "device"))
     assert "--ngrams" not in run("tune", "--help").stdout.decode()
+    assert_refused(run("tune", "--kv", "q4_0"), "f16 or q8_0, not q4_0")
 
 
 def test_a_file_that_is_not_there_is_named_plainly(path: Path, tmp_path: Path) -> None:

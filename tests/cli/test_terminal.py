@@ -141,11 +141,14 @@ def test_text_that_lags_keeps_its_stages() -> None:
 
 # ---- Long prompts ----
 
+BAR = "\N{BOX DRAWINGS HEAVY HORIZONTAL}"
+
 
 @pytest.mark.parametrize(("is_terminal", "seconds"), [(True, 0.0), (True, 1e9), (False, 0.0)])
 def test_a_bar_while_a_long_prompt_is_read(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, seconds: float) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(console, "errors", Console(file=out, force_terminal=is_terminal, width=100))
+    without_colors = Console(file=out, force_terminal=is_terminal, width=100, color_system=None)
+    monkeypatch.setattr(console, "errors", without_colors)
     monkeypatch.setattr(console, "_LONG", seconds)
     with console.reading_bar() as progress:
         for done in (0, 256, 512, 599):
@@ -153,6 +156,7 @@ def test_a_bar_while_a_long_prompt_is_read(monkeypatch: pytest.MonkeyPatch, is_t
         shown = out.getvalue()
     assert out.getvalue() == shown  # it is gone before the text begins
     if is_terminal and seconds == 0:
+        assert f"{34 * BAR}  " in shown  # of 40
         assert "512 of 599 tokens" in shown
         assert "per second" in shown
     else:

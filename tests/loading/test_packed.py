@@ -384,7 +384,8 @@ def test_what_info_says(llama: Path) -> None:
 
 
 def test_commands(tmp_path: Path, llama: Path) -> None:
-    other = write(tmp_path / "other.gguf", RandomModel("llama", seed=1))
+    (tmp_path / ("long" * 30)).mkdir()
+    other = write(tmp_path / ("long" * 30) / "other.gguf", RandomModel("llama", seed=1))
     done = run("generate", "a", "--model", llama, "--max-tokens", "2", "--n-ctx", "32", "--keep-packed")
     assert done.returncode == 0, done.stderr
     assert loaded(llama).is_mapped
