@@ -45,7 +45,7 @@ struct F {
     friend F round(F a) { return {__builtin_rintf(a.x)}; }
     friend float fold_sum(F a) { return a.x; }
     friend float fold_max(F a) { return a.x; }
-    friend F exp2_int(F a) { 
+    friend F exp2_int(F a) {
         const int n = a.x == a.x ? static_cast<int>(a.x) : 0;
         return {as_float(static_cast<uint32_t>(n + 127) << 23)};
     }
