@@ -10,6 +10,7 @@ import typer
 import pystaged
 from pystaged import _core, _llama
 from pystaged.cli.console import model_name
+from pystaged.cli.options import KeysAndValues
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 
@@ -18,13 +19,14 @@ def info(
     model: Annotated[
         str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.")
     ] = "house",
+    kv: KeysAndValues = "f16",
 ) -> None:
     """Show what this build and machine offer, and what a model is.
 
     Example: pystaged info path/to/model.gguf
     """
     path = names.resolve(model_name(model))
-    with pystaged.load(path, draft=None, policy=FixedPolicy(width=1, depth=0, budget=0)) as engine:
+    with pystaged.load(path, draft=None, kv=kv, policy=FixedPolicy(width=1, depth=0, budget=0)) as engine:
         loaded = engine.model
         rows = {
             "pystaged": pystaged.__version__,

@@ -38,6 +38,12 @@ ModelName = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")]
 Threads = Annotated[int, typer.Option(help="0 takes one per physical core.", callback=check)]
+KeysAndValues = Annotated[
+    str,
+    typer.Option(
+        "--kv", help="How keys and values are stored: f16, or q8_0 for half the memory and slightly other texts."
+    ),
+]
 Colors = Annotated[Color, typer.Option("--color", help="Paint each token by who proposed it; in terminals only.")]
 ShowTree = Annotated[bool, typer.Option("--show-tree", help="Draw each tree, its accepted path bright.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
@@ -59,10 +65,7 @@ class PairOptions:
     ] = "cpu"
     draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.", callback=check)] = "cpu"
     threads: Threads = 0
-    kv: Annotated[
-        str,
-        typer.Option(help="How keys and values are stored: f16, or q8_0 for half the memory and slightly other texts."),
-    ] = "f16"
+    kv: KeysAndValues = "f16"
 
 
 @dataclass

@@ -322,6 +322,11 @@ def test_info(path: Path) -> None:
     assert "house target" in run("info").stdout.decode()
 
 
+def test_info_of_a_context(path: Path) -> None:
+    assert b"0.5 MB per 1,000 tokens" in run("info", path).stdout
+    assert b"0.3 MB per 1,000 tokens" in run("info", path, "--kv", "q8_0").stdout
+
+
 def test_info_of_mixed_types(tmp_path: Path) -> None:
     model = RandomModel("llama", quantization="Q8_0", types={"ffn_up": "Q4_0", "attn_v": "F16"}, layers=1)
     shown = run("info", write(tmp_path / "mixed.gguf", model)).stdout.decode()
