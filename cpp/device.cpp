@@ -42,9 +42,9 @@ ggml_backend_reg_t rpc() {
     ggml_backend_reg_t found = ggml_backend_reg_by_name("RPC");
     if (!found) {
         throw DeviceError(
-            "the installed llama-cpp-python is built without RPC; install it with: CMAKE_ARGS=-DGGML_RPC=on pip "
-            "install "
-            "--force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python==" LLAMA_CPP_PYTHON_VERSION);
+            "the installed llama-cpp-python is built without RPC; install it with: CMAKE_ARGS=-DGGML_RPC=on "
+            "pip install --force-reinstall --no-cache-dir --no-deps --no-binary llama-cpp-python "
+            "llama-cpp-python==" LLAMA_CPP_PYTHON_VERSION);
     }
     return found;
 }
