@@ -224,34 +224,34 @@ struct HalfKeys {
     }
 };
 
-// The same against keys of eight bits, with queries of eight bits: a product with a packed matrix.
+// The same against keys of eight bits, with queries of eight bits: a product with a packed matrix. `scratch` keeps the
+// queries.
 template <int rows>
 struct EightBitKeys {
-    Activations queries;
-    const uint8_t* keys;
-    size_t block_bytes;
+    const HeadChunk& p;
+    const AttendRow* row;
+    float* scratch;
 
-    EightBitKeys(const HeadChunk& p, const AttendRow* row, float* scratch) : keys(p.k) {
-        const int width = padded(p.head_dim, kBlock);
-        block_bytes = size_t(width / kBlock) * kLayouts[static_cast<int>(Packing::q8_0)].block_bytes;
-        auto* factors = reinterpret_cast<BlockFactors*>(scratch + width);
-        auto* quants = reinterpret_cast<int8_t*>(factors + rows * width / kBlock);
-        queries.n = rows;
-        queries.cols = width;
-        queries.quantized = {rows, Packing::q8_0, quants, factors};
-        clear_padding(scratch, p.head_dim, width);
+    int width() const { return padded(p.head_dim, kBlock); }
+    QuantizedRows queries() const {
+        auto* factors = reinterpret_cast<BlockFactors*>(scratch + width());
+        return {rows, Packing::q8_0, reinterpret_cast<int8_t*>(factors + rows * width() / kBlock), factors};
+    }
+    void quantize_queries() const {
+        clear_padding(scratch, p.head_dim, width());
         for (int r = 0; r < rows; ++r) {
             __builtin_memcpy(scratch, row[r].q, p.head_dim * sizeof(float));
-            quantize(scratch, width, r, queries.quantized);
+            quantize(scratch, width(), r, queries());
         }
     }
 
     void score(size_t block, size_t end, float* scores, size_t stride) const {
+        const size_t block_bytes = size_t(width() / kBlock) * kLayouts[static_cast<int>(Packing::q8_0)].block_bytes;
         Epilogue out;
         out.out = scores;
         out.stride = stride;
-        integer_matmul<OffsetBlock<Quants<8>>>(keys + block * block_bytes, 0, static_cast<int>(end - block), queries,
-                                               out);
+        integer_matmul<OffsetBlock<Quants<8>>>(p.k + block * block_bytes, 0, static_cast<int>(end - block),
+                                               {rows, width(), nullptr, queries()}, out);
     }
 };
 
@@ -299,7 +299,9 @@ void attend_rows(const HeadChunk& p, int number) {
     if (p.type == KvType::f16) {
         score(HalfKeys<rows>{p, row});
     } else {
-        score(EightBitKeys<rows>(p, row, loose + rows * kLanes));
+        const EightBitKeys<rows> keys{p, row, loose + rows * kLanes};
+        keys.quantize_queries();
+        score(keys);
     }
     for (int r = 0; r < rows; ++r) {
         float *state = row[r].partial + padded(p.head_dim, kLanes), top = 0, sum = 0;
