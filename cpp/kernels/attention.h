@@ -31,37 +31,31 @@ inline AttendRow attend_row(const HeadChunk& p, int number) {
     return r;
 }
 
+// at(i, j) += few(i) * many(j), the few kept meanwhile.
+template <int num_few, int num_many, class Few, class Many, class At>
+inline void add_all(const Few& few, const Many& many, const At& at) {
+    F kept[num_few];
+#pragma GCC unroll 16
+    for (int i = 0; i < num_few; ++i) {
+        kept[i] = few(i);
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < num_many; ++j) {
+        const F x = many(j);
+#pragma GCC unroll 16
+        for (int i = 0; i < num_few; ++i) {
+            at(i, j) = fma(kept[i], x, at(i, j));
+        }
+    }
+}
+
 // sum[r][u] += row(r) * unit(u). The fewer of the two are loaded first and kept, so that all fits the registers.
 template <int rows, int units, class RowOf, class UnitOf>
 inline void add_products(F (&sum)[rows][units], const RowOf& row, const UnitOf& unit) {
     if constexpr (units < rows) {
-        F kept[units];
-#pragma GCC unroll 16
-        for (int u = 0; u < units; ++u) {
-            kept[u] = unit(u);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r) {
-            const F x = row(r);
-#pragma GCC unroll 16
-            for (int u = 0; u < units; ++u) {
-                sum[r][u] = fma(x, kept[u], sum[r][u]);
-            }
-        }
+        add_all<units, rows>(unit, row, [&](int u, int r) -> F& { return sum[r][u]; });
     } else {
-        F kept[rows];
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r) {
-            kept[r] = row(r);
-        }
-#pragma GCC unroll 16
-        for (int u = 0; u < units; ++u) {
-            const F x = unit(u);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) {
-                sum[r][u] = fma(kept[r], x, sum[r][u]);
-            }
-        }
+        add_all<rows, units>(row, unit, [&](int r, int u) -> F& { return sum[r][u]; });
     }
 }
 
@@ -134,14 +128,11 @@ inline float soften(float* scores, int first, int last, float scale, float softc
 
 // Values as a cache stores them: `units` vectors of one cell, from dimension `dim` on.
 struct HalfValues {
-    static size_t stride(int head_dim) { return padded(head_dim, kLanes) * sizeof(uint16_t); }
+    static constexpr KvType type = KvType::f16;
     static F load(const uint8_t* cell, int, int d) { return F::load_f16(reinterpret_cast<const uint16_t*>(cell) + d); }
 };
 struct EightBitValues {
-    static size_t stride(int head_dim) {
-        const int width = padded(head_dim, kBlock);
-        return width + width / kBlock * sizeof(float);
-    }
+    static constexpr KvType type = KvType::q8_0;
     // Exact: a scale has eleven bits.
     static F load(const uint8_t* cell, int head_dim, int d) {
         const auto* scales = reinterpret_cast<const float*>(cell + padded(head_dim, kBlock));
@@ -153,7 +144,7 @@ struct EightBitValues {
 // share are loaded once; what a row sees before and after them it goes through alone.
 template <class Values, int rows, int vectors>
 void mix_tile(const HeadChunk& p, const AttendRow* row, int dim, const float* weights) {
-    const size_t stride = Values::stride(p.head_dim);
+    const size_t stride = value_bytes(Values::type, p.head_dim);
     const uint8_t* chunk = p.v + p.begin * stride;
     int begin = row[0].first, end = row[0].direct;
     for (int r = 1; r < rows; ++r) {

@@ -177,6 +177,12 @@ struct RowContext {
 // How a cache stores keys and values; see kv_cache.h.
 enum class KvType { f16, q8_0 };
 
+// Bytes of one cell's values of a head.
+static constexpr size_t value_bytes(KvType type, int head_dim) {
+    const size_t width = padded(head_dim, kBlock);
+    return type == KvType::f16 ? sizeof(uint16_t) * padded(head_dim, kLanes) : width + width / kBlock * sizeof(float);
+}
+
 // Positions that attention goes through at a time. A row's attention is made of one part for each chunk, and those are
 // folded in order of position; so its bits depend on no other chunk's cells, rows or threads.
 constexpr int kChunk = 512;

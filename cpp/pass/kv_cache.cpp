@@ -16,11 +16,6 @@ size_t key_bytes(KvType type, int head_dim) {
                                : padded(head_dim, kBlock) / kBlock * kQ8.block_bytes / kLanes;
 }
 
-size_t value_bytes(KvType type, int head_dim) {
-    const size_t width = padded(head_dim, kBlock);
-    return type == KvType::f16 ? sizeof(uint16_t) * padded(head_dim, kLanes) : width + width / kBlock * sizeof(float);
-}
-
 // One block of a key or value, in eight bits.
 struct EightBits {
     int8_t quants[kBlock];

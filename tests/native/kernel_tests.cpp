@@ -1061,16 +1061,15 @@ void test_fork() {
         const pid_t child = fork();
         if (child == 0) {
             std::atomic<int> calls{0}, others{0};
-            // A worker may need its time to begin where the machine is busy.
-            for (int i = 0; i < 10000 && others == 0; ++i) {
-                std::this_thread::sleep_for(std::chrono::milliseconds(i > 0));
-                calls = 0;
-                ThreadPool::shared().run(200, 3, [&](int, int worker) {
-                    ++calls;
-                    others += worker > 0;
-                    std::this_thread::yield();
-                });
-            }
+            const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+            ThreadPool::shared().run(200, 3, [&](int, int worker) {
+                ++calls;
+                others += worker > 0;
+                // A worker may need its time to begin where the machine is busy.
+                while (others == 0 && std::chrono::steady_clock::now() < end) {
+                    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                }
+            });
             _exit(calls == 200 && others > 0 ? 0 : 1);
         }
         int status = -1;
