@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from pystaged._core import ContextFullError, DeviceError, ModelError
     from pystaged.backends.devices import Device, devices
+    from pystaged.chat.format import ChatFormat, ChatTemplateError
     from pystaged.config import SamplingConfig
     from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
     from pystaged.decoding.tree import Stage, TokenTree
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChatFormat",
+    "ChatTemplateError",
     "ContextFullError",
     "Device",
     "DeviceError",
@@ -49,6 +52,7 @@ __all__ = [
 _MODULES = {
     "_core": ("ContextFullError", "DeviceError", "ModelError"),
     "backends.devices": ("Device", "devices"),
+    "chat.format": ("ChatFormat", "ChatTemplateError"),
     "config": ("SamplingConfig",),
     "decoding.policy": ("FixedPolicy", "GainPolicy", "Growth", "TreePolicy"),
     "decoding.tree": ("Stage", "TokenTree"),

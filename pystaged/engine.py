@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -16,11 +18,14 @@ from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, DeviceError, Model, Tokenizer
 from pystaged.backends.devices import open_session
+from pystaged.chat.format import ChatFormat
+from pystaged.chat.messages import Message
 from pystaged.config import GenerationConfig, TextOptions, check_options
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.scoring import score
 from pystaged.decoding.tree import Stage
+from pystaged.loading.metadata import read_metadata
 from pystaged.loading.pair import Pair
 from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, Score
 from pystaged.stats import GenerationStats
@@ -108,6 +113,7 @@ class Engine:
             kv=kv,
             keep_packed=keep_packed,
         )
+        self._warn = report or warnings.warn
         self._contexts = ContextPool(lambda: pair.decoder(n_ctx, policy))
         self.n_ctx = self._contexts.n_ctx
 
@@ -125,6 +131,59 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         """The target's vocabulary."""
         return self._pair.tokenizer
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How conversations are written for this model: by its own chat template."""
+        return ChatFormat(read_metadata(self._pair.path), self.tokenizer, self._warn)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[TextOptions],
+    ) -> GenerationResult:
+        """Answer the last message of a conversation; arguments and errors as in `stream_chat`."""
+        return self.stream_chat(
+            messages, tools=tools, template=template, template_options=template_options, **options
+        ).finish()
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Stream:
+        """Answer the last message of a conversation piece by piece, until the model ends its turn.
+
+        Where the answers in `messages` are GenerationResult.message, nothing is read again.
+
+        Args:
+            messages: dictionaries with "role" and "content", as chat templates read them. A control token that a
+                content spells out is text.
+            tools: schemas of functions that the model may call.
+            template: one of chat_format.names, if the model has several.
+            template_options: further variables of the template, such as {"enable_thinking": False}.
+            **options: see TextOptions; max_tokens is what the context has room for, unless given.
+
+        Raises:
+            ChatTemplateError: the model's template cannot be used, or refuses the messages.
+            ValueError, TypeError: messages, tools or options that are none.
+            ContextFullError, DeviceLostError: as in `stream`.
+        """
+        chat_format = self.chat_format
+        prompt = chat_format.encode(messages, tools=tools, template=template, template_options=template_options)
+        options.setdefault("max_tokens", max(1, self.n_ctx - len(prompt)))
+        if chat_format.stop:
+            given = options.get("stop", ())
+            options["stop"] = (*((given,) if isinstance(given, str) else given), *chat_format.stop)
+        return self.stream(prompt, **options)
 
     def generate(self, prompt: Prompt, **options: Unpack[TextOptions]) -> GenerationResult:
         """Continue a prompt; arguments and errors as in `stream`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +93,11 @@ class GenerationResult:
     seed: int
     stats: GenerationStats = field(repr=False)
     stages: list[Stage] = field(repr=False)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The text as an answer in a conversation, with its tokens, so that going on reads nothing again."""
+        return {"role": "assistant", "content": self.text, "tokens": list(self.tokens)}
 
     def __str__(self) -> str:
         return self.text

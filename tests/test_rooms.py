@@ -15,9 +15,10 @@ USES = {
     "decoding": {"decoding"},
     "drafting": {"decoding", "drafting"},
     "backends": {"backends"},
+    "chat": {"chat"},
     "loading": {"backends", "decoding", "drafting", "loading"},
     "bench": {"backends", "bench", "decoding", "drafting", "loading"},
-    "cli": {"backends", "bench", "cli", "decoding", "drafting", "loading"},
+    "cli": {"backends", "bench", "chat", "cli", "decoding", "drafting", "loading"},
 }
 
 

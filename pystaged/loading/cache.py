@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import logging
 import os
 import re
 from collections.abc import Sequence
@@ -12,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pystaged.files import cache_folder, part_file, read_small
+from pystaged.loading.metadata import read_metadata
 from pystaged.loading.packed import packed_path, remove_packed
 from pystaged.loading.quantize import DEFAULT_TYPE
 
@@ -199,7 +198,7 @@ def _name(path: Path) -> str:
 
 def _describe(path: Path) -> CachedModel:
     """What a file says about itself, read by libllama without its weights."""
-    metadata = _metadata(path)
+    metadata = read_metadata(path)
     kind, shape = "damaged", ""
     if metadata:
         architecture = metadata["general.architecture"]
@@ -248,29 +247,3 @@ def _type_name(file_type: str) -> str:
         return LlamaFileType(int(file_type)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:
         return "?"
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    """Single values of a GGUF file's metadata, as text; empty where it cannot be read."""
-    import llama_cpp  # noqa: PLC0415
-
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    logger = logging.getLogger("llama-cpp-python")  # prints what libllama says, unless its level is high
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
-    logger.setLevel(level)
-    if not model:
-        return {}
-    try:
-        found = {}
-        for index in range(llama_cpp.llama_model_meta_count(model)):
-            buffers = [ctypes.create_string_buffer(256) for _ in range(2)]
-            llama_cpp.llama_model_meta_key_by_index(model, index, buffers[0], 256)
-            llama_cpp.llama_model_meta_val_str_by_index(model, index, buffers[1], 256)
-            key, value = (buffer.value.decode("utf-8", "replace") for buffer in buffers)
-            found[key] = value
-        return found
-    finally:
-        llama_cpp.llama_model_free(model)

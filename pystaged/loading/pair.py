@@ -75,6 +75,11 @@ class Pair:
         self.target = targets[self.device]
         self.draft = drafts[self.draft_device] if drafts else None
 
+    @property
+    def path(self) -> Path:
+        """The target's file."""
+        return self._path
+
     def decoder(self, n_ctx: int, policy: TreePolicy | None) -> Decoder:
         """A new context with its drafters."""
         target = open_session(self.target, n_ctx)

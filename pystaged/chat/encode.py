@@ -1,0 +1,142 @@
+"""Tokens of what a template wrote. Only its own control tokens are any; what messages spell is text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from pystaged._core import Tokenizer
+from pystaged.chat.marked import MESSAGE, TEMPLATE, marks_of
+
+_WRITTEN = re.compile(f"{TEMPLATE}+")
+_COMES_IN = re.compile(f"[^{TEMPLATE}]+")
+
+
+class Encoder:
+    """Turns what a template wrote into tokens.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Control tokens and the unknown one are those without bytes of their own.
+        spelled = [
+            tokenizer.token_bytes(token, True).decode("utf-8", "replace")
+            for token in range(tokenizer.num_tokens)
+            if not tokenizer.token_bytes(token)
+        ]
+        longest_first = sorted(filter(None, spelled), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._control, self._anywhere = re.compile(pattern), re.compile(f"(?=({pattern}))")
+
+    def encode(self, text: str, answers: Mapping[str, Sequence[int]]) -> list[int]:
+        """The tokens of a text, with one token at its beginning that begins texts, if the vocabulary or the template
+        wants one.
+
+        Where no message spells a control token, they are those of the whole text. Where one does, the text between two
+        control tokens in which it stands is encoded without looking for any.
+
+        Args:
+            text: with marks; what has none is a template's.
+            answers: by their marks, tokens that the model wrote and whose text stands there: they are taken as they
+                are, if it does.
+        """
+        tokens = _Parts(self._tokenizer)
+        marks, at = marks_of(text), 0
+        text = str.__str__(text)
+        controls = [
+            match.span()
+            for written in _WRITTEN.finditer(marks)
+            for match in self._control.finditer(text, written.start(), written.end())
+        ]
+        forged = [
+            match.start(1)
+            for match in self._anywhere.finditer(text)
+            if marks[match.start(1) : match.end(1)].strip(TEMPLATE)
+        ]
+        for begin, end in [*controls, (len(text), len(text))]:
+            for where, written in self._answers(text, marks, at, begin, answers):
+                tokens.add(text[at:where], plain=any(at <= each < where for each in forged))
+                tokens.take(written)
+                at = where + len(self._text(written))
+            tokens.add(text[at:begin], plain=any(at <= each < begin for each in forged))
+            tokens.add(text[begin:end], plain=False)
+            at = end
+        return self._begun(tokens.done())
+
+    def _answers(
+        self, text: str, marks: str, begin: int, end: int, answers: Mapping[str, Sequence[int]]
+    ) -> list[tuple[int, Sequence[int]]]:
+        """Where between two places the text of answers stands, and their tokens."""
+        found: list[tuple[int, Sequence[int]]] = []
+        at = begin
+        for run in _COMES_IN.finditer(marks, begin, end) if answers else ():
+            mark = run.group()[-1]
+            if mark not in answers or mark == MESSAGE:
+                continue
+            words = self._text(answers[mark])
+            where = run.end() - len(words)  # a template may write itself the space that an answer begins with
+            if where >= at and text.startswith(words, where):
+                found.append((where, answers[mark]))
+                at = run.end()
+        return found
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens)
+
+    def _begun(self, tokens: list[int]) -> list[int]:
+        """With one token that begins texts, however many a template wrote."""
+        bos = self._tokenizer.bos
+        begun = 0
+        while bos >= 0 and tokens[begun : begun + 1] == [bos]:
+            begun += 1
+        return [bos, *tokens[begun:]] if begun or self._tokenizer.adds_bos else tokens
+
+
+class _Parts:
+    """Tokens of a text that comes in parts. Those with control tokens in them are encoded together, as the vocabulary
+    may let a control token take the white space behind it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._waiting = ""
+        self._goes_on = False  # with an answer, so that no space is put before it
+
+    def add(self, text: str, *, plain: bool) -> None:
+        """More text. plain: without control tokens, whatever it spells."""
+        if not plain:
+            self._waiting += text
+            return
+        self._flush()
+        self._tokens += self._encode(text, parse_special=False)
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """More tokens."""
+        self._flush()
+        self._tokens += tokens
+        self._goes_on = True
+
+    def done(self) -> list[int]:
+        """All of them."""
+        self._flush()
+        return self._tokens
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._tokens += self._encode(self._waiting, parse_special=True)
+        self._waiting = ""
+
+    def _encode(self, text: str, *, parse_special: bool) -> list[int]:
+        def tokens_of(words: str) -> list[int]:
+            return list(map(int, self._tokenizer.encode(words, add_special=False, parse_special=parse_special)))
+
+        tokens, goes_on, self._goes_on = tokens_of(text), self._goes_on, False
+        # Some vocabularies put a space before a text; not so behind a line's end.
+        if goes_on and self._tokenizer.decode(tokens, special=True) == f" {text}":
+            line, more = tokens_of("\n"), tokens_of(f"\n{text}")
+            if more[: len(line)] == line:
+                return more[len(line) :]
+        return tokens

@@ -1,0 +1,188 @@
+"""From messages to a model's prompt, as its makers wrote prompts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import Tokenizer
+from pystaged.chat.encode import Encoder
+from pystaged.chat.marked import ANSWERS
+from pystaged.chat.messages import Message, marked, marked_messages
+from pystaged.chat.sandbox import Meter, Sandbox, TemplateRefusal, TooMuchError
+
+_KEY = "tokenizer.chat_template"
+_MOST_SOURCE = 1 << 20  # characters; the longest of known models have some 70,000
+_ROOM = 1 << 22  # characters that a template may write besides its messages'
+_ESCAPED = 8  # characters that one of a message may become, as JSON say
+_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_CHATML = """{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
+
+
+class ChatTemplateError(ValueError):
+    """A chat template that is damaged, fails, refuses the messages, or does not come to an end."""
+
+
+class ChatFormat:
+    """How conversations are written for a model: by the chat template of its file, or as ChatML where it has none.
+
+    Args:
+        metadata: single values of the file's metadata, as text.
+        tokenizer: its vocabulary.
+        report: called with a line if there is no template.
+    """
+
+    def __init__(self, metadata: Mapping[str, str], tokenizer: Tokenizer, report: Callable[[str], None]) -> None:
+        self._tokenizer = tokenizer
+        self._sources = {"default": metadata[_KEY]} if metadata.get(_KEY) else {}
+        self._sources |= {key[len(_KEY) + 1 :]: metadata[key] for key in metadata if key.startswith(f"{_KEY}.")}
+        self.stop: tuple[str, ...] = ()  # strings that end an answer besides the vocabulary's tokens
+        if not self._sources:
+            self._sources["default"] = _CHATML
+            if not _is_one_token(tokenizer, "<|im_end|>"):
+                self.stop = ("<|im_end|>",)
+            report("the model has no chat template; conversations are written as ChatML, which it may not know")
+        self._sandbox = Sandbox()
+        self._templates: dict[str, jinja2.Template] = {}
+        self._encoder: Encoder | None = None
+        self._one_at_a_time = threading.Lock()  # the sandbox counts the work of one rendering
+
+    @property
+    def names(self) -> list[str]:
+        """The templates there are; "default" is the usual one, and "tool_use", if there is one, for tools."""
+        return list(self._sources)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Messages as the model reads them.
+
+        Args:
+            messages: the conversation so far: dictionaries with "role" and "content".
+            tools: schemas of functions that the model may call.
+            template: which of `names`.
+            template_options: further variables of the template, such as {"enable_thinking": False}.
+            add_generation_prompt: end with the beginning of an answer.
+
+        Raises:
+            ChatTemplateError: the template cannot be used, or refuses the messages.
+            ValueError, TypeError: messages, tools or options that are none; see marked_messages.
+        """
+        return str.__str__(self._write(messages, tools, template, template_options, add_generation_prompt))
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> NDArray[np.int32]:
+        """The prompt for the next answer, int32[n]. What messages, tools and options spell is never a control token.
+        Arguments and errors as in render."""
+        text = self._write(messages, tools, template, template_options, True)
+        self._encoder = encoder = self._encoder or Encoder(self._tokenizer)
+        answers = {
+            chr(ANSWERS + i): message["tokens"] for i, message in enumerate(messages) if self._is_answer(message, i)
+        }
+        return np.array(encoder.encode(text, answers), np.int32)
+
+    def _is_answer(self, message: Message, number: int) -> bool:
+        """Whether the tokens of a message are its content, and no more."""
+        tokens, content = message.get("tokens"), message.get("content")
+        if not tokens or not isinstance(content, str):
+            return False
+        try:
+            spelled = self._tokenizer.decode(tokens) == content and all(map(self._tokenizer.token_bytes, tokens))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"messages[{number}]: 'tokens' are not tokens of this model: {error}") from None
+        return spelled
+
+    def _write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: str | None,
+        template_options: Mapping[str, Any] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        for name in set(template_options or {}) & set(_RESERVED):
+            raise ValueError(f"template_options cannot set {name!r}")
+        if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
+            raise TypeError(f"tools must be a list of dictionaries, not {type(tools).__name__}")
+        options = {
+            str(name): marked(value, f"template_options[{name!r}]") for name, value in (template_options or {}).items()
+        }
+        variables = {
+            "documents": None,
+            **options,
+            "messages": marked_messages(messages),
+            "tools": None if tools is None else marked(tools, "tools"),
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": self._spelled(self._tokenizer.bos),
+            "eos_token": self._spelled(self._tokenizer.eos),
+        }
+        name = template or ("tool_use" if tools and "tool_use" in self._sources else "default")
+        with self._one_at_a_time:
+            self._sandbox.meter = Meter(_ROOM + _ESCAPED * _characters(variables))
+            return self._guarded(name, lambda: self._rendered(name, variables))
+
+    def _rendered(self, name: str, variables: Mapping[str, Any]) -> str:
+        template = self._templates.get(name)
+        if template is None:
+            template = self._templates[name] = self._sandbox.from_string(self._source(name))
+        return template.render(variables)
+
+    def _source(self, name: str) -> str:
+        if name not in self._sources:
+            raise ChatTemplateError(f"there is no chat template {name!r}; the model has {', '.join(self._sources)}")
+        source = self._sources[name]
+        if len(source) > _MOST_SOURCE:
+            raise TooMuchError
+        return source
+
+    def _guarded(self, name: str, render: Callable[[], str]) -> str:
+        """What a template wrote; whatever it failed with is a ChatTemplateError."""
+        whose = "the model's chat template" + ("" if name == "default" else f" {name!r}")
+        try:
+            return render()
+        except ChatTemplateError:
+            raise
+        except TemplateRefusal as error:
+            raise ChatTemplateError(f"{whose} refuses these messages: {error}") from None
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"{whose} is damaged, line {error.lineno}: {error}") from None
+        except (TooMuchError, RecursionError, MemoryError, OverflowError):
+            raise ChatTemplateError(f"{whose} does not come to an end, or writes far more than its messages") from None
+        except Exception as error:
+            words = str(error) or type(error).__name__
+            raise ChatTemplateError(f"{whose} fails for these messages: {words}") from error
+
+    def _spelled(self, token: int) -> str:
+        return self._tokenizer.token_text(token) if token >= 0 else ""
+
+
+def _is_one_token(tokenizer: Tokenizer, text: str) -> bool:
+    return len(tokenizer.encode(text, add_special=False)) == 1
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(len(str(key)) + _characters(each) for key, each in value.items())
+    if isinstance(value, list):
+        return sum(map(_characters, value))
+    return len(value) if isinstance(value, str) else 1

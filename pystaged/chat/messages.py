@@ -1,0 +1,80 @@
+"""What a conversation may consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pystaged.chat.marked import ANSWERS, mark
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+
+Message = Mapping[str, Any]
+"""A message as chat templates read it: "role", "content" and what else a template knows of. An assistant's may have
+"tokens", as GenerationResult.message has: its content as the model wrote it."""
+
+
+def marked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as a template gets them: plain data, its strings marked as no template's, roles aside; without tokens.
+
+    The content of the message with number i has the mark chr(ANSWERS + i) if there are tokens for it.
+
+    Raises:
+        TypeError: no list of dictionaries of plain data.
+        ValueError: no messages, an unknown role, a content that is neither text nor parts of text, or broken Unicode.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise TypeError(f"messages must be a list of dictionaries, not {type(messages).__name__}")
+    if not messages:
+        raise ValueError("there are no messages; give at least one, such as {'role': 'user', 'content': 'Hello'}")
+    return [_marked(message, number) for number, message in enumerate(messages)]
+
+
+def _marked(message: Message, number: int) -> dict[str, Any]:
+    where = f"messages[{number}]"
+    if not isinstance(message, Mapping):
+        raise TypeError(f"{where} must be a dictionary with 'role' and 'content', not {type(message).__name__}")
+    role = message.get("role")
+    if role not in ROLES:
+        raise ValueError(f"{where} has the role {role!r}; the roles are {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"{where}: a part of its content is none of text, {{'type': 'text', 'text': ...}}")
+    elif content is not None and not isinstance(content, str):
+        raise TypeError(f"{where}: the content must be text, not {type(content).__name__}")
+    rest = {key: value for key, value in message.items() if key not in ("role", "content", "tokens")}
+    found: dict[str, Any] = {"role": str(role)} | marked(rest, where)
+    if "content" in message:
+        own = chr(ANSWERS + number) if isinstance(content, str) and message.get("tokens") else None
+        found["content"] = mark(content, own) if own else marked(content, where)
+    _check_text(content, where)
+    return found
+
+
+def marked(value: Any, where: str) -> Any:
+    """Plain data, its strings marked. Raises ValueError and TypeError that say where."""
+    try:
+        made = mark(value)
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply") from None
+    _check_text(made, where)
+    return made
+
+
+def _check_text(value: Any, where: str) -> None:
+    try:
+        if isinstance(value, str):
+            value.encode()
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                _check_text(each, where)
+        elif isinstance(value, Mapping):
+            for key, each in value.items():
+                _check_text(key, where)
+                _check_text(each, where)
+    except UnicodeEncodeError:
+        raise ValueError(f"{where} has text that is not valid Unicode: it cannot be written as UTF-8") from None
