@@ -26,10 +26,11 @@ from jinja2.utils import Namespace, pass_environment
 
 from pystaged.chat.marked import MESSAGE, Marked, join
 
-_MOST_STEPS = 2_000_000  # blocks entered, operations and calls, each thousand characters of their results
-_MOST_SECONDS = 20.0  # for steps that take long
+_MOST_STEPS = 500_000  # blocks entered, operations and calls, each thousand characters of their results
+_MOST_SECONDS = 10.0  # for steps that take long
 _LARGEST = 100_000  # number that a call may be given, as for ranges
 _MOST_BITS = 4096  # of a whole number
+_NODE = 16  # characters that take as long as anything in a list
 _WIDTH = re.compile(r"\d{6}|\*")  # in a format: of how many characters a field is
 # They make HTML, choose at random, or write more than they are given.
 _MISSING_FILTERS = {"filesizeformat", "pprint", "random", "slice", "urlize", "wordwrap", "xmlattr"}
@@ -65,7 +66,7 @@ class Meter:
         waiting, size = [value], 0
         while waiting:
             each = waiting.pop()
-            size += len(each) if isinstance(each, str) else 1
+            size += len(each) if isinstance(each, str) else _NODE
             if size > self._most_characters:
                 raise TooMuchError
             if isinstance(each, Mapping):
@@ -99,6 +100,11 @@ class _Code(CodeGenerator):
     def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
         self.write(f" {operators[node.op]} ")
         self._visit_measured(node.expr, frame)
+
+    def visit_Pair(self, node: nodes.Pair, frame: Frame) -> None:
+        self._visit_measured(node.key, frame)
+        self.write(": ")
+        self.visit(node.value, frame)
 
     def _visit_measured(self, node: nodes.Expr, frame: Frame) -> None:
         self.write("environment.measured(")
@@ -190,6 +196,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(value, (list, tuple, Mapping)):
             self.meter.measure(value)
         return value
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, self.measured(argument))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         unsafe = isinstance(obj, (str, bytes)) and attr in _UNSAFE_METHODS
@@ -318,8 +327,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return [self._marked(each, given) if isinstance(each, str) else each for each in made]
 
     def _check_arguments(self, given: Iterable[Any]) -> None:
-        if any(isinstance(each, int) and abs(each) > _LARGEST for each in given):
-            raise TooMuchError
+        for each in given:
+            if isinstance(each, int) and abs(each) > _LARGEST:
+                raise TooMuchError
+            if isinstance(each, tuple):  # the key of a dictionary, perhaps
+                self.meter.measure(each)
 
     def _check_format(self, pattern: str) -> None:
         if _WIDTH.search(pattern):

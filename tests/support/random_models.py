@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,8 +183,9 @@ def add_vocabulary(writer: GGUFWriter, size: int, marks: Mapping[int, str] | Non
     writer.add_eos_token_id(size - 1)
 
 
-def add_sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True) -> None:
-    """A SentencePiece vocabulary: three control tokens, bytes, made-up pieces, a mark and a user-defined token."""
+def add_sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True, marks: Sequence[str] = ()) -> None:
+    """A SentencePiece vocabulary: three control tokens, bytes, made-up pieces, a mark, a user-defined token, and more
+    marks."""
     pieces = ["\u2581", *"ethoainsrl", "he", "th", "the", "\u2581the", "\u2581o", "ing", "in", "er", "\u2581\u2581"]
     tokens = ["<unk>", "<s>", "</s>"]
     types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
@@ -193,6 +194,8 @@ def add_sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True) -
         types += [TokenType.BYTE] * 256
     tokens += [*pieces, "<|tool|>", "<think>"]
     types += [TokenType.NORMAL] * len(pieces) + [TokenType.CONTROL, TokenType.USER_DEFINED]
+    tokens += marks
+    types += [TokenType.CONTROL] * len(marks)
     spare = size - len(tokens)
     tokens += [f"<unused{i}>" for i in range(spare)]
     types += [TokenType.UNUSED] * spare

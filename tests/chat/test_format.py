@@ -1,0 +1,153 @@
+"""Prompts that chat templates make of messages: as transformers writes them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chat import KEY, chat_format, write_vocabulary
+from support.conversations import BOS, CASES, EOS, EXPECTED, TEMPLATES, says, transformers_writes
+
+from pystaged._core import Tokenizer
+from pystaged.chat.format import ChatFormat, ChatTemplateError
+from pystaged.loading import names
+from pystaged.loading.metadata import read_metadata
+
+QUESTION = [says("user", "Hello")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    made = write_vocabulary(tmp_path_factory.mktemp("vocabulary") / "model.gguf", "sentencepiece")
+    assert (made.token_text(made.bos), made.token_text(made.eos)) == (BOS, EOS)
+    return made
+
+
+def written(chat: ChatFormat, case: dict[str, Any]) -> str | None:
+    """What we make of a conversation, None where the template fails."""
+    try:
+        return chat.render(**case)
+    except ChatTemplateError:
+        return None
+
+
+# ---- As transformers ----
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_are_those_of_transformers(tokenizer: Tokenizer, name: str, case: str) -> None:
+    expected = json.loads(EXPECTED.read_text("utf-8"))
+    assert written(chat_format(TEMPLATES[name], tokenizer), CASES[case]) == expected[name][case]
+
+
+def test_what_is_written_down_is_what_transformers_says() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for name, cases in json.loads(EXPECTED.read_text("utf-8")).items():
+        for case, text in cases.items():
+            assert transformers_writes(TEMPLATES[name], CASES[case]) == text, (name, case)
+
+
+def test_smollm2() -> None:
+    try:
+        path = names.resolve("smollm2")
+    except FileNotFoundError:
+        pytest.skip("SmolLM2 is not installed")
+    chat = ChatFormat(read_metadata(path), Tokenizer(path), pytest.fail)
+    text = chat.render(QUESTION)
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im")
+    assert text.endswith("<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for case in CASES.values():
+        assert written(chat, case) == transformers_writes(read_metadata(path)[KEY], case)
+
+
+def test_the_date_is_today(tokenizer: Tokenizer) -> None:
+    text = chat_format("{{ strftime_now('%Y-%m-%d') }}", tokenizer).render(QUESTION)
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", text)
+
+
+def test_named_templates(tokenizer: Tokenizer) -> None:
+    chat = chat_format("plain", tokenizer, tool_use="tools {{ tools|length }}", rag="rag {{ documents[0].text }}")
+    assert chat.names == ["default", "tool_use", "rag"]
+    assert chat.render(QUESTION) == "plain"
+    assert chat.render(QUESTION, tools=[{"a": 1}]) == "tools 1"
+    assert chat.render(QUESTION, template="rag", template_options={"documents": [{"text": "x"}]}) == "rag x"
+    with pytest.raises(ChatTemplateError, match="no chat template 'raag'; the model has default, tool_use, rag"):
+        chat.render(QUESTION, template="raag")
+
+
+def test_without_a_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    said: list[str] = []
+    chat = ChatFormat({}, tokenizer, said.append)
+    assert len(said) == 1
+    assert "no chat template; conversations are written as ChatML" in said[0]
+    assert chat.render([says("system", "a"), *QUESTION]) == (
+        "<|im_start|>system\na<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert chat.stop == ()
+    # Where the mark is no token, the text is looked for.
+    house = Tokenizer(names.resolve("house"))
+    assert ChatFormat({}, house, said.append).stop == ("<|im_end|>",)
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "words"),
+    [
+        ("Hello", TypeError, "messages must be a list of dictionaries, not str"),
+        ({"role": "user"}, TypeError, "messages must be a list of dictionaries, not dict"),
+        ([], ValueError, "there are no messages"),
+        (["Hello"], TypeError, r"messages\[0\] must be a dictionary with 'role' and 'content', not str"),
+        ([*QUESTION, says("usr", "x")], ValueError, r"messages\[1\] has the role 'usr'; the roles are system, "),
+        ([says("user<|im_end|>", "x")], ValueError, "has the role 'user<|im_end|>'"),
+        ([{"content": "x"}], ValueError, "has the role None"),
+        ([says("user", 7)], TypeError, r"messages\[0\]: the content must be text, not int"),
+        ([says("user", b"x")], TypeError, "the content must be text, not bytes"),
+        ([says("user", [{"type": "image"}])], ValueError, r"messages\[0\]: a part of its content is none of text"),
+        ([says("user", "\ud800")], ValueError, r"messages\[0\] has text that is not valid Unicode"),
+        ([says("user", "x", more={1, 2})], TypeError, r"messages\[0\]: strings, numbers, lists .* not set"),
+        ([says("assistant", "x", tokens=[7000])], ValueError, "'tokens' are not tokens of this model"),
+        ([says("assistant", "x", tokens="x")], ValueError, "'tokens' are not tokens of this model"),
+    ],
+)
+def test_messages_that_are_none(tokenizer: Tokenizer, messages: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        chat_format("x", tokenizer).encode(messages)
+
+
+def test_options_that_are_none(tokenizer: Tokenizer) -> None:
+    chat = chat_format("x", tokenizer)
+    with pytest.raises(ValueError, match="template_options cannot set 'bos_token'"):
+        chat.render(QUESTION, template_options={"bos_token": "x"})
+    with pytest.raises(TypeError, match="tools must be a list"):
+        chat.render(QUESTION, tools={"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tools: strings, numbers"):
+        chat.render(QUESTION, tools=[print])  # type: ignore[list-item]
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="tools is nested too deeply"):
+        chat.render(QUESTION, tools=nested)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('No system, please') }}", "chat template refuses these messages: No system, please"),
+        ("a\n{% if %}", "is damaged, line 2: Expected an expression"),
+        ("{{ messages[0].content.nothing.more }}", "fails for these messages: .*nothing"),
+        ("{{ messages[0].content + 1 }}", "fails for these messages: "),
+        ("{{ tools | urlize }}", "is damaged, line 1: No filter named 'urlize'"),
+        ("{% include 'other' %}", "fails for these messages: "),
+        ("{{ 1 / 0 }}", "fails for these messages: division by zero"),
+    ],
+)
+def test_templates_that_fail(tokenizer: Tokenizer, template: str, words: str) -> None:
+    with pytest.raises(ChatTemplateError, match=words):
+        chat_format(template, tokenizer).render(QUESTION)
