@@ -15,7 +15,8 @@ Message = Mapping[str, Any]
 
 
 def marked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as a template gets them: plain data, its strings marked as no template's, roles aside; without tokens.
+    """Messages as a template gets them: plain data, its strings marked as no template's, roles aside; without tokens,
+    and without what is None, which most templates do not expect.
 
     The content of the message with number i has the mark chr(ANSWERS + i) if there are tokens for it.
 
@@ -44,9 +45,11 @@ def _marked(message: Message, number: int) -> dict[str, Any]:
                 raise ValueError(f"{where}: a part of its content is none of text, {{'type': 'text', 'text': ...}}")
     elif content is not None and not isinstance(content, str):
         raise TypeError(f"{where}: the content must be text, not {type(content).__name__}")
-    rest = {key: value for key, value in message.items() if key not in ("role", "content", "tokens")}
+    rest = {
+        key: value for key, value in message.items() if key not in ("role", "content", "tokens") and value is not None
+    }
     found: dict[str, Any] = {"role": str(role)} | marked(rest, where)
-    if "content" in message:
+    if content is not None:
         own = chr(ANSWERS + number) if isinstance(content, str) and message.get("tokens") else None
         found["content"] = mark(content, own) if own else marked(content, where)
     _check_text(content, where)

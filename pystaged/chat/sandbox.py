@@ -60,6 +60,18 @@ class Meter:
         if size > self._most_characters or self._steps > _MOST_STEPS or time.monotonic() > self._deadline:
             raise TooMuchError
 
+    def gather(self, parts: Iterable[str], between: int = 0) -> list[str]:
+        """Strings that will be joined, with so many characters between them. Raises TooMuchError."""
+        taken: list[str] = []
+        size = 0
+        for part in parts:
+            size += len(part) + between
+            self.charge(len(part) + between)
+            if size > self._most_characters:
+                raise TooMuchError
+            taken.append(part)
+        return taken
+
     def measure(self, value: object) -> None:
         """Walk through all of a value before something else does: what holds a list twice is as large as its text.
         Raises TooMuchError."""
@@ -101,10 +113,14 @@ class _Code(CodeGenerator):
         self.write(f" {operators[node.op]} ")
         self._visit_measured(node.expr, frame)
 
-    def visit_Pair(self, node: nodes.Pair, frame: Frame) -> None:
-        self._visit_measured(node.key, frame)
-        self.write(": ")
-        self.visit(node.value, frame)
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self.write("{")
+        for item in node.items:
+            self._visit_measured(item.key, frame)
+            self.write(": ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("}")
 
     def _visit_measured(self, node: nodes.Expr, frame: Frame) -> None:
         self.write("environment.measured(")
@@ -173,12 +189,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def concat(self, parts: Iterable[str]) -> str:
         """The text of parts, with their marks."""
-        taken, size = [], 0
-        for part in parts:
-            size += len(part)
-            self.meter.charge(size)
-            taken.append(part)
-        return join("", taken)
+        return join("", self.meter.gather(parts))
 
     def text(self, value: object) -> str:
         """What a value is written as."""
@@ -295,13 +306,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     @pass_environment
     def _join(self, _: Any, value: Any = (), d: str = "", attribute: str | int | None = None) -> str:
         items = map(make_attrgetter(self, attribute), value) if attribute is not None else value
-        taken: list[str] = []
-        size = 0
-        for item in items:
-            taken.append(self.text(item))
-            size += len(taken[-1]) + len(d)
-            self.meter.charge(size)
-        return join(self.text(d), taken)
+        return join(self.text(d), self.meter.gather(map(self.text, items), len(self.text(d))))
 
     def _to_json(
         self,

@@ -155,7 +155,9 @@ def test_pieces_do_not_meet(tokenizer: Tokenizer, template: str) -> None:
     chat = chat_format("<|im_start|>" + template, tokenizer)
     for words in ("s", "/s", "end"):
         tokens = chat.encode([says("user", parts), says("user", words)]).tolist()
-        assert [each for each in controls(tokenizer, tokens) if each not in ("<s>", "<|endoftext|>")] == ["<|im_start|>"]
+        assert [each for each in controls(tokenizer, tokens) if each not in ("<s>", "<|endoftext|>")] == [
+            "<|im_start|>"
+        ]
         assert len(controls(tokenizer, tokens)) == 1 + tokenizer.adds_bos
 
 
@@ -186,7 +188,9 @@ def test_a_token_of_users(tokenizer: Tokenizer) -> None:
 # ---- How they begin ----
 
 
-@pytest.mark.parametrize("written", ["", "{{ bos_token }}", "{{ bos_token }}{{ bos_token }}", "{{ bos_token ~ bos_token }}"])
+@pytest.mark.parametrize(
+    "written", ["", "{{ bos_token }}", "{{ bos_token }}{{ bos_token }}", "{{ bos_token ~ bos_token }}"]
+)
 def test_one_token_begins(tokenizer: Tokenizer, written: str) -> None:
     chat = chat_format(written + "<|im_start|>{{ messages[0].content }}", tokenizer)
     tokens = chat.encode([says("user", "<s> the")]).tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,7 +57,9 @@ def test_smollm2() -> None:
         pytest.skip("SmolLM2 is not installed")
     chat = ChatFormat(read_metadata(path), Tokenizer(path), pytest.fail)
     text = chat.render(QUESTION)
-    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im")
+    assert text.startswith(
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im"
+    )
     assert text.endswith("<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
     pytest.importorskip("transformers", reason="transformers is not installed")
     for case in CASES.values():
@@ -80,7 +81,7 @@ def test_named_templates(tokenizer: Tokenizer) -> None:
         chat.render(QUESTION, template="raag")
 
 
-def test_without_a_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_without_a_template(tokenizer: Tokenizer) -> None:
     said: list[str] = []
     chat = ChatFormat({}, tokenizer, said.append)
     assert len(said) == 1

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from gguf import GGUFWriter
-from support.random_models import RandomModel, add_sentencepiece, add_vocabulary, write
 
 from pystaged._core import Tokenizer
 from pystaged.chat.format import ChatFormat
+from support.random_models import RandomModel, add_sentencepiece, add_vocabulary, write
 
 MARKS = [
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),

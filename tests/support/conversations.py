@@ -141,6 +141,7 @@ def transformers_writes(template: str, case: dict[str, Any]) -> str | None:
 
 if __name__ == "__main__":
     written = {
-        name: {case: transformers_writes(template, CASES[case]) for case in CASES} for name, template in TEMPLATES.items()
+        name: {case: transformers_writes(template, CASES[case]) for case in CASES}
+        for name, template in TEMPLATES.items()
     }
     EXPECTED.write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n", "utf-8")
