@@ -18,6 +18,7 @@ from pystaged import _program
 # `app` holds several commands, or a function of that name is the command.
 _COMMANDS = {
     "generate": "Continue a prompt.",
+    "chat": "Talk with a model.",
     "pull": "Download a model into the cache and print its path.",
     "quantize": "Write a model in another type, with llama.cpp's quantizer.",
     "repl": "Write a text in turns with the model, which stays loaded and reads only what is new.",

@@ -15,14 +15,16 @@ from pystaged.cli.options import (
     Colors,
     Json,
     LoadOptions,
-    MaxTokens,
     ModelName,
     SamplingOptions,
     ShowTree,
+    System,
+    Think,
     check,
     grouped,
 )
 from pystaged.cli.painting import show, summary
+from pystaged.config import TextOptions
 
 
 @grouped
@@ -30,7 +32,12 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     *,
     model: ModelName = "house",
-    max_tokens: MaxTokens = 128,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", help="New tokens at most; 128, or with --chat what has room.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt, by the model's chat template.")] = False,
+    system: System = "",
+    think: Think = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this string; may be repeated.", callback=check)
     ] = None,
@@ -50,15 +57,33 @@ def generate(
 
     Example: pystaged generate "def fibonacci(n):" --color stages --show-tree
 
+    Example: pystaged generate --chat "Why is the sky blue?" --model smollm2
+
     Example: pystaged generate - --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt > text.txt
     """
     # Before a model is loaded, which may take a while.
     config = sampling.config()
     prompt = read_prompt(prompt)
+    if not chat and (system or think is not None):
+        raise typer.BadParameter("--system and --think are for --chat.")
     with open_engine(model, loading) as engine, reading_bar() as progress:
-        stream = engine.stream(
-            prompt, max_tokens=max_tokens, stop=stop or (), speculate=speculate, sampling=config, progress=progress
-        )
+        options: TextOptions = {
+            "stop": stop or (),
+            "speculate": speculate,
+            "sampling": config,
+            "progress": progress,
+        }
+        if max_tokens is not None:
+            options["max_tokens"] = max_tokens
+        if chat:
+            begun = [{"role": "system", "content": system}] if system else []
+            stream = engine.stream_chat(
+                [*begun, {"role": "user", "content": prompt}],
+                template_options={} if think is None else {"enable_thinking": think},
+                **options,
+            )
+        else:
+            stream = engine.stream(prompt, **options)
         result = stream.finish() if as_json else show(stream, engine.tokenizer, color, show_tree=show_tree)
     if as_json:
         fields = {
@@ -73,12 +98,13 @@ def generate(
         return
     errors.print(summary(result.stats, color))
     if verbose:
-        errors.print(_stats_table(result.stats))
+        errors.print(stats_table(result.stats))
         read = result.stats.prompt_tokens - result.stats.reused_tokens
         report(f"read {read} tokens of the prompt in {result.stats.prefill_seconds:.2f} seconds; seed {result.seed}")
 
 
-def _stats_table(stats: pystaged.GenerationStats) -> Table:
+def stats_table(stats: pystaged.GenerationStats) -> Table:
+    """What each stage did for a text."""
     table = Table(box=None, pad_edge=False)
     for heading in ("stage", "drafted", "accepted", "emitted", "passes", "seconds"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")

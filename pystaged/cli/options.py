@@ -46,6 +46,11 @@ KeysAndValues = Annotated[
 ]
 Colors = Annotated[Color, typer.Option("--color", help="Paint each token by who proposed it; in terminals only.")]
 ShowTree = Annotated[bool, typer.Option("--show-tree", help="Draw each tree, its accepted path bright.")]
+System = Annotated[str, typer.Option("--system", help="How the model is to answer: a message before all others.")]
+Think = Annotated[
+    bool | None,
+    typer.Option("--think/--no-think", help="Whether models that can think first do; else as the model likes."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pystaged import Stage
 from pystaged._core import Tokenizer
-from pystaged.cli import repl
+from pystaged.cli import repl, turns
 from pystaged.cli.interrupts import Interrupts, uninterrupted
 from pystaged.cli.options import Color, SamplingOptions
 from pystaged.cli.repl import Repl
@@ -191,7 +191,7 @@ def test_a_burst_beside_a_turn(
     """While the text is shown, the summary made or printed."""
     made = session(Engine([tokenizer.encode("one two").tolist()] * 2), interrupts)
     made.take("a")
-    module = {"echo": repl.typer, "summary": repl, "print": repl.errors}[name]
+    module = {"echo": repl.typer, "summary": turns, "print": repl.errors}[name]
     honest = getattr(module, name)
 
     def disturbed(*arguments: Any, **options: Any) -> Any:

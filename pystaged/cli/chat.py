@@ -1,0 +1,253 @@
+"""`pystaged chat`: a conversation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+import pystaged
+from pystaged.chat.messages import marked_messages
+from pystaged.cli.console import errors, open_engine, read_prompt, reading_bar, report
+from pystaged.cli.generate import stats_table
+from pystaged.cli.interrupts import Interrupts
+from pystaged.cli.options import Color, Colors, LoadOptions, SamplingOptions, ShowTree, System, Think, grouped
+from pystaged.cli.painting import show, summary
+from pystaged.cli.turns import Turns, take_lines
+from pystaged.config import TextOptions
+from pystaged.engine import Stream
+from pystaged.files import read_small, whole_file
+from pystaged.result import GenerationResult, Piece
+
+_MOST_BYTES = 64 << 20  # of a saved conversation
+
+_HELP = '''A line you type is asked, and the model answers. Lines between """ and """ are one question; a line that
+ends with \\ goes on with the next one. Ctrl-C ends an answer and keeps what was written of it.
+/system TEXT   say how the model is to answer; without TEXT, show it     /clear   begin again, with that
+/retry         answer the last question again, with the next seed        /seed N  same seed, same answer; -1 draws one
+/set NAME VALUE   temperature, top_k, top_p, min_p, seed, max_tokens (0: as many as the context has room for)
+/save FILE     keep the conversation       /load FILE   go on with a kept one
+/stats         what each stage did for the last answer; on, off: a line on speed after each one
+/color on      paint by who proposed each token; off
+/help   show this          /bye   leave, as does Ctrl-D'''
+
+
+@grouped
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.")
+    ] = "smollm2",
+    *,
+    system: System = "",
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="New tokens at most; 0 for as many as the context has room for.")
+    ] = 0,
+    think: Think = None,
+    sampling: SamplingOptions,
+    loading: LoadOptions,
+    stats: Annotated[bool, typer.Option(help="Say after each answer how fast it was, and against plain.")] = False,
+    color: Colors = Color.NONE,
+    show_tree: ShowTree = False,
+) -> None:
+    """Talk with a model, which answers as its own chat template has it, stays loaded and reads only what is new.
+
+    Piped input is one question.
+
+    Example: pystaged chat smollm2 --temperature 0.7 --top-p 0.9
+
+    Example: pystaged chat smollm2 --system "Answer in one sentence." < question.txt
+    """
+    sampling.config()
+    with open_engine(model, loading) as engine, Interrupts() as interrupts:
+        session = Chat(
+            engine,
+            sampling,
+            max_tokens,
+            color,
+            interrupts,
+            show_tree=show_tree,
+            system=system,
+            think=think,
+            stats=stats,
+        )
+        if sys.stdin.isatty():
+            take_lines(session, interrupts)
+            return
+        with interrupts.allowed():
+            session.answer_once(read_prompt("-").removesuffix("\n"))
+
+
+class Chat(Turns):
+    """A conversation so far. Arguments as in Turns and of the command."""
+
+    def __init__(
+        self,
+        engine: pystaged.Engine,
+        sampling: SamplingOptions,
+        max_tokens: int,
+        color: Color,
+        interrupts: Interrupts,
+        *,
+        show_tree: bool = False,
+        system: str = "",
+        think: bool | None = None,
+        stats: bool = False,
+    ) -> None:
+        super().__init__(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree)
+        self._system = system
+        self._options = {} if think is None else {"enable_thinking": think}
+        self._shows_stats = stats
+        self._messages: list[dict[str, Any]] = []
+        self._last: GenerationResult | None = None
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: errors.print(_HELP, style="dim", markup=False),
+            "/system": self._set_system,
+            "/clear": lambda _: self._messages.clear(),
+            "/retry": lambda _: self._retry(),
+            "/seed": lambda words: self._set(["seed", words]),
+            "/set": lambda words: self._set(words.split()),
+            "/save": self._save,
+            "/load": self._load,
+            "/stats": self._stats,
+            "/color": self._paint,
+        }
+
+    def take(self, line: str) -> bool:
+        command, _, words = line.strip().partition(" ")
+        if command in ("/bye", "/exit", "/quit"):
+            return False
+        if command in self._commands:
+            self._commands[command](words.strip())
+        elif command.startswith("/"):
+            raise ValueError(f"there is no command {command}; /help shows those there are")
+        elif command:
+            self._ask(line)
+        return True
+
+    def answer_once(self, question: str) -> None:
+        """Write the answer to a question; errors and Ctrl-C are the caller's."""
+        with reading_bar() as progress:
+            stream = self._stream([{"role": "user", "content": question}], progress)
+            result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree)
+        self._tell(result)
+
+    def _stream(self, messages: list[dict[str, Any]], progress: Callable[[int, int], None]) -> Stream:
+        begun = [{"role": "system", "content": self._system}] if self._system else []
+        options: TextOptions = {"sampling": self._sampling.config(), "progress": progress}
+        if self._max_tokens:
+            options["max_tokens"] = self._max_tokens
+        return self._engine.stream_chat([*begun, *messages], template_options=self._options, **options)
+
+    def _ask(self, question: str) -> None:
+        messages = [*self._messages, {"role": "user", "content": question}]
+        pieces: list[Piece] = []
+        result, about = self._write(lambda progress: self._stream(messages, progress), pieces.append)
+        if pieces or result:
+            tokens = [token for piece in pieces for token in piece.tokens]
+            self._messages = [*messages, {"role": "assistant", "content": "".join(pieces), "tokens": tokens}]
+        if result:
+            self._tell(result)
+        else:
+            errors.print(about)
+
+    def _tell(self, result: GenerationResult) -> None:
+        """Keep the numbers of an answer, and show them if that is wished."""
+        self._last = result
+        if self._shows_stats:
+            errors.print(speed(result.stats, self._color))
+        if result.finish_reason == "length":
+            report("the answer was cut: /set max_tokens or --n-ctx allow more")
+
+    def _retry(self) -> None:
+        if not self._messages:
+            raise ValueError("there is no question to answer again")
+        if not self._sampling.temperature:
+            raise ValueError(
+                "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
+            )
+        if self._sampling.seed >= 0:
+            self._sampling = replace(self._sampling, seed=self._sampling.seed + 1)
+        kept, self._messages = self._messages, self._messages[:-2]
+        try:
+            self._ask(kept[-2]["content"])
+        finally:
+            if len(self._messages) < len(kept):  # nothing was written
+                self._messages = kept
+
+    def _set_system(self, words: str) -> None:
+        if words:
+            self._system = words
+        else:
+            typer.echo(self._system)
+
+    def _stats(self, words: str) -> None:
+        if words in ("on", "off"):
+            self._shows_stats = words == "on"
+        elif words:
+            raise ValueError("write /stats, /stats on or /stats off")
+        elif self._last is None:
+            raise ValueError("there is no answer yet")
+        else:
+            errors.print(speed(self._last.stats, self._color))
+            errors.print(stats_table(self._last.stats))
+
+    def _paint(self, words: str) -> None:
+        if words not in ("on", "off"):
+            raise ValueError("write /color on or /color off")
+        self._color = Color.STAGES if words == "on" else Color.NONE
+
+    def _save(self, words: str) -> None:
+        if not words:
+            raise ValueError("write /save FILE")
+        path = Path(words).expanduser()
+        kept = {
+            "vocabulary": self._engine.tokenizer.fingerprint,
+            "system": self._system,
+            "messages": self._messages,
+        }
+        with whole_file(path) as part:
+            part.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
+        report(f"saved {path}")
+
+    def _load(self, words: str) -> None:
+        if not words:
+            raise ValueError("write /load FILE")
+        path = Path(words).expanduser()
+        self._system, self._messages = read_conversation(path, self._engine.tokenizer.fingerprint)
+        report(f"loaded {path}: {len(self._messages)} messages")
+
+
+def read_conversation(path: Path, vocabulary: str) -> tuple[str, list[dict[str, Any]]]:
+    """System message and messages of a saved conversation; without tokens, if they are another vocabulary's.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is none.
+    """
+    try:
+        kept = json.loads(read_small(path, _MOST_BYTES).decode("utf-8"))
+        system, messages = kept["system"], kept["messages"]
+        turns = [("user", "assistant")[number % 2] for number in range(len(messages))]
+        if not isinstance(system, str) or [message["role"] for message in messages] != turns or len(turns) % 2:
+            raise TypeError("user and assistant do not take turns")
+        if not all(isinstance(message["content"], str) for message in messages):
+            raise TypeError("a content is no text")
+        if messages:
+            marked_messages(messages)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} holds no conversation that was saved with /save: {error}") from None
+    fields = ("role", "content", "tokens") if kept.get("vocabulary") == vocabulary else ("role", "content")
+    return system, [{name: message[name] for name in fields if name in message} for message in messages]
+
+
+def speed(stats: pystaged.GenerationStats, color: Color) -> Text:
+    """One line on an answer: its speed, that against plain decoding, and what was read for it."""
+    line = summary(stats, color)
+    line.append(f"; read {stats.prompt_tokens - stats.reused_tokens} of {stats.prompt_tokens} tokens")
+    return line

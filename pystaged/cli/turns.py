@@ -1,0 +1,149 @@
+"""What sessions share: reading lines, writing answers that Ctrl-C ends, and what may be set in between."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import typer
+from rich.text import Text
+
+import pystaged
+from pystaged.cli.console import errors, reading_bar, report
+from pystaged.cli.interrupts import Interrupts
+from pystaged.cli.options import Color, SamplingOptions
+from pystaged.cli.painting import show, summary
+from pystaged.engine import Stream
+from pystaged.result import GenerationResult, Piece
+
+_QUOTES = '"""'
+
+OpenStream = Callable[[Callable[[int, int], None]], Stream]
+"""Called with what is to be told of a prompt that is being read."""
+
+
+class Turns:
+    """A model that is told things in turns.
+
+    Args:
+        engine: stays open.
+        sampling, max_tokens: until /set changes them.
+        color, show_tree: as in generate.
+        interrupts: entered.
+    """
+
+    def __init__(
+        self,
+        engine: pystaged.Engine,
+        sampling: SamplingOptions,
+        max_tokens: int,
+        color: Color,
+        interrupts: Interrupts,
+        *,
+        show_tree: bool,
+    ) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._max_tokens = max_tokens
+        self._color = color
+        self._interrupts = interrupts
+        self._show_tree = show_tree
+
+    def take(self, line: str) -> bool:
+        """Do what a line says; False when it says to leave.
+
+        Raises:
+            ValueError, TypeError, OSError: it cannot be done.
+        """
+        raise NotImplementedError
+
+    def _write(self, open_stream: OpenStream, keep: Callable[[Piece], object]) -> tuple[GenerationResult | None, Text]:
+        """Write an answer as it comes.
+
+        Args:
+            open_stream: begins it.
+            keep: called with each piece that was written.
+
+        Returns:
+            The whole, None where Ctrl-C or a device that is lost ended it; and a line about it.
+        """
+
+        def take(piece: Piece) -> None:
+            keep(piece)
+            self._interrupts.check()
+
+        result, about = None, Text("stopped", "dim")
+        try:
+            with self._interrupts.allowed(), reading_bar() as progress:
+                written = show(
+                    open_stream(progress), self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=take
+                )
+                about = summary(written.stats, self._color)
+                about.append(f"; read {written.stats.prompt_tokens - written.stats.reused_tokens} new tokens")
+                result = written
+        except KeyboardInterrupt:
+            pass
+        except OSError as error:
+            # Of a device that is lost, say; the text so far is not.
+            about = Text(f"error: {error}", "red")
+        return result, about
+
+    def _set(self, words: list[str]) -> None:
+        try:
+            name, value = words
+            number = float(value) if name in ("temperature", "top_p", "min_p") else int(value)
+        except ValueError as error:
+            raise ValueError("write /set NAME VALUE, such as /set temperature 0.8") from error
+        if name == "max_tokens":
+            self._max_tokens = int(number)
+        elif name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+            changed: dict[str, Any] = {name: number}
+            sampling = replace(self._sampling, **changed)
+            sampling.config()
+            self._sampling = sampling
+        else:
+            raise ValueError(f"there is nothing called {name}; /help shows what can be set")
+
+
+def take_lines(turns: Turns, interrupts: Interrupts) -> None:
+    """Take lines from standard input until one says to leave, or it ends; what cannot be done is said."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, PLC0415  gives `input` editing and a history where there is one
+        report("type /help for help")
+    while (line := _read(interrupts)) is not None:
+        try:
+            if not turns.take(line):
+                break
+        except (ValueError, TypeError, OSError) as error:
+            errors.print(f"error: {error}", style="red", markup=False)
+
+
+def _read(interrupts: Interrupts) -> str | None:
+    """A line from standard input, or several that \\ joins or that stand between triple quotes; None at its end."""
+    lines: list[str] = []
+    quoted = False
+    while True:
+        try:
+            with interrupts.allowed():
+                line = input((". " if lines else "> ") if sys.stdin.isatty() else "")
+        except EOFError:
+            return "\n".join(lines) if lines else None
+        except KeyboardInterrupt:
+            # As in a shell: what was typed is dropped.
+            typer.echo()
+            lines, quoted = [], False
+            continue
+        if not lines and line.lstrip().startswith(_QUOTES):
+            quoted, line = True, line.lstrip()[len(_QUOTES) :]
+        if quoted:
+            if line.rstrip().endswith(_QUOTES):
+                return "\n".join([*lines, line.rstrip()[: -len(_QUOTES)]]).strip("\n")
+            lines.append(line)
+        elif line.endswith("\\"):
+            lines.append(line[:-1])
+        else:
+            return "\n".join([*lines, line])

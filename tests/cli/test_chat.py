@@ -1,0 +1,259 @@
+"""The conversation of the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import assert_refused, run
+
+import pystaged
+from pystaged.cli import chat as command
+from pystaged.cli.chat import Chat, read_conversation
+from pystaged.cli.interrupts import Interrupts
+from pystaged.cli.options import Color, SamplingOptions
+
+QUESTION = "def fibonacci(n):"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[pystaged.Engine]:
+    with pystaged.load(report=lambda _: None) as opened:
+        yield opened
+
+
+@pytest.fixture
+def session(engine: pystaged.Engine) -> Iterator[Callable[..., Chat]]:
+    with Interrupts() as interrupts:
+        yield lambda max_tokens=6, **options: Chat(
+            engine, SamplingOptions(**options), max_tokens, Color.NONE, interrupts
+        )
+
+
+def asks(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+# ---- Turns ----
+
+
+def test_each_turn_goes_on(
+    engine: pystaged.Engine, session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = session(temperature=1.0, seed=3)
+    messages: list[dict[str, Any]] = []
+    for question in ("one", "two\nlines", "three"):
+        assert made.take(question)
+        messages.append(asks(question))
+        result = engine.chat(messages, max_tokens=6, temperature=1.0, seed=3)
+        messages.append(result.message)
+        assert capsys.readouterr().out == result.text + "\n"
+    assert made._messages == messages
+    # All but what is new was there.
+    assert made._last
+    assert made._last.stats.reused_tokens == result.stats.reused_tokens > 0
+
+
+def test_system_clear_and_seed(
+    engine: pystaged.Engine, session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = session(temperature=1.0)
+    made.take("/system Be brief. ")
+    made.take("/system")
+    made.take("forgotten")
+    made.take("/clear")
+    made.take("/seed 7")
+    made.take("/set max_tokens 4")
+    capsys.readouterr()
+    made.take(QUESTION)
+    result = engine.chat(
+        [{"role": "system", "content": "Be brief."}, asks(QUESTION)], max_tokens=4, temperature=1.0, seed=7
+    )
+    assert capsys.readouterr().out == result.text + "\n"
+
+
+def test_retry_takes_the_next_seed(
+    engine: pystaged.Engine, session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = session(temperature=1.0, seed=5)
+    with pytest.raises(ValueError, match="no question to answer again"):
+        made.take("/retry")
+    made.take(QUESTION)
+    capsys.readouterr()
+    made.take("/retry")
+    result = engine.chat([asks(QUESTION)], max_tokens=6, temperature=1.0, seed=6)
+    assert capsys.readouterr().out == result.text + "\n"
+    assert made._messages == [asks(QUESTION), result.message]
+    made.take("/set temperature 0")
+    with pytest.raises(ValueError, match="at temperature 0 the answer would be the same"):
+        made.take("/retry")
+
+
+def test_stats_and_color(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+    made = session()
+    with pytest.raises(ValueError, match="there is no answer yet"):
+        made.take("/stats")
+    made.take(QUESTION)
+    assert "per second" not in capsys.readouterr().err
+    made.take("/stats")
+    shown = capsys.readouterr().err
+    assert "per second" in shown
+    assert "emitted" in shown
+    made.take("/stats on")
+    made.take("/color on")
+    made.take("again")
+    assert "n-gram" in capsys.readouterr().err
+    for line in ("/stats maybe", "/color maybe"):
+        with pytest.raises(ValueError, match="write /"):
+            made.take(line)
+
+
+def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+    made = session()
+    assert made.take("")
+    assert made.take("/help")
+    assert "/retry" in capsys.readouterr().err
+    assert not any(made.take(line) for line in ("/bye", "/exit", "/quit"))
+    with pytest.raises(ValueError, match="there is no command /nonsense; /help shows"):
+        made.take("/nonsense")
+    with pytest.raises(ValueError, match="write /set NAME VALUE"):
+        made.take("/seed")
+
+
+def test_a_burst_of_ctrl_c_keeps_what_was_written(
+    session: Callable[..., Chat], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = session(max_tokens=400, temperature=1.0)
+    honest, pieces = Interrupts.check, iter(range(1000))
+
+    def check(self: Interrupts) -> None:
+        if next(pieces) == 3:
+            for _ in range(3):
+                self._press(signal.SIGINT, None)
+        honest(self)
+
+    monkeypatch.setattr(Interrupts, "check", check)
+    made.take(QUESTION)
+    shown = capsys.readouterr()
+    assert "stopped" in shown.err
+    question, answer = made._messages
+    assert question == asks(QUESTION)
+    assert shown.out == answer["content"] + "\n"
+    assert 0 < len(answer["tokens"]) < 400
+    made.take("/set max_tokens 3")
+    made.take("go on")
+    assert len(made._messages) == 4
+
+
+# ---- Saved conversations ----
+
+
+def test_save_and_load(
+    engine: pystaged.Engine, session: Callable[..., Chat], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, file = session(temperature=1.0), tmp_path / "talk.json"
+    made.take("/system Say \u00e9.")
+    made.take(QUESTION)
+    made.take(f"/save {file}")
+    made.take("next")
+    expected = made._messages
+    other = session(temperature=1.0)
+    other.take(f"/load {file}")
+    assert "2 messages" in capsys.readouterr().err
+    other.take("next")
+    assert other._messages == expected
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+    _, messages = read_conversation(file, "another vocabulary")
+    assert [sorted(message) for message in messages] == [["content", "role"]] * 2
+    with pytest.raises(OSError, match="there is no folder"):
+        made.take(f"/save {tmp_path / 'nowhere' / 'talk.json'}")
+    for line in ("/save", "/load"):
+        with pytest.raises(ValueError, match=f"write {line} FILE"):
+            made.take(line)
+    assert engine.tokenizer.fingerprint == json.loads(file.read_text("utf-8"))["vocabulary"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"system": "", "messages": 3}',
+        '{"system": 1, "messages": []}',
+        '{"system": "", "messages": [1, 2]}',
+        '{"system": "", "messages": [{"role": "user", "content": "a"}]}',
+        '{"system": "", "messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}',
+        '{"system": "", "messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "b"}]}',
+        '{"system": "", "messages": [{"role": "system", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+        '{"system": "", "messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "b"}]}',
+        "[" * 100_000,
+    ],
+)
+def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., Chat]) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text(text, "utf-8")
+    made = session()
+    with pytest.raises(ValueError, match=r"talk\.json holds no conversation that was saved with /save"):
+        made.take(f"/load {file}")
+    assert made._messages == []
+    with pytest.raises(FileNotFoundError):
+        made.take(f"/load {tmp_path / 'nothing.json'}")
+
+
+# ---- The command ----
+
+
+def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
+    question = "a = 1\nb ="
+    expected = engine.chat([asks(question)], max_tokens=8).text
+    done = run("chat", "house", "--max-tokens", "8", "--stats", stdin=f"{question}\n".encode())
+    assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
+    assert "no chat template; conversations are written as ChatML" in done.stderr.decode()
+    assert "per second" in done.stderr.decode()
+    done = run("generate", question, "--chat", "--max-tokens", "8")
+    assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
+
+
+def test_wrong_usage() -> None:
+    assert_refused(run("chat", "nothing.gguf", stdin=b"x"), "there is no model file nothing.gguf")
+    done = run("generate", "x", "--system", "y")
+    assert done.returncode == 2
+    assert "for --chat" in done.stderr.decode()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+def test_in_a_terminal(engine: pystaged.Engine, tmp_path: Path) -> None:
+    from cli.test_terminal import terminal  # noqa: PLC0415
+
+    question = "def f(x):\n    return x"
+    expected = engine.chat([asks(question)], max_tokens=8)
+    file = tmp_path / "talk.json"
+    window = terminal("chat", "house", "--max-tokens", "8", "--stats", columns=200, lines=60)
+    window.wait_for(b"> ")
+    window.type(b'"""\n')
+    for line in question.split("\n"):
+        window.wait_for(b". ")
+        window.type(line.encode() + b"\n")
+    window.type(b'"""\n')
+    window.wait_for(b"per step")
+    window.type(f"/save {file}\n".encode())
+    window.wait_for(b"saved ")
+    # Ctrl-C drops what is being typed.
+    window.type(b"nonsense\x03")
+    window.wait_for(b"> ", start=len(window.output))
+    window.type(b"/nothing\n")
+    window.wait_for(b"there is no command")
+    window.type(b"/bye\n")
+    assert window.finish() == 0
+    assert json.loads(file.read_text("utf-8"))["messages"] == [asks(question), expected.message]
+
+
+def test_the_help_names_all_commands(session: Callable[..., Chat]) -> None:
+    assert all(name in command._HELP for name in session()._commands)
