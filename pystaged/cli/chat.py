@@ -161,8 +161,8 @@ class Chat(Turns):
         self._last = result
         if self._shows_stats:
             errors.print(speed(result.stats, self._color))
-        if result.finish_reason == "length":
-            report("the answer was cut: /set max_tokens or --n-ctx allow more")
+        if result.finish_reason == "length" and not self._max_tokens:
+            report("the context is full: /clear begins again, --n-ctx allows more")
 
     def _retry(self) -> None:
         if not self._messages:
