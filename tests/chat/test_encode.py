@@ -78,6 +78,8 @@ EXPRESSIONS = [
     "c | list | join",
     "c | map('upper') | map('lower') | join",
     "'%s' % c",
+    "'-%s-' % c",
+    "'%s%s' % (c, c)",
     "'%s%s' | format(c, c)",
     "'{}'.format(c)",
     "'{a}'.format_map({'a': c})",

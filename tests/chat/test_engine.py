@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 from support.conversations import says
+from support.random_models import RandomModel, add_vocabulary, write
 
 import pystaged
 from pystaged.loading import names
@@ -74,6 +76,20 @@ def test_without_a_template_it_warns() -> None:
             warnings.simplefilter("error")
             second = engine.chat([says("user", "a = 1"), first.message, says("user", "b = 2")], max_tokens=8)
     assert second.stats.reused_tokens >= first.stats.prompt_tokens
+
+
+def test_templates_of_a_file(tmp_path: Path) -> None:
+    long = "{{ messages[0].content }}" + "x" * 5000
+
+    def vocabulary(writer: GGUFWriter, size: int) -> None:
+        add_vocabulary(writer, size)
+        writer.add_chat_template([{"name": "default", "template": long}, {"name": "rag", "template": "\u00e9"}])
+
+    path = write(tmp_path / "model.gguf", RandomModel("llama", vocabulary=vocabulary))
+    with pystaged.load(path, draft=None, report=lambda _: None) as engine:
+        assert engine.chat_format.names == ["default", "rag"]
+        assert engine.chat_format.render([says("user", "a")]) == "a" + "x" * 5000
+        assert engine.chat_format.render([says("user", "a")], template="rag") == "\u00e9"
 
 
 def test_it_is_as_long_as_there_is_room(random_gguf: Callable[..., Path]) -> None:
