@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, DeviceError, Model, Tokenizer
 from pystaged.backends.devices import open_session
-from pystaged.chat.format import ChatFormat
 from pystaged.chat.messages import Message
 from pystaged.config import GenerationConfig, TextOptions, check_options
 from pystaged.contexts import ContextPool
@@ -33,6 +32,8 @@ from pystaged.text import TextBuffer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from pystaged.chat.format import ChatFormat
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 
@@ -135,6 +136,8 @@ class Engine:
     @cached_property
     def chat_format(self) -> ChatFormat:
         """How conversations are written for this model: by its own chat template."""
+        from pystaged.chat.format import ChatFormat  # noqa: PLC0415  brings jinja2
+
         return ChatFormat(read_metadata(self._pair.path), self.tokenizer, self._warn)
 
     def chat(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from pystaged._core import Tokenizer
@@ -51,17 +52,22 @@ class Encoder:
             for written in _WRITTEN.finditer(marks)
             for match in self._control.finditer(text, written.start(), written.end())
         ]
-        forged = [
-            match.start(1)
+        forged = sorted(
+            place
             for match in self._anywhere.finditer(text)
             if marks[match.start(1) : match.end(1)].strip(TEMPLATE)
-        ]
+            for place in (match.start(1), match.end(1) - 1)
+        )
+
+        def spells_one(begin: int, end: int) -> bool:
+            return bisect_left(forged, begin) < bisect_left(forged, end)
+
         for begin, end in [*controls, (len(text), len(text))]:
             for where, written in self._answers(text, marks, at, begin, answers):
-                tokens.add(text[at:where], plain=any(at <= each < where for each in forged))
+                tokens.add(text[at:where], plain=spells_one(at, where))
                 tokens.take(written)
                 at = where + len(self._text(written))
-            tokens.add(text[at:begin], plain=any(at <= each < begin for each in forged))
+            tokens.add(text[at:begin], plain=spells_one(at, begin))
             tokens.add(text[begin:end], plain=False)
             at = end
         return self._begun(tokens.done())

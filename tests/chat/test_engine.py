@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,3 +104,8 @@ def test_it_is_as_long_as_there_is_room(random_gguf: Callable[..., Path]) -> Non
             engine.chat([says("user", "x")], nonsense=1)  # type: ignore[call-arg]
         with pytest.raises(pystaged.ChatTemplateError, match="there is no chat template 'x'; the model has default"):
             engine.chat([says("user", "x")], template="x")
+
+
+def test_jinja_is_not_imported_before_it_is_needed() -> None:
+    code = "import sys; import pystaged.engine, pystaged.cli.generate; sys.exit('jinja2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
