@@ -14,7 +14,8 @@ from pystaged._core import Tokenizer
 from pystaged.chat.encode import Encoder
 from pystaged.chat.marked import ANSWERS
 from pystaged.chat.messages import Message, marked, marked_messages
-from pystaged.chat.sandbox import Meter, Sandbox, TemplateRefusal, TooMuchError
+from pystaged.chat.meter import Meter, TooMuchError
+from pystaged.chat.sandbox import Sandbox, TemplateRefusal
 
 _KEY = "tokenizer.chat_template"
 _MOST_SOURCE = 1 << 20  # characters; the longest of known models have some 70,000

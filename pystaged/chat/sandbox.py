@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Any
@@ -25,67 +24,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
 
 from pystaged.chat.marked import MESSAGE, Marked, join
+from pystaged.chat.meter import Meter, TooMuchError
 
-_MOST_STEPS = 500_000  # blocks entered, operations and calls, each thousand characters of their results
-_MOST_SECONDS = 10.0  # for steps that take long
 _LARGEST = 100_000  # number that a call may be given, as for ranges
 _MOST_BITS = 4096  # of a whole number
-_NODE = 16  # characters that take as long as anything in a list
 _WIDTH = re.compile(r"\d{6}|\*")  # in a format: of how many characters a field is
 # They make HTML, choose at random, or write more than they are given.
 _MISSING_FILTERS = {"filesizeformat", "pprint", "random", "slice", "urlize", "wordwrap", "xmlattr"}
 _SHALLOW_FILTERS = {"attr", "count", "d", "default", "first", "items", "last", "length", "list", "map"}
 _UNSAFE_METHODS = {"encode", "expandtabs", "translate"}
-
-
-class TooMuchError(Exception):
-    """A template takes too many steps, or writes too much."""
-
-
-class Meter:
-    """Counts the work of one rendering.
-
-    Args:
-        most_characters: of any text.
-    """
-
-    def __init__(self, most_characters: int) -> None:
-        self._most_characters = most_characters
-        self._steps = 0
-        self._deadline = time.monotonic() + _MOST_SECONDS
-
-    def charge(self, size: int = 0) -> None:
-        """Take a step that makes something of that size. Raises TooMuchError."""
-        self._steps += 1 + size // 1000
-        if size > self._most_characters or self._steps > _MOST_STEPS or time.monotonic() > self._deadline:
-            raise TooMuchError
-
-    def gather(self, parts: Iterable[str], between: int = 0) -> list[str]:
-        """Strings that will be joined, with so many characters between them. Raises TooMuchError."""
-        taken: list[str] = []
-        size = 0
-        for part in parts:
-            size += len(part) + between
-            self.charge(len(part) + between)
-            if size > self._most_characters:
-                raise TooMuchError
-            taken.append(part)
-        return taken
-
-    def measure(self, value: object) -> None:
-        """Walk through all of a value before something else does: what holds a list twice is as large as its text.
-        Raises TooMuchError."""
-        waiting, size = [value], 0
-        while waiting:
-            each = waiting.pop()
-            size += len(each) if isinstance(each, str) else _NODE
-            if size > self._most_characters:
-                raise TooMuchError
-            if isinstance(each, Mapping):
-                waiting += [*each, *each.values()]
-            elif isinstance(each, Collection) and not isinstance(each, (str, bytes, range)):
-                waiting += each
-        self.charge(size)
 
 
 class _Code(CodeGenerator):

@@ -9,7 +9,7 @@ from support.chat import chat_format, write_vocabulary
 from support.conversations import says
 
 from pystaged._core import Tokenizer
-from pystaged.chat import sandbox
+from pystaged.chat import meter
 from pystaged.chat.format import ChatTemplateError
 
 MILLION = "{% set x = 'a' * 1000000 %}"
@@ -71,13 +71,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     ],
 )
 def test_it_comes_to_an_end(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
-    monkeypatch.setattr(sandbox, "_MOST_STEPS", 20_000)
+    monkeypatch.setattr(meter, "_MOST_STEPS", 20_000)
     with pytest.raises(ChatTemplateError, match="does not come to an end, or writes far more than its messages"):
         chat_format(template, tokenizer).render([says("user", "Hello")])
 
 
 def test_steps_that_take_long(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(meter, "_MOST_SECONDS", 0.0)
     with pytest.raises(ChatTemplateError, match="does not come to an end"):
         chat_format("{% if messages %}{% endif %}", tokenizer).render([says("user", "Hello")])
 
