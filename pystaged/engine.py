@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import ContextFullError, DeviceError, Model, Tokenizer
+from pystaged._core import ContextFullError, Model, Tokenizer
 from pystaged.backends.devices import open_session
 from pystaged.config import GenerationConfig, TextOptions, check_options
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
+from pystaged.decoding.rounds import Rounds
 from pystaged.decoding.scoring import score
-from pystaged.decoding.tree import Stage
 from pystaged.loading.pair import Pair
-from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, Score
-from pystaged.stats import GenerationStats
-from pystaged.text import TextBuffer
+from pystaged.result import GenerationResult, Score
+from pystaged.scheduler import Scheduler
+from pystaged.stream import OwningStream, Stream
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -109,6 +104,7 @@ class Engine:
             keep_packed=keep_packed,
         )
         self._contexts = ContextPool(lambda: pair.decoder(n_ctx, policy))
+        self._scheduler = Scheduler(Rounds(None if policy else pair.target_cost()))
         self.n_ctx = self._contexts.n_ctx
 
     @property
@@ -214,157 +210,6 @@ class Engine:
         self.close()
 
 
-class Stream(Iterator[Piece]):
-    """The pieces of one generation as they come. Close it, from any thread, or use it as a context manager, to stop
-    early; one that is dropped gives its context back.
-    """
-
-    def __init__(self, engine: Engine, prompt: Prompt, config: GenerationConfig) -> None:
-        tokens = engine.encode(prompt)
-        self._engine, self._seed = engine, config.sampling.seed
-        self._written = _Written(GenerationStats())
-        # It must not hold the stream, or dropping one would be the collector's work.
-        self._pieces = _pieces(engine, prompt, tokens, config, self._written)
-        self._turn = threading.Lock()
-        self._reader: int | None = None  # the thread whose turn it is
-        self._cancelled = self._over = False
-
-    def __next__(self) -> Piece:
-        if self._reader == threading.get_ident():
-            raise RuntimeError("a policy or a signal handler reads the stream in the middle of its own step")
-        try:
-            with self._turn:
-                self._reader = threading.get_ident()
-                try:
-                    piece = next(self._pieces)
-                except BaseException:
-                    # In this turn: a `close` of another thread may have the next one, and the result must be there.
-                    self._end()
-                    raise
-                finally:
-                    self._reader = None
-        except BaseException:
-            self.close()
-            raise
-        if self._cancelled:
-            self.close()
-        return piece
-
-    @property
-    def result(self) -> GenerationResult:
-        """The whole, once the stream is exhausted or closed. Raises RuntimeError before."""
-        if not self._over:
-            raise RuntimeError("the stream has not been read to its end")
-        written = self._written
-        return GenerationResult(
-            "".join(written.text),
-            written.tokens,
-            written.finish or "cancelled",
-            self._seed,
-            written.stats,
-            written.stages,
-        )
-
-    def finish(self) -> GenerationResult:
-        """Read the rest and return the whole."""
-        with self:
-            for _ in self:
-                pass
-            return self.result
-
-    def close(self) -> None:
-        """Stop here. A step that another thread has in hand is the last one; the result is there after it."""
-        self._cancelled = True
-        if self._turn.acquire(blocking=False):
-            try:
-                self._end()
-            finally:
-                self._turn.release()
-            self._engine._contexts.tidy()
-
-    def _end(self) -> None:
-        self._pieces.close()
-        self._over = True
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class _OwningStream(Stream):
-    """A stream whose engine is closed with it."""
-
-    def __init__(self, engine: Engine, prompt: Prompt, config: GenerationConfig) -> None:
-        super().__init__(engine, prompt, config)
-        self._close_engine = weakref.finalize(self, engine.close)
-
-    def close(self) -> None:
-        super().close()
-        if self._over:
-            self._close_engine()
-
-
-@dataclass(slots=True)
-class _Written:
-    """What a text is so far."""
-
-    stats: GenerationStats
-    text: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    stages: list[Stage] = field(default_factory=list)
-    finish: FinishReason | None = None
-
-
-def _pieces(
-    engine: Engine, prompt: Prompt, tokens: NDArray[np.int32], config: GenerationConfig, written: _Written
-) -> Generator[Piece, None, None]:
-    """The text of the target's tokens, cut at stop strings."""
-    tokenizer, buffer = engine.tokenizer, TextBuffer(config.stop)
-    context = engine._contexts.take(tokens)
-    lost = False
-    try:
-        steps = context.generate(
-            tokens,
-            config.sampling,
-            config.max_tokens,
-            is_end=tokenizer.is_end,
-            speculate=config.speculate,
-            stats=written.stats,
-            progress=config.progress,
-        )
-        with closing(steps):
-            for step in steps:
-                piece, new = "", 0
-                for token in step.tokens:
-                    piece += buffer.push(tokenizer.token_bytes(token))
-                    new += 1
-                    if buffer.stopped:
-                        break
-                if step.finish_reason:
-                    piece += buffer.finish(cut=step.finish_reason == "length")
-                written.finish = "stop" if buffer.stopped else step.finish_reason
-                written.text.append(piece)
-                written.tokens += step.tokens[:new]
-                written.stages += step.stages[:new]
-                written.stats.cut(step.stages[new:])
-                if new or piece:
-                    yield Piece(piece, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path))
-                if buffer.stopped:
-                    break
-    except DeviceError as error:
-        lost = True
-        engine._contexts.forget()
-        words = prompt if isinstance(prompt, str) else tokens.tolist()
-        raise DeviceLostError(str(error), words, "".join(written.text), written.tokens) from error
-    finally:
-        if not lost:
-            engine._contexts.give_back(context)
-
-
 def load(model: str | Path = "house", **options: Unpack[LoadOptions]) -> Engine:
     """Open a model and keep it open; arguments and errors as in Engine."""
     check_options(options, LoadOptions)
@@ -386,7 +231,7 @@ def stream(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Opt
     config = GenerationConfig(**given)  # type: ignore[arg-type]
     engine = load(model, **opening)
     try:
-        return _OwningStream(engine, prompt, config)
+        return OwningStream(engine, prompt, config)
     except BaseException:
         engine.close()
         raise

@@ -23,16 +23,21 @@ is earned back.
 Among drafters that are covered the one of the largest average speed-up is used, none where none is faster than plain
 decoding. Another one is tried only when a purse of its own, filled by the same share and emptied by what its trials
 lost, covers the trial. What is learnt of drafters is kept in plain steps: it holds where the machine slows down.
+
+In a crowd, a plain step is one of all its texts together, and time is the text's own: its part of passes, and what its
+guesses add to a pass of the target by the measured costs. All others wait for that too, so it counts once for each text.
+The bound then holds in this reckoning.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from pystaged.decoding.cost import PassCost, surprise
+from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.requests import Done, Requests
 from pystaged.decoding.tree import TokenTree
 
 OPENING = 2.2  # plain steps that drafting may lose in a text before it has gained anything
@@ -57,19 +62,19 @@ class Budget:
         cost: seconds of a target pass, refined here. None keeps no account: the first drafter is always used.
         uses: called with the tokens of a text; of each drafter, the tokens of a step with it and its time in plain
             steps, as believed before it has been tried.
-        clock: seconds.
+        crowd: who shares the passes.
     """
 
     def __init__(
         self,
         cost: PassCost | None,
         uses: Callable[[int], Sequence[tuple[float, float]]],
-        *,
-        clock: Callable[[], float] = time.perf_counter,
+        crowd: Crowd,
     ) -> None:
         self.credit = 0.0  # seconds
         self._cost = cost
-        self._clock = clock
+        self._crowd = crowd
+        self._clock = crowd.clock
         self._uses = uses
         first = uses(0)
         self._tokens = [tokens for tokens, _ in first]
@@ -78,8 +83,9 @@ class Budget:
         self._tried = [False] * len(first)
         self._purses = [0.0] * len(first)  # seconds
         self._cells = 0  # that the text has filled
+        self._texts = 1  # that were stepped together
         # Of a plain step there, as believed. Not a pass of one row in a drafted step: a draft had the caches before it.
-        self.plain_seconds = cost(1) if cost else 0.0
+        self._alone_seconds = cost(1) if cost else 0.0
         self._plain_seen = 1
         self._reading = cost(_CHUNK) / _CHUNK if cost else 0.0  # of the target, a token of a prompt
         self._best: int | None = None
@@ -88,7 +94,16 @@ class Budget:
         self._was_plain = False
         self._begin = self._drafted = 0.0
 
-    def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: tuple[int, float]) -> None:
+    @property
+    def plain_seconds(self) -> float:
+        """Of a plain step, as believed."""
+        if self._cost is None or self._texts == 1:
+            return self._alone_seconds
+        # With what Python does for each of the texts.
+        one, cells = self._cost(1, self._cells), self._cells
+        return self._cost(self._texts, cells) + self._texts * max(0.0, self._alone_seconds - one)
+
+    def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: tuple[int, float]) -> Requests[None]:
         """Begin a text. The drafter that will be used most reads its prompt at once; a trial of another one pays later.
 
         Args:
@@ -101,7 +116,7 @@ class Budget:
         self._go_to(prompt_tokens - 1)
         for i, (tokens, steps) in enumerate(self._uses(self._cells)):
             if not self._tried[i]:
-                self._tokens[i], self._times[i] = tokens, steps
+                self._tokens[i], self._times[i] = tokens, 1 + (steps - 1) * self._dearness
         if read[0] >= _CHUNK:
             self._reading = read[1] / read[0]
         self.credit = OPENING * self.plain_seconds
@@ -110,7 +125,7 @@ class Budget:
             return
         allowance = PROMPT * self._reading * prompt_tokens
         begin = self._clock()
-        drafters[best].catch_up(allowance + self.credit / 2)
+        yield from drafters[best].catch_up(allowance + self.credit / 2)
         self.credit -= max(0.0, self._clock() - begin - allowance)
 
     def choose(self, drafters: Sequence[Drafter], cells: int) -> int | None:
@@ -128,20 +143,20 @@ class Budget:
     @property
     def seconds(self) -> float:
         """Seconds that the chosen drafter may use: what is left when verifying one node is paid."""
-        return self.credit - self._extra(2) if self._cost else math.inf
+        return (self.credit - self._extra(2)) / self._texts if self._cost else math.inf
 
     def trim(self, tree: TokenTree) -> TokenTree:
         """The part of what was drafted that verifying loses no more than the credit still holds."""
         self._drafted = self._clock()
         if self._cost is None:
             return tree
-        left = self.credit - (self._drafted - self._begin)
+        left = self.credit - self._texts * (self._drafted - self._begin)
         rows = len(tree)
         while rows > 1 and self._extra(rows) > left:
             rows -= 1
         return tree.head(rows)
 
-    def record(self, num_rows: int, num_tokens: int, verify_seconds: float) -> float:
+    def record(self, num_rows: int, num_tokens: int, verified: Done) -> float:
         """End the step: what it verified, wrote and took.
 
         Returns:
@@ -150,26 +165,48 @@ class Budget:
         if self._cost is None:
             return 0.0
         told = self._clock()
-        self._cost.observe(num_rows, self._cells, verify_seconds)
+        self._cost.observe(verified.num_rows, verified.cells, verified.seconds)
+        is_alone = verified.share == 1
         if self._chosen is None:
-            seconds = self._drafted - self._begin + verify_seconds
-            if self._was_plain:
+            seconds = self._drafted - self._begin + verified.seconds
+            if is_alone and self._was_plain:
                 self._see_plain(seconds)
-            self._was_plain = True
-            self._earn(0.0, SHARE * min(seconds, self.plain_seconds))
+            self._was_plain = is_alone
+            self._earn(0.0, SHARE * (min(seconds, self.plain_seconds) if is_alone else self.plain_seconds))
         else:
             self._was_plain = False
             plain = num_tokens * self.plain_seconds
-            gain = plain - (told - self._begin)
+            seconds = told - self._begin
+            if not is_alone:
+                seconds += self._part(num_rows, verified) - verified.share * verified.seconds
+            gain = plain - self._texts * seconds
             self._earn(gain, SHARE * plain)
             self._learn(self._chosen, num_tokens, gain)
         return num_tokens * self.plain_seconds
 
+    @property
+    def _dearness(self) -> float:
+        """Plain steps that a second of drafting takes, to those of a text alone: each text waits, for longer steps."""
+        return self._texts * self._alone_seconds / self.plain_seconds if self.plain_seconds else 1.0
+
+    def _part(self, num_rows: int, verified: Done) -> float:
+        """Seconds of a shared pass that count for a text: of the plain part as much as for each, and its guesses."""
+        if self._cost is None:
+            return 0.0
+        whole, without = (self._cost(n, verified.cells) for n in (verified.num_rows, verified.num_rows - num_rows + 1))
+        return self._cost(self._texts, self._cells) / self._texts + max(0.0, whole - without)
+
     def _go_to(self, cells: int) -> None:
-        """Price plain steps for a text that has filled so many cells."""
+        """Price plain steps for a text that has filled so many cells, in the crowd that there is."""
         if self._cost:
-            self.plain_seconds *= self._cost(1, cells) / self._cost(1, self._cells)
+            self._alone_seconds *= self._cost(1, cells) / self._cost(1, self._cells)
         self._cells = cells
+        if self._texts != self._crowd.texts:
+            plain, dearness = self.plain_seconds, self._dearness
+            self._texts = self._crowd.texts
+            self._times = [1 + (steps - 1) * self._dearness / dearness for steps in self._times]
+            if plain:
+                self.credit *= self.plain_seconds / plain
 
     def _choose(self, drafters: Sequence[Drafter]) -> int | None:
         if self._cost is None:
@@ -188,7 +225,7 @@ class Budget:
             self._unchecked += 1
             gains = self._tokens[chosen] - self._times[chosen]
             # By a plain step that is believed to be too long, whatever is drafted seems to gain.
-            doubtful = self.plain_seconds > _DOUBT * self._cost(1, self._cells)
+            doubtful = self._alone_seconds > _DOUBT * self._cost(1, self._cells)
             if self._unchecked > (self._check_after if gains < 1 or doubtful else _RARE_CHECK):
                 return None
         return chosen
@@ -198,15 +235,17 @@ class Budget:
         if self._cost is None:
             return 0.0
         # What has been learnt of a few rows may have made them dearer than more of them.
-        return max(0.0, self._cost(num_rows, self._cells) / self._cost(1, self._cells) - 1) * self.plain_seconds
+        one, others = self._cost(1, self._cells), self._crowd.rows
+        more = self._cost(others + num_rows, self._cells) - self._cost(others + 1, self._cells)
+        return max(0.0, more / one) * self._alone_seconds * self._texts
 
     def _see_plain(self, seconds: float) -> None:
         self._plain_seen += 1
         weight = max(_PLAIN_BLEND, 1 / self._plain_seen)
-        self.plain_seconds *= 1 + weight * surprise(seconds, self.plain_seconds)
-        if self.plain_seconds > _DOUBT * seconds:
+        self._alone_seconds *= 1 + weight * surprise(seconds, self._alone_seconds)
+        if self._alone_seconds > _DOUBT * seconds:
             # Another time's, or of a busy machine. What was learnt and earned by it is as wrong.
-            self.plain_seconds, self._plain_seen = seconds, 1
+            self._alone_seconds, self._plain_seen = seconds, 1
             self._seen = [_PRIOR] * len(self._seen)
             self.credit = min(self.credit, OPENING * seconds)
         if self._unchecked > self._check_after:

@@ -48,7 +48,7 @@ class PassCost:
         """What a thousand cells add to that."""
         return {n: self._scale * slope for n, slope in zip(self._rows, self._slopes, strict=True)}
 
-    def __call__(self, num_rows: int, cells: int = 0) -> float:
+    def __call__(self, num_rows: int, cells: float = 0) -> float:
         """Seconds for a pass over that many rows behind that many cells, as things go now."""
         i, share = self._place(num_rows)
         thousands = cells / 1000
@@ -58,7 +58,7 @@ class PassCost:
             rise = max(0.0, rise)
         return self._scale * (low + share * rise)
 
-    def observe(self, num_rows: int, cells: int, seconds: float) -> None:
+    def observe(self, num_rows: int, cells: float, seconds: float) -> None:
         """Learn from a pass that was made anyway: machines get busy, and were when this was measured."""
         believed = self(num_rows, cells)
         change = surprise(seconds, believed)

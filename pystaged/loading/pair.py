@@ -13,6 +13,7 @@ import numpy as np
 from pystaged._core import Model, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model, open_session
 from pystaged.decoding.cost import PassCost
+from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
@@ -83,12 +84,14 @@ class Pair:
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
         lookup = self.ngram_cost.lookup
-        drafters: list[Drafter] = [self._ngram_drafter(GainPolicy(target_cost, lookup), self.ngram_cost)]
+        crowd = Crowd()
+        by_ngrams = GainPolicy(target_cost, lookup, crowd=crowd)
+        drafters: list[Drafter] = [self._ngram_drafter(by_ngrams, self.ngram_cost, crowd)]
         if draft_cost:
-            model = self._model_drafter(GainPolicy(target_cost, draft_cost), draft_cost)
+            model = self._model_drafter(GainPolicy(target_cost, draft_cost, crowd=crowd), draft_cost, crowd)
             drafters = [model, *drafters] if model else drafters
         uses = partial(self._uses, target_cost, draft_cost)
-        return Decoder(target, *drafters, cost=target_cost, uses=uses)
+        return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd)
 
     def close(self) -> None:
         """Keep what was learnt of costs, and hang up on RPC servers."""
@@ -143,14 +146,19 @@ class Pair:
             )
         return model
 
-    def _ngram_drafter(self, policy: TreePolicy, cost: NgramCost | None = None) -> NgramDrafter:
-        return NgramDrafter(self.table, policy, self.target.vocab_size, cost=cost)
+    def _ngram_drafter(
+        self, policy: TreePolicy, cost: NgramCost | None = None, crowd: Crowd | None = None
+    ) -> NgramDrafter:
+        clock = (crowd or Crowd()).clock
+        return NgramDrafter(self.table, policy, self.target.vocab_size, cost=cost, clock=clock)
 
-    def _model_drafter(self, policy: TreePolicy, cost: PassCost | None = None) -> ModelDrafter | None:
+    def _model_drafter(
+        self, policy: TreePolicy, cost: PassCost | None = None, crowd: Crowd | None = None
+    ) -> ModelDrafter | None:
         if self.draft is None:
             return None
         # As the stage below it only extends paths, so no policy of its own matters.
-        below = self._ngram_drafter(FixedPolicy(width=1, depth=1, budget=1), self.ngram_cost if cost else None)
+        below = self._ngram_drafter(FixedPolicy(width=1, depth=1, budget=1), self.ngram_cost if cost else None, crowd)
         return ModelDrafter(
             open_session(self.draft),
             policy,
@@ -158,6 +166,7 @@ class Pair:
             cost=cost,
             vocab_size=self.target.vocab_size,
             substitutes=self.substitutes,
+            clock=(crowd or Crowd()).clock,
         )
 
 
