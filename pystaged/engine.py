@@ -19,7 +19,7 @@ from pystaged.decoding.scoring import score
 from pystaged.loading.pair import Pair
 from pystaged.result import GenerationResult, Score
 from pystaged.scheduler import Scheduler
-from pystaged.stream import OwningStream, Stream
+from pystaged.streams import OwningStream, Stream
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -54,17 +54,16 @@ class LiveText:
         return self.request is not None and self.request.session is not self.decoder.target
 
     def go_on(self, answer: Done | BaseException | None, clock: Callable[[], float]) -> None:
-        """Let it go on, with what came of its request, up to the next one."""
+        """Let it go on, with what came of its request, up to the next one or to what it says."""
         if isinstance(answer, Done):
             self.decoder.crowd.pass_over(clock() - self._asked - answer.share * answer.seconds)
         self.request = None
         try:
-            while not isinstance(said := resume(self._text, answer), Request):
+            said = resume(self._text, answer)
+            if isinstance(said, Request):
+                self.request, self._asked = said, clock()
+            else:
                 self._say(said)
-                answer = None
-                if self.is_over:
-                    return
-            self.request, self._asked = said, clock()
         except StopIteration:
             self._over(None)
         except BaseException as error:
@@ -94,7 +93,9 @@ class LiveText:
             self._text.close()
         except Exception as other:
             error = error or other
-        self._end(error)
+        end = self._end
+        del self._say, self._end  # which may hold this text
+        end(error)
 
 
 class Rounds:
@@ -146,7 +147,9 @@ class Rounds:
         text.see([])
         if text.request is None:
             text.go_on(None, self._clock)
-        if text.request:
+        has_read = False
+        while text.request and not has_read:
+            has_read = isinstance(text.request, Read)
             text.go_on(fulfil(text.request, self._clock), self._clock)
 
     def _draft(self, texts: Sequence[LiveText]) -> None:
