@@ -25,7 +25,7 @@ decoding. Another one is tried only when a purse of its own, filled by the same 
 lost, covers the trial. What is learnt of drafters is kept in plain steps: it holds where the machine slows down.
 
 In a crowd, a plain step is one of all its texts together, and time is the text's own: its part of passes, and what its
-guesses add to a pass of the target by the measured costs. All others wait for that too, so it counts once for each text.
+guesses add to a pass of the target by the measured costs. All others wait for that too, so it counts for each text.
 The bound then holds in this reckoning.
 """
 
