@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -87,7 +89,7 @@ class Scheduler:
         self._texts: list[Entry] = []
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._is_waiting = False
+        self._is_waiting = self._is_stopping = False
 
     def open(self, entry: Entry) -> None:
         """Take on a text."""
@@ -126,6 +128,13 @@ class Scheduler:
                 self._settle()
             finally:
                 self._driver.release()
+
+    def stop(self) -> None:
+        """End the thread after the pass in hand, whatever becomes of the texts: the process ends."""
+        self._is_stopping = True
+        self._inbox.put(None)
+        if self._thread:
+            self._thread.join()
 
     def _step_alone(self, entry: Entry) -> bool:
         """Step a text in this thread, if nobody else does and no other text is there; returns whether it was."""
@@ -187,6 +196,7 @@ class Scheduler:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="pystaged", daemon=True)
                 self._thread.start()
+                _running.add(self)
         self._inbox.put(None)
 
     def _run(self) -> None:
@@ -196,7 +206,7 @@ class Scheduler:
                 self._driving = threading.get_ident()
                 try:
                     self._settle()
-                    is_needed = self._is_thread_needed()
+                    is_needed = not self._is_stopping and self._is_thread_needed()
                     played = is_needed and self._round()
                 except BaseException as error:
                     # Of the scheduler's own; nobody may hang.
@@ -250,3 +260,13 @@ class Scheduler:
             if entry:
                 self._inbox.put(entry)
         self._is_waiting = False
+
+
+# A thread that is in a pass when the interpreter is taken down would end the process with an error.
+_running: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for scheduler in list(_running):
+        scheduler.stop()

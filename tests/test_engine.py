@@ -34,7 +34,7 @@ from pystaged import (
     _core,
 )
 from pystaged.decoding.loop import Decoder
-from pystaged.engine import Stream
+from pystaged.streams import Stream
 
 PROMPT = "the tree then "
 CONTEXT = 96

@@ -5,6 +5,7 @@ Who drives them decides what shares a pass: `alone` makes one for each request, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -37,10 +38,11 @@ class Read:
     def work(self) -> Work:
         return Work.read(self.session, self.tokens[: self.num_rows])
 
-    def perform(self) -> None:
+    def perform(self) -> object:
         self.session.prefill(self.tokens[: self.num_rows])
+        return None
 
-    def result(self, _: object) -> int:
+    def result(self, _: Any) -> int:
         return self.num_rows
 
 
@@ -64,12 +66,12 @@ class Propose:
     def work(self) -> Work:
         return Work.propose(self.session, self.tokens, self.parents, self.judged, self.k, self.sampling)
 
-    def perform(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def perform(self) -> object:
         first = self.session.num_pending + len(self.tokens) - self.judged
         self.session.evaluate(self.tokens, self.parents, self.judged)
         return self.session.candidates(list(range(first, first + self.judged)), self.k, self.sampling)
 
-    def result(self, found: tuple[NDArray[np.int32], NDArray[np.float32]]) -> tuple[list[list[int]], list[list[float]]]:
+    def result(self, found: Any) -> tuple[list[list[int]], list[list[float]]]:
         tokens, scores = found
         return tokens.tolist(), scores.tolist()
 
@@ -91,10 +93,10 @@ class Verify:
     def work(self) -> Work:
         return Work.verify(self.session, self.tree.tokens, self.tree.parents, self.sampling)
 
-    def perform(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def perform(self) -> object:
         return self.session.verify(self.tree.tokens, self.tree.parents, self.sampling)
 
-    def result(self, found: tuple[NDArray[np.int32], NDArray[np.int32]]) -> tuple[TokenTree, list[int], list[int]]:
+    def result(self, found: Any) -> tuple[TokenTree, list[int], list[int]]:
         path, tokens = found
         return self.tree, path.tolist(), tokens.tolist()
 
@@ -138,7 +140,7 @@ def fulfil(request: Request, clock: Callable[[], float]) -> Done | BaseException
     return Done(result, 1.0, request.num_rows, clock() - begin, request.cells)
 
 
-def alone(text: Generator[Any, Any, R], clock: Callable[[], float]) -> Generator[Any, None, R]:
+def alone(text: Generator[Any, Any, R], clock: Callable[[], float] = time.perf_counter) -> Generator[Any, None, R]:
     """What a text says beside its requests, each of which gets a pass of its own; returns what the text returns."""
     answer: Done | BaseException | None = None
     with closing(text):
@@ -155,7 +157,7 @@ def alone(text: Generator[Any, Any, R], clock: Callable[[], float]) -> Generator
             answer = fulfil(said, clock)
 
 
-def finish(text: Requests[R], clock: Callable[[], float]) -> R:
+def finish(text: Requests[R], clock: Callable[[], float] = time.perf_counter) -> R:
     """The same for what says nothing but requests: what it returns."""
     running = alone(text, clock)
     try:

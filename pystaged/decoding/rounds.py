@@ -9,6 +9,7 @@ and prompts ride along in pieces. Each row's values are independent of its neigh
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ class LiveText:
     def __init__(
         self,
         decoder: Decoder,
-        text: Generator[Any, Done | None, None],
+        text: Generator[Any, Any, None],
         say: Callable[[Any], None],
         end: Callable[[BaseException | None], None],
     ) -> None:
@@ -84,7 +85,7 @@ class LiveText:
 
     def close(self) -> None:
         """End it where it is; also for `say` to call."""
-        if not self.is_over and not self._text.gi_running:
+        if not self.is_over and inspect.getgeneratorstate(self._text) != inspect.GEN_RUNNING:
             self._over(None)
 
     def _over(self, error: BaseException | None) -> None:
@@ -148,7 +149,7 @@ class Rounds:
         if text.request is None:
             text.go_on(None, self._clock)
         has_read = False
-        while text.request and not has_read:
+        while text.request and not (has_read and isinstance(text.request, Read)):
             has_read = isinstance(text.request, Read)
             text.go_on(fulfil(text.request, self._clock), self._clock)
 

@@ -183,12 +183,12 @@ def measure_ngrams(
 
     def read(*_: int) -> None:
         drafter.start(text)
-        finish(drafter.catch_up(), clock)
+        finish(drafter.catch_up())
 
     reading = measure(read, most_rows=1, clock=clock)(1) / _MEASURED_TEXT
 
     def look_up(*_: int) -> None:
-        finish(drafter.draft(SamplingConfig(), 2), clock)
+        finish(drafter.draft(SamplingConfig(), 2))
 
     lookup = measure(look_up, most_rows=1, clock=clock)(1)
     return NgramCost(PassCost({1: lookup}), PassCost({1: reading}))
