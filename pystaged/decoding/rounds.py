@@ -83,10 +83,10 @@ class LiveText:
         crowd.rows = sum(text.rows for text in others)
         crowd.tokens = sum(text.tokens for text in others)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """End it where it is; also for `say` to call."""
         if not self.is_over and inspect.getgeneratorstate(self._text) != inspect.GEN_RUNNING:
-            self._over(None)
+            self._over(error)
 
     def _over(self, error: BaseException | None) -> None:
         self.is_over, self.request = True, None
