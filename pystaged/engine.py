@@ -14,7 +14,7 @@ from pystaged.backends.devices import open_session
 from pystaged.config import GenerationConfig, TextOptions, check_options
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
-from pystaged.decoding.rounds import Rounds
+from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
 from pystaged.decoding.scoring import score
 from pystaged.loading.pair import Pair
 from pystaged.result import GenerationResult, Score
@@ -39,6 +39,7 @@ class LoadOptions(TypedDict, total=False):
     num_threads: int
     keep_packed: bool
     policy: TreePolicy | None
+    prompt_delay: float
     report: Callable[[str], None] | None
 
 
@@ -68,6 +69,7 @@ class Engine:
             the disk as the models again: the next time they are there at once, and processes share the memory.
             `pystaged models` lists and removes them.
         policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
+        prompt_delay: seconds that a step of other texts may take because a prompt is read beside them.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
 
     Raises:
@@ -90,8 +92,11 @@ class Engine:
         num_threads: int = 0,
         keep_packed: bool = False,
         policy: TreePolicy | None = None,
+        prompt_delay: float = PROMPT_DELAY,
         report: Callable[[str], None] | None = None,
     ) -> None:
+        if not prompt_delay >= 0:
+            raise ValueError(f"prompt_delay must be at least 0 seconds, not {prompt_delay}")
         self._pair = pair = Pair(
             model,
             draft,
@@ -104,7 +109,7 @@ class Engine:
             keep_packed=keep_packed,
         )
         self._contexts = ContextPool(lambda: pair.decoder(n_ctx, policy))
-        self._scheduler = Scheduler(Rounds(None if policy else pair.target_cost()))
+        self._scheduler = Scheduler(Rounds(None if policy else pair.target_cost(), prompt_delay))
         self.n_ctx = self._contexts.n_ctx
 
     @property

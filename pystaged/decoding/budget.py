@@ -165,7 +165,7 @@ class Budget:
         if self._cost is None:
             return 0.0
         told = self._clock()
-        self._cost.observe(verified.num_rows, verified.cells, verified.seconds)
+        self._cost.observe(verified.num_rows, verified.cells, verified.seconds, verified.share)
         is_alone = verified.share == 1
         if self._chosen is None:
             seconds = self._drafted - self._begin + verified.seconds

@@ -19,8 +19,9 @@ from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.requests import MOST_ROWS, Done, Read, Request, Verify, fulfil, resume
 
-DELAY = 0.25  # seconds that a pass may take, for others' prompts to ride along
+PROMPT_DELAY = 0.25  # seconds that a pass may take, for prompts to ride along
 _LEAST_PIECE = 8  # tokens of a prompt that ride along however long that takes
+_UNPRICED_PIECE = 32  # and where nobody knows how long
 _DRAFT_PIECE = 64  # tokens of a prompt that a draft reads in a round
 
 
@@ -104,7 +105,7 @@ class Rounds:
 
     Args:
         cost: seconds of a pass of the target; None verifies whatever was drafted.
-        delay: seconds that a pass may take so that prompts ride along with it.
+        prompt_delay: seconds that a pass may take so that prompts ride along with it.
         make: makes one pass of works, all or none; see run.
         clock: seconds.
     """
@@ -112,13 +113,13 @@ class Rounds:
     def __init__(
         self,
         cost: PassCost | None,
-        delay: float = DELAY,
+        prompt_delay: float = PROMPT_DELAY,
         *,
         make: Callable[[list[Any]], list[Any]] = run,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._cost = cost
-        self._delay = delay
+        self._prompt_delay = prompt_delay
         self._make = make
         self._clock = clock
         self._last = clock()  # when the last pass of the target ended
@@ -177,10 +178,10 @@ class Rounds:
         """Decide how much of each prompt is read beside these steps."""
         room = MOST_ROWS
         beside = sum(text.request.num_rows for text in steps if text.request)
-        if beside and requests and self._cost:
+        if beside and requests:
             cells = _mean_cells(requests)
-            room = _LEAST_PIECE
-            while room < MOST_ROWS and self._cost(beside + room + 1, cells) <= self._delay:
+            room = _LEAST_PIECE if self._cost else _UNPRICED_PIECE
+            while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, cells) <= self._prompt_delay:
                 room += 1
         # Half for the oldest, so that none waits for ever, then for those that are soon done.
         asked = [(request, (room + 1) // 2) for request in requests[:1]]

@@ -230,7 +230,7 @@ class ModelDrafter(TreeDrafter):
                 gain = max(confirmed - (wasted + looked_up - begin) / self._cost(1, cells), -1.0)
                 self._guess_gain += _GUESS_BLEND * (gain - self._guess_gain)
             others = (1 - done.share) * done.seconds
-            self._cost.observe(done.num_rows, done.cells, self._clock() - begin + others)
+            self._cost.observe(done.num_rows, done.cells, self._clock() - begin + others, done.share)
         self.stats.guessed += len(guesses)
         self.stats.confirmed += confirmed
 
