@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -43,6 +45,7 @@ class LoadOptions(TypedDict, total=False):
     kv: str
     num_threads: int
     keep_packed: bool
+    kv_memory: int | None
     policy: TreePolicy | None
     report: Callable[[str], None] | None
 
@@ -72,6 +75,9 @@ class Engine:
         keep_packed: keep weights that run on "cpu" in the cache folder as the kernels read them, which takes as much of
             the disk as the models again: the next time they are there at once, and processes share the memory.
             `pystaged models` lists and removes them.
+        kv_memory: bytes that the keys and values of all texts may take, of those too that have ended, which are kept
+            for texts that begin alike. None for a quarter of what is free beside the weights, but enough for one full
+            context, or for 8 on devices. A text waits while it has no room beside others; alone, any text has.
         policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
 
@@ -94,9 +100,12 @@ class Engine:
         kv: str = "f16",
         num_threads: int = 0,
         keep_packed: bool = False,
+        kv_memory: int | None = None,
         policy: TreePolicy | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
+        if kv_memory is not None and operator.index(kv_memory) < 1:
+            raise ValueError(f"kv_memory must be a positive number of bytes, not {kv_memory}")
         self._pair = pair = Pair(
             model,
             draft,
@@ -108,7 +117,12 @@ class Engine:
             kv=kv,
             keep_packed=keep_packed,
         )
-        self._contexts = ContextPool(lambda: pair.decoder(n_ctx, policy))
+        self._contexts = ContextPool(
+            lambda source, length: pair.decoder(n_ctx, policy, source, length),
+            kv_memory,
+            free=pair.free_memory(),
+            on_device=pair.on_device,
+        )
         self.n_ctx = self._contexts.n_ctx
 
     @property
@@ -120,6 +134,16 @@ class Engine:
     def draft(self) -> Model | None:
         """The draft, None where n-grams draft alone."""
         return self._pair.draft
+
+    @property
+    def kv_memory(self) -> int:
+        """Bytes that the keys and values of all texts may take."""
+        return self._contexts.memory
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of these that a text of n_ctx tokens takes, in the target and in the draft."""
+        return self._contexts.full_bytes
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -324,7 +348,8 @@ def _pieces(
 ) -> Generator[Piece, None, None]:
     """The text of the target's tokens, cut at stop strings."""
     tokenizer, buffer = engine.tokenizer, TextBuffer(config.stop)
-    context = engine._contexts.take(tokens)
+    while (context := engine._contexts.take(tokens, config.max_tokens)) is None:
+        time.sleep(0.01)
     lost = False
     try:
         steps = context.generate(

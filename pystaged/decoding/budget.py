@@ -88,6 +88,13 @@ class Budget:
         self._was_plain = False
         self._begin = self._drafted = 0.0
 
+    def inherit(self, other: Budget) -> None:
+        """Believe what another one, of the same target and drafters, has learnt."""
+        self._tokens, self._times, self._seen = other._tokens.copy(), other._times.copy(), other._seen.copy()
+        self._tried, self._purses = other._tried.copy(), other._purses.copy()
+        self._cells, self.plain_seconds, self._plain_seen = other._cells, other.plain_seconds, other._plain_seen
+        self._reading, self._check_after, self._unchecked = other._reading, other._check_after, other._unchecked
+
     def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: tuple[int, float]) -> None:
         """Begin a text. The drafter that will be used most reads its prompt at once; a trial of another one pays later.
 
