@@ -1,4 +1,4 @@
-"""Which context a text gets, what that holds, and how much memory all take: by simulated sessions, then by real ones."""
+"""Which context a text gets, what that holds, and how much memory all take: first with simulated sessions."""
 
 from __future__ import annotations
 
