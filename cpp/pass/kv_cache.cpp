@@ -109,4 +109,19 @@ void KvCache::move(int layer, int from, int to) {
     }
 }
 
+void KvCache::copy(const KvCache& from, int layer, int count) {
+    for (int head = 0; head < num_heads_; ++head) {
+        std::memcpy(head_data(layer, head), from.keys(layer, head), padded(count, kLanes) * key_bytes_);
+        std::memcpy(head_data(layer, head) + num_cells_ * key_bytes_, from.values(layer, head), count * value_bytes_);
+    }
+}
+
+void KvCache::release(int layer, int first, int last) {
+    for (int head = 0; head < num_heads_; ++head) {
+        const size_t keys = head_data(layer, head) - memory_.data(), values = keys + num_cells_ * key_bytes_;
+        memory_.release(keys + padded(first, kLanes) * key_bytes_, keys + padded(last, kLanes) * key_bytes_);
+        memory_.release(values + first * value_bytes_, values + last * value_bytes_);
+    }
+}
+
 }  // namespace pystaged

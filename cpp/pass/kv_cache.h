@@ -31,6 +31,10 @@ public:
     void store(const Kernel& kernel, int layer, int head, int cell, const float* key, const float* value);
     // Copies a cell of one layer to another.
     void move(int layer, int from, int to);
+    // Copies the first `count` cells of a layer from a cache of the same shape.
+    void copy(const KvCache& from, int layer, int count);
+    // Gives the memory of cells [first, last) of a layer back to the system, as far as it is whole pages.
+    void release(int layer, int first, int last);
 
 private:
     uint8_t* head_data(int layer, int head) const {

@@ -133,17 +133,20 @@ void test_prompt(const std::string& path, const Kernel& kernel) {
         session.discard();
     }
 
-    PackedPass pass(*model, 100, 100);
+    PackedPass pass(*model);
+    const std::unique_ptr<Cells> cells = pass.make_cells(100, 100);
     std::vector<int32_t> positions(100);
     std::iota(positions.begin(), positions.end(), 0);
     std::vector<RowContext> contexts;
     for (const int32_t position : positions) {
         contexts.push_back({position + 1, position + 1, nullptr});
     }
-    std::vector<float> whole(pass.logits_stride()), again(pass.logits_stride()), maxima(pass.logits_stride() / kRun);
+    const size_t stride = model->numbers().logits_stride();
+    std::vector<float> whole(stride), again(stride), maxima(stride / kRun);
     int calls = 0;
     std::function<void()> interrupted = [&] { ++calls; };
-    Pass what{100, prompt.data(), positions.data(), contexts.data(), 0, 1, whole.data(), maxima.data(), &interrupted};
+    Pass what{100, prompt.data(), positions.data(), contexts.data(), {{cells.get(), 0, 100, 0}},
+              1,   whole.data(),  maxima.data(),    &interrupted};
     pass.compute(what);
     CHECK(calls == model->numbers().num_layers);
     interrupted = [&] {
