@@ -17,6 +17,7 @@ from pystaged.decoding.loop import Decoder
 
 _MOST_AT_REST = 64  # all are looked through for each text, and each has the addresses of a full context
 _LEAST_KEPT = 32  # tokens; fewer are soon read again
+SPARE_CELLS = 64  # that a session takes besides its tokens: of the tree in hand, and the rest of memory pages
 _SHARE = 4  # of the memory that is free, one part is for contexts
 _ON_DEVICES = 8  # full contexts, by default
 
@@ -48,7 +49,7 @@ class ContextPool:
     Args:
         make: makes a context that begins with as many tokens of another one, and believes what that has learnt; the
             first is made at once. Raises DeviceError or MemoryError where there is no room for one.
-        memory: bytes; None for a quarter of `free`, but enough for one full context, or for 8 on devices.
+        memory: bytes; None for a quarter of `free`, but enough for one full context; on devices, enough for 8.
         free: bytes that are free on this machine.
         on_device: of each session of a context, the target's first, whether it is on a device.
     """
@@ -69,8 +70,8 @@ class ContextPool:
             for session, whole in zip(first.sessions, on_device, strict=False)
         ]
         self.full_bytes = self._needed(first.target.n_ctx)
-        least = (_ON_DEVICES if any(on_device) else 1) * self.full_bytes
-        self.memory = memory or max(free // _SHARE, least)
+        usual = _ON_DEVICES * self.full_bytes if any(on_device) else max(free // _SHARE, self.full_bytes)
+        self.memory = memory or usual
         self._n_ctx = first.target.n_ctx
         self._at_rest = {first: self._held(first)}  # least recently used first
         self._lent: list[_Loan] = []
@@ -246,17 +247,18 @@ class ContextPool:
 
     def _needed(self, tokens: int) -> int:
         """Bytes of a context with so many tokens."""
-        return sum(cell_bytes * (n_ctx if whole else min(tokens, n_ctx)) for cell_bytes, n_ctx, whole in self._sessions)
+        return self._bytes([tokens] * len(self._sessions))
+
+    def _bytes(self, tokens: Sequence[int]) -> int:
+        """Bytes of a context whose sessions hold so many tokens."""
+        return sum(
+            cell_bytes * (SPARE_CELLS + (n_ctx if whole else min(count, n_ctx)))
+            for count, (cell_bytes, n_ctx, whole) in zip(tokens, self._sessions, strict=True)
+        )
 
     def _held(self, context: Decoder) -> _Held:
         held = [session.tokens for session in context.sessions]
-        return _Held(
-            held[0],
-            sum(
-                cell_bytes * (n_ctx if whole else len(tokens))
-                for tokens, (cell_bytes, n_ctx, whole) in zip(held, self._sessions, strict=True)
-            ),
-        )
+        return _Held(held[0], self._bytes([len(tokens) for tokens in held]))
 
 
 def _cut(context: Decoder, length: int) -> None:

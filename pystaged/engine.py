@@ -77,7 +77,7 @@ class Engine:
             `pystaged models` lists and removes them.
         kv_memory: bytes that the keys and values of all texts may take, of those too that have ended, which are kept
             for texts that begin alike. None for a quarter of what is free beside the weights, but enough for one full
-            context, or for 8 on devices. A text waits while it has no room beside others; alone, any text has.
+            context; on devices, for 8. A text waits while it has no room beside others; alone, any text has.
         policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
 

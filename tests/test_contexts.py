@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,16 +16,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import pystaged
-from pystaged import DeviceError, Engine, GenerationResult, _core
-from pystaged.contexts import ContextPool
+from pystaged import DeviceError, Engine, FixedPolicy, SamplingConfig, _core
+from pystaged.contexts import SPARE_CELLS, ContextPool
 from pystaged.decoding.loop import Decoder
-from pystaged.memory import available_memory
 
-TEXTS = int(os.environ.get("PYSTAGED_TEST_TEXTS", "2000"))  # of the memory test
+TEXTS = int(os.environ.get("PYSTAGED_TEST_TEXTS", "2000"))  # of the test of memory
 
 # ---- Simulated ----
 
 CELL, DRAFT_CELL, N_CTX, DRAFT_N_CTX = 10, 3, 200, 150  # bytes and positions
+FULL = CELL * (SPARE_CELLS + N_CTX) + DRAFT_CELL * (SPARE_CELLS + DRAFT_N_CTX)
+
+
+def room(*texts: int) -> int:
+    """Bytes for texts of so many tokens."""
+    return sum((SPARE_CELLS + tokens) * (CELL + DRAFT_CELL) for tokens in texts)
 
 
 class SimulatedSession:
@@ -123,7 +127,12 @@ class Simulation:
     @property
     def num_bytes(self) -> int:
         """That all contexts really take."""
-        return sum(session.cell_bytes * len(session.tokens) for context in self.made for session in context.sessions)
+        return sum(
+            session.cell_bytes * (SPARE_CELLS + len(session.tokens))
+            for context in self.made
+            for session in context.sessions
+            if not session.closed
+        )
 
 
 SYSTEM = list(range(100))
@@ -190,27 +199,27 @@ def test_a_draft_is_forked_as_far_as_it_has_read(drafted: float) -> None:
 
 
 def test_a_text_that_does_not_fit_waits() -> None:
-    texts = Simulation(2000)
+    texts = Simulation(room(60, 70, 20))
     first, second = texts.begin([1] * 50), texts.begin([2] * 60)
     assert first is not None
     assert second is not None
-    assert texts.pool.num_bytes == (60 + 70) * (CELL + DRAFT_CELL)
+    assert texts.pool.num_bytes == room(60, 70)
     assert texts.begin([3] * 30) is None
     assert texts.begin([3] * 10) is not None
     texts.pool.give_back(second)
     assert texts.begin([3] * 30) is not None
     # Alone, any text has room.
-    small = Simulation(100)
+    small = Simulation(room(10))
     only = small.begin([1] * 150)
     assert only is not None
     assert small.begin([2]) is None
     small.pool.give_back(only)
     assert small.begin([2], 1) is not None
-    assert small.num_bytes <= 100
+    assert small.num_bytes <= room(10)
 
 
 def test_a_dropped_loan_needs_no_memory() -> None:
-    texts = Simulation(1000)
+    texts = Simulation(room(60))
     assert texts.begin([1] * 50) is not None
     assert texts.begin([2] * 50) is None
     texts.made.clear()  # nobody has it any more
@@ -218,7 +227,7 @@ def test_a_dropped_loan_needs_no_memory() -> None:
 
 
 def test_the_least_recently_used_makes_room_first() -> None:
-    texts = Simulation(150 * (CELL + DRAFT_CELL))
+    texts = Simulation(room(50, 50, 50, 10) - 13 * CELL)
     for first in (1000, 2000, 3000):
         texts.run(list(range(first, first + 50)))
     texts.run(list(range(1000, 1050)))  # is used again
@@ -234,7 +243,7 @@ def test_the_least_recently_used_makes_room_first() -> None:
 
 
 def test_what_an_end_was_cut_from_may_begin_another_one() -> None:
-    texts = Simulation(2 * 160 * (CELL + DRAFT_CELL))
+    texts = Simulation(room(160, 160))
     texts.run([*SYSTEM, 1], list(range(59)))
     texts.run([*SYSTEM, 2], list(range(59)))
     assert texts.begin(list(range(1000, 1060)), 1) is not None
@@ -242,7 +251,7 @@ def test_what_an_end_was_cut_from_may_begin_another_one() -> None:
 
 
 def test_the_source_is_taken_itself_where_a_copy_has_no_room() -> None:
-    texts = Simulation(200 * (CELL + DRAFT_CELL))
+    texts = Simulation(room(131, 61))
     texts.run(SYSTEM, list(range(30)))
     texts.run(list(range(1000, 1060)))
     assert texts.run([*SYSTEM, 1, 2], list(range(40))) == 100
@@ -251,8 +260,7 @@ def test_the_source_is_taken_itself_where_a_copy_has_no_room() -> None:
 
 
 def test_on_devices_contexts_take_all_their_memory() -> None:
-    full = CELL * N_CTX + DRAFT_CELL * DRAFT_N_CTX
-    texts = Simulation(2 * full, on_device=(True, True))
+    texts = Simulation(2 * FULL, on_device=(True, True))
     first, second = texts.begin([1]), texts.begin([2] * 40)
     assert first is not None
     assert second is not None
@@ -262,7 +270,7 @@ def test_on_devices_contexts_take_all_their_memory() -> None:
     # Cutting would bring nothing.
     assert texts.begin([4] * 50) is not None
     assert texts.at_rest == [[2] * 39]
-    assert Simulation(on_device=(True, False)).pool.memory == 8 * (CELL * N_CTX + DRAFT_CELL * DRAFT_N_CTX)
+    assert Simulation(on_device=(True, False)).pool.memory == 8 * FULL
 
 
 def test_a_device_may_have_less_room_than_the_bound() -> None:
@@ -278,10 +286,9 @@ def test_a_device_may_have_less_room_than_the_bound() -> None:
 
 
 def test_the_default_bound() -> None:
-    full = CELL * N_CTX + DRAFT_CELL * DRAFT_N_CTX
-    assert Simulation(free=100 * full).pool.memory == 25 * full
-    assert Simulation(free=full).pool.memory == full
-    assert Simulation(7, free=full).pool.memory == 7
+    assert Simulation(free=100 * FULL).pool.memory == 25 * FULL
+    assert Simulation(free=FULL).pool.memory == FULL
+    assert Simulation(7, free=FULL).pool.memory == 7
 
 
 def test_a_closed_pool() -> None:
@@ -397,3 +404,157 @@ def test_the_bound_holds_at_every_moment(memory: int, events: list[tuple[list[in
     assert texts.num_bytes == texts.pool.num_bytes <= memory
     closed = [context for context in texts.made if context.target.closed]
     assert len(texts.made) - len(closed) == len(texts.pool._at_rest)
+
+
+# ---- Real ----
+
+GREETING = "def fibonacci(n):\n    if n < 2:\n        return n\n    a, b = 0, 1\n    for i in range(n):\n"
+PROMPTS = [
+    GREETING + "        a, b = b,",
+    GREETING + "        print(",
+    GREETING[:40],
+    "class Tree:\n",
+    GREETING + "        a, b = b,",
+    GREETING + "        print(a",
+]
+
+
+def cold(engine: Engine, prompt: str, count: int, sampling: SamplingConfig) -> list[int]:
+    """Token by token on a session of its own."""
+    tokens = engine.encode(prompt).tolist()
+    session = _core.Session(engine.model)
+    session.prefill(tokens[:-1])
+    found = list[int]()
+    while len(found) < count:
+        _, (token,) = session.verify(tokens[-1:], [-1], sampling.native)
+        if engine.tokenizer.is_end(int(token)):
+            break
+        found.append(int(token))
+        tokens.append(int(token))
+    return found
+
+
+@pytest.fixture(params=["draft", "n-grams"])
+def house(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with pystaged.load(draft="auto" if request.param == "draft" else "none") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, seed=5)], ids=["greedy", "warm"])
+def test_texts_in_forked_contexts(house: Engine, sampling: SamplingConfig) -> None:
+    for prompt in PROMPTS:
+        result = house.generate(prompt, max_tokens=40, sampling=sampling)
+        assert result.tokens == cold(house, prompt, 40, sampling)
+    assert result.stats.reused_tokens == len(house.encode(PROMPTS[1])) > 20
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, seed=5)], ids=["greedy", "warm"])
+def test_texts_forked_from_running_ones(house: Engine, sampling: SamplingConfig) -> None:
+    streams = []
+    for prompt in PROMPTS:
+        streams.append(house.stream(prompt, max_tokens=40, sampling=sampling))
+        for stream in streams:
+            next(stream, None)
+    for prompt, stream in zip(PROMPTS, streams, strict=True):
+        assert stream.finish().tokens == cold(house, prompt, 40, sampling)
+    assert [stream.result.stats.reused_tokens > 20 for stream in streams] == [False, True, True, False, True, True]
+
+
+def test_little_memory_changes_nothing() -> None:
+    sampling = SamplingConfig(0.8, seed=2)
+    with pystaged.load(kv_memory=3 << 20) as engine:
+        assert engine.kv_memory == 3 << 20
+        for prompt in PROMPTS * 2:
+            result = engine.generate(prompt, max_tokens=60, sampling=sampling)
+            assert result.tokens == cold(engine, prompt, 60, sampling)
+            assert engine._contexts.num_bytes <= 3 << 20
+
+
+def test_a_real_conversation_survives_strangers(house: Engine) -> None:
+    conversation = GREETING + "# hello\n"
+    conversation += house.generate(conversation, max_tokens=60).text
+    for i in range(20):
+        stranger = house.generate(f"{GREETING}# stranger {i}\n", max_tokens=20)
+        assert stranger.stats.reused_tokens > 20
+    going_on = house.generate(conversation + "# and then\n", max_tokens=5).stats
+    assert going_on.prompt_tokens - going_on.reused_tokens < 15
+
+
+def test_what_was_learnt_is_inherited() -> None:
+    with pystaged.load() as engine:
+        engine.generate(GREETING, max_tokens=60, temperature=0.5)
+        (old,) = engine._contexts._at_rest
+        # Timing decides whether drafts are used; here they are.
+        tree = old.drafters[0].draft(SamplingConfig(0.5), 3)
+        assert len(tree) > 1
+        old.drafters[0].advance([int(tree.tokens[1])])
+        old.budget._see_plain(old.budget.plain_seconds)
+        begun = engine._pair.decoder(0, None, old, 5)
+        assert begun.target.tokens.tolist() == old.target.tokens[:5].tolist()
+        for drafter, other in zip(begun.drafters, old.drafters, strict=True):
+            for greedy in (True, False):
+                calibration, source = cast(Any, drafter)._calibrations[greedy], cast(Any, other)._calibrations[greedy]
+                assert vars(calibration) == vars(source)
+                assert calibration.rates is not source.rates
+        learnt, source = vars(begun.budget), vars(old.budget)
+        for name in ("_tokens", "_times", "_seen", "_tried", "_purses", "plain_seconds", "_plain_seen", "_reading"):
+            assert learnt[name] == source[name]
+        assert learnt["_times"] is not source["_times"]
+        # It is not where one begins.
+        new = engine._pair.decoder(0, None)
+        assert vars(new.budget)["_plain_seen"] != learnt["_plain_seen"]
+        assert vars(cast(Any, new.drafters[0])._calibrations[False]) != vars(
+            cast(Any, old.drafters[0])._calibrations[False]
+        )
+
+
+def test_a_fork_on_a_device(random_gguf: Callable[..., Path]) -> None:
+    path = random_gguf(vocab_size=300, context=96)
+    model = _core.Model(str(path), device="ggml-cpu")
+    session, whole = _core.Session(model), _core.Session(model)
+    session.prefill(range(30))
+    whole.prefill(range(20))
+    fork = session.fork(20)
+    for each in (fork, whole):
+        each.evaluate([7, 8], [-1, 0])
+    np.testing.assert_array_equal(fork.logits(1), whole.logits(1))
+    prompt = list(range(40))
+    with pystaged.load(path, device="ggml-cpu", policy=FixedPolicy(1, 1, 1)) as engine:
+        assert engine.kv_memory == 8 * engine.context_bytes
+        engine.generate([*prompt, 1], max_tokens=30)
+        assert engine.generate([*prompt, 2], max_tokens=5).stats.reused_tokens == 40
+        assert len(engine._contexts._at_rest) == 2
+
+
+@pytest.mark.parametrize("memory", [0, -5])
+def test_a_bound_that_is_none(memory: int) -> None:
+    with pytest.raises(ValueError, match="kv_memory must be a positive number of bytes"):
+        pystaged.load(kv_memory=memory)
+    with pytest.raises(TypeError):
+        pystaged.load(kv_memory="2G")  # type: ignore[arg-type]
+
+
+def test_memory_is_flat_over_many_short_texts(random_gguf: Callable[..., Path]) -> None:
+    process, generator = psutil.Process(), np.random.default_rng(0)
+    with pystaged.load(random_gguf(vocab_size=300, context=96), kv_memory=4 << 20) as engine:
+
+        def write(count: int) -> int:
+            for _ in range(count):
+                system = generator.integers(4)
+                prompt = [
+                    *range(system, system + 20),
+                    *generator.integers(256, size=generator.integers(1, 30)).tolist(),
+                ]
+                stream = engine.stream(prompt, max_tokens=3, temperature=1.0)
+                if generator.random() < 0.2:
+                    next(stream)
+                    del stream
+                else:
+                    stream.finish()
+                assert engine._contexts.num_bytes <= 4 << 20
+            gc.collect()
+            return process.memory_info().rss
+
+        before = write(TEXTS // 4)
+        after = write(TEXTS)
+    assert after - before < 8 << 20

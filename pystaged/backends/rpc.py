@@ -161,7 +161,9 @@ class RemoteSession:
         self.weight_bytes = model.weight_bytes
         self.vocab_size = model.vocab_size
         self._model, self._servers = model, model.servers
-        self._id, self.n_ctx = self._servers.call("open", n_ctx) if begun is None else (begun, n_ctx)
+        if begun is None:
+            begun, n_ctx = self._servers.call("open", n_ctx)
+        self._id, self.n_ctx = begun, n_ctx
 
     def fork(self, length: int) -> RemoteSession:
         return RemoteSession(self._model, self.n_ctx, self._servers.call("fork", self._id, length))
