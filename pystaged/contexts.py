@@ -230,9 +230,10 @@ class ContextPool:
             context = loan.context()
             if context is not None:
                 try:
-                    yield context, context.target.tokens, False
+                    tokens = context.target.tokens
                 except (DeviceError, ValueError, RuntimeError):  # lost, closed, or in the middle of a call
                     continue
+                yield context, tokens, False
         for context, held in list(self._at_rest.items()):
             yield context, held.tokens, True
 
@@ -268,7 +269,7 @@ def _cut(context: Decoder, length: int) -> None:
 
 
 def _begins(beginning: NDArray[np.int32], tokens: NDArray[np.int32]) -> bool:
-    return len(beginning) <= len(tokens) and common_prefix(beginning, tokens) == len(beginning)
+    return np.array_equal(beginning, tokens[: len(beginning)])
 
 
 def _survives(held: int, length: int) -> bool:

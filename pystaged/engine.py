@@ -104,8 +104,10 @@ class Engine:
         policy: TreePolicy | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        if kv_memory is not None and operator.index(kv_memory) < 1:
-            raise ValueError(f"kv_memory must be a positive number of bytes, not {kv_memory}")
+        if kv_memory is not None:
+            kv_memory = operator.index(kv_memory)
+            if kv_memory < 1:
+                raise ValueError(f"kv_memory must be a positive number of bytes, not {kv_memory}")
         self._pair = pair = Pair(
             model,
             draft,

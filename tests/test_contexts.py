@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -242,6 +243,13 @@ def test_the_least_recently_used_makes_room_first() -> None:
     assert [tokens[0] for tokens in texts.at_rest] == [3000, 1000, 5000]
 
 
+def test_how_many_rest() -> None:
+    texts = Simulation(10**9)
+    for i in range(100):
+        texts.run([i, *range(40)])
+    assert [tokens[0] for tokens in texts.at_rest] == list(range(36, 100))
+
+
 def test_what_an_end_was_cut_from_may_begin_another_one() -> None:
     texts = Simulation(room(160, 160))
     texts.run([*SYSTEM, 1], list(range(59)))
@@ -468,6 +476,21 @@ def test_little_memory_changes_nothing() -> None:
             result = engine.generate(prompt, max_tokens=60, sampling=sampling)
             assert result.tokens == cold(engine, prompt, 60, sampling)
             assert engine._contexts.num_bytes <= 3 << 20
+
+
+def test_a_text_waits_for_another_thread_s() -> None:
+    with pystaged.load() as sized:
+        memory = sized._contexts._needed(200)
+    found: list[list[int]] = []
+    with pystaged.load(kv_memory=memory) as engine:
+        stream = engine.stream(GREETING, max_tokens=60)
+        next(stream)
+        thread = threading.Thread(target=lambda: found.append(engine.generate("class Tree:", max_tokens=80).tokens))
+        thread.start()
+        tokens = stream.finish().tokens
+        thread.join(60)
+        assert tokens == cold(engine, GREETING, 60, SamplingConfig())
+        assert found == [cold(engine, "class Tree:", 80, SamplingConfig())]
 
 
 def test_a_real_conversation_survives_strangers(house: Engine) -> None:
