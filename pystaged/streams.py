@@ -143,7 +143,9 @@ class _Writer:
     def admit(self, entry: Entry, must: bool) -> LiveText | None:
         """Begin the text in a context, if there is memory for one or it must."""
         config, contexts = self._config, self._engine._contexts
-        context = contexts.take(self._prompt_tokens)
+        context = contexts.take(self._prompt_tokens, config.max_tokens, must=must)
+        if context is None:
+            return None
         try:
             steps = context.text(
                 self._prompt_tokens,
