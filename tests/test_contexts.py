@@ -20,6 +20,7 @@ import pystaged
 from pystaged import DeviceError, Engine, FixedPolicy, SamplingConfig, _core
 from pystaged.contexts import SPARE_CELLS, ContextPool
 from pystaged.decoding.loop import Decoder
+from pystaged.decoding.requests import finish
 
 TEXTS = int(os.environ.get("PYSTAGED_TEST_TEXTS", "2000"))  # of the test of memory
 
@@ -508,7 +509,7 @@ def test_what_was_learnt_is_inherited() -> None:
         engine.generate(GREETING, max_tokens=60, temperature=0.5)
         (old,) = engine._contexts._at_rest
         # Timing decides whether drafts are used; here they are.
-        tree = old.drafters[0].draft(SamplingConfig(0.5), 3)
+        tree = finish(old.drafters[0].draft(SamplingConfig(0.5), 3))
         assert len(tree) > 1
         old.drafters[0].advance([int(tree.tokens[1])])
         old.budget._see_plain(old.budget.plain_seconds)
@@ -520,7 +521,7 @@ def test_what_was_learnt_is_inherited() -> None:
                 assert vars(calibration) == vars(source)
                 assert calibration.rates is not source.rates
         learnt, source = vars(begun.budget), vars(old.budget)
-        for name in ("_tokens", "_times", "_seen", "_tried", "_purses", "plain_seconds", "_plain_seen", "_reading"):
+        for name in ("_tokens", "_times", "_seen", "_tried", "_purses", "_alone_seconds", "_plain_seen", "_reading"):
             assert learnt[name] == source[name]
         assert learnt["_times"] is not source["_times"]
         # It is not where one begins.
