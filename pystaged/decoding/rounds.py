@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pystaged._core import run
@@ -151,7 +152,8 @@ class Rounds:
             text.go_on(None, self._clock)
         has_read = False
         while text.request and not (has_read and isinstance(text.request, Read)):
-            has_read = isinstance(text.request, Read)
+            if isinstance(text.request, Read):
+                has_read, text.request.num_rows = True, min(len(text.request.tokens), MOST_ROWS)
             text.go_on(fulfil(text.request, self._clock), self._clock)
 
     def _draft(self, texts: Sequence[LiveText]) -> None:
@@ -196,16 +198,13 @@ class Rounds:
     def _pass(self, texts: Sequence[LiveText]) -> list[Done | BaseException]:
         """Fulfil what these ask for by one pass; if it fails, by one for each, so that it fails for who is to blame."""
         requests = [text.request for text in texts if text.request]
-        if not requests:
-            return []
-        try:
-            return self._fulfil(requests)
-        except Exception as error:
-            if len(requests) == 1:
-                return [error]
-        return [answer for text in texts for answer in self._pass([text])]
+        if len(requests) > 1 and all(request.can_share for request in requests):
+            # Whoever is to blame for an exception is told by a pass of its own.
+            with suppress(Exception):
+                return self._share(requests)
+        return [fulfil(request, self._clock) for request in requests]
 
-    def _fulfil(self, requests: Sequence[Request]) -> list[Done | BaseException]:
+    def _share(self, requests: Sequence[Request]) -> list[Done | BaseException]:
         begin = self._clock()
         found = self._make([request.work() for request in requests])
         seconds = self._clock() - begin

@@ -224,21 +224,37 @@ class Machine:
         return self.now
 
 
-class SimulatedRead(Read):
+class OnMachine:
+    """A request that the machine sees as it is, alone or among others."""
+
+    can_share = True
+    session: Any
+
     def work(self) -> Any:
         return self
 
+    def perform(self) -> Any:
+        return self.session.machine.make([self])[0]
 
-class SimulatedVerify(Verify):
-    def work(self) -> Any:
-        return self
+
+class SimulatedRead(OnMachine, Read):  # type: ignore[misc]
+    pass
+
+
+class SimulatedVerify(OnMachine, Verify):  # type: ignore[misc]
+    pass
+
+
+@dataclass(eq=False)
+class SimulatedSession:
+    machine: Machine
 
 
 class Simulated:
     """A decoder that reads a prompt, and then verifies a tree with these scores for ever."""
 
     def __init__(self, machine: Machine, prompt: int, scores: Sequence[float] = ()) -> None:
-        self.target: Any = object()
+        self.target: Any = SimulatedSession(machine)
         self.crowd = Crowd(machine.clock)
         self.prompt = prompt
         builder = TreeBuilder(0)
