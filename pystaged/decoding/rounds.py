@@ -18,6 +18,7 @@ from pystaged._core import run
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.requests import MOST_ROWS, Done, Read, Request, Verify, fulfil, resume
+from pystaged.stats import PassStats
 
 DELAY = 0.25  # seconds that a pass may take, for others' prompts to ride along
 _LEAST_PIECE = 8  # tokens of a prompt that ride along however long that takes
@@ -117,6 +118,7 @@ class Rounds:
         make: Callable[[list[Any]], list[Any]] = run,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.passes = PassStats()  # of the target
         self._cost = cost
         self._delay = delay
         self._make = make
@@ -136,6 +138,7 @@ class Rounds:
         asking = [text for text in asking if text.request and text.request.num_rows]
         answers = self._pass(asking)
         self._last = self._clock()
+        self._count([text.request for text in asking if text.request], answers)
         for text in steps:
             text.note_step()
         for text in asking:
@@ -151,7 +154,20 @@ class Rounds:
         has_read = False
         while text.request and not (has_read and isinstance(text.request, Read)):
             has_read = isinstance(text.request, Read)
-            text.go_on(fulfil(text.request, self._clock), self._clock)
+            answer = fulfil(text.request, self._clock)
+            if not text.wants_draft:
+                self._count([text.request], [answer])
+            text.go_on(answer, self._clock)
+
+    def _count(self, requests: Sequence[Request], answers: Sequence[Done | BaseException]) -> None:
+        """Add a pass of the target to what there were."""
+        made = [(each, done) for each, done in zip(requests, answers, strict=True) if isinstance(done, Done)]
+        if not made:
+            return
+        trees = [request.num_rows for request, _ in made if isinstance(request, Verify)]
+        rows = sum(request.num_rows for request, _ in made)
+        more = PassStats(1, made[0][1].seconds, rows, rows - sum(trees), sum(trees) - len(trees), len(trees))
+        self.passes = self.passes.plus(more)
 
     def _draft(self, texts: Sequence[LiveText]) -> None:
         """Passes of the draft for whoever asks, level by level; of what it has to read, one piece."""
