@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -355,7 +355,7 @@ class Work:
         k: int,
         sampling: Sampling | Sequence[Sampling],
     ) -> Work:
-        """Append pending rows, as Session.evaluate with num_logits = num_judged, and rank what may follow each judged one.
+        """Append pending rows, as Session.evaluate with num_logits = num_judged, and rank what may follow those judged.
 
         One sampling for all judged rows, or one for each. The result is that of Session.candidates for the judged rows,
         int32[num_judged, k] and float32[num_judged, k].
@@ -366,13 +366,11 @@ class Work:
     def num_rows(self) -> int:
         """Rows that it adds to a pass."""
 
-_Tokens = NDArray[np.int32]
-
-def run(works: Sequence[Work]) -> list[tuple[_Tokens, _Tokens] | tuple[_Tokens, NDArray[np.float32]] | None]:
+def run(works: Sequence[Work]) -> list[Any]:
     """Do works of several texts in one pass, or in several where their rows are more than a pass takes.
 
-    Every row has the bits that it has alone. On devices the texts take turns. All or none: whatever fails, every session
-    is left as it was.
+    Every row has the bits that it has alone. On devices the texts take turns. All or none: whatever fails, every
+    session is left as it was.
 
     Returns:
         The works' results, in order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard, cast, overload
@@ -15,7 +16,7 @@ from pystaged.batch import results
 from pystaged.config import GenerationConfig, TextOptions, check_options
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
-from pystaged.decoding.rounds import Rounds
+from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
 from pystaged.decoding.scoring import score
 from pystaged.loading.pair import Pair
 from pystaged.result import GenerationResult, Score
@@ -44,7 +45,9 @@ class LoadOptions(TypedDict, total=False):
     kv: str
     num_threads: int
     keep_packed: bool
+    kv_memory: int | None
     policy: TreePolicy | None
+    prompt_delay: float
     report: Callable[[str], None] | None
 
 
@@ -73,7 +76,11 @@ class Engine:
         keep_packed: keep weights that run on "cpu" in the cache folder as the kernels read them, which takes as much of
             the disk as the models again: the next time they are there at once, and processes share the memory.
             `pystaged models` lists and removes them.
+        kv_memory: bytes that the keys and values of all texts may take, of those too that have ended, which are kept
+            for texts that begin alike. None for a quarter of what is free beside the weights, but enough for one full
+            context; on devices, for 8. A text waits while it has no room beside others; alone, any text has.
         policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
+        prompt_delay: seconds that a step of other texts may take because a prompt is read beside them.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
 
     Raises:
@@ -95,9 +102,17 @@ class Engine:
         kv: str = "f16",
         num_threads: int = 0,
         keep_packed: bool = False,
+        kv_memory: int | None = None,
         policy: TreePolicy | None = None,
+        prompt_delay: float = PROMPT_DELAY,
         report: Callable[[str], None] | None = None,
     ) -> None:
+        if kv_memory is not None:
+            kv_memory = operator.index(kv_memory)
+            if kv_memory < 1:
+                raise ValueError(f"kv_memory must be a positive number of bytes, not {kv_memory}")
+        if not prompt_delay >= 0:
+            raise ValueError(f"prompt_delay must be at least 0 seconds, not {prompt_delay}")
         self._pair = pair = Pair(
             model,
             draft,
@@ -109,8 +124,13 @@ class Engine:
             kv=kv,
             keep_packed=keep_packed,
         )
-        self._contexts = ContextPool(lambda: pair.decoder(n_ctx, policy))
-        self._rounds = Rounds(None if policy else pair.target_cost())
+        self._contexts = ContextPool(
+            lambda source, length: pair.decoder(n_ctx, policy, source, length),
+            kv_memory,
+            free=pair.free_memory(),
+            on_device=pair.on_device,
+        )
+        self._rounds = Rounds(None if policy else pair.target_cost(), prompt_delay)
         self._scheduler = Scheduler(self._rounds)
         self.n_ctx = self._contexts.n_ctx
 
@@ -123,6 +143,16 @@ class Engine:
     def draft(self) -> Model | None:
         """The draft, None where n-grams draft alone."""
         return self._pair.draft
+
+    @property
+    def kv_memory(self) -> int:
+        """Bytes that the keys and values of all texts may take."""
+        return self._contexts.memory
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of these that a text of n_ctx tokens takes, in the target and in the draft."""
+        return self._contexts.full_bytes
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -170,11 +170,11 @@ class Scheduler:
         if entry.live and not entry.is_over:
             self._rounds.play_alone(entry.live)
 
-    def _close(self, entry: Entry) -> None:
+    def _close(self, entry: Entry, error: BaseException | None = None) -> None:
         if entry.live:
-            entry.live.close()
+            entry.live.close(error)
         elif not entry.is_over:
-            entry.end(None)
+            entry.end(error)
 
     def _admit(self, entry: Entry, *, must: bool) -> None:
         if entry.live is None and not entry.is_over:
@@ -216,11 +216,10 @@ class Scheduler:
                     is_needed = not self._is_stopping and self._is_thread_needed()
                     played = is_needed and self._round()
                 except BaseException as error:
-                    # Of the scheduler's own; nobody may hang.
+                    # A fault of our own; nobody may hang.
                     played = True
                     for entry in self._texts:
-                        entry.said.put(End(error))
-                        self._close(entry)
+                        self._close(entry, error)
                 finally:
                     self._driving = None
             if is_needed and not played:

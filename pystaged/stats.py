@@ -101,7 +101,7 @@ class GenerationStats:
     step.
 
     prompt_tokens: tokens of the prompt; reused_tokens: those of them that were still in the context.
-    new_tokens: tokens emitted. steps: passes of the target that emitted them; rows: this text's in them, roots included;
+    new_tokens: tokens emitted. steps: passes of the target that emitted them; rows: its own in them, roots included;
     pass_rows: all of theirs, of others' prompts too; pass_texts: texts that took the steps, this one included.
     prefill_seconds: until the prompt was in the context; decode_seconds: from there to the end, without what the
     consumer did between steps; target_seconds: of these in verify passes.

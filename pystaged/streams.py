@@ -154,7 +154,9 @@ class Writer:
     def admit(self, entry: Entry, must: bool) -> LiveText | None:
         """Begin the text in a context, if there is memory for one or it must."""
         config, contexts = self._config, self.engine._contexts
-        context = contexts.take(self.prompt_tokens)
+        context = contexts.take(self.prompt_tokens, config.max_tokens, must=must)
+        if context is None:
+            return None
         try:
             steps = context.text(
                 self.prompt_tokens,

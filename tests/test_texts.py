@@ -297,7 +297,7 @@ def test_a_reader_that_is_behind_is_waited_for(plain: Engine) -> None:
     run(read())
 
 
-def test_closing_an_async_stream(plain: Engine, path: Path) -> None:
+def test_closing_an_async_stream(plain: Engine) -> None:
     async def read() -> None:
         async with plain.astream(PROMPTS[0], max_tokens=400) as stream:
             first = await anext(stream)

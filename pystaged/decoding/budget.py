@@ -103,6 +103,14 @@ class Budget:
         one, cells = self._cost(1, self._cells), self._cells
         return self._cost(self._texts, cells) + self._texts * max(0.0, self._alone_seconds - one)
 
+    def inherit(self, other: Budget) -> None:
+        """Believe what another one, of the same target and drafters, has learnt."""
+        self._tokens, self._times, self._seen = other._tokens.copy(), other._times.copy(), other._seen.copy()
+        self._tried, self._purses = other._tried.copy(), other._purses.copy()
+        self._texts, self._cells = other._texts, other._cells
+        self._alone_seconds, self._plain_seen = other._alone_seconds, other._plain_seen
+        self._reading, self._check_after, self._unchecked = other._reading, other._check_after, other._unchecked
+
     def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: tuple[int, float]) -> Requests[None]:
         """Begin a text. The drafter that will be used most reads its prompt at once; a trial of another one pays later.
 
@@ -165,7 +173,7 @@ class Budget:
         if self._cost is None:
             return 0.0
         told = self._clock()
-        self._cost.observe(verified.num_rows, verified.cells, verified.seconds)
+        self._cost.observe(verified.num_rows, verified.cells, verified.seconds, verified.share)
         is_alone = verified.share == 1
         if self._chosen is None:
             seconds = self._drafted - self._begin + verified.seconds

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pystaged._core import Session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import TokenTree
@@ -24,6 +25,14 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Free what it holds."""
+        ...
+
+    def sessions(self) -> list[Session]:
+        """Those that it and the drafters below it read texts in."""
+        ...
+
+    def inherit(self, other: Drafter) -> None:
+        """Believe what a drafter of the same kind has learnt."""
         ...
 
     def start(self, context: NDArray[np.int32]) -> None:

@@ -167,6 +167,17 @@ class Decoder:
                 total[name] = total[name].plus(work) if name in total else work
         return total
 
+    @property
+    def sessions(self) -> list[Session]:
+        """The target's, and those of the drafters."""
+        return [self.target, *(session for drafter in self.drafters for session in drafter.sessions())]
+
+    def inherit(self, other: Decoder) -> None:
+        """Believe what another one of the same drafters has learnt."""
+        self.budget.inherit(other.budget)
+        for drafter, experienced in zip(self.drafters, other.drafters, strict=True):
+            drafter.inherit(experienced)
+
     def close(self) -> None:
         """Free the contexts."""
         self.target.close()

@@ -23,8 +23,21 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+class _OfSession:
+    """What requests have in common."""
+
+    __slots__ = ()
+
+    session: Session
+
+    @property
+    def can_share(self) -> bool:
+        """Whether its pass can be others' too; what stands in for a session elsewhere has passes of its own."""
+        return isinstance(self.session, Session)
+
+
 @dataclass(slots=True, eq=False)
-class Read:
+class Read(_OfSession):
     """Read the beginning of these tokens, int32[n]; the result is how many of them were read.
 
     cells: tokens of the text before these. num_rows: how many to read, for whoever makes the pass to say.
@@ -47,7 +60,7 @@ class Read:
 
 
 @dataclass(slots=True, eq=False)
-class Propose:
+class Propose(_OfSession):
     """Evaluate rows, which stay pending; the result is the k best candidates after each of the last `judged` of them,
     best first: their tokens, -1 where there are fewer, and their scores."""
 
@@ -77,7 +90,7 @@ class Propose:
 
 
 @dataclass(slots=True, eq=False)
-class Verify:
+class Verify(_OfSession):
     """Evaluate a tree, follow it and commit the path; the result is the tree that was verified, perhaps a head of this
     one, its accepted nodes, and the target's own token after each."""
 
@@ -130,8 +143,6 @@ def resume(text: Generator[T, Done | None, R], answer: Done | BaseException | No
 
 def fulfil(request: Request, clock: Callable[[], float]) -> Done | BaseException:
     """Give a request a pass of its own."""
-    if isinstance(request, Read):
-        request.num_rows = min(len(request.tokens), MOST_ROWS)
     begin = clock()
     try:
         result = request.result(request.perform())
@@ -154,6 +165,8 @@ def alone(text: Generator[Any, Any, R], clock: Callable[[], float] = time.perf_c
             if not isinstance(said, Request):
                 yield said
                 continue
+            if isinstance(said, Read):
+                said.num_rows = min(len(said.tokens), MOST_ROWS)
             answer = fulfil(said, clock)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pystaged._core import run
@@ -20,8 +21,9 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.requests import MOST_ROWS, Done, Read, Request, Verify, fulfil, resume
 from pystaged.stats import PassStats
 
-DELAY = 0.25  # seconds that a pass may take, for others' prompts to ride along
+PROMPT_DELAY = 0.25  # seconds that a pass may take, for prompts to ride along
 _LEAST_PIECE = 8  # tokens of a prompt that ride along however long that takes
+_UNPRICED_PIECE = 32  # and where nobody knows how long
 _DRAFT_PIECE = 64  # tokens of a prompt that a draft reads in a round
 
 
@@ -84,10 +86,10 @@ class LiveText:
         crowd.rows = sum(text.rows for text in others)
         crowd.tokens = sum(text.tokens for text in others)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """End it where it is; also for `say` to call."""
         if not self.is_over and inspect.getgeneratorstate(self._text) != inspect.GEN_RUNNING:
-            self._over(None)
+            self._over(error)
 
     def _over(self, error: BaseException | None) -> None:
         self.is_over, self.request = True, None
@@ -105,7 +107,7 @@ class Rounds:
 
     Args:
         cost: seconds of a pass of the target; None verifies whatever was drafted.
-        delay: seconds that a pass may take so that prompts ride along with it.
+        prompt_delay: seconds that a pass may take so that prompts ride along with it.
         make: makes one pass of works, all or none; see run.
         clock: seconds.
     """
@@ -113,14 +115,14 @@ class Rounds:
     def __init__(
         self,
         cost: PassCost | None,
-        delay: float = DELAY,
+        prompt_delay: float = PROMPT_DELAY,
         *,
         make: Callable[[list[Any]], list[Any]] = run,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.passes = PassStats()  # of the target
         self._cost = cost
-        self._delay = delay
+        self._prompt_delay = prompt_delay
         self._make = make
         self._clock = clock
         self._last = clock()  # when the last pass of the target ended
@@ -153,20 +155,26 @@ class Rounds:
             text.go_on(None, self._clock)
         has_read = False
         while text.request and not (has_read and isinstance(text.request, Read)):
-            has_read = isinstance(text.request, Read)
+            if isinstance(text.request, Read):
+                has_read, text.request.num_rows = True, min(len(text.request.tokens), MOST_ROWS)
             answer = fulfil(text.request, self._clock)
             if not text.wants_draft:
                 self._count([text.request], [answer])
             text.go_on(answer, self._clock)
 
     def _count(self, requests: Sequence[Request], answers: Sequence[Done | BaseException]) -> None:
-        """Add a pass of the target to what there were."""
+        """Add what came of requests to the passes of the target that there were."""
         made = [(each, done) for each, done in zip(requests, answers, strict=True) if isinstance(done, Done)]
-        if not made:
-            return
         trees = [request.num_rows for request, _ in made if isinstance(request, Verify)]
         rows = sum(request.num_rows for request, _ in made)
-        more = PassStats(1, made[0][1].seconds, rows, rows - sum(trees), sum(trees) - len(trees), len(trees))
+        more = PassStats(
+            passes=round(sum(done.share for _, done in made)),  # perhaps one for each
+            seconds=sum(done.share * done.seconds for _, done in made),
+            rows=rows,
+            prompt_rows=rows - sum(trees),
+            guesses=sum(trees) - len(trees),
+            steps=len(trees),
+        )
         self.passes = self.passes.plus(more)
 
     def _draft(self, texts: Sequence[LiveText]) -> None:
@@ -193,10 +201,10 @@ class Rounds:
         """Decide how much of each prompt is read beside these steps."""
         room = MOST_ROWS
         beside = sum(text.request.num_rows for text in steps if text.request)
-        if beside and requests and self._cost:
+        if beside and requests:
             cells = _mean_cells(requests)
-            room = _LEAST_PIECE
-            while room < MOST_ROWS and self._cost(beside + room + 1, cells) <= self._delay:
+            room = _LEAST_PIECE if self._cost else _UNPRICED_PIECE
+            while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, cells) <= self._prompt_delay:
                 room += 1
         # Half for the oldest, so that none waits for ever, then for those that are soon done.
         asked = [(request, (room + 1) // 2) for request in requests[:1]]
@@ -211,16 +219,13 @@ class Rounds:
     def _pass(self, texts: Sequence[LiveText]) -> list[Done | BaseException]:
         """Fulfil what these ask for by one pass; if it fails, by one for each, so that it fails for who is to blame."""
         requests = [text.request for text in texts if text.request]
-        if not requests:
-            return []
-        try:
-            return self._fulfil(requests)
-        except Exception as error:
-            if len(requests) == 1:
-                return [error]
-        return [answer for text in texts for answer in self._pass([text])]
+        if len(requests) > 1 and all(request.can_share for request in requests):
+            # Whoever is to blame for an exception is told by a pass of its own.
+            with suppress(Exception):
+                return self._share(requests)
+        return [fulfil(request, self._clock) for request in requests]
 
-    def _fulfil(self, requests: Sequence[Request]) -> list[Done | BaseException]:
+    def _share(self, requests: Sequence[Request]) -> list[Done | BaseException]:
         begin = self._clock()
         found = self._make([request.work() for request in requests])
         seconds = self._clock() - begin

@@ -70,6 +70,16 @@ class ModelDrafter(TreeDrafter):
         self._root = 0
         self._num_rows = 0
 
+    def sessions(self) -> list[Session]:
+        return [self.session, *(self.below.sessions() if self.below else [])]
+
+    def inherit(self, other: Drafter) -> None:
+        super().inherit(other)
+        if isinstance(other, ModelDrafter):
+            self._pace, self._guess_gain, self._unguessed = other._pace, other._guess_gain, other._unguessed
+            if self.below and other.below:
+                self.below.inherit(other.below)
+
     def start(self, context: NDArray[np.int32]) -> None:
         read = self._spelled(context[:-1].tolist())
         self._length = common_prefix(self.session.tokens, np.array(read, np.int32))
@@ -230,7 +240,7 @@ class ModelDrafter(TreeDrafter):
                 gain = max(confirmed - (wasted + looked_up - begin) / self._cost(1, cells), -1.0)
                 self._guess_gain += _GUESS_BLEND * (gain - self._guess_gain)
             others = (1 - done.share) * done.seconds
-            self._cost.observe(done.num_rows, done.cells, self._clock() - begin + others)
+            self._cost.observe(done.num_rows, done.cells, self._clock() - begin + others, done.share)
         self.stats.guessed += len(guesses)
         self.stats.confirmed += confirmed
 

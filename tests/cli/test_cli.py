@@ -263,7 +263,7 @@ sys.addaudithook(press)
 
 
 @pytest.mark.parametrize(
-    "module", ["typer", "pystaged.cli", "pystaged.cli.console", "rich.console", "pystaged.engine", "numpy"]
+    "module", ["typer", "pystaged.cli", "pystaged.cli.console", "rich.console", "pystaged.streams", "numpy"]
 )
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(PRESS)
@@ -325,6 +325,33 @@ def test_info(path: Path) -> None:
 def test_info_of_a_context(path: Path) -> None:
     assert b"0.5 MB per 1,000 tokens" in run("info", path).stdout
     assert b"0.3 MB per 1,000 tokens" in run("info", path, "--kv", "q8_0").stdout
+
+
+def test_info_of_what_fits(path: Path) -> None:
+    full = 96 * 512  # bytes of a context
+
+    def said(size: str) -> str:
+        (line,) = [
+            line for line in run("info", path, "--kv-memory", size).stdout.decode().splitlines() if "MB per" in line
+        ]
+        return line.partition("enough for ")[2]
+
+    assert said(str(full)) == "1 text of 96 tokens"
+    assert said("1m") == f"{2**20 // full} texts of 96 tokens"
+    assert said("1.5G") == f"{3 * 2**29 // full:,} texts of 96 tokens"
+    assert said("24K") == "one text of 48 tokens"
+
+
+@pytest.mark.parametrize("size", ["0", "-1G", "G", "2GB", "nan", "inf", "", "0.5", "9999999T"])
+def test_sizes_that_are_none(path: Path, size: str) -> None:
+    done = run("generate", PROMPT, "--model", path, f"--kv-memory={size}")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert f"{size!r} is no size; write 512M or 2.5G." in " ".join(done.stderr.decode().replace("│", " ").split())
+
+
+def test_a_bound_of_memory_changes_nothing(path: Path, result: pystaged.GenerationResult) -> None:
+    done = run("generate", PROMPT, "--model", path, *WARM, "--kv-memory", "1K")
+    assert (done.returncode, done.stdout.decode()) == (0, result.text + "\n")
 
 
 def test_info_of_mixed_types(tmp_path: Path) -> None:

@@ -668,8 +668,8 @@ def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft:
     learnt: list[float] = []
 
     class Fixed(PassCost):
-        def observe(self, num_rows: int, cells: float, seconds: float) -> None:
-            del num_rows, seconds
+        def observe(self, num_rows: int, cells: float, seconds: float, share: float = 1.0) -> None:
+            del num_rows, seconds, share
             learnt.append(cells)
 
     class Watching(FixedPolicy):
