@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from queue import SimpleQueue
@@ -70,7 +70,7 @@ class _Signed:
 
 def results(
     engine: Engine, prompts: Sequence[Prompt], config: GenerationConfig, n: int = 1
-) -> Iterator[GenerationResult]:
+) -> Generator[GenerationResult, None, None]:
     """Continue each of the prompts n times, many texts at once. The i-th of a prompt's has the seed + i, modulo 2**64.
 
     A prompt is read once: others that begin with it wait until its first text has read it.
@@ -89,7 +89,7 @@ def results(
     return _results(engine, [Writer(engine, prompt, each) for prompt in prompts for each in configs])
 
 
-def _results(engine: Engine, writers: Sequence[Writer]) -> Iterator[GenerationResult]:
+def _results(engine: Engine, writers: Sequence[Writer]) -> Generator[GenerationResult, None, None]:
     if engine._scheduler.in_step:
         yield from (Stream(writer).finish() for writer in writers)
         return

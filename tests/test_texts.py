@@ -132,7 +132,7 @@ def test_figures_of_the_whole(engine: Engine) -> None:
     stats, passes = [result.stats for result in results], engine.passes
     assert passes.steps == sum(each.steps for each in stats)
     assert passes.guesses == sum(each.drafted for each in stats)
-    assert passes.prompt_rows == sum(each.prompt_tokens - 1 for each in stats)
+    assert passes.prompt_rows == sum(each.prompt_tokens - 1 - each.reused_tokens for each in stats)
     assert passes.rows == passes.steps + passes.guesses + passes.prompt_rows
     assert max(each.steps for each in stats) <= passes.passes < passes.steps
     assert passes.to_dict()["texts_per_pass"] == passes.steps / passes.passes > 1
