@@ -54,8 +54,7 @@ class Entry:
         self.most_unread = most_unread
         self.live: LiveText | None = None
         self.num_said = self.num_read = 0  # tokens
-        self.is_cancelled = False
-        self.is_over = False
+        self.is_open = self.is_cancelled = self.is_over = False
 
     def say(self, piece: Any) -> None:
         """What a text calls with each thing it says."""
@@ -123,6 +122,7 @@ class Scheduler:
         if os.getpid() != self._process:
             self._begin()  # the texts and the thread are the parent's
         self._inbox.put(entry)
+        entry.is_open = True
         if entry.in_background or self._thread:
             self._wake()
 
@@ -141,10 +141,19 @@ class Scheduler:
             if said is not _YOURS:
                 break
         if not isinstance(said, End):
-            entry.num_read += len(said.tokens)
-            if self._is_waiting:
-                self._inbox.put(None)
+            self.read(entry, said)
         return said
+
+    def read(self, entry: Entry, piece: Any) -> None:
+        """Tell that somebody has read what a text said."""
+        entry.num_read += len(piece.tokens)
+        if self._is_waiting:
+            self._inbox.put(None)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this thread is in the middle of a step of a text, which waits for it: a policy that generates."""
+        return self._driver.is_mine
 
     def cancel(self, entry: Entry) -> None:
         """End a text after the pass in hand; at once where none is. Waits for nothing."""
@@ -164,8 +173,7 @@ class Scheduler:
 
     def _step_alone(self, entry: Entry) -> bool:
         """Step a text in this thread, if nobody else does and no other text is there; returns whether it was."""
-        if self._driver.is_mine:
-            # A policy that generates in the middle of a step.
+        if self.in_step:
             self._close(entry) if entry.is_cancelled else self._step(entry)
             return True
         with self._driver.at_once() as has_turn:
