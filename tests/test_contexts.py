@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -498,8 +499,13 @@ def test_texts_forked_from_running_ones(house: Engine, sampling: SamplingConfig)
 
 def test_texts_that_begin_together_read_their_common_beginning_once(house: Engine) -> None:
     prompts = [GREETING * 3 + f"# {i}\n" for i in range(4)]
+    streams = [house.stream(prompt, max_tokens=20) for prompt in prompts]
     with ThreadPoolExecutor(4) as threads:
-        results = list(threads.map(lambda prompt: house.generate(prompt, max_tokens=20), prompts))
+        with house._scheduler._driver:
+            reading = [threads.submit(stream.finish) for stream in streams]
+            while not all(stream._is_open for stream in streams) or house._scheduler._inbox.qsize() < len(streams):
+                time.sleep(0.001)
+        results = [each.result(60) for each in reading]
     for prompt, result in zip(prompts, results, strict=True):
         assert result.tokens == cold(house, prompt, 20, SamplingConfig())
     common = len(house.encode(GREETING * 3)) - 64
