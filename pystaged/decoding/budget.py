@@ -33,6 +33,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 
 from pystaged.decoding.cost import PassCost, surprise
 from pystaged.decoding.crowd import Crowd
@@ -53,6 +55,17 @@ _CHUNK = 32  # tokens of a prompt from which the seconds for one are learnt
 # After so many drafted steps come two plain ones, to see what those take: often at first, and rarely where drafting
 # gains more than a plain step.
 _FIRST_CHECK, _LAST_CHECK, _RARE_CHECK = 4, 128, 1024
+
+
+@dataclass(slots=True)
+class _Learnt:
+    """What is known of each drafter: tokens of a step with it, and its time in plain steps; how often it was seen,
+    the first belief included, and whether it was."""
+
+    tokens: list[float]
+    steps: list[float]
+    seen: list[int]
+    tried: list[bool]
 
 
 class Budget:
@@ -76,14 +89,10 @@ class Budget:
         self._crowd = crowd
         self._clock = crowd.clock
         self._uses = uses
-        first = uses(0)
-        self._tokens = [tokens for tokens, _ in first]
-        self._times = [steps for _, steps in first]
-        self._seen = [_PRIOR] * len(first)
-        self._tried = [False] * len(first)
-        self._purses = [0.0] * len(first)  # seconds
         self._cells = 0  # that the text has filled
         self._texts = 1  # that were stepped together
+        self._learnt: dict[int, _Learnt] = {}  # in crowds of about one size
+        self._purses = [0.0] * len(self._here.tokens)  # seconds
         # Of a plain step there, as believed. Not a pass of one row in a drafted step: a draft had the caches before it.
         self._alone_seconds = cost(1) if cost else 0.0
         self._plain_seen = 1
@@ -105,8 +114,7 @@ class Budget:
 
     def inherit(self, other: Budget) -> None:
         """Believe what another one, of the same target and drafters, has learnt."""
-        self._tokens, self._times, self._seen = other._tokens.copy(), other._times.copy(), other._seen.copy()
-        self._tried, self._purses = other._tried.copy(), other._purses.copy()
+        self._learnt, self._purses = deepcopy(other._learnt), other._purses.copy()
         self._texts, self._cells = other._texts, other._cells
         self._alone_seconds, self._plain_seen = other._alone_seconds, other._plain_seen
         self._reading, self._check_after, self._unchecked = other._reading, other._check_after, other._unchecked
@@ -123,8 +131,8 @@ class Budget:
             return
         self._go_to(prompt_tokens - 1)
         for i, (tokens, steps) in enumerate(self._uses(self._cells)):
-            if not self._tried[i]:
-                self._tokens[i], self._times[i] = tokens, 1 + (steps - 1) * self._dearness
+            if not self._here.tried[i]:
+                self._here.tokens[i], self._here.steps[i] = tokens, steps
         if read[0] >= _CHUNK:
             self._reading = read[1] / read[0]
         self.credit = OPENING * self.plain_seconds
@@ -174,18 +182,21 @@ class Budget:
             return 0.0
         told = self._clock()
         self._cost.observe(verified.num_rows, verified.cells, verified.seconds, verified.share)
-        is_alone = verified.share == 1
         if self._chosen is None:
-            seconds = self._drafted - self._begin + verified.seconds
-            if is_alone and self._was_plain:
+            seconds = self._texts * (self._drafted - self._begin) + verified.seconds
+            is_plain = verified.num_rows == self._texts
+            if not is_plain:
+                # Others' guesses and prompts are in it: what plain steps take cannot be seen.
+                self._count_check()
+            elif self._was_plain:
                 self._see_plain(seconds)
-            self._was_plain = is_alone
-            self._earn(0.0, SHARE * (min(seconds, self.plain_seconds) if is_alone else self.plain_seconds))
+            self._was_plain = is_plain
+            self._earn(0.0, SHARE * min(seconds, self.plain_seconds))
         else:
             self._was_plain = False
             plain = num_tokens * self.plain_seconds
             seconds = told - self._begin
-            if not is_alone:
+            if verified.share < 1:
                 seconds += self._part(num_rows, verified) - verified.share * verified.seconds
             gain = plain - self._texts * seconds
             self._earn(gain, SHARE * plain)
@@ -193,9 +204,15 @@ class Budget:
         return num_tokens * self.plain_seconds
 
     @property
-    def _dearness(self) -> float:
-        """Plain steps that a second of drafting takes, to those of a text alone: each text waits, for longer steps."""
-        return self._texts * self._alone_seconds / self.plain_seconds if self.plain_seconds else 1.0
+    def _here(self) -> _Learnt:
+        """What is known of the drafters in such a crowd: a guess that pays for one text may not for eight."""
+        size = self._texts.bit_length()
+        if size not in self._learnt:
+            uses = self._uses(self._cells)
+            self._learnt[size] = _Learnt(
+                [tokens for tokens, _ in uses], [steps for _, steps in uses], [_PRIOR] * len(uses), [False] * len(uses)
+            )
+        return self._learnt[size]
 
     def _part(self, num_rows: int, verified: Done) -> float:
         """Seconds of a shared pass that count for a text: of the plain part as much as for each, and its guesses."""
@@ -210,9 +227,8 @@ class Budget:
             self._alone_seconds *= self._cost(1, cells) / self._cost(1, self._cells)
         self._cells = cells
         if self._texts != self._crowd.texts:
-            plain, dearness = self.plain_seconds, self._dearness
+            plain = self.plain_seconds
             self._texts = self._crowd.texts
-            self._times = [1 + (steps - 1) * self._dearness / dearness for steps in self._times]
             if plain:
                 self.credit *= self.plain_seconds / plain
 
@@ -223,15 +239,15 @@ class Budget:
         covered = [i for i, price in enumerate(prices) if price <= self.credit]
         self._best = chosen = self._fastest(covered)
         for i in covered:
-            trial = self._forgone(self._times[i]) * self.plain_seconds + prices[i]
+            trial = self._forgone(self._here.steps[i]) * self.plain_seconds + prices[i]
             # What nobody has seen is tried where nothing is believed to pay: the belief may be wrong.
-            unseen = self._best is None and self._seen[i] < _PRIOR + _TRIALS
+            unseen = self._best is None and self._here.seen[i] < _PRIOR + _TRIALS
             if i != self._best and (unseen or self._purses[i] >= trial):
                 chosen = i
                 break
         if chosen is not None:
             self._unchecked += 1
-            gains = self._tokens[chosen] - self._times[chosen]
+            gains = self._here.tokens[chosen] - self._here.steps[chosen]
             # By a plain step that is believed to be too long, whatever is drafted seems to gain.
             doubtful = self._alone_seconds > _DOUBT * self._cost(1, self._cells)
             if self._unchecked > (self._check_after if gains < 1 or doubtful else _RARE_CHECK):
@@ -250,12 +266,16 @@ class Budget:
     def _see_plain(self, seconds: float) -> None:
         self._plain_seen += 1
         weight = max(_PLAIN_BLEND, 1 / self._plain_seen)
-        self._alone_seconds *= 1 + weight * surprise(seconds, self._alone_seconds)
-        if self._alone_seconds > _DOUBT * seconds:
+        self._alone_seconds *= 1 + weight * surprise(seconds, self.plain_seconds)
+        if self.plain_seconds > _DOUBT * seconds:
             # Another time's, or of a busy machine. What was learnt and earned by it is as wrong.
-            self._alone_seconds, self._plain_seen = seconds, 1
-            self._seen = [_PRIOR] * len(self._seen)
+            self._alone_seconds *= seconds / self.plain_seconds
+            self._plain_seen = 1
+            self._here.seen[:] = [_PRIOR] * len(self._here.seen)
             self.credit = min(self.credit, OPENING * seconds)
+        self._count_check()
+
+    def _count_check(self) -> None:
         if self._unchecked > self._check_after:
             self._check_after = min(max(2 * self._check_after, _FIRST_CHECK), _LAST_CHECK)
         self._unchecked = 0
@@ -272,11 +292,12 @@ class Budget:
             self._purses[chosen] -= max(0.0, self._forgone(steps) * self.plain_seconds - gain)
         # What the scheduler took away from one step is charged, but says little of the drafter.
         steps = min(steps, num_tokens + _MOST)
-        self._seen[chosen] += 1
-        self._tried[chosen] = True
-        weight = max(_BLEND, 1 / self._seen[chosen])
-        self._tokens[chosen] += weight * (num_tokens - self._tokens[chosen])
-        self._times[chosen] += weight * (steps - self._times[chosen])
+        here = self._here
+        here.seen[chosen] += 1
+        here.tried[chosen] = True
+        weight = max(_BLEND, 1 / here.seen[chosen])
+        here.tokens[chosen] += weight * (num_tokens - here.tokens[chosen])
+        here.steps[chosen] += weight * (steps - here.steps[chosen])
 
     def _fastest(self, among: Iterable[int]) -> int | None:
         """The drafter of the largest speed-up; None where none is faster than going without."""
@@ -284,7 +305,7 @@ class Budget:
         return best if best is not None and self._speedup(best) > 1 else None
 
     def _speedup(self, i: int) -> float:
-        return self._tokens[i] / self._times[i]
+        return self._here.tokens[i] / self._here.steps[i]
 
     def _forgone(self, steps: float) -> float:
         """What the best drafter gains in that time."""

@@ -130,7 +130,7 @@ class Rounds:
     def play(self, texts: Sequence[LiveText]) -> None:
         """One round: texts get a step further, or a piece of their prompts."""
         for text in texts:
-            if text.request is None:
+            if text.request is None and not text.is_over:
                 text.go_on(None, self._clock)
         self._draft(texts)
         asking = [text for text in texts if text.request and not text.wants_draft]

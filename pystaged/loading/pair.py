@@ -116,7 +116,7 @@ class Pair:
         if draft and draft_cost:
             by_draft = GainPolicy(target_cost, draft_cost, crowd=crowd)
             drafters.insert(0, self._model_drafter(draft, by_draft, draft_cost, crowd))
-        uses = partial(self._uses, target_cost, draft_cost)
+        uses = partial(self._uses, target_cost, draft_cost, crowd=crowd)
         return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd)
 
     def close(self) -> None:
@@ -136,14 +136,17 @@ class Pair:
             return None
         return self._costs.of(self._draft_path, self.draft_device, self.draft, again=again)
 
-    def _uses(self, target_cost: PassCost, draft_cost: PassCost | None, cells: int) -> list[tuple[float, float]]:
+    def _uses(
+        self, target_cost: PassCost, draft_cost: PassCost | None, cells: int, crowd: Crowd | None = None
+    ) -> list[tuple[float, float]]:
         """What using each drafter is believed to bring, the draft first, before it has been tried."""
+        crowd = crowd or Crowd()
         lookup = self.ngram_cost.lookup(1)
-        uses = [expected_use(target_cost, lookup, _NGRAM_RATE, cells)]
+        uses = [expected_use(target_cost, lookup, _NGRAM_RATE, cells, crowd)]
         if draft_cost:
             # With the Python around the pass.
-            pass_seconds = draft_cost(1, cells) + _PYTHON_LOOKUPS * lookup
-            uses.insert(0, expected_use(target_cost, pass_seconds, _DRAFT_RATE, cells))
+            pass_seconds = draft_cost(crowd.texts, cells) / crowd.texts + _PYTHON_LOOKUPS * lookup
+            uses.insert(0, expected_use(target_cost, pass_seconds, _DRAFT_RATE, cells, crowd))
         return uses
 
     def _fastest(self, targets: dict[str, Model], drafts: dict[str, Model]) -> tuple[str, str]:
@@ -231,16 +234,22 @@ def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
     return dict.fromkeys(np.nonzero(~shared)[0].tolist(), neutral)
 
 
-def expected_use(target_cost: PassCost, pass_seconds: float, rate: float, cells: int = 0) -> tuple[float, float]:
+def expected_use(
+    target_cost: PassCost, pass_seconds: float, rate: float, cells: int = 0, crowd: Crowd | None = None
+) -> tuple[float, float]:
     """Tokens of a step and its time in plain steps, with a chain of the length that gives most tokens per second.
 
     Args:
         pass_seconds: of drafting one more node.
         rate: acceptance of each.
         cells: tokens of the text.
+        crowd: who waits for it, and shares the pass.
     """
+    crowd = crowd or Crowd()
     uses, tokens = [], 1.0
+    plain, others = target_cost(crowd.texts, cells), crowd.rows
     for depth in range(1, 9):
         tokens += rate**depth
-        uses.append((tokens, (target_cost(depth + 1, cells) + depth * pass_seconds) / target_cost(1, cells)))
+        more = target_cost(others + 1 + depth, cells) - target_cost(others + 1, cells) + depth * pass_seconds
+        uses.append((tokens, 1 + crowd.texts * more / plain))
     return max(uses, key=lambda use: use[0] / use[1])

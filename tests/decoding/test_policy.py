@@ -637,7 +637,7 @@ def test_what_a_drafter_brings_is_believed_by_the_length_of_the_text() -> None:
     text = Text(
         curve, PassCost(curve.seconds, curve.slopes), [(0.1, 0.0, 0.0)], lambda cells: [(2.4, 1 + cells / 1000)]
     )
-    text._decoder.budget._seen = [100]  # so that a belief is not doubted only because nobody has tried
+    text._decoder.budget._here.seen[:] = [100]  # so that a belief is not doubted only because nobody has tried
     good = Behaviour([0.1] * 3, accept=3)
     text.write([good] * 3, 4000)
     assert text.used == [None] * 3

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from support.random_models import RandomModel, write
 
 from pystaged._core import Model, Session, kernels
@@ -22,10 +25,10 @@ from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
-from pystaged.decoding.policy import FixedPolicy, GainPolicy
-from pystaged.decoding.requests import Done, Read, Request, Verify
+from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
+from pystaged.decoding.requests import Done, Read, Request, Requests, Verify
 from pystaged.decoding.rounds import LiveText, Rounds, best_rows
-from pystaged.decoding.tree import Stage, TreeBuilder
+from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
 
@@ -209,7 +212,7 @@ def test_a_text_that_fails_ends_alone(alone: Alone) -> None:
 
 
 class Machine:
-    """Makes passes that take what a curve says, and accepts no guess."""
+    """Makes passes that take what a curve says."""
 
     def __init__(self, curve: PassCost) -> None:
         self.curve, self.now, self.passes = curve, 0.0, list[list[Request]]()
@@ -217,8 +220,10 @@ class Machine:
     def make(self, requests: list[Any]) -> list[Any]:
         self.now += self.curve(sum(request.num_rows for request in requests))
         self.passes.append(list(requests))
-        root = np.zeros(1, np.int32)
-        return [(root, root) if isinstance(request, Verify) else None for request in requests]
+        return [
+            request.session.follow(len(request.tree) - 1) if isinstance(request, Verify) else None
+            for request in requests
+        ]
 
     def clock(self) -> float:
         return self.now
@@ -245,9 +250,15 @@ class SimulatedVerify(OnMachine, Verify):  # type: ignore[misc]
     pass
 
 
-@dataclass(eq=False)
 class SimulatedSession:
-    machine: Machine
+    """A session whose target accepts no guess."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def follow(self, nodes: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        del nodes
+        return np.zeros(1, np.int32), np.zeros(1, np.int32)
 
 
 class Simulated:
@@ -362,3 +373,93 @@ def test_own_time_leaves_out_what_others_take() -> None:
     begin = [text.decoder.crowd.clock() for text in texts]
     rounds.play(texts)
     assert [text.decoder.crowd.clock() - at for text, at in zip(texts, begin, strict=True)] == pytest.approx([1.0] * 4)
+
+
+class AcceptingSession(SimulatedSession):
+    """A session whose target accepts each node of a chain with some chance."""
+
+    n_ctx, weight_bytes = 10**6, 1
+
+    def __init__(self, machine: Machine, chance: float, random: Random) -> None:
+        super().__init__(machine)
+        self.tokens = np.zeros(0, np.int32)
+        self._chance, self._random = chance, random
+
+    def truncate(self, length: int) -> None:
+        del length
+
+    def follow(self, nodes: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        accepted = 0
+        while accepted < nodes and self._random.random() < self._chance:
+            accepted += 1
+        return np.arange(accepted + 1, dtype=np.int32), np.zeros(accepted + 1, np.int32)
+
+
+class Guesser(NgramDrafter):
+    """Proposes a chain that it believes in, in a fifth of a millisecond."""
+
+    def __init__(self, machine: Machine, chance: float, policy: GainPolicy) -> None:
+        super().__init__(None, policy, 300)
+        self._machine, self._scores = machine, [chance**depth for depth in range(1, 7)]
+
+    def price(self) -> float:
+        return 0.0002
+
+    def lag(self) -> float:
+        return 0.0
+
+    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
+        del seconds
+        yield from ()
+
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
+        del sampling, max_depth, seconds
+        yield from ()
+        self._machine.now += self.price()
+        builder = TreeBuilder(0)
+        for depth, score in enumerate(self._scores):
+            builder.add(depth, 1, score, Stage.DRAFT, (1, 0, 0))
+        return self._finish(builder, Growth(self._scores, [], 1, self.price()))
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        del tokens
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Read, "can_share", True)
+    monkeypatch.setattr(Verify, "can_share", True)
+    for kind in (Read, Verify):
+        monkeypatch.setattr(kind, "work", lambda request: request)
+        monkeypatch.setattr(kind, "perform", lambda request: request.session.machine.make([request])[0])
+
+    def rate(curve: PassCost, chance: float, believed: float, drafts: bool) -> float:
+        """Tokens per second of all texts."""
+        machine, random, said = Machine(curve), Random(0), [0]
+        rounds = Rounds(PassCost(curve.seconds), make=machine.make, clock=machine.clock)
+        live = []
+        for _ in range(count):
+            cost, crowd = PassCost(curve.seconds), Crowd(machine.clock)
+            session: Any = AcceptingSession(machine, chance, random)
+            drafter = Guesser(machine, believed, GainPolicy(cost, PassCost({1: 0.0002}), crowd=crowd))
+            decoder = Decoder(
+                session, *[drafter] * drafts, cost=cost, uses=lambda _: [(1.5, 1.2)] * drafts, crowd=crowd
+            )
+            text = decoder.text(np.zeros(3, np.int32), SAMPLINGS[0], 10**6)
+            live.append(LiveText(decoder, text, lambda step: said.append(len(step.tokens)), errors.append))
+        for _ in range(300):
+            rounds.play(live)
+        return sum(said) / machine.now
+
+    errors: list[BaseException | None] = []
+    # Rows are nearly free, dear, and as dear as passes of their own.
+    for slope, gains in ((0.003, 1.25), (0.008, 0.985), (0.06, 0.985)):
+        curve = PassCost({1: 0.06, 32: 0.06 + 31 * slope})
+        for chance, believed in ((0.0, 0.0), (0.0, 0.8), (0.9, 0.9)):
+            ratio = rate(curve, chance, believed, True) / rate(curve, chance, believed, False)
+            assert ratio > 0.985
+            if chance and count <= 8:
+                assert ratio > gains
+    assert not errors
