@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, Model, Tokenizer
 from pystaged.backends.devices import open_session
+from pystaged.batch import results
 from pystaged.config import GenerationConfig, TextOptions, check_options
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
@@ -20,12 +21,17 @@ from pystaged.decoding.scoring import score
 from pystaged.loading.pair import Pair
 from pystaged.result import GenerationResult, Score
 from pystaged.scheduler import Scheduler
-from pystaged.streams import OwningStream, Stream
+from pystaged.stats import PassStats
+from pystaged.streams import OwningStream, Stream, Writer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from pystaged.async_stream import AsyncStream
+
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+# Not a sequence of strings, which a string is itself.
+Prompts = list[str] | tuple[str, ...] | list[Prompt] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]]
 
 
 class LoadOptions(TypedDict, total=False):
@@ -124,7 +130,8 @@ class Engine:
             free=pair.free_memory(),
             on_device=pair.on_device,
         )
-        self._scheduler = Scheduler(Rounds(None if policy else pair.target_cost(), prompt_delay))
+        self._rounds = Rounds(None if policy else pair.target_cost(), prompt_delay)
+        self._scheduler = Scheduler(self._rounds)
         self.n_ctx = self._contexts.n_ctx
 
     @property
@@ -152,9 +159,36 @@ class Engine:
         """The target's vocabulary."""
         return self._pair.tokenizer
 
-    def generate(self, prompt: Prompt, **options: Unpack[TextOptions]) -> GenerationResult:
-        """Continue a prompt; arguments and errors as in `stream`."""
-        return self.stream(prompt, **options).finish()
+    @property
+    def passes(self) -> PassStats:
+        """The target's passes so far, of all texts."""
+        return self._rounds.passes
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[TextOptions]) -> GenerationResult: ...
+    @overload
+    def generate(self, prompt: Prompt, *, n: int, **options: Unpack[TextOptions]) -> list[GenerationResult]: ...
+    @overload
+    def generate(
+        self, prompt: Prompts, *, n: int | None = None, **options: Unpack[TextOptions]
+    ) -> list[GenerationResult]: ...
+    def generate(
+        self, prompt: Prompt | Prompts, *, n: int | None = None, **options: Unpack[TextOptions]
+    ) -> GenerationResult | list[GenerationResult]:
+        """Continue a prompt, or several at once, which share passes; each text is what it is alone.
+
+        Args:
+            prompt: text or token ids; or a list of such.
+            n: texts of each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
+            **options: see TextOptions.
+
+        Returns:
+            The result; a list of them where several prompts or n are given, all of the first prompt first.
+
+        Raises:
+            As `stream`. What ends one of several texts cancels the others.
+        """
+        return self._generate(prompt, n, GenerationConfig(**options))
 
     def stream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> Stream:
         """Continue a prompt piece by piece.
@@ -171,7 +205,28 @@ class Engine:
             ContextFullError: the prompt is longer than the context.
             DeviceLostError: a device failed; it has the text so far.
         """
-        return Stream(self, prompt, GenerationConfig(**options))
+        return Stream(Writer(self, prompt, GenerationConfig(**options)))
+
+    def astream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> AsyncStream:
+        """Continue a prompt piece by piece in an event loop; arguments and errors as in `stream`.
+
+        Returns:
+            An asynchronous iterator of Piece, with `result` as a stream has it, `aclose` and `finish`.
+        """
+        # asyncio takes a while to import, and is there where this is called.
+        from pystaged.async_stream import AsyncStream  # noqa: PLC0415
+
+        return AsyncStream(Writer(self, prompt, GenerationConfig(**options)))
+
+    def _generate(
+        self, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
+    ) -> GenerationResult | list[GenerationResult]:
+        if _are_several(prompt):
+            return list(results(self, prompt, config, 1 if n is None else n))
+        one = cast(Prompt, prompt)
+        if n is None:
+            return Stream(Writer(self, one, config)).finish()
+        return list(results(self, [one], config, n))
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
         """The tokens of a prompt, int32[n]; errors as in `stream`.
@@ -246,25 +301,51 @@ def load(model: str | Path = "house", **options: Unpack[LoadOptions]) -> Engine:
     return Engine(model, **options)
 
 
-def generate(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> GenerationResult:
-    """Load a model, continue a prompt, close the model; `load` keeps it open for more. Options and errors as in Engine
-    and Engine.stream."""
-    return stream(prompt, model=model, **options).finish()
+@overload
+def generate(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> GenerationResult: ...
+@overload
+def generate(
+    prompt: Prompt, *, n: int, model: str | Path = "house", **options: Unpack[Options]
+) -> list[GenerationResult]: ...
+@overload
+def generate(
+    prompt: Prompts, *, n: int | None = None, model: str | Path = "house", **options: Unpack[Options]
+) -> list[GenerationResult]: ...
+def generate(
+    prompt: Prompt | Prompts, *, n: int | None = None, model: str | Path = "house", **options: Unpack[Options]
+) -> GenerationResult | list[GenerationResult]:
+    """Load a model, continue a prompt or several, close the model; `load` keeps it open for more. Options and errors as
+    in Engine and Engine.generate."""
+    opening, config = _split(options)
+    with load(model, **opening) as engine:
+        return engine._generate(prompt, n, config)
 
 
 def stream(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> Stream:
     """Load a model and continue a prompt piece by piece; at the end the model is closed. Options and errors as in
     Engine and Engine.stream."""
-    check_options(options, Options)
-    given = dict(options)
-    opening: dict[str, Any] = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
-    config = GenerationConfig(**given)  # type: ignore[arg-type]
+    opening, config = _split(options)
     engine = load(model, **opening)
     try:
-        return OwningStream(engine, prompt, config)
+        return OwningStream(Writer(engine, prompt, config))
     except BaseException:
         engine.close()
         raise
+
+
+def _split(options: Options) -> tuple[LoadOptions, GenerationConfig]:
+    """What `load` is told, and what a text is."""
+    check_options(options, Options)
+    given: dict[str, Any] = dict(options)
+    opening = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
+    return cast(LoadOptions, opening), GenerationConfig(**given)
+
+
+def _are_several(prompt: Prompt | Prompts) -> TypeGuard[Sequence[Prompt]]:
+    """Whether this is a list of prompts and not one of token ids."""
+    if isinstance(prompt, (str, bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
+        return False
+    return len(prompt) > 0 and isinstance(prompt[0], (str, Sequence, np.ndarray))
 
 
 def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:

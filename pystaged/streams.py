@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pystaged._core import DeviceError
 from pystaged.config import GenerationConfig
@@ -32,12 +29,10 @@ class Stream(Iterator[Piece]):
     Several texts of an engine share passes, and may run a little ahead of their readers.
     """
 
-    def __init__(self, engine: Engine, prompt: Prompt, config: GenerationConfig) -> None:
-        tokens = engine.encode(prompt)
-        self._engine, self._seed = engine, config.sampling.seed
+    def __init__(self, writer: Writer) -> None:
         # What the scheduler holds must not hold the stream, or dropping one would be the collector's work.
-        self._writer = _Writer(engine, prompt, tokens, config)
-        self._entry = Entry(self._writer.admit)
+        self._writer, self._engine = writer, writer.engine
+        self._entry = Entry(writer.admit)
         self._turn = threading.Lock()
         self._reader: int | None = None  # the thread whose turn it is
         self._is_open = self._cancelled = self._over = False
@@ -79,10 +74,7 @@ class Stream(Iterator[Piece]):
         """The whole, once the stream is exhausted or closed. Raises RuntimeError before."""
         if not self._over:
             raise RuntimeError("the stream has not been read to its end")
-        writer = self._writer
-        return GenerationResult(
-            "".join(writer.text), writer.tokens, writer.finish or "cancelled", self._seed, writer.stats, writer.stages
-        )
+        return self._writer.result()
 
     def finish(self) -> GenerationResult:
         """Read the rest and return the whole."""
@@ -117,9 +109,9 @@ class Stream(Iterator[Piece]):
 class OwningStream(Stream):
     """A stream whose engine is closed with it."""
 
-    def __init__(self, engine: Engine, prompt: Prompt, config: GenerationConfig) -> None:
-        super().__init__(engine, prompt, config)
-        self._close_engine = weakref.finalize(self, engine.close)
+    def __init__(self, writer: Writer) -> None:
+        super().__init__(writer)
+        self._close_engine = weakref.finalize(self, writer.engine.close)
 
     def close(self) -> None:
         super().close()
@@ -127,33 +119,52 @@ class OwningStream(Stream):
             self._close_engine()
 
 
-class _Writer:
-    """Makes pieces of the steps of a text, cut at stop strings."""
+class Writer:
+    """Makes pieces of the steps of a text, cut at stop strings.
 
-    def __init__(self, engine: Engine, prompt: Prompt, tokens: NDArray[np.int32], config: GenerationConfig) -> None:
-        self._engine, self._prompt, self._prompt_tokens, self._config = engine, prompt, tokens, config
+    Args:
+        is_end: whether a token ends the text; by default the model's own.
+
+    Raises:
+        ValueError, TypeError: as in Engine.encode.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        config: GenerationConfig,
+        is_end: Callable[[int], bool] | None = None,
+    ) -> None:
+        self.engine, self.prompt_tokens = engine, engine.encode(prompt)
+        self._prompt, self._config, self._is_end = prompt, config, is_end
         self._buffer = TextBuffer(config.stop)
-        self._live: LiveText | None = None
-        self.stats = GenerationStats()
-        self.text: list[str] = []
-        self.tokens: list[int] = []
-        self.stages: list[Stage] = []
-        self.finish: FinishReason | None = None
+        self._stats = GenerationStats()
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._stages: list[Stage] = []
+        self._finish: FinishReason | None = None
+
+    def result(self) -> GenerationResult:
+        """What was written by now."""
+        seed = self._config.sampling.seed
+        finish = self._finish or "cancelled"
+        return GenerationResult("".join(self._text), self._tokens, finish, seed, self._stats, self._stages)
 
     def admit(self, entry: Entry, must: bool) -> LiveText | None:
         """Begin the text in a context, if there is memory for one or it must."""
-        config, contexts = self._config, self._engine._contexts
-        context = contexts.take(self._prompt_tokens, config.max_tokens, must=must)
+        config, contexts = self._config, self.engine._contexts
+        context = contexts.take(self.prompt_tokens, config.max_tokens, must=must)
         if context is None:
             return None
         try:
             steps = context.text(
-                self._prompt_tokens,
+                self.prompt_tokens,
                 config.sampling,
                 config.max_tokens,
-                is_end=self._engine.tokenizer.is_end,
+                is_end=self._is_end or self.engine.tokenizer.is_end,
                 speculate=config.speculate,
-                stats=self.stats,
+                stats=self._stats,
                 progress=config.progress,
             )
         except BaseException:
@@ -170,8 +181,8 @@ class _Writer:
         def end(error: BaseException | None) -> None:
             if isinstance(error, DeviceError):
                 contexts.forget()
-                words = self._prompt if isinstance(self._prompt, str) else self._prompt_tokens.tolist()
-                lost = DeviceLostError(str(error), words, "".join(self.text), self.tokens)
+                words = self._prompt if isinstance(self._prompt, str) else self.prompt_tokens.tolist()
+                lost = DeviceLostError(str(error), words, "".join(self._text), self._tokens)
                 lost.__cause__ = error
                 error = lost
             else:
@@ -184,15 +195,15 @@ class _Writer:
     def _piece(self, step: Step) -> Piece:
         text, new = "", 0
         for token in step.tokens:
-            text += self._buffer.push(self._engine.tokenizer.token_bytes(token))
+            text += self._buffer.push(self.engine.tokenizer.token_bytes(token))
             new += 1
             if self._buffer.stopped:
                 break
         if step.finish_reason:
             text += self._buffer.finish(cut=step.finish_reason == "length")
-        self.finish = "stop" if self._buffer.stopped else step.finish_reason
-        self.text.append(text)
-        self.tokens += step.tokens[:new]
-        self.stages += step.stages[:new]
-        self.stats.cut(step.stages[new:])
+        self._finish = "stop" if self._buffer.stopped else step.finish_reason
+        self._text.append(text)
+        self._tokens += step.tokens[:new]
+        self._stages += step.stages[:new]
+        self._stats.cut(step.stages[new:])
         return Piece(text, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path))

@@ -156,7 +156,8 @@ class Decoder:
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
         self._tell(tokens)
         plain_seconds = self.budget.record(len(tree), len(tokens), verified)
-        return Step(tokens, stages, tree, path, verified.share * verified.seconds, plain_seconds)
+        seconds, texts = verified.share * verified.seconds, self.crowd.texts
+        return Step(tokens, stages, tree, path, seconds, plain_seconds, verified.num_rows, texts)
 
     def work(self) -> dict[str, DrafterStats]:
         """What each drafter has done so far, by name."""

@@ -19,6 +19,7 @@ from pystaged._core import run
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.requests import MOST_ROWS, Done, Read, Request, Verify, fulfil, resume
+from pystaged.stats import PassStats
 
 PROMPT_DELAY = 0.25  # seconds that a pass may take, for prompts to ride along
 _LEAST_PIECE = 8  # tokens of a prompt that ride along however long that takes
@@ -119,6 +120,7 @@ class Rounds:
         make: Callable[[list[Any]], list[Any]] = run,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.passes = PassStats()  # of the target
         self._cost = cost
         self._prompt_delay = prompt_delay
         self._make = make
@@ -138,6 +140,7 @@ class Rounds:
         asking = [text for text in asking if text.request and text.request.num_rows]
         answers = self._pass(asking)
         self._last = self._clock()
+        self._count([text.request for text in asking if text.request], answers)
         for text in steps:
             text.note_step()
         for text in asking:
@@ -154,7 +157,25 @@ class Rounds:
         while text.request and not (has_read and isinstance(text.request, Read)):
             if isinstance(text.request, Read):
                 has_read, text.request.num_rows = True, min(len(text.request.tokens), MOST_ROWS)
-            text.go_on(fulfil(text.request, self._clock), self._clock)
+            answer = fulfil(text.request, self._clock)
+            if not text.wants_draft:
+                self._count([text.request], [answer])
+            text.go_on(answer, self._clock)
+
+    def _count(self, requests: Sequence[Request], answers: Sequence[Done | BaseException]) -> None:
+        """Add what came of requests to the passes of the target that there were."""
+        made = [(each, done) for each, done in zip(requests, answers, strict=True) if isinstance(done, Done)]
+        trees = [request.num_rows for request, _ in made if isinstance(request, Verify)]
+        rows = sum(request.num_rows for request, _ in made)
+        more = PassStats(
+            passes=round(sum(done.share for _, done in made)),  # perhaps one for each
+            seconds=sum(done.share * done.seconds for _, done in made),
+            rows=rows,
+            prompt_rows=rows - sum(trees),
+            guesses=sum(trees) - len(trees),
+            steps=len(trees),
+        )
+        self.passes = self.passes.plus(more)
 
     def _draft(self, texts: Sequence[LiveText]) -> None:
         """Passes of the draft for whoever asks, level by level; of what it has to read, one piece."""

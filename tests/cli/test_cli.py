@@ -263,7 +263,7 @@ sys.addaudithook(press)
 
 
 @pytest.mark.parametrize(
-    "module", ["typer", "pystaged.cli", "pystaged.cli.console", "rich.console", "pystaged.engine", "numpy"]
+    "module", ["typer", "pystaged.cli", "pystaged.cli.console", "rich.console", "pystaged.streams", "numpy"]
 )
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(PRESS)
