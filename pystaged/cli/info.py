@@ -68,7 +68,5 @@ def _shares(types: dict[str, int]) -> str:
 
 def _texts(memory: int, context_bytes: int, n_ctx: int) -> str:
     """What texts fit into memory, in words."""
-    contexts = memory // context_bytes
-    if contexts:
-        return f"{contexts:,} text{'s' if contexts > 1 else ''} of {n_ctx:,} tokens"
-    return f"one text of {memory * n_ctx // context_bytes:,} tokens"
+    count = memory // context_bytes
+    return f"{count:,} text{'' if count == 1 else 's'} of {n_ctx:,} tokens" if count else f"less than {n_ctx:,} tokens"
