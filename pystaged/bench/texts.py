@@ -289,7 +289,7 @@ class Ours:
                 if piece is not None and piece.tokens:
                     texts[writer].tokens.extend(piece.tokens)
                     texts[writer].times.append((now, len(piece.tokens)))
-                if late and len(texts[writer].tokens) >= _BEGUN:
+                if late and (piece is None or len(texts[writer].tokens) >= _BEGUN):
                     waiting.discard(writer)
                     if not waiting:
                         texts[late] = Written([], [(now, 0)])
