@@ -16,6 +16,7 @@ namespace {
 
 // Cells beyond the context, so that a tree at its very end still has room for branches.
 constexpr int kSpareCells = 512;
+
 int checked_context(const Model& model, int context) {
     const int most = model.numbers().max_context;
     if (context < 0 || context > most) {
@@ -55,8 +56,7 @@ void Session::enter() {
     std::unique_lock<std::mutex> lock(mutex_);
     if (executor_ && !executor_->is_of(process)) {
         // It may have been in a pass when the process forked: neither to be used nor to be destroyed.
-        const auto* kept = new std::shared_ptr<Executor>(executor_);
-        (void)kept;
+        (void)new std::shared_ptr<Executor>(executor_);
         executor_ = Executor::of(*model_);
     }
     caller_ = std::this_thread::get_id();

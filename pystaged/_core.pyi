@@ -239,7 +239,8 @@ class Session:
     """A model with its context: evaluates trees of tokens, judges which path stands, keeps that path.
 
     The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0. A call
-    that fails or is interrupted leaves both as they were. One lock per session.
+    that fails or is interrupted leaves both as they were. One lock per session; passes of a model's sessions take turns,
+    in the order they were asked for.
 
     Args:
         model: shared.

@@ -16,6 +16,7 @@ from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.loop import Decoder
 
 _MOST_AT_REST = 64  # all are looked through for each text, and each has the addresses of a full context
+_WORTH_WAITING = 64  # tokens: of a pass
 _LEAST_KEPT = 32  # tokens; fewer are soon read again
 SPARE_CELLS = 64  # that a session takes besides its tokens: of the tree in hand, and the rest of memory pages
 _SHARE = 4  # of the memory that is free, one part is for contexts
@@ -30,9 +31,10 @@ class _Held(NamedTuple):
 
 
 class _Loan(NamedTuple):
-    """A context that is lent, for as long as anybody has it, and the bytes that its text may come to fill."""
+    """A context that is lent, for as long as anybody has it, what for, and the bytes that its text may come to fill."""
 
     context: weakref.ref[Decoder]
+    prompt: NDArray[np.int32]
     num_bytes: int
 
 
@@ -94,13 +96,13 @@ class ContextPool:
 
     def take(self, prompt: NDArray[np.int32], max_tokens: int, *, must: bool = False) -> Decoder | None:
         """A context for a prompt, int32[n], and as many tokens after it; None where there is no room beside the texts
-        that there are: ask again when one has ended.
+        that there are, or where one of them is just reading what this one would read, too: ask again later.
 
         It begins with as much of the prompt as any context does, lent ones included, whose texts must be between steps.
         One at rest is lent itself where the rest of what it holds is little or has no room, otherwise a copy.
 
         Args:
-            must: beyond the bound, if there is no room within.
+            must: at once, and beyond the bound if there is no room within.
 
         Raises:
             ValueError: the pool is closed.
@@ -114,6 +116,8 @@ class ContextPool:
             if self._lent and not must and sum(loan.num_bytes for loan in self._lent) + need > self.memory:
                 return None
             source, length = self._most_like(prompt[:-1])
+            if not must and self._is_being_read(prompt, length):
+                return None
             held = self._at_rest.get(source) if source else None
             if source and held and _survives(len(held.tokens), length):
                 self._wake(source, length)
@@ -124,7 +128,7 @@ class ContextPool:
                     self._wake(source, length)
                 else:
                     source = self._begin(source, length)
-            self._lent.append(_Loan(weakref.ref(source), need))
+            self._lent.append(_Loan(weakref.ref(source), prompt, need))
             return source
 
     def give_back(self, context: Decoder) -> None:
@@ -226,6 +230,14 @@ class ContextPool:
             if rank >= most:
                 best, most = context, rank
         return best, max(most[0], 0)
+
+    def _is_being_read(self, prompt: NDArray[np.int32], length: int) -> bool:
+        """Whether a text is about to hold more of a prompt than so many tokens, so that copying will be faster."""
+        return any(
+            common_prefix(loan.prompt[:-1], prompt[:-1]) >= length + _WORTH_WAITING
+            for loan in self._lent
+            if loan.context() is not None
+        )
 
     def _contents(self) -> Iterator[tuple[Decoder, NDArray[np.int32], bool]]:
         """All contexts with their tokens, and whether they rest."""

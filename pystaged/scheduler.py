@@ -6,7 +6,8 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -69,6 +70,33 @@ class Entry:
 _YOURS = object()  # said to a reader: step it yourself
 
 
+class _Turn:
+    """A lock that is given back whatever moment Ctrl-C comes at."""
+
+    def __init__(self) -> None:
+        self._lock: Any = threading.RLock()  # which knows its owner, where a flag might not have been set yet
+
+    @property
+    def is_mine(self) -> bool:
+        return bool(self._lock._is_owned())
+
+    @contextmanager
+    def at_once(self) -> Iterator[bool]:
+        """Take it if it is free; gives whether it was."""
+        try:
+            self._lock.acquire(blocking=False)
+            yield self.is_mine
+        finally:
+            if self.is_mine:
+                self._lock.release()
+
+    @contextmanager
+    def when_free(self) -> Iterator[None]:
+        """Wait for it."""
+        with self._lock:
+            yield
+
+
 class Scheduler:
     """Steps texts of one engine, each text's reader being anywhere.
 
@@ -82,8 +110,7 @@ class Scheduler:
 
     def _begin(self) -> None:
         self._process = os.getpid()
-        self._driver = threading.Lock()
-        self._driving: int | None = None  # the thread that holds it
+        self._driver = _Turn()
         self._inbox: SimpleQueue[Entry | None] = SimpleQueue()
         self._texts: list[Entry] = []
         self._starting = threading.Lock()
@@ -126,17 +153,16 @@ class Scheduler:
     @property
     def in_step(self) -> bool:
         """Whether this thread is in the middle of a step of a text, which waits for it: a policy that generates."""
-        return self._driving == threading.get_ident()
+        return self._driver.is_mine
 
     def cancel(self, entry: Entry) -> None:
         """End a text after the pass in hand; at once where none is. Waits for nothing."""
         entry.is_cancelled = True
         self._inbox.put(None)
-        if self._driver.acquire(blocking=False):
-            try:
-                self._settle()
-            finally:
-                self._driver.release()
+        if not self._driver.is_mine:
+            with self._driver.at_once() as has_turn:
+                if has_turn:
+                    self._settle()
 
     def stop(self) -> None:
         """End the thread after the pass in hand, whatever becomes of the texts: the process ends."""
@@ -150,20 +176,15 @@ class Scheduler:
         if self.in_step:
             self._close(entry) if entry.is_cancelled else self._step(entry)
             return True
-        if not self._driver.acquire(blocking=False):
-            return False
-        try:
-            self._driving = threading.get_ident()
+        with self._driver.at_once() as has_turn:
+            if not has_turn:
+                return False
             self._settle()
             if len(self._texts) > 1 or entry.in_background:
                 return False
-            if entry in self._texts:
-                self._step(entry)
-                self._settle()
+            self._step(entry)
+            self._settle()
             return True
-        finally:
-            self._driving = None
-            self._driver.release()
 
     def _step(self, entry: Entry) -> None:
         self._admit(entry, must=True)
@@ -209,8 +230,7 @@ class Scheduler:
     def _run(self) -> None:
         is_needed = True
         while is_needed:
-            with self._driver:
-                self._driving = threading.get_ident()
+            with self._driver.when_free():
                 try:
                     self._settle()
                     is_needed = not self._is_stopping and self._is_thread_needed()
@@ -220,8 +240,6 @@ class Scheduler:
                     played = True
                     for entry in self._texts:
                         self._close(entry, error)
-                finally:
-                    self._driving = None
             if is_needed and not played:
                 self._wait()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -187,6 +189,32 @@ def test_a_text_that_runs_is_forked() -> None:
     # One at rest that is as long is preferred: its text cannot need it any more.
     texts.pool.give_back(first)
     assert texts.begin([*SYSTEM, 3]) is first
+
+
+def test_what_another_text_is_just_reading_is_waited_for() -> None:
+    texts = Simulation(10**6)
+
+    def take(prompt: Sequence[int], *, must: bool = False) -> Decoder | None:
+        return texts.pool.take(np.array(prompt, np.int32), 5, must=must)
+
+    first = take([*SYSTEM, 1])
+    assert first is not None
+    assert take([*SYSTEM, 2]) is None
+    assert take([7] * 90) is not None
+    assert take([*SYSTEM[:50], 2]) is not None  # that little is read sooner
+    texts.fill(first, SYSTEM[:36])
+    assert take([*SYSTEM, 2]) is None
+    assert take([*SYSTEM, 2], must=True) is not None
+    texts.fill(first, SYSTEM[:37])
+    second = take([*SYSTEM, 3])
+    assert second is not None
+    assert second.target.tokens.tolist() == SYSTEM[:37]
+    # Nobody will read it any more.
+    texts = Simulation(10**6)
+    first = take([*SYSTEM, 1])
+    assert first is not None
+    texts.pool.give_back(first)
+    assert take([*SYSTEM, 2]) is not None
 
 
 @pytest.mark.parametrize("drafted", [0.5, 1.0])
@@ -469,13 +497,28 @@ def test_texts_forked_from_running_ones(house: Engine, sampling: SamplingConfig)
     assert [stream.result.stats.reused_tokens > 20 for stream in streams] == [False, True, True, False, True, True]
 
 
+def test_texts_that_begin_together_read_their_common_beginning_once(house: Engine) -> None:
+    prompts = [GREETING * 3 + f"# {i}\n" for i in range(4)]
+    streams = [house.stream(prompt, max_tokens=20) for prompt in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        with house._scheduler._driver:
+            reading = [threads.submit(stream.finish) for stream in streams]
+            while not all(stream._is_open for stream in streams) or house._scheduler._inbox.qsize() < len(streams):
+                time.sleep(0.001)
+        results = [each.result(60) for each in reading]
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.tokens == cold(house, prompt, 20, SamplingConfig())
+    common = len(house.encode(GREETING * 3)) - 64
+    assert sorted(result.stats.reused_tokens > common > 40 for result in results) == [False, True, True, True]
+
+
 def test_little_memory_changes_nothing() -> None:
     sampling = SamplingConfig(0.8, seed=2)
     with pystaged.load(kv_memory=3 << 20) as engine:
         assert engine.kv_memory == 3 << 20
-        for prompt in PROMPTS * 2:
-            result = engine.generate(prompt, max_tokens=60, sampling=sampling)
-            assert result.tokens == cold(engine, prompt, 60, sampling)
+        for prompt in PROMPTS:
+            result = engine.generate(prompt, max_tokens=40, sampling=sampling)
+            assert result.tokens == cold(engine, prompt, 40, sampling)
             assert engine._contexts.num_bytes <= 3 << 20
 
 

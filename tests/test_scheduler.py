@@ -218,6 +218,37 @@ def test_closing_an_engine_under_its_texts(path: Path) -> None:
         engine.generate(PROMPTS[0])
 
 
+def test_texts_wait_for_memory(path: Path) -> None:
+    with pystaged.load(path, kv_memory=1) as engine:
+        alone = [engine.generate(prompt, max_tokens=30).tokens for prompt in PROMPTS]
+        found: dict[int, list[int]] = {}
+        most: list[int] = []
+
+        def work(i: int) -> None:
+            stream = engine.stream(PROMPTS[i], max_tokens=30)
+            for _ in stream:
+                most.append(len(engine._contexts._lent))
+            found[i] = stream.result.tokens
+
+        in_threads(*(lambda i=i: work(i) for i in range(4)))  # type: ignore[misc]
+        assert [found[i] for i in range(4)] == alone
+        assert max(most) == 1
+        # But none waits for a text whose reader waits for it.
+        left = engine.stream(PROMPTS[0], max_tokens=400)
+        next(left)
+        assert engine.generate(PROMPTS[1], max_tokens=30).tokens == alone[1]
+        assert left.finish().tokens[:30] == alone[0]
+
+
+def test_texts_on_a_device(path: Path) -> None:
+    with pystaged.load(path, device="ggml-cpu") as engine:
+        alone = [engine.generate(prompt, max_tokens=20).tokens for prompt in PROMPTS]
+        streams = [engine.stream(prompt, max_tokens=20) for prompt in PROMPTS]
+        for stream in streams:
+            next(stream)
+        assert [stream.finish().tokens for stream in streams] == alone
+
+
 ENDING = """
 import sys, threading
 import pystaged

@@ -32,7 +32,6 @@ struct EightBits {
 
 KvCache::KvCache(KvType type, int num_layers, int num_heads, int head_dim, int num_cells)
     : type_(type),
-      num_layers_(num_layers),
       num_heads_(num_heads),
       head_dim_(head_dim),
       num_cells_(padded(num_cells, kLanes)),

@@ -46,7 +46,7 @@ private:
     void write_key(uint8_t* data, int cell, const std::vector<uint8_t>& key);
 
     KvType type_;
-    int num_layers_, num_heads_, head_dim_;
+    int num_heads_, head_dim_;
     size_t num_cells_, key_bytes_, value_bytes_;  // of a cell and head
     Memory memory_;
 };
