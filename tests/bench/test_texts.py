@@ -20,6 +20,9 @@ SERVER = """#!{python}
 import json, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 arguments = sys.argv
+print("what nobody reads")
+if "{fails}" == "loading":
+    sys.exit(3)
 slots = int(arguments[arguments.index("-np") + 1])
 assert int(arguments[arguments.index("-c") + 1]) % slots == 0
 class Handler(BaseHTTPRequestHandler):
@@ -29,6 +32,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"{{}}")
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "{fails}" == "writing":
+            return self.send_error(500)
         self.send_response(200)
         self.end_headers()
         for i in range(asked["n_predict"]):
@@ -90,13 +95,39 @@ def test_ours_are_what_texts_are_alone(path: Path) -> None:
             assert passes.prompt_rows == sum(map(len, prompts)) - 3
 
 
-def test_command(path: Path, prompts: Path, tmp_path: Path) -> None:
-    program = tmp_path / "build" / "bin" / "llama-server"
+def server(folder: Path, fails: str = "") -> Path:
+    """A folder with a llama-server."""
+    program = folder / "build" / "bin" / "llama-server"
     program.parent.mkdir(parents=True)
-    program.write_text(SERVER.format(python=sys.executable))
+    program.write_text(SERVER.format(python=sys.executable, fails=fails))
     program.chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("fails", ["loading", "writing"])
+def test_a_server_that_fails_is_left_out(path: Path, prompts: Path, tmp_path: Path, fails: str) -> None:
+    done = run(
+        "--model",
+        path,
+        "--prompts",
+        prompts,
+        "--texts",
+        "2",
+        "--max-tokens",
+        "9",
+        "--llama-cpp",
+        server(tmp_path, fails),
+        "--json",
+    )
+    assert done.exit_code == 0, done.output
+    assert [each["way"] for each in json.loads(done.stdout)["figures"]] == ["plain", "drafted"]
+    assert "llama-server, plain" in done.stderr
+    assert "takes no part" in done.stderr
+
+
+def test_command(path: Path, prompts: Path, tmp_path: Path) -> None:
     options = ("--prompts", prompts, "--texts", "1,4", "--max-tokens", "12", "--prompt-beside", "20", "--json")
-    done = run("--model", path, *options, "--llama-cpp", tmp_path)
+    done = run("--model", path, *options, "--llama-cpp", server(tmp_path))
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     ways = ["plain", "drafted", "llama-server, plain"]
