@@ -501,7 +501,7 @@ def test_texts_that_begin_together_read_their_common_beginning_once(house: Engin
     prompts = [GREETING * 3 + f"# {i}\n" for i in range(4)]
     streams = [house.stream(prompt, max_tokens=20) for prompt in prompts]
     with ThreadPoolExecutor(4) as threads:
-        with house._scheduler._driver:
+        with house._scheduler._driver.when_free():
             reading = [threads.submit(stream.finish) for stream in streams]
             while not all(stream._is_open for stream in streams) or house._scheduler._inbox.qsize() < len(streams):
                 time.sleep(0.001)
