@@ -17,6 +17,7 @@
 #include "session.h"
 #include "thread_pool.h"
 #include "tokenizer.h"
+#include "work.h"
 
 namespace py = pybind11;
 using namespace pystaged;
@@ -53,6 +54,19 @@ std::vector<int32_t> to_ints(const py::object& values, const char* name) {
     return result;
 }
 
+using Samplings = std::variant<Sampling, std::vector<Sampling>>;
+
+std::vector<Sampling> to_samplings(const Samplings& sampling) {
+    const auto* one = std::get_if<Sampling>(&sampling);
+    return one ? std::vector<Sampling>{*one} : std::get<1>(sampling);
+}
+
+void check_k(const Session& session, int k) {
+    if (k < 1 || k > session.model().numbers().vocab_size) {
+        throw py::value_error("k must be between 1 and the size of the vocabulary");
+    }
+}
+
 py::array_t<int32_t> to_array(const std::vector<int32_t>& values) {
     return py::array_t<int32_t>(static_cast<py::ssize_t>(values.size()), values.data());
 }
@@ -84,6 +98,44 @@ void check_signals() {
     if (PyErr_CheckSignals() != 0) {
         throw py::error_already_set();
     }
+}
+
+py::object to_result(const Work& work, const Outcome& outcome) {
+    switch (work.kind) {
+        case Work::Kind::read: return py::none();
+        case Work::Kind::verify:
+            return py::make_tuple(to_array(outcome.followed.path), to_array(outcome.followed.tokens));
+        case Work::Kind::propose: break;
+    }
+    const std::vector<py::ssize_t> shape{work.num_judged, work.k};
+    return py::make_tuple(py::array_t<int32_t>(shape, outcome.tokens.data()),
+                          py::array_t<float>(shape, outcome.scores.data()));
+}
+
+py::list run_works(const py::object& works) {
+    // A tuple of our own: what it holds stays, whatever another thread does to a list.
+    const py::tuple held(works);
+    std::vector<const Work*> native;
+    std::function<void()> interrupted;
+    for (const py::handle work : held) {
+        if (!py::isinstance<Work>(work)) {
+            throw py::type_error("run takes a sequence of Work");
+        }
+        native.push_back(&work.cast<const Work&>());
+        if (native.back()->kind == Work::Kind::read) {
+            interrupted = check_signals;
+        }
+    }
+    std::vector<Outcome> outcomes;
+    {
+        const py::gil_scoped_release release;
+        outcomes = run(native, interrupted);
+    }
+    py::list results;
+    for (size_t i = 0; i < native.size(); ++i) {
+        results.append(to_result(*native[i], outcomes[i]));
+    }
+    return results;
 }
 
 py::array_t<float> multiply(const std::string& type, const py::bytes& weights, int rows,
@@ -398,14 +450,10 @@ PYBIND11_MODULE(_core, m) {
             py::arg("tokens"), py::arg("parents"), py::arg("num_logits") = py::none())
         .def(
             "candidates",
-            [](Session& self, const py::object& rows, int k,
-               const std::variant<Sampling, std::vector<Sampling>>& sampling) {
-                const auto* one = std::get_if<Sampling>(&sampling);
-                const std::vector<Sampling> samplings = one ? std::vector<Sampling>{*one} : std::get<1>(sampling);
+            [](Session& self, const py::object& rows, int k, const Samplings& sampling) {
+                const std::vector<Sampling> samplings = to_samplings(sampling);
                 const std::vector<int32_t> indices = to_ints(rows, "rows");
-                if (k < 1 || k > self.model().numbers().vocab_size) {
-                    throw py::value_error("k must be between 1 and the size of the vocabulary");
-                }
+                check_k(self, k);
                 py::array_t<int32_t> tokens({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
                 py::array_t<float> scores({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
                 int32_t* token_data = tokens.mutable_data();
@@ -450,6 +498,7 @@ PYBIND11_MODULE(_core, m) {
             py::arg("path"))
         .def("discard", &Session::discard, py::call_guard<py::gil_scoped_release>())
         .def("truncate", &Session::truncate, py::arg("length"), py::call_guard<py::gil_scoped_release>())
+        .def("fork", &Session::fork, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("stretch", &Session::stretch, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
         .def(
@@ -482,6 +531,34 @@ PYBIND11_MODULE(_core, m) {
                                    return self.closed();
                                })
         .def_property_readonly("n_ctx", &Session::context)
+        .def_property_readonly("cell_bytes", [](const Session& self) { return self.model().cell_bytes(); })
         .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().weight_bytes(); })
         .def_property_readonly("vocab_size", [](const Session& self) { return self.model().numbers().vocab_size; });
+
+    // A work keeps its session.
+    py::class_<Work>(m, "Work")
+        .def_static(
+            "read",
+            [](Session& session, const py::object& tokens) { return Work::read(session, to_ints(tokens, "tokens")); },
+            py::arg("session"), py::arg("tokens"), py::keep_alive<0, 1>())
+        .def_static(
+            "verify",
+            [](Session& session, const py::object& tokens, const py::object& parents, const Sampling& sampling) {
+                return Work::verify(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), sampling);
+            },
+            py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("sampling"), py::keep_alive<0, 1>())
+        .def_static(
+            "propose",
+            [](Session& session, const py::object& tokens, const py::object& parents, int num_judged, int k,
+               const Samplings& sampling) {
+                check_k(session, k);
+                return Work::propose(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), num_judged, k,
+                                     to_samplings(sampling));
+            },
+            py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("num_judged"), py::arg("k"),
+            py::arg("sampling"), py::keep_alive<0, 1>())
+        .def_property_readonly(
+            "session", [](const Work& self) { return self.session; }, py::return_value_policy::reference)
+        .def_property_readonly("num_rows", [](const Work& self) { return self.tokens.size(); });
+    m.def("run", &run_works, py::arg("works"));
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 namespace pystaged {
 
@@ -41,6 +42,20 @@ Memory Memory::map(int descriptor, size_t bytes) {
         result.size_ = result.reserved_ = bytes;
     }
     return result;
+}
+
+void Memory::release(size_t first, size_t last) {
+    static const size_t page = sysconf(_SC_PAGESIZE);
+    const uintptr_t start = reinterpret_cast<uintptr_t>(data_);
+    const uintptr_t begin = (start + first + page - 1) / page * page, end = (start + last) / page * page;
+    if (begin < end) {
+#ifdef __linux__
+        constexpr int kAdvice = MADV_DONTNEED;
+#else
+        constexpr int kAdvice = MADV_FREE;
+#endif
+        madvise(reinterpret_cast<void*>(begin), end - begin, kAdvice);
+    }
 }
 
 Memory::~Memory() {

@@ -43,6 +43,8 @@ public:
 
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
+    // Gives whole pages among these bytes back to the system. What they held, or zeros, is there afterwards.
+    void release(size_t first, size_t last);
 
 private:
     uint8_t* data_ = nullptr;

@@ -3,16 +3,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cmath>
-#include <numeric>
+#include <functional>
 #include <stdexcept>
 #include <string>
 
 #include "error.h"
-#include "pass/device_pass.h"
-#include "pass/packed_pass.h"
-#include "thread_pool.h"
+#include "work.h"
 
 namespace pystaged {
 
@@ -20,11 +16,6 @@ namespace {
 
 // Cells beyond the context, so that a tree at its very end still has room for branches.
 constexpr int kSpareCells = 512;
-// Greedy candidates in fewer logits are found faster than a second thread is woken.
-constexpr size_t kLogitsWorthSharing = 128 << 10;
-
-// How long a prefill goes on before it asks again whether it is interrupted.
-constexpr auto kUninterrupted = std::chrono::milliseconds(50);
 
 int checked_context(const Model& model, int context) {
     const int most = model.numbers().max_context;
@@ -35,66 +26,58 @@ int checked_context(const Model& model, int context) {
     return context == 0 ? std::min(most, Session::kDefaultContext) : context;
 }
 
-void check_finite(const float* x, size_t n) {
-    if (!std::all_of(x, x + n, [](float value) { return std::isfinite(value); })) {
-        throw ModelError("the logits of a pass are not finite; the model's file is damaged, get it again");
-    }
-}
-
-// The form that fits where the weights are.
-std::unique_ptr<Executor> make_executor(const Model& model, int num_cells, int context) {
-    if (model.device_memory()) {
-        return std::make_unique<DevicePass>(model, num_cells, context);
-    }
-    return std::make_unique<PackedPass>(model, num_cells, context);
-}
-
 }  // namespace
 
-// The lock of one call, and the floats it computes with.
-class Session::Turn {
-public:
-    explicit Turn(Session& session) : session_(session) {
-        if (session.caller_ == std::this_thread::get_id()) {
-            throw std::runtime_error(
-                "the session is in a call that this one interrupts; in a signal handler, set a flag or raise instead");
-        }
-        const int process = getpid(), other = session.process_;
-        if (other != 0 && other != process) {
-            throw std::runtime_error("the process forked while the session was in a call; open another session");
-        }
-        session.mutex_.lock();
-        session.caller_ = std::this_thread::get_id();
-        session.process_ = process;
+// In the order of their addresses, so that two calls never wait for each other.
+Session::Turn::Turn(std::vector<Session*> sessions) : Turn() {
+    std::sort(sessions.begin(), sessions.end(), std::less<Session*>());
+    entered_.reserve(sessions.size());
+    for (Session* session : sessions) {
+        session->enter();
+        entered_.push_back(session);
     }
-    ~Turn() {
-        session_.process_ = 0;
-        session_.caller_ = std::thread::id();
-        session_.mutex_.unlock();
-    }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
+}
 
-private:
-    Session& session_;
-    FloatEnvironment floats_;
-};
+Session::Turn::~Turn() {
+    for (Session* session : entered_) {
+        session->leave();
+    }
+}
+
+void Session::enter() {
+    if (caller_ == std::this_thread::get_id()) {
+        throw std::runtime_error(
+            "the session is in a call that this one interrupts; in a signal handler, set a flag or raise instead");
+    }
+    const int process = getpid(), other = process_;
+    if (other != 0 && other != process) {
+        throw std::runtime_error("the process forked while the session was in a call; open another session");
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (executor_ && !executor_->is_of(process)) {
+        // It may have been in a pass when the process forked: neither to be used nor to be destroyed.
+        (void)new std::shared_ptr<Executor>(executor_);
+        executor_ = Executor::of(*model_);
+    }
+    caller_ = std::this_thread::get_id();
+    process_ = process;
+    lock.release();
+}
+
+void Session::leave() {
+    process_ = 0;
+    caller_ = std::thread::id();
+    mutex_.unlock();
+}
 
 Session::Session(std::shared_ptr<const Model> model, int context)
     : model_(std::move(model)),
       context_(checked_context(*model_, context)),
-      executor_(make_executor(*model_, context_ + kSpareCells, context_)),
-      samplers_(model_->num_threads(), Sampler(model_->kernel())) {}
-
-// As early as possible before a pass.
-void Session::wake_workers() const {
-    if (model_->num_threads() > 1 && !model_->device_memory()) {
-        ThreadPool::shared().wake();
-    }
-}
+      executor_(Executor::of(*model_)),
+      cells_(executor_->backend().make_cells(context_ + kSpareCells, context_)) {}
 
 void Session::check_open() const {
-    if (!executor_) {
+    if (!cells_) {
         throw std::invalid_argument("the session is closed");
     }
 }
@@ -125,72 +108,23 @@ const Session::Row& Session::checked_row(int row) const {
 }
 
 void Session::prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted) {
-    wake_workers();
-    const Turn turn(*this);
-    check_open();
-    check_tokens(tokens);
-    check_nothing_pending("prefill");
-    std::vector<int32_t> parents(tokens.size());
-    std::iota(parents.begin(), parents.end(), -1);
-    // Between layers only where they take long: asking may mean waiting for an interpreter that is busy.
-    auto asked = std::chrono::steady_clock::now();
-    const std::function<void()> seldom = [&] {
-        if (std::chrono::steady_clock::now() - asked > kUninterrupted) {
-            interrupted();
-            asked = std::chrono::steady_clock::now();
-        }
-    };
-    try {
-        append(tokens, parents);
-        const size_t most = executor_->max_rows();
-        for (size_t first = 0; first < tokens.size(); first += most) {
-            if (first > 0) {
-                interrupted();
-            }
-            compute(first, std::min(tokens.size(), first + most), 0, &seldom);
-        }
-        committed_.insert(committed_.end(), tokens.begin(), tokens.end());
-    } catch (...) {
-        drop_from(0);
-        throw;
-    }
-    drop_from(0);
+    const Work work = Work::read(*this, tokens);
+    run({&work}, interrupted);
 }
 
 void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
-    wake_workers();
-    const Turn turn(*this);
-    check_open();
-    evaluate_rows(tokens, parents, num_logits);
-}
-
-void Session::evaluate_rows(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
-    check_tokens(tokens);
-    if (tokens.empty() || tokens.size() != parents.size()) {
-        throw std::invalid_argument("evaluate needs at least one token and as many parents as tokens, not " +
-                                    std::to_string(tokens.size()) + " and " + std::to_string(parents.size()));
-    }
-    const int n = static_cast<int>(tokens.size());
-    if (num_logits < -1 || num_logits > n) {
+    if (num_logits < -1 || num_logits > static_cast<int>(tokens.size())) {
         throw std::invalid_argument("num_logits must be between 0 and the number of tokens");
     }
-    const size_t start = pending_.size(), end = start + n;
-    const size_t judged = end - (num_logits < 0 ? n : num_logits);
-    const int slots = num_logits_;
-    read_logits();
-    try {
-        append(tokens, parents);
-        const size_t most = executor_->max_rows();
-        for (size_t first = start; first < end; first += most) {
-            const size_t last = std::min(end, first + most);
-            compute(first, last, static_cast<int>(last - std::clamp(judged, first, last)), nullptr);
-        }
-    } catch (...) {
-        num_logits_ = slots;
-        num_unread_ = 0;
-        drop_from(start);
-        throw;
-    }
+    const int judged = num_logits == -1 ? static_cast<int>(tokens.size()) : num_logits;
+    const Work work = Work::propose(*this, tokens, parents, judged, 0, {});
+    run({&work});
+}
+
+Followed Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
+                         const Sampling& sampling) {
+    const Work work = Work::verify(*this, tokens, parents, sampling);
+    return run({&work})[0].followed;
 }
 
 void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
@@ -201,7 +135,7 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
             throw std::invalid_argument("row " + std::to_string(index) + " has parent " + std::to_string(parent) +
                                         "; a parent is -1 or an earlier row");
         }
-        Row row{tokens[i], parent, committed, committed, {}};
+        Row row{tokens[i], parent, committed, committed, {}, nullptr, 0};
         if (parent >= 0) {
             const Row& before = pending_[parent];
             row.position = before.position + 1;
@@ -212,9 +146,9 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
         if (row.position >= context_) {
             throw ContextFullError("the context of " + std::to_string(context_) + " tokens is full");
         }
-        if (cell >= executor_->num_cells()) {
+        if (cell >= cells_->count()) {
             throw ContextFullError("the tree has more rows than the context has room for; at most " +
-                                   std::to_string(executor_->num_cells() - committed) + " fit now");
+                                   std::to_string(cells_->count() - committed) + " fit now");
         }
         if (row.tail.empty() && cell == row.position) {
             row.direct = row.position + 1;
@@ -225,106 +159,48 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
     }
 }
 
-void Session::compute(size_t first, size_t last, int num_logits, const std::function<void()>* interrupted) {
-    const int n = static_cast<int>(last - first);
-    std::vector<int32_t> tokens(n), positions(n);
-    std::vector<RowContext> contexts(n);
-    for (int i = 0; i < n; ++i) {
-        const Row& row = pending_[first + i];
-        tokens[i] = row.token;
-        positions[i] = row.position;
-        contexts[i] = {row.position + 1, row.direct, row.tail.data()};
-    }
-    read_logits();
-    reserve_logits(num_logits);
-    const size_t slot = num_logits_, stride = executor_->logits_stride();
-    executor_->compute({n, tokens.data(), positions.data(), contexts.data(),
-                        static_cast<int>(committed_.size() + first), num_logits, logits_.data() + slot * stride,
-                        maxima_.data() + slot * stride / kRun, interrupted});
-    num_unread_ = num_logits;
-    if (const size_t size = executor_->shortlist_size(); size > 0 && num_logits > 0) {
-        executor_->read_shortlist(&shortlist_tokens_[num_logits_ * size], &shortlist_logits_[num_logits_ * size]);
-        check_finite(&shortlist_logits_[num_logits_ * size], num_logits * size);
-    }
-    for (int i = 0; i < num_logits; ++i) {
-        pending_[last - num_logits + i].logits = num_logits_++;
-    }
-    if (executor_->shortlist_size() == 0) {
-        read_logits();
-    }
-}
-
 // Brings back the logits that are still on the device, before another pass overwrites them or because they are needed.
 void Session::read_logits() {
-    if (num_unread_ > 0) {
-        const size_t stride = executor_->logits_stride(), first = num_logits_ - num_unread_;
-        float* maxima = maxima_.data() + first * stride / kRun;
-        executor_->read_logits(logits_.data() + first * stride, maxima);
-        check_finite(maxima, num_unread_ * stride / kRun);
+    if (const std::shared_ptr<Logits> logits = unread_.lock()) {
+        executor_->read_logits(*cells_, *logits);
     }
-    num_unread_ = 0;
-}
-
-// Room for `num_rows` more rows of logits behind those in use.
-void Session::reserve_logits(int num_rows) {
-    const size_t stride = executor_->logits_stride();
-    const int needed = num_logits_ + num_rows;
-    if (needed > num_slots_) {
-        logits_.resize(needed * stride);
-        maxima_.resize(needed * stride / kRun);
-        shortlist_tokens_.resize(needed * size_t(executor_->shortlist_size()));
-        shortlist_logits_.resize(shortlist_tokens_.size());
-        num_slots_ = needed;
-    }
+    unread_.reset();
 }
 
 void Session::drop_from(size_t first) {
     pending_.resize(std::min(first, pending_.size()));
-    if (pending_.empty()) {
-        num_logits_ = num_unread_ = 0;
-    }
 }
 
-int Session::slot_of(int row) const {
-    const int slot = checked_row(row).logits;
-    if (slot < 0) {
+const Session::Row& Session::judged_row(int row) const {
+    const Row& found = checked_row(row);
+    if (!found.logits) {
         throw std::invalid_argument("row " + std::to_string(row) + " was evaluated without logits");
     }
-    return slot;
+    return found;
 }
 
 LogitsRow Session::logits_row(int row) {
-    const int slot = slot_of(row);
-    if (slot >= num_logits_ - num_unread_) {
+    const Row& judged = judged_row(row);
+    if (judged.logits == unread_.lock()) {
         read_logits();
     }
-    const size_t stride = executor_->logits_stride();
-    return {logits_.data() + slot * stride, maxima_.data() + slot * stride / kRun, model_->numbers().vocab_size,
-            static_cast<int>(stride)};
+    return executor_->row(*judged.logits, judged.slot);
+}
+
+Judged Session::judged(int row, const Sampling& sampling, int k, int32_t* tokens, float* scores) {
+    const LogitsRow logits = logits_row(row);
+    return {logits, pending_[row].position + 1, &sampling, k, tokens, scores};
 }
 
 // Where the shortlist holds all that the sampling can choose, it alone is needed.
 LogitsRow Session::row_to_choose_from(const Sampling& sampling, int row) {
-    const int size = executor_->shortlist_size();
+    const int size = shortlist_size();
     const bool enough = sampling.temperature == 0 || (sampling.top_k > 0 && sampling.top_k <= size);
-    return size > 0 && enough ? shortlisted_row(row) : logits_row(row);
-}
-
-LogitsRow Session::shortlisted_row(int row) {
-    const int size = executor_->shortlist_size(), stride = static_cast<int>(executor_->logits_stride());
-    const size_t first = size_t(slot_of(row)) * size;
-    sparse_logits_.resize(stride, -INFINITY);
-    sparse_maxima_.resize(stride / kRun, -INFINITY);
-    for (const int32_t token : sparse_tokens_) {
-        sparse_logits_[token] = sparse_maxima_[token / kRun] = -INFINITY;
+    if (size == 0 || !enough) {
+        return logits_row(row);
     }
-    sparse_tokens_.assign(&shortlist_tokens_[first], &shortlist_tokens_[first] + size);
-    for (int i = 0; i < size; ++i) {
-        const int32_t token = sparse_tokens_[i];
-        sparse_logits_[token] = shortlist_logits_[first + i];
-        sparse_maxima_[token / kRun] = std::max(sparse_maxima_[token / kRun], sparse_logits_[token]);
-    }
-    return {sparse_logits_.data(), sparse_maxima_.data(), model_->numbers().vocab_size, stride};
+    const Row& judged = judged_row(row);
+    return executor_->shortlisted_row(*judged.logits, judged.slot, size);
 }
 
 void Session::candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k,
@@ -334,54 +210,28 @@ void Session::candidates(const std::vector<Sampling>& sampling, const std::vecto
     if (sampling.empty() || (sampling.size() != 1 && sampling.size() != rows.size())) {
         throw std::invalid_argument("candidates needs one sampling, or one for each row");
     }
-    std::vector<LogitsRow> logits;
-    for (const int32_t row : rows) {
-        logits.push_back(logits_row(row));
+    const Executor::Turn computing(*executor_);
+    std::vector<Judged> judged_rows;
+    for (size_t i = 0; i < rows.size(); ++i) {
+        judged_rows.push_back(
+            judged(rows[i], sampling[sampling.size() == 1 ? 0 : i], k, tokens + i * k, scores + i * k));
     }
-    const bool quick = sampling[0].temperature == 0 && rows.size() * executor_->logits_stride() < kLogitsWorthSharing;
-    // One row is shared out by its logits, several are by rows.
-    const int threads = quick ? 1 : model_->num_threads(), in_row = rows.size() == 1 ? threads : 1;
-    ThreadPool::shared().run(static_cast<int>(rows.size()), threads, [&](int i, int worker) {
-        const Sampling& own = sampling[sampling.size() == 1 ? 0 : i];
-        const auto& found = samplers_[worker].candidates(own, logits[i], pending_[rows[i]].position + 1, k, in_row);
-        for (int j = 0; j < k; ++j) {
-            const bool have = static_cast<size_t>(j) < found.size();
-            const size_t at = size_t(i) * k + j;
-            tokens[at] = have ? found[j].token : -1;
-            scores[at] = have ? found[j].score : -INFINITY;
-        }
-    });
-}
-
-Followed Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
-                         const Sampling& sampling) {
-    wake_workers();
-    const Turn turn(*this);
-    check_open();
-    check_nothing_pending("verify");
-    try {
-        evaluate_rows(tokens, parents, -1);
-        Followed result = follow_from(sampling, 0);
-        commit_path(result.path);
-        return result;
-    } catch (...) {
-        drop_from(0);
-        throw;
-    }
+    executor_->find_candidates(judged_rows);
 }
 
 Followed Session::follow(const Sampling& sampling, int root) {
     const Turn turn(*this);
     check_open();
-    return follow_from(sampling, root);
+    const Executor::Turn computing(*executor_);
+    return follow_from(sampling, root, 0, model_->num_threads());
 }
 
-Followed Session::follow_from(const Sampling& sampling, int root) {
+Followed Session::follow_from(const Sampling& sampling, int root, int worker, int num_threads) {
     checked_row(root);
     Followed result;
     for (int row = root; row >= 0;) {
-        const int32_t token = samplers_[0].choose(sampling, row_to_choose_from(sampling, row),
-                                                  pending_[row].position + 1, model_->num_threads());
+        const int32_t token = executor_->sampler(worker).choose(sampling, row_to_choose_from(sampling, row),
+                                                                pending_[row].position + 1, num_threads);
         result.path.push_back(row);
         result.tokens.push_back(token);
         const int parent = row;
@@ -399,15 +249,17 @@ Followed Session::follow_from(const Sampling& sampling, int root) {
 void Session::commit(const std::vector<int32_t>& path) {
     const Turn turn(*this);
     check_open();
-    commit_path(path);
-}
-
-void Session::commit_path(const std::vector<int32_t>& path) {
     for (size_t i = 0; i < path.size(); ++i) {
         if (checked_row(path[i]).parent != (i == 0 ? -1 : path[i - 1])) {
             throw std::invalid_argument("row " + std::to_string(path[i]) + " does not continue the path to commit");
         }
     }
+    move_up(path);
+    keep(path);
+}
+
+// Brings a path's cells to the committed end, where nothing is lost that is committed; all of commit() that can fail.
+void Session::move_up(const std::vector<int32_t>& path) {
     const int committed = static_cast<int>(committed_.size());
     // Rows only move towards the front, so going along the path never overwrites one that is still to move.
     std::vector<std::pair<int, int>> moves;
@@ -417,7 +269,13 @@ void Session::commit_path(const std::vector<int32_t>& path) {
         }
     }
     committed_.reserve(committed_.size() + path.size());
-    executor_->move(moves);
+    if (!moves.empty()) {
+        cells_->move(moves);
+    }
+}
+
+// Commits a path that was moved up.
+void Session::keep(const std::vector<int32_t>& path) {
     for (const int32_t row : path) {
         committed_.push_back(pending_[row].token);
     }
@@ -439,6 +297,20 @@ void Session::truncate(int length) {
     }
     drop_from(0);
     committed_.resize(length);
+    cells_->release(length);
+}
+
+std::unique_ptr<Session> Session::fork(int length) {
+    const Turn turn(*this);
+    check_open();
+    if (length < 0 || static_cast<size_t>(length) > committed_.size()) {
+        throw std::invalid_argument("cannot fork after " + std::to_string(length) + " tokens of " +
+                                    std::to_string(committed_.size()));
+    }
+    auto session = std::make_unique<Session>(model_, context_);
+    session->cells_->copy(*cells_, length);
+    session->committed_.assign(committed_.begin(), committed_.begin() + length);
+    return session;
 }
 
 void Session::stretch(int length) {
@@ -455,21 +327,22 @@ void Session::stretch(int length) {
     for (int cell = committed; cell < length; ++cell) {
         copies.emplace_back(committed - 1, cell);
     }
-    executor_->move(copies);
+    cells_->move(copies);
     committed_.resize(length, committed_.back());
 }
 
 void Session::close() {
     const Turn turn(*this);
+    pending_ = {};
+    committed_ = {};
+    cells_.reset();
     executor_.reset();
-    logits_ = {};
-    pending_.clear();
-    committed_.clear();
 }
 
 void Session::logits(int row, float* out) {
     const Turn turn(*this);
     check_open();
+    const Executor::Turn computing(*executor_);
     const LogitsRow logits = logits_row(row);
     std::copy_n(logits.logits, logits.size, out);
 }
@@ -486,7 +359,7 @@ int Session::num_pending() {
 
 bool Session::closed() {
     const Turn turn(*this);
-    return !executor_;
+    return !cells_;
 }
 
 }  // namespace pystaged

@@ -1,10 +1,11 @@
-// A model with its context: evaluates trees of tokens, judges which path of them stands, and keeps that path.
+// One text and its model: evaluates trees of tokens, judges which path of them stands, and keeps that path.
 //
-// The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0 in the
-// order they were evaluated. A failed call leaves both as they were.
+// The text's context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0 in
+// the order they were evaluated. A failed call leaves both as they were.
 //
-// Calls from several threads wait for each other. A call from inside another one of the same thread (a signal handler
-// during a prefill), and in a child of fork() a call while the parent was in another, throw std::runtime_error.
+// Calls from several threads wait for each other, and so do passes of all sessions of a model. A call from inside
+// another one of the same thread (a signal handler during a prefill), and in a child of fork() a call while the parent
+// was in another, throw std::runtime_error.
 #pragma once
 
 #include <atomic>
@@ -14,9 +15,8 @@
 #include <thread>
 #include <vector>
 
-#include "memory.h"
-#include "pass/executor.h"
-#include "sampler.h"
+#include "executor.h"
+#include "thread_pool.h"
 
 namespace pystaged {
 
@@ -57,8 +57,10 @@ public:
     void commit(const std::vector<int32_t>& path);
     // Drops the pending rows.
     void discard();
-    // Keeps the first `length` committed tokens and drops all else.
+    // Keeps the first `length` committed tokens and drops all else; gives memory back where that is much.
     void truncate(int length);
+    // Another session that begins with the first `length` committed tokens; nothing is computed.
+    std::unique_ptr<Session> fork(int length);
     // Goes on as if the context held `length` tokens, all like the last one, without computing them: for timing alone.
     // What is evaluated behind them takes the time that it would take and means nothing; truncate(0) ends the pretence.
     void stretch(int length);
@@ -74,31 +76,48 @@ public:
     const Model& model() const { return *model_; }
 
 private:
+    friend class Run;
+
     struct Row {
         int32_t token, parent, position;
         int direct;  // see RowContext
         std::vector<int32_t> tail;
-        int logits = -1;  // slot in logits_, or none
+        std::shared_ptr<Logits> logits;  // or none
+        int slot = 0;                    // in them
     };
 
-    class Turn;
+    // The lock of one call on some sessions, and the floats it computes with.
+    class Turn {
+    public:
+        explicit Turn(Session& session) : Turn(std::vector<Session*>{&session}) {}
+        explicit Turn(std::vector<Session*> sessions);
+        ~Turn();
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
 
-    void wake_workers() const;
+    private:
+        Turn() = default;
+
+        std::vector<Session*> entered_;
+        FloatEnvironment floats_;
+    };
+
+    void enter();
+    void leave();
     void check_open() const;
     void check_tokens(const std::vector<int32_t>& tokens) const;
     void check_nothing_pending(const char* call) const;
     const Row& checked_row(int row) const;
-    void evaluate_rows(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits);
-    Followed follow_from(const Sampling& sampling, int root);
-    void commit_path(const std::vector<int32_t>& path);
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
-    void compute(size_t first, size_t last, int num_logits, const std::function<void()>* interrupted);
-    void reserve_logits(int num_rows);
     void drop_from(size_t first);
-    int slot_of(int row) const;
+    Followed follow_from(const Sampling& sampling, int root, int worker, int num_threads);
+    void move_up(const std::vector<int32_t>& path);
+    void keep(const std::vector<int32_t>& path);
+    int shortlist_size() const { return executor_->backend().shortlist_size(*cells_); }
     void read_logits();
+    const Row& judged_row(int row) const;
     LogitsRow logits_row(int row);
-    LogitsRow shortlisted_row(int row);
+    Judged judged(int row, const Sampling& sampling, int k, int32_t* tokens, float* scores);
     LogitsRow row_to_choose_from(const Sampling& sampling, int row);
 
     std::mutex mutex_;
@@ -106,19 +125,11 @@ private:
     std::atomic<int> process_{0};            // and in which process, 0 for nobody's
     std::shared_ptr<const Model> model_;
     int context_;
-    std::unique_ptr<Executor> executor_;
-    std::vector<Sampler> samplers_;  // one per thread
+    std::shared_ptr<Executor> executor_;
+    std::unique_ptr<Cells> cells_;  // none once closed
     std::vector<int32_t> committed_;
     std::vector<Row> pending_;
-    Lines<float> logits_;  // [slots][logits stride]
-    Lines<float> maxima_;  // [slots][logits stride / kRun]
-    int num_slots_ = 0, num_logits_ = 0;
-    int num_unread_ = 0;                     // of the last of these slots: their logits are still on the device
-    std::vector<int32_t> shortlist_tokens_;  // [slots][shortlist size]
-    std::vector<float> shortlist_logits_;
-    // A row of logits that is -inf but for one shortlist.
-    std::vector<float> sparse_logits_, sparse_maxima_;
-    std::vector<int32_t> sparse_tokens_;
+    std::weak_ptr<Logits> unread_;  // those of the last pass that are still on the device
 };
 
 }  // namespace pystaged

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pystaged.decoding.tree import Stage, TokenTree
     from pystaged.engine import Engine, generate, load, stream
     from pystaged.result import DeviceLostError, GenerationResult, Piece, Score
-    from pystaged.stats import GenerationStats
+    from pystaged.stats import GenerationStats, PassStats
 
 __version__ = "0.1.0"
 
@@ -36,6 +36,7 @@ __all__ = [
     "GenerationStats",
     "Growth",
     "ModelError",
+    "PassStats",
     "Piece",
     "SamplingConfig",
     "Score",
@@ -58,7 +59,7 @@ _MODULES = {
     "decoding.tree": ("Stage", "TokenTree"),
     "engine": ("Engine", "generate", "load", "stream"),
     "result": ("DeviceLostError", "GenerationResult", "Piece", "Score"),
-    "stats": ("GenerationStats",),
+    "stats": ("GenerationStats", "PassStats"),
 }
 
 

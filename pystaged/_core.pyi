@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,7 +239,8 @@ class Session:
     """A model with its context: evaluates trees of tokens, judges which path stands, keeps that path.
 
     The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0. A call
-    that fails or is interrupted leaves both as they were. One lock per session.
+    that fails or is interrupted leaves both as they were. One lock per session; passes of a model's sessions take
+    turns, in the order they were asked for.
 
     Args:
         model: shared.
@@ -298,7 +299,13 @@ class Session:
     def discard(self) -> None:
         """Drop the pending rows."""
     def truncate(self, length: int) -> None:
-        """Keep the first `length` committed tokens and drop all else."""
+        """Keep the first `length` committed tokens and drop all else; gives memory back where that is much."""
+    def fork(self, length: int) -> Session:
+        """A session of as many positions that begins with the first `length` committed tokens; nothing is computed.
+
+        Raises:
+            ValueError: fewer tokens are committed.
+        """
     def stretch(self, length: int) -> None:
         """Go on as if the context held `length` tokens, all like the last one, without computing them: to time passes.
 
@@ -322,7 +329,56 @@ class Session:
     @property
     def n_ctx(self) -> int: ...
     @property
+    def cell_bytes(self) -> int:
+        """Bytes of keys and values that one token takes."""
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one pass reads."""
     @property
     def vocab_size(self) -> int: ...
+
+class Work:
+    """What one text asks of a pass; see run(). Made by its methods read, verify and propose, which raise as Session's
+    of the same arguments do; it keeps its session."""
+
+    @staticmethod
+    def read(session: Session, tokens: _Ints) -> Work:
+        """Evaluate and commit tokens, int[n], as Session.prefill; the result is None."""
+    @staticmethod
+    def verify(session: Session, tokens: _Ints, parents: _Ints, sampling: Sampling) -> Work:
+        """As Session.verify; the result is (path, tokens), int32[m] each."""
+    @staticmethod
+    def propose(
+        session: Session,
+        tokens: _Ints,
+        parents: _Ints,
+        num_judged: int,
+        k: int,
+        sampling: Sampling | Sequence[Sampling],
+    ) -> Work:
+        """Append pending rows, as Session.evaluate with num_logits = num_judged, and rank what may follow those judged.
+
+        One sampling for all judged rows, or one for each. The result is that of Session.candidates for the judged rows,
+        int32[num_judged, k] and float32[num_judged, k].
+        """
+    @property
+    def session(self) -> Session: ...
+    @property
+    def num_rows(self) -> int:
+        """Rows that it adds to a pass."""
+
+def run(works: Sequence[Work]) -> list[Any]:
+    """Do works of several texts in one pass, or in several where their rows are more than a pass takes.
+
+    Every row has the bits that it has alone. On devices the texts take turns. All or none: whatever fails, every
+    session is left as it was.
+
+    Returns:
+        The works' results, in order.
+
+    Raises:
+        ContextFullError: as Session.evaluate.
+        KeyboardInterrupt: Ctrl-C while tokens are read.
+        TypeError: something that is no Work.
+        ValueError: two works of one session, or of different models; as Session's methods.
+    """

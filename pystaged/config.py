@@ -43,8 +43,8 @@ class SamplingConfig:
         min_p: float = 0.0,
         seed: int | None = 0,
     ) -> None:
-        top_k = _integer("top_k", top_k)
-        seed = secrets.randbits(32) if seed is None else _integer("seed", seed)
+        top_k = integer("top_k", top_k)
+        seed = secrets.randbits(32) if seed is None else integer("seed", seed)
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, not {seed}")
         if not 0 <= top_k < 2**31:
@@ -129,7 +129,7 @@ class GenerationConfig:
             raise TypeError(f"sampling must be a SamplingConfig, not {type(sampling).__name__}")
         if sampling is not None and fields:
             raise TypeError(f"give either sampling or {min(fields)}, not both")
-        max_tokens = _integer("max_tokens", max_tokens)
+        max_tokens = integer("max_tokens", max_tokens)
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         object.__setattr__(self, "sampling", sampling or SamplingConfig(**fields))
@@ -152,7 +152,7 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     return strings
 
 
-def _integer(name: str, value: object) -> int:
+def integer(name: str, value: object) -> int:
     """As an int, of numpy's too."""
     if not isinstance(value, bool):
         try:

@@ -1,32 +1,82 @@
-"""Contexts at rest, with what they last held: the next prompt may begin like one of them."""
+"""Contexts: lent to texts, and kept afterwards for texts that begin alike, within a bound of memory."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pystaged._core import DeviceError
 from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.loop import Decoder
 
-_MOST_AT_REST = 4
+_MOST_AT_REST = 64  # all are looked through for each text, and each has the addresses of a full context
+_WORTH_WAITING = 64  # tokens: of a pass
+_LEAST_KEPT = 32  # tokens; fewer are soon read again
+SPARE_CELLS = 64  # that a session takes besides its tokens: of the tree in hand, and the rest of memory pages
+_SHARE = 4  # of the memory that is free, one part is for contexts
+_ON_DEVICES = 8  # full contexts, by default
+
+
+class _Held(NamedTuple):
+    """What a context at rest holds: the target's tokens, and bytes in all."""
+
+    tokens: NDArray[np.int32]
+    num_bytes: int
+
+
+class _Loan(NamedTuple):
+    """A context that is lent, for as long as anybody has it, what for, and the bytes that its text may come to fill."""
+
+    context: weakref.ref[Decoder]
+    prompt: NDArray[np.int32]
+    num_bytes: int
 
 
 class ContextPool:
-    """Lends contexts, each to one text at a time.
+    """Lends contexts, each to one text at a time, and keeps what they held for texts that begin alike.
+
+    The keys and values of all contexts never take more than `memory` bytes: of a text, what its prompt and all tokens
+    that it may write need, and of a context at rest, what it holds; on devices, where a context takes its memory at
+    once, all positions. Only a text that is larger than that by itself is lent a context nevertheless, when no other
+    one is. Contexts at rest make room for texts, the least recently used first, their ends before their beginnings.
+
+    Calls from several threads wait for each other.
 
     Args:
-        make: makes a context; the first is made at once.
+        make: makes a context that begins with as many tokens of another one, and believes what that has learnt; the
+            first is made at once. Raises DeviceError or MemoryError where there is no room for one.
+        memory: bytes; None for a quarter of `free`, but enough for one full context; on devices, enough for 8.
+        free: bytes that are free on this machine.
+        on_device: of each session of a context, the target's first, whether it is on a device.
     """
 
-    def __init__(self, make: Callable[[], Decoder]) -> None:
+    def __init__(
+        self,
+        make: Callable[[Decoder | None, int], Decoder],
+        memory: int | None = None,
+        *,
+        free: int = 0,
+        on_device: Sequence[bool] = (False, False),
+    ) -> None:
         self._make = make
-        self._lock = threading.Lock()
-        self._at_rest = [make()]  # least recently used first
-        self._n_ctx = self._at_rest[0].target.n_ctx
+        self._lock = threading.RLock()  # the collector may close an engine in the middle of a call
+        first = make(None, 0)
+        self._sessions = [
+            (session.cell_bytes, session.n_ctx, whole)
+            for session, whole in zip(first.sessions, on_device, strict=False)
+        ]
+        self.full_bytes = self._needed(first.target.n_ctx)
+        usual = _ON_DEVICES * self.full_bytes if any(on_device) else max(free // _SHARE, self.full_bytes)
+        self.memory = memory or usual
+        self._n_ctx = first.target.n_ctx
+        self._at_rest = {first: self._held(first)}  # least recently used first
+        self._lent: list[_Loan] = []
         self._given_back: deque[Decoder] = deque()
         self._closed = False
 
@@ -39,29 +89,47 @@ class ContextPool:
         """Positions of each context."""
         return self._n_ctx
 
-    def take(self, prompt: NDArray[np.int32]) -> Decoder:
-        """The context most like the prompt, int32[n]; a new one where all are lent.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that texts may come to fill, and contexts at rest hold."""
+        return sum(loan.num_bytes for loan in self._lent) + sum(held.num_bytes for held in self._at_rest.values())
+
+    def take(self, prompt: NDArray[np.int32], max_tokens: int, *, must: bool = False) -> Decoder | None:
+        """A context for a prompt, int32[n], and as many tokens after it; None where there is no room beside the texts
+        that there are, or where one of them is just reading what this one would read, too: ask again later.
+
+        It begins with as much of the prompt as any context does, lent ones included, whose texts must be between steps.
+        One at rest is lent itself where the rest of what it holds is little or has no room, otherwise a copy.
+
+        Args:
+            must: at once, and beyond the bound if there is no room within.
 
         Raises:
             ValueError: the pool is closed.
+            DeviceError: a device failed, or has no room.
         """
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise ValueError("the engine is closed")
-                self._collect()
-                candidates = list(self._at_rest)
-            # Outside of the lock: making a context takes a while, and on a device even looking at one does.
-            if not candidates:
-                return self._make()
-            best = max(candidates, key=lambda context: common_prefix(context.target.tokens, prompt))
-            with self._lock:
-                if best not in self._at_rest:
-                    continue
-                self._at_rest.remove(best)
-            # Streams that were dropped have given back theirs without tidying.
-            self.tidy()
-            return best
+        with self._lock:
+            if self._closed:
+                raise ValueError("the engine is closed")
+            self._collect()
+            need = self._needed(len(prompt) + max_tokens)
+            if self._lent and not must and sum(loan.num_bytes for loan in self._lent) + need > self.memory:
+                return None
+            source, length = self._most_like(prompt[:-1])
+            if not must and self._is_being_read(prompt, length):
+                return None
+            held = self._at_rest.get(source) if source else None
+            if source and held and _survives(len(held.tokens), length):
+                self._wake(source, length)
+                self._make_room(need)
+            else:
+                self._make_room(need, source if length else None)
+                if source in self._at_rest and self.num_bytes + need > self.memory:
+                    self._wake(source, length)
+                else:
+                    source = self._begin(source, length)
+            self._lent.append(_Loan(weakref.ref(source), prompt, need))
+            return source
 
     def give_back(self, context: Decoder) -> None:
         """End a loan. Takes no lock, because the collector may call it in the middle of anything."""
@@ -70,26 +138,155 @@ class ContextPool:
             self._given_back.append(context)
 
     def tidy(self) -> None:
-        """Free the contexts that are too many, the least recently used first; all of them once the pool is closed."""
-        self._free(0 if self._closed else _MOST_AT_REST)
+        """Let the contexts that were given back rest; free all of them once the pool is closed."""
+        with self._lock:
+            if self._closed:
+                self.forget()
+            else:
+                self._collect()
 
     def forget(self) -> None:
-        """Free all contexts at rest: the device that they are on is lost."""
-        self._free(0)
+        """Free all contexts at rest: the device that they are on is lost, and with it those that are lent."""
+        with self._lock:
+            while self._given_back:
+                self._given_back.popleft().close()
+            while self._at_rest:
+                self._at_rest.popitem()[0].close()
+            self._lent.clear()
 
     def close(self) -> None:
         """Lend no more, and free each context when it is at rest."""
         self._closed = True
-        self.tidy()
-
-    def _free(self, kept: int) -> None:
-        with self._lock:
-            self._collect()
-            surplus = self._at_rest[: max(0, len(self._at_rest) - kept)]
-            del self._at_rest[: len(surplus)]
-        for context in surplus:
-            context.close()
+        self.forget()
 
     def _collect(self) -> None:
+        """Let rest what was given back, but for what begins another one."""
         while self._given_back:
-            self._at_rest.append(self._given_back.popleft())
+            context = self._given_back.popleft()
+            self._lent = [loan for loan in self._lent if loan.context() is not context]
+            try:
+                held = self._held(context)
+            except (DeviceError, ValueError):  # its device is lost, or it is closed
+                context.close()
+                continue
+            for other, (tokens, _) in list(self._at_rest.items()):
+                if _begins(tokens, held.tokens):
+                    self._free(other)
+            whole = self._covers(held.tokens)
+            if whole is None:
+                self._at_rest[context] = held
+            else:
+                self._at_rest[whole] = self._at_rest.pop(whole)
+                context.close()
+        self._lent = [loan for loan in self._lent if loan.context() is not None]
+        for context in list(self._at_rest)[:-_MOST_AT_REST]:
+            self._free(context)
+        self._make_room(0)
+
+    def _make_room(self, need: int, spared: Decoder | None = None) -> None:
+        """Cut and free contexts at rest until so many bytes more are within the bound, or there are none."""
+        for context in list(self._at_rest):
+            excess = self.num_bytes + need - self.memory
+            if excess <= 0:
+                return
+            if context is not spared:
+                self._shrink(context, excess)
+
+    def _shrink(self, context: Decoder, excess: int) -> None:
+        """Cut so many bytes from a context at rest, or free it where nothing worth keeping would be left."""
+        tokens, (cell_bytes, _, whole) = self._at_rest[context].tokens, self._sessions[0]
+        kept = tokens[: 0 if whole else max(0, len(tokens) - -(-excess // cell_bytes))]
+        if len(kept) < _LEAST_KEPT or self._covers(kept, but=context):
+            self._free(context)
+            return
+        _cut(context, len(kept))
+        self._at_rest[context] = self._held(context)
+
+    def _wake(self, context: Decoder, length: int) -> None:
+        """Take a context from rest with the first tokens of what it holds."""
+        del self._at_rest[context]
+        _cut(context, length)
+
+    def _begin(self, source: Decoder | None, length: int) -> Decoder:
+        """A context that begins like another one."""
+        try:
+            return self._make(source, length)
+        except (DeviceError, MemoryError):
+            if not self._at_rest:
+                raise
+        # A device may have less room than the bound.
+        for context in list(self._at_rest):
+            self._free(context)
+        return self._make(source, 0)
+
+    def _most_like(self, prompt: NDArray[np.int32]) -> tuple[Decoder | None, int]:
+        """The context with the longest common beginning, and its length: of several one at rest, one that survives, the
+        one used last."""
+        best: Decoder | None = None
+        most = (-1, False, False)
+        for context, tokens, rests in self._contents():
+            length = common_prefix(tokens, prompt)
+            rank = (length, rests, _survives(len(tokens), length))
+            if rank >= most:
+                best, most = context, rank
+        return best, max(most[0], 0)
+
+    def _is_being_read(self, prompt: NDArray[np.int32], length: int) -> bool:
+        """Whether a text is about to hold more of a prompt than so many tokens, so that copying will be faster."""
+        return any(
+            common_prefix(loan.prompt[:-1], prompt[:-1]) >= length + _WORTH_WAITING
+            for loan in self._lent
+            if loan.context() is not None
+        )
+
+    def _contents(self) -> Iterator[tuple[Decoder, NDArray[np.int32], bool]]:
+        """All contexts with their tokens, and whether they rest."""
+        for loan in self._lent:
+            context = loan.context()
+            if context is not None:
+                try:
+                    tokens = context.target.tokens
+                except (DeviceError, ValueError, RuntimeError):  # lost, closed, or in the middle of a call
+                    continue
+                yield context, tokens, False
+        for context, held in list(self._at_rest.items()):
+            yield context, held.tokens, True
+
+    def _covers(self, tokens: NDArray[np.int32], but: Decoder | None = None) -> Decoder | None:
+        """A context at rest that begins with these tokens."""
+        found = (other for other, held in self._at_rest.items() if other is not but and _begins(tokens, held.tokens))
+        return next(found, None)
+
+    def _free(self, context: Decoder) -> None:
+        if self._at_rest.pop(context, None):
+            context.close()
+
+    def _needed(self, tokens: int) -> int:
+        """Bytes of a context with so many tokens."""
+        return self._bytes([tokens] * len(self._sessions))
+
+    def _bytes(self, tokens: Sequence[int]) -> int:
+        """Bytes of a context whose sessions hold so many tokens."""
+        return sum(
+            cell_bytes * (SPARE_CELLS + (n_ctx if whole else min(count, n_ctx)))
+            for count, (cell_bytes, n_ctx, whole) in zip(tokens, self._sessions, strict=True)
+        )
+
+    def _held(self, context: Decoder) -> _Held:
+        held = [session.tokens for session in context.sessions]
+        return _Held(held[0], self._bytes([len(tokens) for tokens in held]))
+
+
+def _cut(context: Decoder, length: int) -> None:
+    """Keep the first tokens of a context; of its drafts too, which hold what they have read of the same text."""
+    for session in context.sessions:
+        session.truncate(min(len(session.tokens), length))
+
+
+def _begins(beginning: NDArray[np.int32], tokens: NDArray[np.int32]) -> bool:
+    return np.array_equal(beginning, tokens[: len(beginning)])
+
+
+def _survives(held: int, length: int) -> bool:
+    """Whether nearly all tokens of a context are among the first `length`."""
+    return held - length <= max(16, held // 16)

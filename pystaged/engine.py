@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
-import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import ContextFullError, DeviceError, Model, Tokenizer
+from pystaged._core import ContextFullError, Model, Tokenizer
 from pystaged.backends.devices import open_session
+from pystaged.batch import results
 from pystaged.chat.messages import Message
 from pystaged.config import GenerationConfig, TextOptions, check_options
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
+from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
 from pystaged.decoding.scoring import score
-from pystaged.decoding.tree import Stage
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.pair import Pair
-from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, Score
-from pystaged.stats import GenerationStats
-from pystaged.text import TextBuffer
+from pystaged.result import GenerationResult, Score
+from pystaged.scheduler import Scheduler
+from pystaged.stats import PassStats
+from pystaged.streams import OwningStream, Stream, Writer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from pystaged.async_stream import AsyncStream
     from pystaged.chat.format import ChatFormat
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+# Not a sequence of strings, which a string is itself.
+Prompts = list[str] | tuple[str, ...] | list[Prompt] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]]
 
 
 class LoadOptions(TypedDict, total=False):
@@ -49,7 +51,9 @@ class LoadOptions(TypedDict, total=False):
     kv: str
     num_threads: int
     keep_packed: bool
+    kv_memory: int | None
     policy: TreePolicy | None
+    prompt_delay: float
     report: Callable[[str], None] | None
 
 
@@ -78,7 +82,11 @@ class Engine:
         keep_packed: keep weights that run on "cpu" in the cache folder as the kernels read them, which takes as much of
             the disk as the models again: the next time they are there at once, and processes share the memory.
             `pystaged models` lists and removes them.
+        kv_memory: bytes that the keys and values of all texts may take, of those too that have ended, which are kept
+            for texts that begin alike. None for a quarter of what is free beside the weights, but enough for one full
+            context; on devices, for 8. A text waits while it has no room beside others; alone, any text has.
         policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
+        prompt_delay: seconds that a step of other texts may take because a prompt is read beside them.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
 
     Raises:
@@ -100,9 +108,17 @@ class Engine:
         kv: str = "f16",
         num_threads: int = 0,
         keep_packed: bool = False,
+        kv_memory: int | None = None,
         policy: TreePolicy | None = None,
+        prompt_delay: float = PROMPT_DELAY,
         report: Callable[[str], None] | None = None,
     ) -> None:
+        if kv_memory is not None:
+            kv_memory = operator.index(kv_memory)
+            if kv_memory < 1:
+                raise ValueError(f"kv_memory must be a positive number of bytes, not {kv_memory}")
+        if not prompt_delay >= 0:
+            raise ValueError(f"prompt_delay must be at least 0 seconds, not {prompt_delay}")
         self._pair = pair = Pair(
             model,
             draft,
@@ -115,7 +131,16 @@ class Engine:
             keep_packed=keep_packed,
         )
         self._warn = report or warnings.warn
-        self._contexts = ContextPool(lambda: pair.decoder(n_ctx, policy))
+        self._chat_format: ChatFormat | None = None
+        self._chat_lock = threading.Lock()
+        self._contexts = ContextPool(
+            lambda source, length: pair.decoder(n_ctx, policy, source, length),
+            kv_memory,
+            free=pair.free_memory(),
+            on_device=pair.on_device,
+        )
+        self._rounds = Rounds(None if policy else pair.target_cost(), prompt_delay)
+        self._scheduler = Scheduler(self._rounds)
         self.n_ctx = self._contexts.n_ctx
 
     @property
@@ -129,16 +154,29 @@ class Engine:
         return self._pair.draft
 
     @property
+    def kv_memory(self) -> int:
+        """Bytes that the keys and values of all texts may take."""
+        return self._contexts.memory
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of these that a text of n_ctx tokens takes, in the target and in the draft."""
+        return self._contexts.full_bytes
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The target's vocabulary."""
         return self._pair.tokenizer
 
-    @cached_property
+    @property
     def chat_format(self) -> ChatFormat:
         """How conversations are written for this model: by its own chat template."""
-        from pystaged.chat.format import ChatFormat  # noqa: PLC0415  brings jinja2
+        with self._chat_lock:
+            if self._chat_format is None:
+                from pystaged.chat.format import ChatFormat  # noqa: PLC0415  brings jinja2
 
-        return ChatFormat(read_metadata(self._pair.path), self.tokenizer, self._warn)
+                self._chat_format = ChatFormat(read_metadata(self._pair.path), self.tokenizer, self._warn)
+            return self._chat_format
 
     def chat(
         self,
@@ -180,17 +218,41 @@ class Engine:
             ValueError, TypeError: messages, tools or options that are none.
             ContextFullError, DeviceLostError: as in `stream`.
         """
-        chat_format = self.chat_format
+        options.setdefault("max_tokens", self.n_ctx)
+        config, chat_format = GenerationConfig(**options), self.chat_format
         prompt = chat_format.encode(messages, tools=tools, template=template, template_options=template_options)
-        options.setdefault("max_tokens", max(1, self.n_ctx - len(prompt)))
-        if chat_format.stop:
-            given = options.get("stop", ())
-            options["stop"] = (*((given,) if isinstance(given, str) else given), *chat_format.stop)
-        return self.stream(prompt, **options)
+        return Stream(Writer(self, prompt, replace(config, stop=(*config.stop, *chat_format.stop))))
 
-    def generate(self, prompt: Prompt, **options: Unpack[TextOptions]) -> GenerationResult:
-        """Continue a prompt; arguments and errors as in `stream`."""
-        return self.stream(prompt, **options).finish()
+    @property
+    def passes(self) -> PassStats:
+        """The target's passes so far, of all texts."""
+        return self._rounds.passes
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[TextOptions]) -> GenerationResult: ...
+    @overload
+    def generate(self, prompt: Prompt, *, n: int, **options: Unpack[TextOptions]) -> list[GenerationResult]: ...
+    @overload
+    def generate(
+        self, prompt: Prompts, *, n: int | None = None, **options: Unpack[TextOptions]
+    ) -> list[GenerationResult]: ...
+    def generate(
+        self, prompt: Prompt | Prompts, *, n: int | None = None, **options: Unpack[TextOptions]
+    ) -> GenerationResult | list[GenerationResult]:
+        """Continue a prompt, or several at once, which share passes; each text is what it is alone.
+
+        Args:
+            prompt: text or token ids; or a list of such.
+            n: texts of each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
+            **options: see TextOptions.
+
+        Returns:
+            The result; a list of them where several prompts or n are given, all of the first prompt first.
+
+        Raises:
+            As `stream`. What ends one of several texts cancels the others.
+        """
+        return self._generate(prompt, n, GenerationConfig(**options))
 
     def stream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> Stream:
         """Continue a prompt piece by piece.
@@ -207,7 +269,28 @@ class Engine:
             ContextFullError: the prompt is longer than the context.
             DeviceLostError: a device failed; it has the text so far.
         """
-        return Stream(self, prompt, GenerationConfig(**options))
+        return Stream(Writer(self, prompt, GenerationConfig(**options)))
+
+    def astream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> AsyncStream:
+        """Continue a prompt piece by piece in an event loop; arguments and errors as in `stream`.
+
+        Returns:
+            An asynchronous iterator of Piece, with `result` as a stream has it, `aclose` and `finish`.
+        """
+        # asyncio takes a while to import, and is there where this is called.
+        from pystaged.async_stream import AsyncStream  # noqa: PLC0415
+
+        return AsyncStream(Writer(self, prompt, GenerationConfig(**options)))
+
+    def _generate(
+        self, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
+    ) -> GenerationResult | list[GenerationResult]:
+        if _are_several(prompt):
+            return list(results(self, prompt, config, 1 if n is None else n))
+        one = cast(Prompt, prompt)
+        if n is None:
+            return Stream(Writer(self, one, config)).finish()
+        return list(results(self, [one], config, n))
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
         """The tokens of a prompt, int32[n]; errors as in `stream`.
@@ -276,182 +359,57 @@ class Engine:
         self.close()
 
 
-class Stream(Iterator[Piece]):
-    """The pieces of one generation as they come. Close it, from any thread, or use it as a context manager, to stop
-    early; one that is dropped gives its context back.
-    """
-
-    def __init__(self, engine: Engine, prompt: Prompt, config: GenerationConfig) -> None:
-        tokens = engine.encode(prompt)
-        self._engine, self._seed = engine, config.sampling.seed
-        self._written = _Written(GenerationStats())
-        # It must not hold the stream, or dropping one would be the collector's work.
-        self._pieces = _pieces(engine, prompt, tokens, config, self._written)
-        self._turn = threading.Lock()
-        self._reader: int | None = None  # the thread whose turn it is
-        self._cancelled = self._over = False
-
-    def __next__(self) -> Piece:
-        if self._reader == threading.get_ident():
-            raise RuntimeError("a policy or a signal handler reads the stream in the middle of its own step")
-        try:
-            with self._turn:
-                self._reader = threading.get_ident()
-                try:
-                    piece = next(self._pieces)
-                except BaseException:
-                    # In this turn: a `close` of another thread may have the next one, and the result must be there.
-                    self._end()
-                    raise
-                finally:
-                    self._reader = None
-        except BaseException:
-            self.close()
-            raise
-        if self._cancelled:
-            self.close()
-        return piece
-
-    @property
-    def result(self) -> GenerationResult:
-        """The whole, once the stream is exhausted or closed. Raises RuntimeError before."""
-        if not self._over:
-            raise RuntimeError("the stream has not been read to its end")
-        written = self._written
-        return GenerationResult(
-            "".join(written.text),
-            written.tokens,
-            written.finish or "cancelled",
-            self._seed,
-            written.stats,
-            written.stages,
-        )
-
-    def finish(self) -> GenerationResult:
-        """Read the rest and return the whole."""
-        with self:
-            for _ in self:
-                pass
-            return self.result
-
-    def close(self) -> None:
-        """Stop here. A step that another thread has in hand is the last one; the result is there after it."""
-        self._cancelled = True
-        if self._turn.acquire(blocking=False):
-            try:
-                self._end()
-            finally:
-                self._turn.release()
-            self._engine._contexts.tidy()
-
-    def _end(self) -> None:
-        self._pieces.close()
-        self._over = True
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class _OwningStream(Stream):
-    """A stream whose engine is closed with it."""
-
-    def __init__(self, engine: Engine, prompt: Prompt, config: GenerationConfig) -> None:
-        super().__init__(engine, prompt, config)
-        self._close_engine = weakref.finalize(self, engine.close)
-
-    def close(self) -> None:
-        super().close()
-        if self._over:
-            self._close_engine()
-
-
-@dataclass(slots=True)
-class _Written:
-    """What a text is so far."""
-
-    stats: GenerationStats
-    text: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    stages: list[Stage] = field(default_factory=list)
-    finish: FinishReason | None = None
-
-
-def _pieces(
-    engine: Engine, prompt: Prompt, tokens: NDArray[np.int32], config: GenerationConfig, written: _Written
-) -> Generator[Piece, None, None]:
-    """The text of the target's tokens, cut at stop strings."""
-    tokenizer, buffer = engine.tokenizer, TextBuffer(config.stop)
-    context = engine._contexts.take(tokens)
-    lost = False
-    try:
-        steps = context.generate(
-            tokens,
-            config.sampling,
-            config.max_tokens,
-            is_end=tokenizer.is_end,
-            speculate=config.speculate,
-            stats=written.stats,
-            progress=config.progress,
-        )
-        with closing(steps):
-            for step in steps:
-                piece, new = "", 0
-                for token in step.tokens:
-                    piece += buffer.push(tokenizer.token_bytes(token))
-                    new += 1
-                    if buffer.stopped:
-                        break
-                if step.finish_reason:
-                    piece += buffer.finish(cut=step.finish_reason == "length")
-                written.finish = "stop" if buffer.stopped else step.finish_reason
-                written.text.append(piece)
-                written.tokens += step.tokens[:new]
-                written.stages += step.stages[:new]
-                written.stats.cut(step.stages[new:])
-                if new or piece:
-                    yield Piece(piece, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path))
-                if buffer.stopped:
-                    break
-    except DeviceError as error:
-        lost = True
-        engine._contexts.forget()
-        words = prompt if isinstance(prompt, str) else tokens.tolist()
-        raise DeviceLostError(str(error), words, "".join(written.text), written.tokens) from error
-    finally:
-        if not lost:
-            engine._contexts.give_back(context)
-
-
 def load(model: str | Path = "house", **options: Unpack[LoadOptions]) -> Engine:
     """Open a model and keep it open; arguments and errors as in Engine."""
     check_options(options, LoadOptions)
     return Engine(model, **options)
 
 
-def generate(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> GenerationResult:
-    """Load a model, continue a prompt, close the model; `load` keeps it open for more. Options and errors as in Engine
-    and Engine.stream."""
-    return stream(prompt, model=model, **options).finish()
+@overload
+def generate(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> GenerationResult: ...
+@overload
+def generate(
+    prompt: Prompt, *, n: int, model: str | Path = "house", **options: Unpack[Options]
+) -> list[GenerationResult]: ...
+@overload
+def generate(
+    prompt: Prompts, *, n: int | None = None, model: str | Path = "house", **options: Unpack[Options]
+) -> list[GenerationResult]: ...
+def generate(
+    prompt: Prompt | Prompts, *, n: int | None = None, model: str | Path = "house", **options: Unpack[Options]
+) -> GenerationResult | list[GenerationResult]:
+    """Load a model, continue a prompt or several, close the model; `load` keeps it open for more. Options and errors as
+    in Engine and Engine.generate."""
+    opening, config = _split(options)
+    with load(model, **opening) as engine:
+        return engine._generate(prompt, n, config)
 
 
 def stream(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> Stream:
     """Load a model and continue a prompt piece by piece; at the end the model is closed. Options and errors as in
     Engine and Engine.stream."""
-    check_options(options, Options)
-    given = dict(options)
-    opening: dict[str, Any] = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
-    config = GenerationConfig(**given)  # type: ignore[arg-type]
+    opening, config = _split(options)
     engine = load(model, **opening)
     try:
-        return _OwningStream(engine, prompt, config)
+        return OwningStream(Writer(engine, prompt, config))
     except BaseException:
         engine.close()
         raise
+
+
+def _split(options: Options) -> tuple[LoadOptions, GenerationConfig]:
+    """What `load` is told, and what a text is."""
+    check_options(options, Options)
+    given: dict[str, Any] = dict(options)
+    opening = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
+    return cast(LoadOptions, opening), GenerationConfig(**given)
+
+
+def _are_several(prompt: Prompt | Prompts) -> TypeGuard[Sequence[Prompt]]:
+    """Whether this is a list of prompts and not one of token ids."""
+    if isinstance(prompt, (str, bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
+        return False
+    return len(prompt) > 0 and isinstance(prompt[0], (str, Sequence, np.ndarray))
 
 
 def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:

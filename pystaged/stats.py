@@ -42,6 +42,50 @@ class DrafterStats:
         return DrafterStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(DrafterStats)))
 
 
+@dataclass(frozen=True, slots=True)
+class PassStats:
+    """Passes of the target, whoever shared them.
+
+    passes: how many; seconds: in them. rows: of all of them. prompt_rows: those that read prompts; guesses: those that
+    were nodes of trees, roots excluded. steps: of texts, taken in them.
+    """
+
+    passes: int = 0
+    seconds: float = 0.0
+    rows: int = 0
+    prompt_rows: int = 0
+    guesses: int = 0
+    steps: int = 0
+
+    def since(self, earlier: PassStats) -> PassStats:
+        """What came after another moment's count."""
+        return PassStats(*(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(PassStats)))
+
+    def plus(self, other: PassStats) -> PassStats:
+        """All of both."""
+        return PassStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(PassStats)))
+
+    @property
+    def rows_per_pass(self) -> float:
+        """In the mean."""
+        return self.rows / self.passes if self.passes else 0.0
+
+    @property
+    def texts_per_pass(self) -> float:
+        """Texts that took a step in a pass, in the mean."""
+        return self.steps / self.passes if self.passes else 0.0
+
+    @property
+    def guess_share(self) -> float:
+        """Part of the rows that were guesses."""
+        return self.guesses / self.rows if self.rows else 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        """All figures, for JSON."""
+        means = {name: getattr(self, name) for name in ("rows_per_pass", "texts_per_pass", "guess_share")}
+        return {each.name: getattr(self, each.name) for each in fields(PassStats)} | means
+
+
 @dataclass(slots=True)
 class StageStats:
     """One stage's part in one generation: nodes the target verified, those it accepted, tokens emitted."""
@@ -57,7 +101,8 @@ class GenerationStats:
     step.
 
     prompt_tokens: tokens of the prompt; reused_tokens: those of them that were still in the context.
-    new_tokens: tokens emitted. steps: passes of the target that emitted them; rows: their tokens, roots included.
+    new_tokens: tokens emitted. steps: passes of the target that emitted them; rows: its own in them, roots included;
+    pass_rows: all of theirs, of others' prompts too; pass_texts: texts that took the steps, this one included.
     prefill_seconds: until the prompt was in the context; decode_seconds: from there to the end, without what the
     consumer did between steps; target_seconds: of these in verify passes.
     plain_seconds: what plain decoding of the same tokens would have taken by the measured costs, 0 where none are.
@@ -72,6 +117,8 @@ class GenerationStats:
     new_tokens: int = 0
     steps: int = 0
     rows: int = 0
+    pass_rows: int = 0
+    pass_texts: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     target_seconds: float = 0.0
@@ -97,6 +144,8 @@ class GenerationStats:
         self.new_tokens += len(step.tokens)
         self.steps += 1
         self.rows += len(tree)
+        self.pass_rows += step.pass_rows
+        self.pass_texts += step.pass_texts
         self.target_seconds += step.verify_seconds
         self.plain_seconds += step.plain_seconds
         self.lengths[accepted] += 1
@@ -140,6 +189,21 @@ class GenerationStats:
         return self.accepted / self.steps if self.steps else 0.0
 
     @property
+    def rows_per_pass(self) -> float:
+        """Mean rows of a pass with a step of this text."""
+        return self.pass_rows / self.steps if self.steps else 0.0
+
+    @property
+    def texts_per_pass(self) -> float:
+        """Mean texts that took a step in such a pass."""
+        return self.pass_texts / self.steps if self.steps else 0.0
+
+    @property
+    def guess_share(self) -> float:
+        """Part of this text's rows that were guesses."""
+        return 1 - self.steps / self.rows if self.rows else 0.0
+
+    @property
     def tokens_per_step(self) -> float:
         """Mean accepted length plus the bonus token."""
         return self.accepted_length + 1 if self.steps else 0.0
@@ -176,6 +240,9 @@ class GenerationStats:
             "acceptance_at_depth": self.acceptance_at_depth,
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "rows_per_pass": self.rows_per_pass,
+            "texts_per_pass": self.texts_per_pass,
+            "guess_share": self.guess_share,
             "relative_weight_bytes": self.relative_weight_bytes,
             "python_share": self.python_share,
             "tokens_per_second": self.tokens_per_second,

@@ -34,7 +34,7 @@ from pystaged import (
     _core,
 )
 from pystaged.decoding.loop import Decoder
-from pystaged.engine import Stream
+from pystaged.streams import Stream
 
 PROMPT = "the tree then "
 CONTEXT = 96
@@ -390,11 +390,14 @@ def test_prompts_that_are_none(engine: Engine) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         engine.generate("")
     for prompt in (
-        *(None, 5, ["list"], [1.5], [[1]], [[1], [2, 3]], {1: 2}, [True], [2**70], np.int32(5)),
-        *(b"bytes", bytearray(b"bytes"), memoryview(b"bytes")),
+        *(None, 5, [1.5], [[1.5]], [[[1]]], {1: 2}, [True], [2**70], np.int32(5), np.ones((2, 2), np.int32)),
+        *(b"bytes", bytearray(b"bytes"), memoryview(b"bytes"), [b"bytes"]),
     ):
         with pytest.raises(TypeError, match="the prompt must be a string or token ids"):
             engine.generate(prompt)  # type: ignore[arg-type]
+    for several in (["list"], [[1]], [[1], [2, 3]]):
+        with pytest.raises(TypeError, match="the prompt must be a string or token ids"):
+            engine.stream(several)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the prompt is empty"):
         engine.generate([])
     for token in (-1, 300, 2**31):

@@ -38,6 +38,8 @@ struct Hyperparameters {
     int kv_width() const { return num_kv_heads * head_dim; }
     int group() const { return num_heads / num_kv_heads; }
     int padded_width() const { return padded(width, kBlock); }
+    // Floats from one row of logits to the next; entries past the vocabulary are -inf.
+    size_t logits_stride() const { return padded(vocab_size, kRun); }
 };
 
 // Throws ModelError for what is missing, out of range, or inconsistent.

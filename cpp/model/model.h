@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,8 @@
 #include "packed_matrix.h"
 
 namespace pystaged {
+
+class Executor;
 
 // Floats of the host, padded with zeros like the rows they meet, or of a device. Empty where a model has none.
 struct Vector {
@@ -119,6 +122,10 @@ private:
     Vector head_bias_, position_embedding_, rope_factors_, rope_factors_long_, rope_factors_short_;
     std::vector<Layer> layers_;
     Norm output_norm_;
+
+    friend class Executor;  // for Executor::of()
+    mutable std::mutex executor_mutex_;
+    mutable std::weak_ptr<Executor> executor_;
 };
 
 }  // namespace pystaged

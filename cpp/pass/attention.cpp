@@ -31,51 +31,102 @@ void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const Atte
     }
 }
 
+// What a segment asks of attention: for its rows from `first_row` on, by all query heads of a KV head, in chunks
+// [first_chunk, last_chunk).
+struct Share {
+    int first_row = 0, numbers = 0;
+    int first_chunk = INT_MAX, last_chunk = 0;
+    int parts = 1;      // that the numbers are split into
+    size_t totals = 0;  // where it has its own, in floats
+
+    // In the round that goes through `at_once` chunks after `done`.
+    int chunks(int64_t done, int at_once) const {
+        return static_cast<int>(std::clamp<int64_t>(last_chunk - first_chunk - done, 0, at_once));
+    }
+};
+
+// One round's tasks of a share, and where they put their partials.
+struct Round {
+    int first_task = 0, chunks = 0;
+    size_t partials = 0;
+};
+
 }  // namespace
 
-void tree_attention(const Kernel& kernel, int num_threads, KvCache& cache, int layer, const AttentionLayer& how,
+void tree_attention(const Kernel& kernel, int num_threads, int layer, const AttentionLayer& how,
                     const AttentionRows& rows, float* out, size_t out_stride, const QuantizedRows* quantized,
                     AttentionScratch& scratch) {
     const int head_dim = how.head_dim, num_kv_heads = how.num_kv_heads, group = how.num_heads / num_kv_heads;
-    const int num_out = rows.n - rows.first_row, numbers = num_out * group;
-    int first_chunk = INT_MAX, last_chunk = 0;
-    for (int i = rows.first_row; i < rows.n; ++i) {
-        const int length = rows.contexts[i].length;
-        first_chunk = std::min(first_chunk, how.window > 0 ? std::max(0, length - how.window) / kChunk : 0);
-        last_chunk = std::max(last_chunk, (length + kChunk - 1) / kChunk);
+    const int num_segments = static_cast<int>(rows.segments.size());
+    const size_t stride = partial_stride(head_dim);
+    std::vector<Share> shares(num_segments);
+    size_t head_floats = 0;  // of all shares
+    int64_t most_chunks = 0, chunk_numbers = 0;
+    bool one_chunk = true;
+    for (int s = 0; s < num_segments; ++s) {
+        const AttentionSegment& segment = rows.segments[s];
+        Share& share = shares[s];
+        const int end = segment.first_row + segment.num_rows;
+        share.first_row = std::min(end, std::max(segment.first_row, rows.first_row));
+        share.numbers = (end - share.first_row) * group;
+        for (int i = share.first_row; i < end; ++i) {
+            const int length = rows.contexts[i].length;
+            const int first = how.window > 0 ? std::max(0, length - how.window) / kChunk : 0;
+            share.first_chunk = std::min(share.first_chunk, first);
+            share.last_chunk = std::max(share.last_chunk, (length + kChunk - 1) / kChunk);
+        }
+        share.totals = num_kv_heads * head_floats;
+        head_floats += share.numbers * stride;
+        const int chunks = share.chunks(0, INT_MAX);
+        most_chunks = std::max<int64_t>(most_chunks, chunks);
+        chunk_numbers += int64_t(chunks) * share.numbers;
+        one_chunk = one_chunk && chunks == 1;
     }
-    const size_t stride = partial_stride(head_dim), head_floats = numbers * stride;
     const int at_once = static_cast<int>(std::clamp(
         scratch.most_partials / std::max<size_t>(1, num_kv_heads * head_floats), size_t(1), size_t(INT_MAX)));
-    // What does not share out evenly is split by what reads it.
-    const int tasks = num_kv_heads * std::min(at_once, std::max(1, last_chunk - first_chunk));
+    int64_t tasks = 0;
+    for (const Share& share : shares) {
+        tasks += int64_t(num_kv_heads) * share.chunks(0, at_once);
+    }
+    // What does not share out evenly is split by what reads it, and so is what is long beside the others.
     const bool uneven = tasks % num_threads != 0 && tasks < kTasksEnough * num_threads;
-    const int parts = std::max(1, std::min(uneven ? num_threads / std::gcd(num_threads, tasks) : 1, numbers));
+    const int split = uneven ? num_threads / std::gcd(num_threads, static_cast<int>(tasks)) : 1;
+    const int64_t most_numbers = std::max<int64_t>(1, num_kv_heads * chunk_numbers / (kTasksEnough * num_threads));
+    for (Share& share : shares) {
+        const int64_t parts = num_segments == 1 ? 1 : (share.numbers + most_numbers - 1) / most_numbers;
+        share.parts =
+            static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(std::max<int64_t>(split, parts), share.numbers)));
+        one_chunk = one_chunk && share.parts == 1;
+    }
 
-    const auto prepare = [&](int kv_head) {
-        for (int i = 0; i < rows.n; ++i) {
+    const auto prepare = [&](int s, int kv_head) {
+        const AttentionSegment& segment = rows.segments[s];
+        for (int i = segment.first_row; i < segment.first_row + segment.num_rows; ++i) {
             const size_t at = i * rows.stride + size_t(kv_head) * head_dim;
             norm_and_rotate(kernel, how, rows, how.k_norm, kv_head, i, rows.k + at);
-            cache.store(kernel, layer, kv_head, rows.first_cell + i, rows.k + at, rows.v + at);
+            segment.cache->store(kernel, layer, kv_head, segment.first_cell + i - segment.first_row, rows.k + at,
+                                 rows.v + at);
             for (int head = kv_head * group; i >= rows.first_row && head < (kv_head + 1) * group; ++head) {
                 norm_and_rotate(kernel, how, rows, how.q_norm, head, i,
                                 rows.q + i * rows.stride + size_t(head) * head_dim);
             }
         }
     };
-    const auto attend = [&](int kv_head, int chunk, int first, int last, float* partials, int worker) {
+    const auto attend = [&](int s, int kv_head, int chunk, int part, float* partials, int worker) {
+        const KvCache& cache = *rows.segments[s].cache;
+        const Share& share = shares[s];
         HeadChunk pass;
-        pass.first = first;
-        pass.last = last;
+        pass.first = share.numbers * part / share.parts;
+        pass.last = share.numbers * (part + 1) / share.parts;
         pass.begin = chunk * kChunk;
         pass.group = group;
         pass.head_dim = head_dim;
         pass.window = how.window;
         pass.scale = how.scale;
         pass.softcap = how.softcap;
-        pass.row_scale = rows.row_scale ? rows.row_scale + rows.first_row : nullptr;
-        pass.rows = rows.contexts + rows.first_row;
-        pass.q = rows.q + rows.first_row * rows.stride + size_t(kv_head) * group * head_dim;
+        pass.row_scale = rows.row_scale ? rows.row_scale + share.first_row : nullptr;
+        pass.rows = rows.contexts + share.first_row;
+        pass.q = rows.q + share.first_row * rows.stride + size_t(kv_head) * group * head_dim;
         pass.q_stride = rows.stride;
         pass.type = cache.type();
         pass.k = cache.keys(layer, kv_head);
@@ -84,12 +135,13 @@ void tree_attention(const Kernel& kernel, int num_threads, KvCache& cache, int l
         pass.partials = partials;
         kernel.attend(pass);
     };
-    const auto fold = [&](int kv_head, const float* partials, int count, bool done) {
-        for (int i = 0; i < numbers; ++i) {
-            const int row = i / group, head = kv_head * group + i % group;
+    const auto fold = [&](const Share& share, int kv_head, const float* partials, int count, bool done) {
+        const size_t next = share.numbers * stride;
+        for (int i = 0; i < share.numbers; ++i) {
+            const int row = share.first_row - rows.first_row + i / group, head = kv_head * group + i % group;
             float* to = out + row * out_stride + size_t(head) * head_dim;
-            float* total = scratch.totals.data() + kv_head * head_floats + i * stride;
-            kernel.fold(partials + i * stride, head_floats, count, head_dim, total, done ? to : nullptr);
+            float* total = scratch.totals.data() + share.totals + kv_head * next + i * stride;
+            kernel.fold(partials + i * stride, next, count, head_dim, total, done ? to : nullptr);
             if (done && quantized) {
                 kernel.quantize(to, head_dim, row, from_block(*quantized, head * head_dim / kBlock));
             }
@@ -97,31 +149,51 @@ void tree_attention(const Kernel& kernel, int num_threads, KvCache& cache, int l
     };
 
     // A whole head is independent of every other, its cells included: where each is one task, one join serves all.
-    const bool whole = parts == 1 && last_chunk - first_chunk == 1;
+    const bool whole = one_chunk && rows.texts_apart;
     if (!whole) {
         const size_t values = size_t(rows.n) * (how.num_heads + 2 * num_kv_heads) * head_dim;
-        ThreadPool::shared().run(num_kv_heads, values < kValuesWorthSharing ? 1 : num_threads,
-                                 [&](int kv_head, int) { prepare(kv_head); });
+        ThreadPool::shared().run(num_segments * num_kv_heads, values < kValuesWorthSharing ? 1 : num_threads,
+                                 [&](int i, int) { prepare(i / num_kv_heads, i % num_kv_heads); });
     }
     scratch.totals.assign(num_kv_heads * head_floats, 0.0f);
-    for (int chunk = first_chunk; chunk < last_chunk; chunk += at_once) {
-        const int chunks = std::min(at_once, last_chunk - chunk), per_head = chunks * parts;
-        scratch.partials.resize(std::max(scratch.partials.size(), num_kv_heads * chunks * head_floats));
-        std::fill_n(scratch.unfinished.get(), num_kv_heads, per_head);
-        ThreadPool::shared().run(num_kv_heads * per_head, num_threads, [&](int i, int worker) {
-            const int kv_head = i / per_head, at = i % per_head / parts, part = i % parts;
-            if (whole) {
-                prepare(kv_head);
+    if (scratch.num_unfinished < size_t(num_segments) * num_kv_heads) {
+        scratch.num_unfinished = size_t(num_segments) * num_kv_heads;
+        scratch.unfinished.reset(new std::atomic<int>[scratch.num_unfinished]);
+    }
+    std::vector<Round> rounds(num_segments);
+    for (int64_t done = 0; done < most_chunks; done += at_once) {
+        int num_tasks = 0;
+        size_t floats = 0;
+        for (int s = 0; s < num_segments; ++s) {
+            rounds[s] = {num_tasks, shares[s].chunks(done, at_once), floats};
+            const int per_head = rounds[s].chunks * shares[s].parts;
+            std::fill_n(&scratch.unfinished[s * num_kv_heads], num_kv_heads, per_head);
+            num_tasks += num_kv_heads * per_head;
+            floats += size_t(num_kv_heads) * rounds[s].chunks * shares[s].numbers * stride;
+        }
+        scratch.partials.resize(std::max(scratch.partials.size(), floats));
+        ThreadPool::shared().run(num_tasks, num_threads, [&](int task, int worker) {
+            int s = 0;
+            while (s + 1 < num_segments && rounds[s + 1].first_task <= task) {
+                ++s;
             }
-            float* partials = scratch.partials.data() + kv_head * chunks * head_floats;
-            attend(kv_head, chunk + at, numbers * part / parts, numbers * (part + 1) / parts,
-                   partials + at * head_floats, worker);
-            if (--scratch.unfinished[kv_head] == 0) {
-                fold(kv_head, partials, chunks, chunk + chunks == last_chunk);
+            const Share& share = shares[s];
+            const Round& round = rounds[s];
+            const int i = task - round.first_task, per_head = round.chunks * share.parts;
+            const int kv_head = i / per_head, at = i % per_head / share.parts, part = i % share.parts;
+            if (whole) {
+                prepare(s, kv_head);
+            }
+            const size_t chunk_floats = share.numbers * stride;
+            float* partials = scratch.partials.data() + round.partials + kv_head * round.chunks * chunk_floats;
+            const int first = share.first_chunk + static_cast<int>(done);
+            attend(s, kv_head, first + at, part, partials + at * chunk_floats, worker);
+            if (--scratch.unfinished[s * num_kv_heads + kv_head] == 0) {
+                fold(share, kv_head, partials, round.chunks, first + round.chunks == share.last_chunk);
             }
         });
     }
-    for (int i = 0; i < num_out; ++i) {
+    for (int i = 0; i < rows.n - rows.first_row; ++i) {
         std::fill(out + i * out_stride + size_t(how.num_heads) * head_dim, out + (i + 1) * out_stride, 0.0f);
     }
 }

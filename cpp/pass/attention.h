@@ -26,39 +26,47 @@ struct AttentionLayer {
     float norm_epsilon = 0;
 };
 
+// Consecutive rows of one text.
+struct AttentionSegment {
+    KvCache* cache = nullptr;
+    int first_row = 0, num_rows = 0;
+    int first_cell = 0;  // row first_row + i writes its key and value into cell first_cell + i
+};
+
 // The rows of a pass.
 struct AttentionRows {
     int n = 0;
-    int first_row = 0;                     // attention is wanted from this one on
-    int first_cell = 0;                    // row i writes its key and value into cell first_cell + i
-    const RowContext* contexts = nullptr;  // [n]
-    int half = 0;                          // pairs of dimensions to rotate, 0 for none
-    const float* cos = nullptr;            // [n][half]
-    const float* sin = nullptr;            // [n][half]
-    const float* row_scale = nullptr;      // [n] of the scores, or none
-    float* q = nullptr;                    // [n][stride], of a row [num_heads][head_dim]; normed and rotated in place
-    float* k = nullptr;                    // [n][stride], of a row [num_kv_heads][head_dim]; likewise
-    const float* v = nullptr;              // [n][stride], as k
+    int first_row = 0;                       // attention is wanted from this one on
+    std::vector<AttentionSegment> segments;  // all rows, in order
+    bool texts_apart = true;                 // whether no two segments share a cache
+    const RowContext* contexts = nullptr;    // [n]
+    int half = 0;                            // pairs of dimensions to rotate, 0 for none
+    const float* cos = nullptr;              // [n][half]
+    const float* sin = nullptr;              // [n][half]
+    const float* row_scale = nullptr;        // [n] of the scores, or none
+    float* q = nullptr;                      // [n][stride], of a row [num_heads][head_dim]; normed and rotated in place
+    float* k = nullptr;                      // [n][stride], of a row [num_kv_heads][head_dim]; likewise
+    const float* v = nullptr;                // [n][stride], as k
     size_t stride = 0;
 };
 
-// Memory to attend in, of a size that does not depend on the context's length.
+// Memory to attend in, of a size that does not depend on the contexts' lengths.
 struct AttentionScratch {
-    AttentionScratch(int num_threads, int num_kv_heads, int head_dim)
-        : scores(num_threads * attention_scratch(head_dim)), unfinished(new std::atomic<int>[num_kv_heads]) {}
+    AttentionScratch(int num_threads, int head_dim) : scores(num_threads * attention_scratch(head_dim)) {}
 
     // Chunks are attended to in rounds whose partials take no more floats than this, or else one by one.
     size_t most_partials = 1 << 20;
     Lines<float> scores;                             // [threads][attention_scratch()]
-    Lines<float> partials;                           // [kv heads][chunks][numbers][partial_stride()]
-    Lines<float> totals;                             // [kv heads][numbers][partial_stride()]
-    std::unique_ptr<std::atomic<int>[]> unfinished;  // [kv heads] tasks
+    Lines<float> partials;                           // of each segment [kv heads][chunks][numbers][partial_stride()]
+    Lines<float> totals;                             // of each segment [kv heads][numbers][partial_stride()]
+    std::unique_ptr<std::atomic<int>[]> unfinished;  // [segments][kv heads] tasks
+    size_t num_unfinished = 0;
 };
 
-// Writes keys and values into the cache's cells of this pass, then attends for the rows from `first_row` on into
+// Writes keys and values into the caches' cells of this pass, then attends for the rows from `first_row` on into
 // out[n - first_row][out_stride], zero behind the heads, and into `quantized` where that is given (heads must be a
 // multiple of kBlock wide).
-void tree_attention(const Kernel& kernel, int num_threads, KvCache& cache, int layer, const AttentionLayer& how,
+void tree_attention(const Kernel& kernel, int num_threads, int layer, const AttentionLayer& how,
                     const AttentionRows& rows, float* out, size_t out_stride, const QuantizedRows* quantized,
                     AttentionScratch& scratch);
 

@@ -35,7 +35,7 @@ constexpr int kShortlist = 64;
 }  // namespace
 
 DevicePass::DevicePass(const Model& model, int num_cells, int context)
-    : Executor(model),
+    : model_(model),
       rope_factors_(model.rope_factors(context).device),
       places_(padded(num_cells, kCells)),
       most_nodes_(96 * size_t(model.numbers().num_layers) + 128) {
@@ -65,7 +65,7 @@ DevicePass::DevicePass(const Model& model, int num_cells, int context)
     scheduler_.reset(ggml_backend_sched_new(backends.data(), nullptr, static_cast<int>(backends.size()), most_nodes_,
                                             /*parallel=*/false, /*op_offload=*/false));
     // The largest graph, so that memory is there for every other.
-    build_graph(max_rows(), max_rows(), this->num_cells());
+    build_graph(kMaxRows, kMaxRows, count());
     const bool reserved = ggml_backend_sched_reserve(scheduler_.get(), built_->graph);
     built_.reset();
     if (!reserved) {
@@ -86,7 +86,7 @@ ContextPtr DevicePass::cache_context(const DeviceMemory& memory, int device) {
         if (memory.device_of(layer, num_layers) == device) {
             for (auto* tensors : {&keys_, &values_}) {
                 tensors->push_back(
-                    ggml_new_tensor_2d(context.get(), GGML_TYPE_F16, model_.numbers().kv_width(), num_cells()));
+                    ggml_new_tensor_2d(context.get(), GGML_TYPE_F16, model_.numbers().kv_width(), count()));
             }
             flash_.push_back(flash);
         }
@@ -330,7 +330,7 @@ DevicePass::Value DevicePass::logits(const Value& x) {
 }
 
 void DevicePass::compute(const Pass& pass) {
-    const int end = pass.first_cell + pass.num_rows;
+    const int end = pass.segments[0].first_cell + pass.num_rows;
     const int num_cells = padded(*std::max_element(places_.begin(), places_.begin() + end) + 1, kCells);
     const bool same = built_ && built_->num_rows == pass.num_rows && built_->num_logits == pass.num_logits &&
                       built_->num_cells == num_cells;
@@ -361,8 +361,8 @@ void DevicePass::compute(const Pass& pass) {
 void DevicePass::set_inputs(const Pass& pass) {
     const Hyperparameters& h = model_.numbers();
     const int num_cells = built_->num_cells;
-    const std::vector<int64_t> places(places_.begin() + pass.first_cell,
-                                      places_.begin() + pass.first_cell + pass.num_rows);
+    const auto first_place = places_.begin() + pass.segments[0].first_cell;
+    const std::vector<int64_t> places(first_place, first_place + pass.num_rows);
     std::vector<ggml_fp16_t> mask(size_t(num_cells) * pass.num_rows, ggml_fp32_to_fp16(-INFINITY)), window_mask(mask);
     std::vector<float> row_scales(pass.num_rows, 1.0f);
     const ggml_fp16_t seen = ggml_fp32_to_fp16(0);
@@ -401,13 +401,36 @@ void DevicePass::move(const std::vector<std::pair<int, int>>& cells) {
     }
 }
 
-void DevicePass::read_shortlist(int32_t* tokens, float* logits) {
+// Up to the last place that one of the cells has.
+void DevicePass::copy(const Cells& from, int count) {
+    const auto& source = static_cast<const DevicePass&>(from);
+    if (count == 0) {
+        return;
+    }
+    const int end = *std::max_element(source.places_.begin(), source.places_.begin() + count) + 1;
+    const ContextPtr context(ggml_init({4 * keys_.size() * ggml_tensor_overhead(), nullptr, /*no_alloc=*/true}));
+    if (!context) {
+        throw std::bad_alloc();
+    }
+    const auto first_cells = [&](ggml_tensor* cells) {
+        ggml_tensor* view = ggml_view_2d(context.get(), cells, cells->ne[0], end, cells->nb[1], 0);
+        ggml_backend_view_init(view);
+        return view;
+    };
+    for (size_t layer = 0; layer < keys_.size(); ++layer) {
+        ggml_backend_tensor_copy(first_cells(source.keys_[layer]), first_cells(keys_[layer]));
+        ggml_backend_tensor_copy(first_cells(source.values_[layer]), first_cells(values_[layer]));
+    }
+    places_ = source.places_;
+}
+
+void DevicePass::read_shortlist(int32_t* tokens, float* logits) const {
     ggml_backend_tensor_get(built_->shortlist, tokens, 0, ggml_nbytes(built_->shortlist));
     ggml_backend_tensor_get(built_->shortlist_logits, logits, 0, ggml_nbytes(built_->shortlist_logits));
 }
 
-void DevicePass::read_logits(float* logits, float* maxima) {
-    const size_t vocab = model_.numbers().vocab_size, stride = logits_stride();
+void DevicePass::read_logits(float* logits, float* maxima) const {
+    const size_t vocab = model_.numbers().vocab_size, stride = model_.numbers().logits_stride();
     ggml_backend_tensor_get_2d(built_->logits, logits, 0, vocab * sizeof(float), built_->num_logits,
                                built_->logits->nb[1], stride * sizeof(float));
     ThreadPool::shared().run(built_->num_logits, model_.num_threads(), [&](int i, int) {

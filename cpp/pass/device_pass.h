@@ -3,24 +3,28 @@
 #pragma once
 
 #include "device.h"
-#include "pass/executor.h"
+#include "pass/backend.h"
 
 namespace pystaged {
 
-class DevicePass : public Executor {
+// The passes of one text.
+class DevicePass : public Cells {
 public:
     DevicePass(const Model& model, int num_cells, int context);
     ~DevicePass() override;
 
-    int num_cells() const override { return static_cast<int>(places_.size()); }
-    int max_rows() const override { return 64; }
-    void compute(const Pass& pass) override;
+    static constexpr int kMaxRows = 64;
+
+    int count() const override { return static_cast<int>(places_.size()); }
     // Only says where a cell is; nothing moves on the device.
     void move(const std::vector<std::pair<int, int>>& cells) override;
+    void copy(const Cells& from, int count) override;
 
-    int shortlist_size() const override { return shortlist_size_; }
-    void read_shortlist(int32_t* tokens, float* logits) override;
-    void read_logits(float* logits, float* maxima) override;
+    // As Backend has them.
+    void compute(const Pass& pass);
+    int shortlist_size() const { return shortlist_size_; }
+    void read_shortlist(int32_t* tokens, float* logits) const;
+    void read_logits(float* logits, float* maxima) const;
 
     // The operations of run_transformer(); of qkv(), `rows` are queries.
     struct Value {
@@ -56,6 +60,7 @@ private:
 
     ContextPtr cache_context(const DeviceMemory& memory, int device);
 
+    const Model& model_;
     ggml_tensor* rope_factors_;  // or null
     std::vector<BackendPtr> backends_;
     std::vector<ContextPtr> contexts_;
@@ -67,6 +72,29 @@ private:
     size_t most_nodes_;
     std::unique_ptr<ggml_backend_sched, FreeScheduler> scheduler_;
     std::unique_ptr<Built> built_;
+};
+
+// One text after another.
+class DevicePasses : public Backend {
+public:
+    explicit DevicePasses(const Model& model) : Backend(model) {}
+
+    std::unique_ptr<Cells> make_cells(int num_cells, int context) const override {
+        return std::make_unique<DevicePass>(model_, num_cells, context);
+    }
+    int max_rows() const override { return DevicePass::kMaxRows; }
+    bool mixes_texts() const override { return false; }
+    void compute(const Pass& pass) override { static_cast<DevicePass&>(*pass.segments[0].cells).compute(pass); }
+    int shortlist_size(const Cells& text) const override { return pass_of(text).shortlist_size(); }
+    void read_shortlist(const Cells& text, int32_t* tokens, float* logits) const override {
+        pass_of(text).read_shortlist(tokens, logits);
+    }
+    void read_logits(const Cells& text, float* logits, float* maxima) const override {
+        pass_of(text).read_logits(logits, maxima);
+    }
+
+private:
+    static const DevicePass& pass_of(const Cells& text) { return static_cast<const DevicePass&>(text); }
 };
 
 }  // namespace pystaged

@@ -32,7 +32,6 @@ struct EightBits {
 
 KvCache::KvCache(KvType type, int num_layers, int num_heads, int head_dim, int num_cells)
     : type_(type),
-      num_layers_(num_layers),
       num_heads_(num_heads),
       head_dim_(head_dim),
       num_cells_(padded(num_cells, kLanes)),
@@ -106,6 +105,21 @@ void KvCache::move(int layer, int from, int to) {
         write_key(data, to, pieces);
         uint8_t* values = data + num_cells_ * key_bytes_;
         std::memmove(values + to * value_bytes_, values + from * value_bytes_, value_bytes_);
+    }
+}
+
+void KvCache::copy(const KvCache& from, int layer, int count) {
+    for (int head = 0; head < num_heads_; ++head) {
+        std::memcpy(head_data(layer, head), from.keys(layer, head), padded(count, kLanes) * key_bytes_);
+        std::memcpy(head_data(layer, head) + num_cells_ * key_bytes_, from.values(layer, head), count * value_bytes_);
+    }
+}
+
+void KvCache::release(int layer, int first, int last) {
+    for (int head = 0; head < num_heads_; ++head) {
+        const size_t keys = head_data(layer, head) - memory_.data(), values = keys + num_cells_ * key_bytes_;
+        memory_.release(keys + padded(first, kLanes) * key_bytes_, keys + padded(last, kLanes) * key_bytes_);
+        memory_.release(values + first * value_bytes_, values + last * value_bytes_);
     }
 }
 

@@ -31,6 +31,10 @@ public:
     void store(const Kernel& kernel, int layer, int head, int cell, const float* key, const float* value);
     // Copies a cell of one layer to another.
     void move(int layer, int from, int to);
+    // Copies the first `count` cells of a layer from a cache of the same shape.
+    void copy(const KvCache& from, int layer, int count);
+    // Gives the memory of cells [first, last) of a layer back to the system, as far as it is whole pages.
+    void release(int layer, int first, int last);
 
 private:
     uint8_t* head_data(int layer, int head) const {
@@ -42,7 +46,7 @@ private:
     void write_key(uint8_t* data, int cell, const std::vector<uint8_t>& key);
 
     KvType type_;
-    int num_layers_, num_heads_, head_dim_;
+    int num_heads_, head_dim_;
     size_t num_cells_, key_bytes_, value_bytes_;  // of a cell and head
     Memory memory_;
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 
 #include "pass/transformer.h"
 #include "thread_pool.h"
@@ -13,6 +14,9 @@ namespace {
 // Below this many values the rows of an operation are prepared by the caller alone.
 constexpr int kValuesWorthSharing = 4 << 10;
 
+// Memory is given back from so many bytes on; a prompt that fills them again takes far longer than the system does.
+constexpr size_t kBytesWorthReleasing = 1 << 20;
+
 // Rows there is memory for as soon as there is any.
 constexpr int kFewRows = 64;
 
@@ -22,17 +26,52 @@ Activation activation_of(Gate gate) {
 
 }  // namespace
 
-PackedPass::PackedPass(const Model& model, int num_cells, int context)
-    : Executor(model),
+PackedCells::PackedCells(const Model& model, int num_cells, int context)
+    : model_(model),
       cache_(model.kv_type(), model.numbers().num_layers, model.numbers().num_kv_heads, model.numbers().head_dim,
-             num_cells),
-      attention_scratch_(model.num_threads(), model.numbers().num_kv_heads, model.numbers().head_dim) {
+             num_cells) {
     const Hyperparameters& h = model.numbers();
-    const std::vector<float>& factors = model.rope_factors(context).values;
     if (h.rope.dims > 0) {
-        rotation_.frequencies = h.rope.frequencies(factors);
+        const std::vector<float>& factors = model.rope_factors(context).values;
+        frequencies_ = h.rope.frequencies(factors);
+        windowed_frequencies_ = h.windowed_rope.frequencies(factors);
+    }
+}
+
+void PackedCells::move(const std::vector<std::pair<int, int>>& cells) {
+    for (const auto& [from, to] : cells) {
+        touched_ = std::max(touched_, to + 1);
+    }
+    ThreadPool::shared().run(model_.numbers().num_layers, model_.num_threads(), [&](int layer, int) {
+        for (const auto& [from, to] : cells) {
+            cache_.move(layer, from, to);
+        }
+    });
+}
+
+void PackedCells::copy(const Cells& from, int count) {
+    touched_ = std::max(touched_, count);
+    ThreadPool::shared().run(model_.numbers().num_layers, model_.num_threads(), [&](int layer, int) {
+        cache_.copy(static_cast<const PackedCells&>(from).cache_, layer, count);
+    });
+}
+
+void PackedCells::release(int first) {
+    if (first < touched_ && (touched_ - first) * model_.cell_bytes() >= kBytesWorthReleasing) {
+        for (int layer = 0; layer < model_.numbers().num_layers; ++layer) {
+            cache_.release(layer, first, touched_);
+        }
+        touched_ = first;
+    }
+}
+
+PackedPass::PackedPass(const Model& model)
+    : Backend(model), attention_scratch_(model.num_threads(), model.numbers().head_dim) {
+    const Hyperparameters& h = model.numbers();
+    if (h.rope.dims > 0) {
+        rotation_.half = h.rope.dims / 2;
         rotation_.amplitude = h.rope.amplitude();
-        windowed_rotation_.frequencies = h.windowed_rope.frequencies(factors);
+        windowed_rotation_.half = h.windowed_rope.dims / 2;
         windowed_rotation_.amplitude = h.windowed_rope.amplitude();
     }
     for (const Layer& layer : model.layers()) {
@@ -40,6 +79,10 @@ PackedPass::PackedPass(const Model& model, int num_cells, int context)
         has_gate_ = has_gate_ || layer.ffn_gate.present();
     }
     inputs_.resize(3);
+}
+
+std::unique_ptr<Cells> PackedPass::make_cells(int num_cells, int context) const {
+    return std::make_unique<PackedCells>(model_, num_cells, context);
 }
 
 void PackedPass::make_room(int num_rows) {
@@ -78,22 +121,33 @@ QuantizedRows PackedPass::Quantized::rows(int n, Packing packing) {
     return {n, packing, quants.data(), factors.data()};
 }
 
-void PackedPass::Rotation::set(const Pass& pass) {
-    const size_t half = frequencies.size();
+void PackedPass::Rotation::set(const Pass& pass, std::vector<double> PackedCells::* frequencies) {
     cosines.resize(pass.num_rows * half);
     sines.resize(pass.num_rows * half);
-    for (int i = 0; half > 0 && i < pass.num_rows; ++i) {
-        rotation(frequencies, amplitude, pass.positions[i], &cosines[i * half], &sines[i * half]);
+    for (const Segment& segment : pass.segments) {
+        const auto& cells = static_cast<const PackedCells&>(*segment.cells);
+        for (int i = segment.first_row; half > 0 && i < segment.first_row + segment.num_rows; ++i) {
+            rotation(cells.*frequencies, amplitude, pass.positions[i], &cosines[i * half], &sines[i * half]);
+        }
     }
 }
 
 void PackedPass::compute(const Pass& pass) {
     const Hyperparameters& h = model_.numbers();
     make_room(pass.num_rows);
-    rotation_.set(pass);
+    rotation_.set(pass, &PackedCells::frequencies_);
     if (h.window > 0) {
-        windowed_rotation_.set(pass);
+        windowed_rotation_.set(pass, &PackedCells::windowed_frequencies_);
     }
+    segments_.clear();
+    std::set<const Cells*> texts;
+    for (const Segment& segment : pass.segments) {
+        auto& cells = static_cast<PackedCells&>(*segment.cells);
+        cells.touched_ = std::max(cells.touched_, segment.first_cell + segment.num_rows);
+        segments_.push_back({&cells.cache_, segment.first_row, segment.num_rows, segment.first_cell});
+        texts.insert(&cells);
+    }
+    texts_apart_ = texts.size() == segments_.size();
     row_scales_.clear();
     for (int i = 0; h.temperature_scale != 0 && i < pass.num_rows; ++i) {
         const double stretched = own_log(pass.positions[i] / h.original_context + 1);
@@ -102,14 +156,6 @@ void PackedPass::compute(const Pass& pass) {
     pass_ = &pass;
     run_transformer(*this, model_, pass.num_rows, pass.num_logits);
     pass_ = nullptr;
-}
-
-void PackedPass::move(const std::vector<std::pair<int, int>>& cells) {
-    ThreadPool::shared().run(model_.numbers().num_layers, model_.num_threads(), [&](int layer, int) {
-        for (const auto& [from, to] : cells) {
-            cache_.move(layer, from, to);
-        }
-    });
 }
 
 float* PackedPass::next_rows() {
@@ -245,9 +291,10 @@ PackedPass::Value PackedPass::attention(const Value& qkv, int index, int first_r
     AttentionRows rows;
     rows.n = qkv.n;
     rows.first_row = first_row;
-    rows.first_cell = pass_->first_cell;
+    rows.segments = segments_;
+    rows.texts_apart = texts_apart_;
     rows.contexts = pass_->contexts;
-    rows.half = h.layers[index].rotates ? static_cast<int>(angles.frequencies.size()) : 0;
+    rows.half = h.layers[index].rotates ? static_cast<int>(angles.half) : 0;
     rows.cos = angles.cosines.data();
     rows.sin = angles.sines.data();
     rows.row_scale = row_scales_.empty() ? nullptr : row_scales_.data();
@@ -280,7 +327,7 @@ PackedPass::Value PackedPass::attention(const Value& qkv, int index, int first_r
     const int num_out = qkv.n - first_row;
     const size_t stride = padded(h.q_width(), kBlock);
     const QuantizedRows* handed = h.head_dim % kBlock == 0 ? hand_to(layer.attn_output, num_out) : nullptr;
-    tree_attention(model_.kernel(), model_.num_threads(), cache_, index, how, rows, mixed_.data(), stride, handed,
+    tree_attention(model_.kernel(), model_.num_threads(), index, how, rows, mixed_.data(), stride, handed,
                    attention_scratch_);
     return {mixed_.data(), num_out, stride, nullptr, handed != nullptr};
 }
@@ -333,7 +380,7 @@ PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& 
 // Straight to the caller's memory.
 PackedPass::Value PackedPass::logits(const Value& x) {
     const PackedMatrix& weight = model_.head().packed;
-    Epilogue out = epilogue(model_.head(), pass_->logits, logits_stride());
+    Epilogue out = epilogue(model_.head(), pass_->logits, model_.numbers().logits_stride());
     out.bias = model_.head_bias().data();
     out.scale = model_.numbers().logit_scale;
     out.softcap = model_.numbers().logit_softcap;

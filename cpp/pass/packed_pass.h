@@ -6,23 +6,42 @@
 
 #include "memory.h"
 #include "pass/attention.h"
-#include "pass/executor.h"
+#include "pass/backend.h"
 #include "pass/kv_cache.h"
 
 namespace pystaged {
 
-class PackedPass : public Executor {
+class PackedCells : public Cells {
 public:
-    PackedPass(const Model& model, int num_cells, int context);
+    PackedCells(const Model& model, int num_cells, int context);
+
+    int count() const override { return cache_.num_cells(); }
+    void move(const std::vector<std::pair<int, int>>& cells) override;
+    void copy(const Cells& from, int count) override;
+    // Gives their memory back to the system where it is much.
+    void release(int first) override;
+
+private:
+    friend class PackedPass;
+
+    const Model& model_;
+    KvCache cache_;
+    int touched_ = 0;  // cells that may have memory
+    std::vector<double> frequencies_, windowed_frequencies_;
+};
+
+class PackedPass : public Backend {
+public:
+    explicit PackedPass(const Model& model);
 
     // So many that weights come from memory and are unpacked for next to nothing, and few enough that their values take
     // little memory.
     static constexpr int kMaxRows = 256;
 
-    int num_cells() const override { return cache_.num_cells(); }
+    std::unique_ptr<Cells> make_cells(int num_cells, int context) const override;
     int max_rows() const override { return kMaxRows; }
+    bool mixes_texts() const override { return true; }
     void compute(const Pass& pass) override;
-    void move(const std::vector<std::pair<int, int>>& cells) override;
 
     // Rows of floats, and what is still to be done to them or was done already.
     struct Value {
@@ -54,11 +73,11 @@ private:
     };
     // Angles of a pass's rows.
     struct Rotation {
-        std::vector<double> frequencies;
+        size_t half = 0;
         double amplitude = 1;
-        std::vector<float> cosines, sines;  // [rows][dims / 2]
+        std::vector<float> cosines, sines;  // [rows][half]
 
-        void set(const Pass& pass);
+        void set(const Pass& pass, std::vector<double> PackedCells::* frequencies);
     };
 
     // Memory for so many rows.
@@ -70,11 +89,12 @@ private:
     // For `next`, that alone reads a result of n rows; null where it takes floats.
     const QuantizedRows* hand_to(const Linear& next, int n);
 
-    KvCache cache_;
     int room_ = 0;  // rows there is memory for
     size_t qkv_stride_ = 0;
     bool has_gate_ = false;
     const Pass* pass_ = nullptr;
+    std::vector<AttentionSegment> segments_;
+    bool texts_apart_ = true;
     Rotation rotation_, windowed_rotation_;
     std::vector<float> row_scales_;
 

@@ -139,6 +139,8 @@ class RemoteModel:
     head_dim: int
     ffn_width: int
     cell_bytes: int
+    matrix_bytes: int
+    is_mapped: bool
     kv: str
     architecture: str
     devices: list[str]
@@ -155,11 +157,16 @@ class RemoteModel:
 class RemoteSession:
     """Stands in for _core.Session."""
 
-    def __init__(self, model: RemoteModel, n_ctx: int) -> None:
+    def __init__(self, model: RemoteModel, n_ctx: int, begun: int | None = None) -> None:
         self.weight_bytes = model.weight_bytes
         self.vocab_size = model.vocab_size
-        self._servers = model.servers
-        self._id, self.n_ctx = self._servers.call("open", n_ctx)
+        self._model, self._servers = model, model.servers
+        if begun is None:
+            begun, n_ctx = self._servers.call("open", n_ctx)
+        self._id, self.n_ctx = begun, n_ctx
+
+    def fork(self, length: int) -> RemoteSession:
+        return RemoteSession(self._model, self.n_ctx, self._servers.call("fork", self._id, length))
 
     def prefill(self, tokens: NDArray[np.int32]) -> None:
         length = len(self.tokens)
@@ -216,6 +223,10 @@ class RemoteSession:
     def tokens(self) -> NDArray[np.int32]:
         values: NDArray[np.int32] = self._servers.call("get", self._id, "tokens")
         return values
+
+    @property
+    def cell_bytes(self) -> int:
+        return self._model.cell_bytes
 
     @property
     def num_pending(self) -> int:

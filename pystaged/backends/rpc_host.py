@@ -36,6 +36,11 @@ class Host:
         self._sessions.append(_core.Session(self._model, n_ctx))
         return len(self._sessions) - 1, self._sessions[-1].n_ctx
 
+    def fork(self, session: int, length: int) -> int:
+        """Fork a session; returns the number of the new one."""
+        self._sessions.append(self._sessions[session].fork(length))
+        return len(self._sessions) - 1
+
     def call(self, session: int, name: str, *args: object) -> Any:
         """Call a method of a session."""
         return getattr(self._sessions[session], name)(*args)

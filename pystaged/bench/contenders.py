@@ -6,6 +6,7 @@ draft pass over those of a target pass), threads, n_ctx. Each adds the module of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,14 +91,23 @@ def _transformers(setup: Setup) -> list[Contender]:
     ]
 
 
-def _programs(setup: Setup, folder: Path) -> list[Contender]:
+def find_programs(folder: Path, names: Iterable[str]) -> dict[str, Path]:
+    """Those programs of llama.cpp that are in a folder of programs, or of a build.
+
+    Raises:
+        FileNotFoundError: there is none of them.
+    """
     places = (folder, folder / "bin", folder / "build" / "bin")
-    names = dict.fromkeys(name for name, *_ in PROGRAMS)
     paths = {name: path for name in names for place in reversed(places) if (path := place / name).is_file()}
     if not paths:
         raise FileNotFoundError(
             f"there is none of {', '.join(names)} in {folder}; give the folder of a llama.cpp build, or its bin folder"
         )
+    return paths
+
+
+def _programs(setup: Setup, folder: Path) -> list[Contender]:
+    paths = find_programs(folder, dict.fromkeys(name for name, *_ in PROGRAMS))
     found = []
     for name, way, arguments, needs_draft in PROGRAMS:
         if needs_draft and setup["draft"] is None:

@@ -15,6 +15,7 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, TreePolicy
+from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
@@ -58,7 +59,8 @@ class LyingDrafter(NgramDrafter):
         super().__init__(None, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
         self._random = np.random.default_rng(seed)
 
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
+        yield from ()
         del sampling, seconds
         builder = TreeBuilder(self._context[-1])
         for _ in range(12):
@@ -72,7 +74,7 @@ class UnsharedDrafter(ModelDrafter):
     """Ranks by probability alone, whatever noise the target's tokens are drawn with: what shared noise is compared
     with."""
 
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
         del sampling
         return super().draft(SamplingConfig(), max_depth, seconds)
 

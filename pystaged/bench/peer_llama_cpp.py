@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Runner:
         if setup["draft"]:
             self._command += ["-md", setup["draft"], "-td", threads, "-tbd", threads]
         self._command += setup["arguments"]
-        self._server = _Server(self._command) if Path(setup["program"]).stem == "llama-server" else None
+        self._server = Server(self._command) if Path(setup["program"]).stem == "llama-server" else None
 
     def run(self, job: dict[str, Any]) -> Measurement:
         return self._ask(self._server, job) if self._server else self._start(job)
@@ -70,7 +70,7 @@ class Runner:
         (accepted,) = _numbers(r"n_accept\s*=\s*(\d+)", said)
         return self._measurement(int(tokens), seconds, prefill, drafted, accepted, peak)
 
-    def _ask(self, server: _Server, job: dict[str, Any]) -> Measurement:
+    def _ask(self, server: Server, job: dict[str, Any]) -> Measurement:
         sampling = job["sampling"]
         found = server.complete(
             {
@@ -106,17 +106,27 @@ class Runner:
         return Measurement(counted, seconds, first, list(tokens), steps, weights, peak_bytes=peak)
 
 
-class _Server:
-    """llama-server on a free port of this machine."""
+class Server:
+    """llama-server on a free port of this machine.
 
-    def __init__(self, command: list[str]) -> None:
+    Args:
+        command: the program and its options.
+        slots: requests that it works on at once.
+        output: where what it prints goes, as in Popen.
+
+    Raises:
+        RuntimeError: it does not become ready.
+    """
+
+    def __init__(self, command: list[str], slots: int = 1, output: int | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
         # Only this machine is asked, whatever proxy is set.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self.process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port), "-np", "1"])
+        command = [*command, "--host", "127.0.0.1", "--port", str(port), "-np", str(slots)]
+        self.process = subprocess.Popen(command, stdout=output, stderr=output)
         deadline = time.monotonic() + _SECONDS_TO_LOAD
         while not self._ready():
             if self.process.poll() is not None:
@@ -127,13 +137,25 @@ class _Server:
             time.sleep(0.1)
 
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Post a completion."""
+        """Post a completion. Raises RuntimeError where it is refused, or the server ends."""
+        with self._post(request) as response:
+            found: dict[str, Any] = json.load(response)
+            return found
+
+    def stream(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The same piece by piece, for a request that asks for that."""
+        with self._post(request) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+    @contextlib.contextmanager
+    def _post(self, request: dict[str, Any]) -> Iterator[Any]:
         data = json.dumps(request).encode()
         headers = {"Content-Type": "application/json"}
         try:
             with self._opener.open(urllib.request.Request(f"{self._url}/completion", data, headers)) as response:
-                found: dict[str, Any] = json.load(response)
-                return found
+                yield response
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"llama-server refused: {error.read().decode('utf-8', 'replace')[:200]}") from error
         except (urllib.error.URLError, OSError) as error:

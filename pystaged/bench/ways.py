@@ -18,6 +18,7 @@ from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder, Progress
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
+from pystaged.decoding.requests import Requests, finish
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
@@ -28,10 +29,12 @@ from pystaged.stats import DrafterStats, GenerationStats
 class _Ready(Decoder):
     """Its drafters read the prompt before decoding is timed: they draft whatever it gains."""
 
-    def start(self, prompt: NDArray[np.int32], *, speculate: bool = True, progress: Progress | None = None) -> int:
-        reused = super().start(prompt, speculate=speculate, progress=progress)
+    def start(
+        self, prompt: NDArray[np.int32], *, speculate: bool = True, progress: Progress | None = None
+    ) -> Requests[int]:
+        reused = yield from super().start(prompt, speculate=speculate, progress=progress)
         for drafter in self.drafters:
-            drafter.catch_up()
+            yield from drafter.catch_up()
         return reused
 
 
@@ -109,7 +112,7 @@ class Runner:
     def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
         prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()
         # Forget the last text, so that no way finds a part of this prompt in its context.
-        decoder.start(prompt[:1])
+        finish(decoder.start(prompt[:1]))
         for drafter in decoder.drafters:
             if isinstance(drafter, ScriptedDrafter):
                 drafter.script = job["script"]
@@ -186,7 +189,7 @@ class ScriptedDrafter(ModelDrafter):
         super().start(context)
         self._at = 0
 
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
         self._right = True
         return super().draft(sampling, min(max_depth, self.length, len(self.script) - self._at), seconds)
 
@@ -207,7 +210,7 @@ class _Free:
     """A session that costs nothing."""
 
     n_ctx = vocab_size = 2**31 - 1
-    weight_bytes = 0
+    weight_bytes = num_pending = 0
     tokens = np.empty(0, np.int32)
 
     def candidates(self, rows: list[int], *_: object) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

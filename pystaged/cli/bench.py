@@ -19,7 +19,9 @@ from rich.table import Table
 from pystaged._core import Session
 from pystaged.bench import models, pairs
 from pystaged.bench import passes as curve
-from pystaged.bench.contest import Contest
+from pystaged.bench import texts as crowds
+from pystaged.bench.contenders import find_programs
+from pystaged.bench.contest import Contest, spread
 from pystaged.cli.console import draft_name, errors, report
 from pystaged.cli.options import Json, Threads
 from pystaged.decoding.loop import Decoder
@@ -144,7 +146,7 @@ def passes(
 
     Example: pystaged bench passes --model llama1b --type Q4_K_M --context 256,4096,16384
     """
-    contexts = _lengths(context) if context is not None else []
+    contexts = _numbers("--context", context) if context is not None else []
     path = models.find(model, quantization.upper(), report)
     kernel = os.environ.get("PYSTAGED_KERNEL", "")
     found = curve.measure(path, contexts=contexts, repeats=repeats, kernel=kernel, num_threads=threads, peer=peer)
@@ -152,6 +154,58 @@ def passes(
         typer.echo(json.dumps(found.to_dict()))
     else:
         _console().print(found.table())
+
+
+@app.command()
+def texts(
+    model: ModelName = "house",
+    draft: DraftName = "auto",
+    quantization: Quantization = "Q8_0",
+    prompts: Prompts = None,
+    counts: Annotated[str, typer.Option("--texts", help="Texts at once, one number or several.")] = "1,2,4,8,16",
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per text.")] = 96,
+    temperature: Annotated[float, typer.Option(help="Of the sampling; 0 always takes the likeliest token.")] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Times to run everything.")] = 1,
+    threads: Threads = 0,
+    llama_cpp: Annotated[
+        Path | None, typer.Option(help="Folder of a llama.cpp build: llama-server takes part.")
+    ] = None,
+    prompt_beside: Annotated[
+        int, typer.Option(min=0, help="Tokens of a prompt that arrives beside 4 texts; 0 for none.")
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write many texts at once: tokens per second of all and of each, time to the first token, with and without
+    drafting, beside llama-server's parallel slots.
+
+    Example: pystaged bench texts --model llama1b --texts 1,8 --llama-cpp ~/llama.cpp/build/bin
+
+    Example: pystaged bench texts --model grown-smollm2 --texts 4 --prompt-beside 4000
+    """
+    numbers = _numbers("--texts", counts)
+    if min(numbers) < 1:
+        raise ValueError(f"--texts takes numbers above 0, not {min(numbers)}")
+    server = find_programs(llama_cpp, ["llama-server"])["llama-server"] if llama_cpp else None
+    lines = pairs.load_prompts(prompts or names.house(names.HOUSE_PROMPTS))
+    found = crowds.measure(
+        models.find(model, quantization.upper(), report),
+        models.find_draft(model, draft_name(draft)),
+        spread(lines, max(numbers)),
+        numbers,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        repeats=repeats,
+        threads=threads,
+        llama_server=server,
+        prompt_beside=prompt_beside,
+        progress=report,
+    )
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+        return
+    console = _console()
+    for table in found.tables():
+        console.print(table)
 
 
 @app.command()
@@ -246,12 +300,12 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_WIDE)
 
 
-def _lengths(context: str) -> list[int]:
-    """The numbers of --context."""
+def _numbers(option: str, given: str) -> list[int]:
+    """The numbers of an option."""
     try:
-        return [int(word) for word in context.split(",")]
+        return [int(word) for word in given.split(",")]
     except ValueError:
-        raise ValueError(f"--context takes numbers of tokens, as 256,4096,16384; not '{context}'") from None
+        raise ValueError(f"{option} takes numbers, as 1,16,256; not '{given}'") from None
 
 
 def _rates(accept: str) -> list[float]:

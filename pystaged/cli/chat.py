@@ -21,9 +21,9 @@ from pystaged.cli.options import Color, Colors, LoadOptions, SamplingOptions, Sh
 from pystaged.cli.painting import show, summary
 from pystaged.cli.turns import Turns, take_lines
 from pystaged.config import TextOptions
-from pystaged.engine import Stream
 from pystaged.files import read_small, whole_file
 from pystaged.result import GenerationResult, Piece
+from pystaged.streams import Stream
 
 _MOST_BYTES = 64 << 20  # of a saved conversation
 

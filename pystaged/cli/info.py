@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +9,7 @@ import typer
 import pystaged
 from pystaged import _core, _llama
 from pystaged.cli.console import model_name
-from pystaged.cli.options import KeysAndValues
+from pystaged.cli.options import KeysAndValues, KvMemory
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 
@@ -20,13 +19,16 @@ def info(
         str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.")
     ] = "house",
     kv: KeysAndValues = "f16",
+    kv_memory: KvMemory = None,
 ) -> None:
     """Show what this build and machine offer, and what a model is.
 
     Example: pystaged info path/to/model.gguf
     """
     path = names.resolve(model_name(model))
-    with pystaged.load(path, draft=None, kv=kv, policy=FixedPolicy(width=1, depth=0, budget=0)) as engine:
+    with pystaged.load(
+        path, draft=None, kv=kv, kv_memory=kv_memory, policy=FixedPolicy(width=1, depth=0, budget=0)
+    ) as engine:
         loaded = engine.model
         rows = {
             "pystaged": pystaged.__version__,
@@ -43,7 +45,8 @@ def info(
             f"{loaded.weight_bytes / 1e6:.1f} MB read per pass",
             "memory": f"{loaded.matrix_bytes / 1e6:.1f} MB of weights, "
             f"{loaded.buffer_bytes / 1e6:.1f} MB more while loading",
-            "keys and values": _cells(loaded.cell_bytes),
+            "keys and values": f"{loaded.cell_bytes / 1e3:.1f} MB per 1,000 tokens; {engine.kv_memory / 1e9:.2g} GB "
+            f"for them, enough for {_texts(engine.kv_memory, engine.context_bytes, engine.n_ctx)}",
         }
     for name, value in rows.items():
         typer.echo(f"{name:<18}{value}")
@@ -63,11 +66,7 @@ def _shares(types: dict[str, int]) -> str:
     return " ".join(f"{kind} {size / sum(types.values()):.1%}" for kind, size in types.items())
 
 
-def _cells(cell_bytes: int) -> str:
-    """What a context takes, and how long one may be in the memory that is free beside the loaded weights."""
-    said = f"{cell_bytes / 1e3:.1f} MB per 1,000 tokens"
-    try:
-        free = 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
-    except (OSError, IndexError, ValueError):
-        return said
-    return f"{said}; {free / 1e9:.1f} GB are free, enough for {free // cell_bytes:,} tokens"
+def _texts(memory: int, context_bytes: int, n_ctx: int) -> str:
+    """What texts fit into memory, in words."""
+    count = memory // context_bytes
+    return f"{count:,} text{'' if count == 1 else 's'} of {n_ctx:,} tokens" if count else f"less than {n_ctx:,} tokens"

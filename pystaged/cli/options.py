@@ -25,6 +25,22 @@ def check(value: Any) -> Any:
     return value
 
 
+_UNITS = {unit: 1024**i for i, unit in enumerate(("", "K", "M", "G", "T"))}
+
+
+def size(value: str | int) -> int:
+    """Bytes, as people write them: 2G is 2 * 2**30."""
+    number = str(value).upper().rstrip("KMGT")
+    unit = str(value).upper()[len(number) :]
+    try:
+        found = float(number) * _UNITS[unit]
+        if 1 <= found < 2**63:
+            return int(found)
+    except (ValueError, KeyError):
+        pass
+    raise typer.BadParameter(f"{value!r} is no size; write 512M or 2.5G.")
+
+
 class Color(str, Enum):
     """What generated text is painted by."""
 
@@ -42,6 +58,15 @@ KeysAndValues = Annotated[
     str,
     typer.Option(
         "--kv", help="How keys and values are stored: f16, or q8_0 for half the memory and slightly other texts."
+    ),
+]
+KvMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-memory",
+        metavar="SIZE",
+        parser=size,
+        help="Memory for the keys and values of all texts, such as 2G; a quarter of what is free by default.",
     ),
 ]
 Colors = Annotated[Color, typer.Option("--color", help="Paint each token by who proposed it; in terminals only.")]
@@ -90,6 +115,7 @@ class LoadOptions(PairOptions):
             callback=check,
         ),
     ] = 0
+    kv_memory: KvMemory = None
     keep_packed: Annotated[
         bool,
         typer.Option("--keep-packed", help="Load at once from now on, from a copy in the cache as large as the model."),

@@ -21,9 +21,9 @@ from pystaged.cli.console import errors
 from pystaged.cli.interrupts import uninterrupted
 from pystaged.cli.options import Color
 from pystaged.decoding.tree import Stage, TokenTree
-from pystaged.engine import Stream
 from pystaged.result import GenerationResult, Piece
 from pystaged.stats import GenerationStats
+from pystaged.streams import Stream
 
 STAGE_STYLES = {Stage.TARGET: Style.null(), Stage.DRAFT: Style(color="green"), Stage.NGRAM: Style(color="yellow")}
 STAGE_NAMES = {Stage.TARGET: "target", Stage.DRAFT: "draft", Stage.NGRAM: "n-gram"}

@@ -16,8 +16,8 @@ from pystaged.cli.console import errors, reading_bar, report
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
 from pystaged.cli.painting import show, summary
-from pystaged.engine import Stream
 from pystaged.result import GenerationResult, Piece
+from pystaged.streams import Stream
 
 _QUOTES = '"""'
 

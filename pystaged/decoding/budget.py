@@ -23,16 +23,23 @@ is earned back.
 Among drafters that are covered the one of the largest average speed-up is used, none where none is faster than plain
 decoding. Another one is tried only when a purse of its own, filled by the same share and emptied by what its trials
 lost, covers the trial. What is learnt of drafters is kept in plain steps: it holds where the machine slows down.
+
+In a crowd, a plain step is one of all its texts together, and time is the text's own: its part of passes, and what its
+guesses add to a pass of the target by the measured costs. All others wait for that too, so it counts for each text.
+The bound then holds in this reckoning.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 
 from pystaged.decoding.cost import PassCost, surprise
+from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.requests import Done, Requests
 from pystaged.decoding.tree import TokenTree
 
 OPENING = 2.2  # plain steps that drafting may lose in a text before it has gained anything
@@ -50,6 +57,17 @@ _CHUNK = 32  # tokens of a prompt from which the seconds for one are learnt
 _FIRST_CHECK, _LAST_CHECK, _RARE_CHECK = 4, 128, 1024
 
 
+@dataclass(slots=True)
+class _Learnt:
+    """What is known of each drafter: tokens of a step with it, and its time in plain steps; how often it was seen,
+    the first belief included, and whether it was."""
+
+    tokens: list[float]
+    steps: list[float]
+    seen: list[int]
+    tried: list[bool]
+
+
 class Budget:
     """Chooses a drafter for each step of a text, says what it may spend, and keeps account of what came of it.
 
@@ -57,29 +75,26 @@ class Budget:
         cost: seconds of a target pass, refined here. None keeps no account: the first drafter is always used.
         uses: called with the tokens of a text; of each drafter, the tokens of a step with it and its time in plain
             steps, as believed before it has been tried.
-        clock: seconds.
+        crowd: who shares the passes.
     """
 
     def __init__(
         self,
         cost: PassCost | None,
         uses: Callable[[int], Sequence[tuple[float, float]]],
-        *,
-        clock: Callable[[], float] = time.perf_counter,
+        crowd: Crowd,
     ) -> None:
         self.credit = 0.0  # seconds
         self._cost = cost
-        self._clock = clock
+        self._crowd = crowd
+        self._clock = crowd.clock
         self._uses = uses
-        first = uses(0)
-        self._tokens = [tokens for tokens, _ in first]
-        self._times = [steps for _, steps in first]
-        self._seen = [_PRIOR] * len(first)
-        self._tried = [False] * len(first)
-        self._purses = [0.0] * len(first)  # seconds
         self._cells = 0  # that the text has filled
+        self._texts = 1  # that were stepped together
+        self._learnt: dict[int, _Learnt] = {}  # in crowds of about one size
+        self._purses = [0.0] * len(self._here.tokens)  # seconds
         # Of a plain step there, as believed. Not a pass of one row in a drafted step: a draft had the caches before it.
-        self.plain_seconds = cost(1) if cost else 0.0
+        self._alone_seconds = cost(1) if cost else 0.0
         self._plain_seen = 1
         self._reading = cost(_CHUNK) / _CHUNK if cost else 0.0  # of the target, a token of a prompt
         self._best: int | None = None
@@ -88,7 +103,23 @@ class Budget:
         self._was_plain = False
         self._begin = self._drafted = 0.0
 
-    def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: tuple[int, float]) -> None:
+    @property
+    def plain_seconds(self) -> float:
+        """Of a plain step, as believed."""
+        if self._cost is None or self._texts == 1:
+            return self._alone_seconds
+        # With what Python does for each of the texts.
+        one, cells = self._cost(1, self._cells), self._cells
+        return self._cost(self._texts, cells) + self._texts * max(0.0, self._alone_seconds - one)
+
+    def inherit(self, other: Budget) -> None:
+        """Believe what another one, of the same target and drafters, has learnt."""
+        self._learnt, self._purses = deepcopy(other._learnt), other._purses.copy()
+        self._texts, self._cells = other._texts, other._cells
+        self._alone_seconds, self._plain_seen = other._alone_seconds, other._plain_seen
+        self._reading, self._check_after, self._unchecked = other._reading, other._check_after, other._unchecked
+
+    def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: tuple[int, float]) -> Requests[None]:
         """Begin a text. The drafter that will be used most reads its prompt at once; a trial of another one pays later.
 
         Args:
@@ -100,8 +131,8 @@ class Budget:
             return
         self._go_to(prompt_tokens - 1)
         for i, (tokens, steps) in enumerate(self._uses(self._cells)):
-            if not self._tried[i]:
-                self._tokens[i], self._times[i] = tokens, steps
+            if not self._here.tried[i]:
+                self._here.tokens[i], self._here.steps[i] = tokens, steps
         if read[0] >= _CHUNK:
             self._reading = read[1] / read[0]
         self.credit = OPENING * self.plain_seconds
@@ -110,7 +141,7 @@ class Budget:
             return
         allowance = PROMPT * self._reading * prompt_tokens
         begin = self._clock()
-        drafters[best].catch_up(allowance + self.credit / 2)
+        yield from drafters[best].catch_up(allowance + self.credit / 2)
         self.credit -= max(0.0, self._clock() - begin - allowance)
 
     def choose(self, drafters: Sequence[Drafter], cells: int) -> int | None:
@@ -128,20 +159,20 @@ class Budget:
     @property
     def seconds(self) -> float:
         """Seconds that the chosen drafter may use: what is left when verifying one node is paid."""
-        return self.credit - self._extra(2) if self._cost else math.inf
+        return (self.credit - self._extra(2)) / self._texts if self._cost else math.inf
 
     def trim(self, tree: TokenTree) -> TokenTree:
         """The part of what was drafted that verifying loses no more than the credit still holds."""
         self._drafted = self._clock()
         if self._cost is None:
             return tree
-        left = self.credit - (self._drafted - self._begin)
+        left = self.credit - self._texts * (self._drafted - self._begin)
         rows = len(tree)
         while rows > 1 and self._extra(rows) > left:
             rows -= 1
         return tree.head(rows)
 
-    def record(self, num_rows: int, num_tokens: int, verify_seconds: float) -> float:
+    def record(self, num_rows: int, num_tokens: int, verified: Done) -> float:
         """End the step: what it verified, wrote and took.
 
         Returns:
@@ -150,26 +181,56 @@ class Budget:
         if self._cost is None:
             return 0.0
         told = self._clock()
-        self._cost.observe(num_rows, self._cells, verify_seconds)
+        self._cost.observe(verified.num_rows, verified.cells, verified.seconds, verified.share)
         if self._chosen is None:
-            seconds = self._drafted - self._begin + verify_seconds
-            if self._was_plain:
+            seconds = self._texts * (self._drafted - self._begin) + verified.seconds
+            is_plain = verified.num_rows == self._texts
+            if not is_plain:
+                # Others' guesses and prompts are in it: what plain steps take cannot be seen.
+                self._count_check()
+            elif self._was_plain:
                 self._see_plain(seconds)
-            self._was_plain = True
+            self._was_plain = is_plain
             self._earn(0.0, SHARE * min(seconds, self.plain_seconds))
         else:
             self._was_plain = False
             plain = num_tokens * self.plain_seconds
-            gain = plain - (told - self._begin)
+            seconds = told - self._begin
+            if verified.share < 1:
+                seconds += self._part(num_rows, verified) - verified.share * verified.seconds
+            gain = plain - self._texts * seconds
             self._earn(gain, SHARE * plain)
             self._learn(self._chosen, num_tokens, gain)
         return num_tokens * self.plain_seconds
 
+    @property
+    def _here(self) -> _Learnt:
+        """What is known of the drafters in such a crowd: a guess that pays for one text may not for eight."""
+        size = self._texts.bit_length()
+        if size not in self._learnt:
+            uses = self._uses(self._cells)
+            self._learnt[size] = _Learnt(
+                [tokens for tokens, _ in uses], [steps for _, steps in uses], [_PRIOR] * len(uses), [False] * len(uses)
+            )
+        return self._learnt[size]
+
+    def _part(self, num_rows: int, verified: Done) -> float:
+        """Seconds of a shared pass that count for a text: of the plain part as much as for each, and its guesses."""
+        if self._cost is None:
+            return 0.0
+        whole, without = (self._cost(n, verified.cells) for n in (verified.num_rows, verified.num_rows - num_rows + 1))
+        return self._cost(self._texts, self._cells) / self._texts + max(0.0, whole - without)
+
     def _go_to(self, cells: int) -> None:
-        """Price plain steps for a text that has filled so many cells."""
+        """Price plain steps for a text that has filled so many cells, in the crowd that there is."""
         if self._cost:
-            self.plain_seconds *= self._cost(1, cells) / self._cost(1, self._cells)
+            self._alone_seconds *= self._cost(1, cells) / self._cost(1, self._cells)
         self._cells = cells
+        if self._texts != self._crowd.texts:
+            plain = self.plain_seconds
+            self._texts = self._crowd.texts
+            if plain:
+                self.credit *= self.plain_seconds / plain
 
     def _choose(self, drafters: Sequence[Drafter]) -> int | None:
         if self._cost is None:
@@ -178,17 +239,17 @@ class Budget:
         covered = [i for i, price in enumerate(prices) if price <= self.credit]
         self._best = chosen = self._fastest(covered)
         for i in covered:
-            trial = self._forgone(self._times[i]) * self.plain_seconds + prices[i]
+            trial = self._forgone(self._here.steps[i]) * self.plain_seconds + prices[i]
             # What nobody has seen is tried where nothing is believed to pay: the belief may be wrong.
-            unseen = self._best is None and self._seen[i] < _PRIOR + _TRIALS
+            unseen = self._best is None and self._here.seen[i] < _PRIOR + _TRIALS
             if i != self._best and (unseen or self._purses[i] >= trial):
                 chosen = i
                 break
         if chosen is not None:
             self._unchecked += 1
-            gains = self._tokens[chosen] - self._times[chosen]
+            gains = self._here.tokens[chosen] - self._here.steps[chosen]
             # By a plain step that is believed to be too long, whatever is drafted seems to gain.
-            doubtful = self.plain_seconds > _DOUBT * self._cost(1, self._cells)
+            doubtful = self._alone_seconds > _DOUBT * self._cost(1, self._cells)
             if self._unchecked > (self._check_after if gains < 1 or doubtful else _RARE_CHECK):
                 return None
         return chosen
@@ -198,17 +259,23 @@ class Budget:
         if self._cost is None:
             return 0.0
         # What has been learnt of a few rows may have made them dearer than more of them.
-        return max(0.0, self._cost(num_rows, self._cells) / self._cost(1, self._cells) - 1) * self.plain_seconds
+        one, others = self._cost(1, self._cells), self._crowd.rows
+        more = self._cost(others + num_rows, self._cells) - self._cost(others + 1, self._cells)
+        return max(0.0, more / one) * self._alone_seconds * self._texts
 
     def _see_plain(self, seconds: float) -> None:
         self._plain_seen += 1
         weight = max(_PLAIN_BLEND, 1 / self._plain_seen)
-        self.plain_seconds *= 1 + weight * surprise(seconds, self.plain_seconds)
+        self._alone_seconds *= 1 + weight * surprise(seconds, self.plain_seconds)
         if self.plain_seconds > _DOUBT * seconds:
             # Another time's, or of a busy machine. What was learnt and earned by it is as wrong.
-            self.plain_seconds, self._plain_seen = seconds, 1
-            self._seen = [_PRIOR] * len(self._seen)
+            self._alone_seconds *= seconds / self.plain_seconds
+            self._plain_seen = 1
+            self._here.seen[:] = [_PRIOR] * len(self._here.seen)
             self.credit = min(self.credit, OPENING * seconds)
+        self._count_check()
+
+    def _count_check(self) -> None:
         if self._unchecked > self._check_after:
             self._check_after = min(max(2 * self._check_after, _FIRST_CHECK), _LAST_CHECK)
         self._unchecked = 0
@@ -225,11 +292,12 @@ class Budget:
             self._purses[chosen] -= max(0.0, self._forgone(steps) * self.plain_seconds - gain)
         # What the scheduler took away from one step is charged, but says little of the drafter.
         steps = min(steps, num_tokens + _MOST)
-        self._seen[chosen] += 1
-        self._tried[chosen] = True
-        weight = max(_BLEND, 1 / self._seen[chosen])
-        self._tokens[chosen] += weight * (num_tokens - self._tokens[chosen])
-        self._times[chosen] += weight * (steps - self._times[chosen])
+        here = self._here
+        here.seen[chosen] += 1
+        here.tried[chosen] = True
+        weight = max(_BLEND, 1 / here.seen[chosen])
+        here.tokens[chosen] += weight * (num_tokens - here.tokens[chosen])
+        here.steps[chosen] += weight * (steps - here.steps[chosen])
 
     def _fastest(self, among: Iterable[int]) -> int | None:
         """The drafter of the largest speed-up; None where none is faster than going without."""
@@ -237,7 +305,7 @@ class Budget:
         return best if best is not None and self._speedup(best) > 1 else None
 
     def _speedup(self, i: int) -> float:
-        return self._tokens[i] / self._times[i]
+        return self._here.tokens[i] / self._here.steps[i]
 
     def _forgone(self, steps: float) -> float:
         """What the best drafter gains in that time."""

@@ -21,20 +21,27 @@ _STAGES = 3
 _MEMORY = 500.0  # observations after which the older ones fade
 _WEIGHT = 12.0  # observations that the prior is worth
 _TRUST = (1.0, 0.9, 0.6)  # in a share before anything is learnt: target, draft, n-gram
+_PRIOR: dict[Cell, float] = {
+    (stage, rank, column): _TRUST[stage] * share
+    for stage in range(_STAGES)
+    for rank in range(_RANKS)
+    for column, share in enumerate(_CENTRES)
+}
 
 
 class Calibration:
     """Decayed counts of hits by cell. `rates` holds the current belief of each."""
 
     def __init__(self) -> None:
-        self._tried: dict[Cell, float] = {}
-        self._hits: dict[Cell, float] = {}
-        self.rates: dict[Cell, float] = {}
-        for stage in range(_STAGES):
-            for rank in range(_RANKS):
-                for column, share in enumerate(_CENTRES):
-                    cell, rate = (stage, rank, column), _TRUST[stage] * share
-                    self._tried[cell], self._hits[cell], self.rates[cell] = _WEIGHT, _WEIGHT * rate, rate
+        self.rates = dict(_PRIOR)
+        self._tried = dict.fromkeys(_PRIOR, _WEIGHT)
+        self._hits = {cell: _WEIGHT * rate for cell, rate in _PRIOR.items()}
+
+    def copy(self) -> Calibration:
+        """Another one that has learnt the same."""
+        other = Calibration.__new__(Calibration)
+        other.rates, other._tried, other._hits = self.rates.copy(), self._tried.copy(), self._hits.copy()
+        return other
 
     def cells(self, stage: int, scores: Sequence[float]) -> list[Cell]:
         """The cell of each of a node's candidates, given the scores of all of them, best first."""

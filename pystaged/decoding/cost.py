@@ -48,7 +48,7 @@ class PassCost:
         """What a thousand cells add to that."""
         return {n: self._scale * slope for n, slope in zip(self._rows, self._slopes, strict=True)}
 
-    def __call__(self, num_rows: int, cells: int = 0) -> float:
+    def __call__(self, num_rows: int, cells: float = 0) -> float:
         """Seconds for a pass over that many rows behind that many cells, as things go now."""
         i, share = self._place(num_rows)
         thousands = cells / 1000
@@ -58,21 +58,25 @@ class PassCost:
             rise = max(0.0, rise)
         return self._scale * (low + share * rise)
 
-    def observe(self, num_rows: int, cells: int, seconds: float) -> None:
-        """Learn from a pass that was made anyway: machines get busy, and were when this was measured."""
+    def observe(self, num_rows: int, cells: float, seconds: float, share: float = 1.0) -> None:
+        """Learn from a pass that was made anyway: machines get busy, and were when this was measured.
+
+        Args:
+            share: of the pass, that is the observer's: each of those that share it learns for all.
+        """
         believed = self(num_rows, cells)
         change = surprise(seconds, believed)
-        i, share = self._place(num_rows)
-        share = min(share, 1.0)
+        i, place = self._place(num_rows)
+        place = min(place, 1.0)
         # The least change that explains it (normalized LMS): the slope's where there are many cells.
         thousands = cells / 1000
         norm = 1 + thousands**2
-        for knot, weight in ((i, 1 - share), (i + 1, share)):
-            own = _OWN_BLEND * weight * change
+        for knot, weight in ((i, 1 - place), (i + 1, place)):
+            own = _OWN_BLEND * share * weight * change
             self._knots[knot] *= 1 + own / norm
             more = own * believed / self._scale * thousands / norm
             self._slopes[knot] = max(0.0, self._slopes[knot] + more)
-        self._scale *= 1 + _BLEND * change
+        self._scale *= 1 + _BLEND * share * change
 
     def _place(self, num_rows: int) -> tuple[int, float]:
         """The measurement before, and how far it is from there to the next; beyond the last one the line goes on."""

@@ -9,13 +9,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pystaged._core import Session
 from pystaged.config import SamplingConfig
+from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import TokenTree
 from pystaged.stats import DrafterStats
 
 
 class Drafter(Protocol):
-    """Proposes what comes after a context that it follows step by step."""
+    """Proposes what comes after a context that it follows step by step; what may need passes is a generator of them."""
 
     def work(self) -> dict[str, DrafterStats]:
         """What it and the drafters below it have done so far, by name."""
@@ -23,6 +25,14 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Free what it holds."""
+        ...
+
+    def sessions(self) -> list[Session]:
+        """Those that it and the drafters below it read texts in."""
+        ...
+
+    def inherit(self, other: Drafter) -> None:
+        """Believe what a drafter of the same kind has learnt."""
         ...
 
     def start(self, context: NDArray[np.int32]) -> None:
@@ -37,16 +47,16 @@ class Drafter(Protocol):
         """Seconds of the least it can do once it has caught up: a pass, or a lookup."""
         ...
 
-    def catch_up(self, seconds: float = math.inf) -> None:
+    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
         """Read what it has not read of the text yet, as much as it can in so many seconds; drafting does that too."""
         ...
 
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
         """A tree below the root, at most max_depth deep, with what it has when the next pass would not fit into the
         seconds any more; the root alone where there is nothing to propose."""
         ...
 
-    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
+    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[None]:
         """Get ready for `extend`, as the drafter below another one."""
         ...
 

@@ -1,8 +1,10 @@
-"""Decoding: a step drafts a tree and verifies it with one pass of the target."""
+"""Decoding: a step drafts a tree and verifies it with one pass of the target.
+
+All of it is generators of requests for passes; requests.py and rounds.py drive them.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
@@ -13,12 +15,12 @@ from pystaged._core import ContextFullError, Session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.budget import Budget
 from pystaged.decoding.cost import PassCost
+from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter, common_prefix
+from pystaged.decoding.requests import Done, Read, Request, Requests, Verify, alone
 from pystaged.decoding.step import FinishReason, Step
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import DrafterStats, GenerationStats
-
-_PIECE = 256  # tokens of a prompt read at once: as many as fill a pass
 
 Progress = Callable[[int, int], None]
 """Called with how many tokens of a prompt are read and how many are to be read."""
@@ -36,7 +38,7 @@ class Decoder:
             drafter.
         uses: called with the tokens of a text; tokens of a step with each drafter and its time in plain steps, as
             believed before it has been tried. By default it gains nothing.
-        clock: seconds.
+        crowd: who shares the passes, and the clock; by default nobody.
     """
 
     def __init__(
@@ -45,12 +47,13 @@ class Decoder:
         *drafters: Drafter,
         cost: PassCost | None = None,
         uses: Callable[[int], Sequence[tuple[float, float]]] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        crowd: Crowd | None = None,
     ) -> None:
         self.target = target
         self.drafters = drafters
-        self.budget = Budget(cost, uses or (lambda _: [(1.0, 1.0)] * len(drafters)), clock=clock)
-        self._clock = clock
+        self.crowd = crowd or Crowd()
+        self.budget = Budget(cost, uses or (lambda _: [(1.0, 1.0)] * len(drafters)), self.crowd)
+        self._clock = self.crowd.clock
         self._drafting: Sequence[Drafter] = ()  # the drafters of this text: none where it is plain
         self._root = -1
         self._length = 0
@@ -66,7 +69,25 @@ class Decoder:
         stats: GenerationStats | None = None,
         progress: Progress | None = None,
     ) -> Generator[Step, None, None]:
-        """Continue a prompt step by step; the context is read and written between `next` and its return only.
+        """Continue a prompt step by step, alone: each request gets a pass of its own. Arguments, what it gives and
+        errors as in `text`, but no requests; the context is read and written between `next` and its return only."""
+        text = self.text(
+            prompt, sampling, max_tokens, is_end=is_end, speculate=speculate, stats=stats, progress=progress
+        )
+        return alone(text, self._clock)
+
+    def text(
+        self,
+        prompt: NDArray[np.int32],
+        sampling: SamplingConfig,
+        max_tokens: int,
+        *,
+        is_end: Callable[[int], bool] = lambda _: False,
+        speculate: bool = True,
+        stats: GenerationStats | None = None,
+        progress: Progress | None = None,
+    ) -> Generator[Request | Step, Done | None, None]:
+        """Continue a prompt step by step.
 
         Args:
             prompt: int32[n], n >= 1.
@@ -77,7 +98,8 @@ class Decoder:
             progress: as in start.
 
         Returns:
-            An iterator of Step; the last one, which may be without tokens, says why the text ended.
+            A generator of requests, to be answered, and of each Step; the last one, which may be without tokens, says
+            why the text ended.
 
         Raises:
             ContextFullError: at once: the prompt is longer than the context.
@@ -86,11 +108,13 @@ class Decoder:
         if len(prompt) < 1 or max_tokens < 1:
             raise ValueError(f"the prompt needs a token at least, and max_tokens, {max_tokens}, must be at least 1")
         self._check(prompt)
-        return self._generate(
+        return self._text(
             prompt, sampling, max_tokens, is_end, speculate, GenerationStats() if stats is None else stats, progress
         )
 
-    def start(self, prompt: NDArray[np.int32], *, speculate: bool = True, progress: Progress | None = None) -> int:
+    def start(
+        self, prompt: NDArray[np.int32], *, speculate: bool = True, progress: Progress | None = None
+    ) -> Requests[int]:
         """Bring the context to a prompt, int32[n] with n >= 1; returns how many of its tokens were there already.
 
         When it is interrupted, the pieces that were read are there the next time.
@@ -107,28 +131,33 @@ class Decoder:
         begin = self._clock()
         self.target.truncate(reused)
         missing = prompt[reused:-1]
-        for done in range(0, len(missing), _PIECE):
+        read = 0
+        while read < len(missing):
             if progress:
-                progress(done, len(missing))
-            self.target.prefill(missing[done : done + _PIECE])
+                progress(read, len(missing))
+            done = yield Read(self.target, reused + read, missing[read:])
+            read += done.result
         if progress:
-            progress(len(missing), len(missing))
-        read = len(missing), self._clock() - begin
+            progress(read, read)
+        seconds = self._clock() - begin
         self._root, self._length = int(prompt[-1]), len(prompt) - 1
         self._drafting = self.drafters if speculate else ()
         for drafter in self._drafting:
             drafter.start(prompt)
-        self.budget.open(self._drafting, len(prompt), read)
+        yield from self.budget.open(self._drafting, len(prompt), (read, seconds))
         return reused
 
-    def step(self, sampling: SamplingConfig, max_tokens: int) -> Step:
+    def step(self, sampling: SamplingConfig, max_tokens: int) -> Requests[Step]:
         """Draft, verify, emit, tell: at least one token, normally no more than max_tokens."""
-        tree = self._draft(sampling, min(max_tokens, self.target.n_ctx - self._length) - 1)
-        path, tokens, seconds = self._verify(tree, sampling)
+        guesses = yield from self._draft(sampling, min(max_tokens, self.target.n_ctx - self._length) - 1)
+        verified = yield Verify(self.target, self._length, guesses, sampling.native)
+        tree, path, tokens = verified.result
+        self._root, self._length = tokens[-1], self._length + len(path)
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
         self._tell(tokens)
-        plain_seconds = self.budget.record(len(tree), len(tokens), seconds)
-        return Step(tokens, stages, tree, path, seconds, plain_seconds)
+        plain_seconds = self.budget.record(len(tree), len(tokens), verified)
+        seconds, texts = verified.share * verified.seconds, self.crowd.texts
+        return Step(tokens, stages, tree, path, seconds, plain_seconds, verified.num_rows, texts)
 
     def work(self) -> dict[str, DrafterStats]:
         """What each drafter has done so far, by name."""
@@ -137,6 +166,17 @@ class Decoder:
             for name, work in drafter.work().items():
                 total[name] = total[name].plus(work) if name in total else work
         return total
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The target's, and those of the drafters."""
+        return [self.target, *(session for drafter in self.drafters for session in drafter.sessions())]
+
+    def inherit(self, other: Decoder) -> None:
+        """Believe what another one of the same drafters has learnt."""
+        self.budget.inherit(other.budget)
+        for drafter, experienced in zip(self.drafters, other.drafters, strict=True):
+            drafter.inherit(experienced)
 
     def close(self) -> None:
         """Free the contexts."""
@@ -155,7 +195,7 @@ class Decoder:
                 f"the prompt has {len(prompt)} tokens, but the context holds {self.target.n_ctx}; shorten the prompt"
             )
 
-    def _generate(
+    def _text(
         self,
         prompt: NDArray[np.int32],
         sampling: SamplingConfig,
@@ -164,16 +204,16 @@ class Decoder:
         speculate: bool,
         stats: GenerationStats,
         progress: Progress | None,
-    ) -> Generator[Step, None, None]:
+    ) -> Generator[Request | Step, Done | None, None]:
         before, left, begin = self.work(), max_tokens, self._clock()
         stats.prompt_tokens += len(prompt)
         try:
-            stats.reused_tokens += self.start(prompt, speculate=speculate, progress=progress)
+            stats.reused_tokens += yield from self.start(prompt, speculate=speculate, progress=progress)
             stats.prefill_seconds += self._clock() - begin
             finished = False
             while not finished:
                 begin = self._clock()
-                step = self._cut(self.step(sampling, left), left, is_end)
+                step = self._cut((yield from self.step(sampling, left)), left, is_end)
                 left -= len(step.tokens)
                 finished = step.finish_reason is not None
                 stats.record(step)
@@ -194,20 +234,11 @@ class Decoder:
             return step
         return replace(step, tokens=step.tokens[:length], stages=step.stages[:length], finish_reason=finish)
 
-    def _draft(self, sampling: SamplingConfig, max_depth: int) -> TokenTree:
+    def _draft(self, sampling: SamplingConfig, max_depth: int) -> Requests[TokenTree]:
         chosen = self.budget.choose(self._drafting if max_depth >= 1 else (), self._length)
         if chosen is None:
             return TokenTree.root(self._root)
-        return self.budget.trim(self._drafting[chosen].draft(sampling, max_depth, self.budget.seconds))
-
-    def _verify(self, tree: TokenTree, sampling: SamplingConfig) -> tuple[list[int], list[int], float]:
-        """The accepted nodes, the target's token after each, and seconds."""
-        begin = self._clock()
-        path, tokens = self.target.verify(tree.tokens, tree.parents, sampling.native)
-        seconds = self._clock() - begin
-        nodes, emitted = path.tolist(), tokens.tolist()
-        self._root, self._length = emitted[-1], self._length + len(nodes)
-        return nodes, emitted, seconds
+        return self.budget.trim((yield from self._drafting[chosen].draft(sampling, max_depth, self.budget.seconds)))
 
     def _tell(self, tokens: list[int]) -> None:
         try:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pystaged.decoding.crowd import Crowd
+
 MAX_NODES = 64  # of a tree that the target verifies, root excluded
 MAX_EXPANDED = 64  # nodes of a tree that are expanded, each a row of a draft pass or a lookup
 MAX_CHILDREN = 16  # candidates per node
@@ -107,11 +109,15 @@ class GainPolicy:
     """Grows while the expected extra tokens are worth their time, then keeps the n best nodes that maximize
     (1 + sum of scores) / (T_target(n + 1) + time spent drafting), at the present length of the text.
 
+    In a crowd, the others' expected tokens are added above and their rows below, and all are taken to draft alike: then
+    time spent drafting is everybody's, and so is a drafting pass.
+
     Args:
         target_cost: seconds of a target pass over n rows behind so many cells.
         draft_cost: the same of a drafting pass.
         budget: nodes at most.
         children: candidates per node.
+        crowd: who shares the passes; by default nobody.
     """
 
     def __init__(
@@ -120,8 +126,10 @@ class GainPolicy:
         draft_cost: Callable[[int, int], float],
         budget: int = 31,
         children: int = 4,
+        crowd: Crowd | None = None,
     ) -> None:
         self.children = children
+        self._crowd = crowd or Crowd()
         self._target_cost = target_cost
         self._draft_cost = draft_cost
         self._budget = budget
@@ -136,11 +144,11 @@ class GainPolicy:
             return 0
         # A leaf's best child adds about this much of the leaf's own score, and one more row for the target.
         child = 0.75
-        row_cost = self._target_cost(size + 2, cells) - self._target_cost(size + 1, cells)
+        row_cost = self._verify_cost(size + 2, cells) - self._verify_cost(size + 1, cells)
         best_width, best_gain, gain = 0, 0.0, 0.0
         before = 0.0
         for width, score in enumerate(growth.leaves[: self._budget], 1):
-            pass_cost = self._draft_cost(width, cells)
+            pass_cost = self._draft_cost(width * self._crowd.texts, cells) / self._crowd.texts
             gain += child * score - rate * (pass_cost - before + row_cost)
             before = pass_cost
             if gain > best_gain:
@@ -149,11 +157,16 @@ class GainPolicy:
 
     def _best_size(self, growth: Growth) -> tuple[int, float]:
         """The best number of nodes and its expected tokens per second."""
-        tokens = 1.0
-        best_size, best_rate = 0, tokens / (self._target_cost(1, growth.cells) + growth.seconds)
+        tokens = 1.0 + self._crowd.tokens
+        drafting = growth.seconds * self._crowd.texts
+        best_size, best_rate = 0, tokens / (self._verify_cost(1, growth.cells) + drafting)
         for size, score in enumerate(growth.scores[: self._budget], 1):
             tokens += score
-            rate = tokens / (self._target_cost(size + 1, growth.cells) + growth.seconds)
+            rate = tokens / (self._verify_cost(size + 1, growth.cells) + drafting)
             if rate > best_rate:
                 best_size, best_rate = size, rate
         return best_size, best_rate
+
+    def _verify_cost(self, num_rows: int, cells: int) -> float:
+        """Seconds of the pass that verifies so many rows of this text."""
+        return self._target_cost(self._crowd.rows + num_rows, cells)

@@ -16,6 +16,7 @@ class Step:
 
     tokens; stages: who proposed each. tree: what was verified; path: its accepted nodes, root first. verify_seconds: of
     the verify pass; plain_seconds: of plain decoding of the same tokens by the measured costs, 0 where none are.
+    pass_rows: of the pass, others' too; pass_texts: texts that took a step in it.
     finish_reason: in the last step "stop" for the end of text, "length" for max_tokens or a full context, else None.
     """
 
@@ -25,4 +26,6 @@ class Step:
     path: list[int]
     verify_seconds: float
     plain_seconds: float
+    pass_rows: int
+    pass_texts: int
     finish_reason: FinishReason | None = None

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from pystaged._core import Session
 from pystaged.decoding.calibration import Calibration
+from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.policy import CheckedPolicy, Growth, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.stats import DrafterStats
@@ -37,6 +39,13 @@ class TreeDrafter:
 
     def close(self) -> None:
         pass
+
+    def sessions(self) -> list[Session]:
+        return []
+
+    def inherit(self, other: Drafter) -> None:
+        if isinstance(other, TreeDrafter):
+            self._calibrations = {greedy: learnt.copy() for greedy, learnt in other._calibrations.items()}
 
     def _expand(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
         """Add a node's candidates, best first, as its children."""

@@ -14,6 +14,7 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost, surprise
 from pystaged.decoding.drafter import Drafter, common_prefix
 from pystaged.decoding.policy import MAX_EXPANDED, Growth, TreePolicy
+from pystaged.decoding.requests import Propose, Read, Requests
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.growing import CANDIDATES, TreeDrafter
 from pystaged.drafting.ngrams import NgramDrafter
@@ -69,6 +70,16 @@ class ModelDrafter(TreeDrafter):
         self._root = 0
         self._num_rows = 0
 
+    def sessions(self) -> list[Session]:
+        return [self.session, *(self.below.sessions() if self.below else [])]
+
+    def inherit(self, other: Drafter) -> None:
+        super().inherit(other)
+        if isinstance(other, ModelDrafter):
+            self._pace, self._guess_gain, self._unguessed = other._pace, other._guess_gain, other._unguessed
+            if self.below and other.below:
+                self.below.inherit(other.below)
+
     def start(self, context: NDArray[np.int32]) -> None:
         read = self._spelled(context[:-1].tolist())
         self._length = common_prefix(self.session.tokens, np.array(read, np.int32))
@@ -91,10 +102,10 @@ class ModelDrafter(TreeDrafter):
     def price(self) -> float:
         return self._cost(1 + self._guesses_below, self._length) if self._cost else 0.0
 
-    def catch_up(self, seconds: float = math.inf) -> None:
+    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
         begin = self._clock()
         if self.below:
-            self.below.catch_up(seconds)
+            yield from self.below.catch_up(seconds)
         if len(self._missing) > self.session.n_ctx - self._length:
             return
         while self._missing:
@@ -106,24 +117,23 @@ class ModelDrafter(TreeDrafter):
                     piece = min(_PIECE, piece)
                 if self._reading(self._cost, piece) > left:
                     return
-            self._read(piece)
+            yield from self._read(piece)
 
     def _reading(self, cost: PassCost, tokens: int) -> float:
         """Seconds that reading so many of the missing tokens takes, about."""
         return self._pace * cost(_PIECE, self._length + tokens // 2) * tokens / _PIECE
 
-    def _read(self, piece: int) -> None:
-        believed = self._reading(self._cost, piece) if self._cost and piece >= _PIECE else 0.0
-        begin = self._clock()
-        self.session.prefill(self._missing[:piece])
-        self._length += piece
-        del self._missing[:piece]
-        if believed:
-            seconds = self._clock() - begin
+    def _read(self, piece: int) -> Requests[None]:
+        done = yield Read(self.session, self._length, np.array(self._missing[:piece], np.int32))
+        piece = done.result
+        if self._cost and piece >= _PIECE:
+            seconds, believed = done.share * done.seconds, self._reading(self._cost, piece)
             # Noise only ever adds: what was less is believed at once.
             self._pace *= min(seconds / believed, 1 + 0.5 * surprise(seconds, believed))
+        self._length += piece
+        del self._missing[:piece]
 
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
         begin = self._clock()
         if self._builder is not None:
             # What came of the last tree is not known: its step failed.
@@ -137,9 +147,9 @@ class ModelDrafter(TreeDrafter):
             return TokenTree.root(self._root)
         children = self._policy.children
         if self.below:
-            self.below.prepare(sampling, max_depth, seconds)
+            yield from self.below.prepare(sampling, max_depth, seconds)
         if len(self._missing) > _LONGEST_PREFIX_ROWS:
-            self.catch_up(seconds - (self._clock() - begin))
+            yield from self.catch_up(seconds - (self._clock() - begin))
             if len(self._missing) > _LONGEST_PREFIX_ROWS:
                 return TokenTree.root(self._root)
         builder, batch, passes, expanded = TreeBuilder(self._root), [0], 0, 0
@@ -150,7 +160,7 @@ class ModelDrafter(TreeDrafter):
                 num_rows = len(batch) + self._guesses_below + (0 if passes else len(self._missing))
                 if self._cost and self._clock() - begin + self._cost(num_rows, cells) > seconds:
                     break
-                self._pass(builder, batch, sampling, max_depth, children)
+                yield from self._pass(builder, batch, sampling, max_depth, children)
                 passes += 1
                 expanded += len(batch)
                 best, nodes = builder.best(), builder.nodes
@@ -177,7 +187,7 @@ class ModelDrafter(TreeDrafter):
 
     def _pass(
         self, builder: TreeBuilder, batch: list[int], sampling: SamplingConfig, max_depth: int, children: int
-    ) -> None:
+    ) -> Requests[None]:
         """Evaluate a batch of nodes, and guesses from below after the best of them; add everybody's candidates."""
         begin = self._clock()
         first = batch[0]
@@ -203,16 +213,15 @@ class ModelDrafter(TreeDrafter):
             before = self._num_rows + len(tokens)
             tokens.append(token)
         judged = len(batch) + len(guesses)
-        start = self._clock()
-        self.session.evaluate(tokens, parents, judged)
+        k = max(CANDIDATES, children)
+        done = yield Propose(self.session, self._length, tokens, parents, judged, k, sampling.native)
+        found, scores = done.result
         self._num_rows += len(tokens)
         rows = range(self._num_rows - judged, self._num_rows)
-        found, scores = self.session.candidates(list(rows), max(CANDIDATES, children), sampling.native)
-        self.stats.native_seconds += self._clock() - start
-        self.stats.weight_bytes += self.session.weight_bytes
-        found_lists, score_lists = found.tolist(), scores.tolist()
+        self.stats.native_seconds += done.share * done.seconds
+        self.stats.weight_bytes += round(done.share * self.session.weight_bytes)
         for i, node in enumerate(batch):
-            self._add(builder, node, found_lists[i], score_lists[i], children)
+            self._add(builder, node, found[i], scores[i], children)
         node, confirmed = first, 0
         for i, token in enumerate(guesses):
             child = builder.children[node].get(token)
@@ -220,7 +229,7 @@ class ModelDrafter(TreeDrafter):
                 break
             builder.nodes[child].row = rows[len(batch) + i]
             builder.nodes[child].stage = Stage.NGRAM if isinstance(self.below, NgramDrafter) else Stage.DRAFT
-            self._add(builder, child, found_lists[len(batch) + i], score_lists[len(batch) + i], children)
+            self._add(builder, child, found[len(batch) + i], scores[len(batch) + i], children)
             node = child
             confirmed += 1
         if self._cost:
@@ -230,7 +239,8 @@ class ModelDrafter(TreeDrafter):
                 wasted = self._cost(len(tokens), cells) - self._cost(len(tokens) - len(guesses), cells)
                 gain = max(confirmed - (wasted + looked_up - begin) / self._cost(1, cells), -1.0)
                 self._guess_gain += _GUESS_BLEND * (gain - self._guess_gain)
-            self._cost.observe(len(tokens), self._length, self._clock() - begin)
+            others = (1 - done.share) * done.seconds
+            self._cost.observe(done.num_rows, done.cells, self._clock() - begin + others, done.share)
         self.stats.guessed += len(guesses)
         self.stats.confirmed += confirmed
 
@@ -253,8 +263,8 @@ class ModelDrafter(TreeDrafter):
         if good:
             self._expand(builder, node, [tokens[i] for i in good], [scores[i] for i in good], children)
 
-    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
-        self.draft(sampling, max_depth, seconds)
+    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[None]:
+        yield from self.draft(sampling, max_depth, seconds)
 
     def extend(self, path: list[int], length: int) -> list[int]:
         if self._builder is None:

@@ -14,6 +14,7 @@ from pystaged._core import gumbel
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost, measure
 from pystaged.decoding.policy import MAX_EXPANDED, FixedPolicy, Growth, TreePolicy
+from pystaged.decoding.requests import Requests, finish
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.growing import CANDIDATES, TreeDrafter
@@ -71,7 +72,8 @@ class NgramDrafter(TreeDrafter):
     def price(self) -> float:
         return self._cost.lookup(1) if self._cost else 0.0
 
-    def catch_up(self, seconds: float = math.inf) -> None:
+    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
+        yield from ()  # lookups and reading take no passes
         begin = self._clock()
         unread = self._unread
         if self._cost and seconds < math.inf:
@@ -83,10 +85,10 @@ class NgramDrafter(TreeDrafter):
         if self._cost and unread >= _MEASURED_TEXT:
             self._cost.read.observe(unread, 0, self._clock() - begin)
 
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
         begin = self._clock()
         children = self._policy.children
-        self.prepare(sampling, max_depth, seconds)
+        yield from self.prepare(sampling, max_depth, seconds)
         builder = TreeBuilder(self._context[-1])
         leaves = [0]
         passes = 0
@@ -120,12 +122,12 @@ class NgramDrafter(TreeDrafter):
         self.stats.seconds += self._clock() - begin
         return self._finish(builder, growth)
 
-    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
+    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[None]:
         del max_depth
         self._sampling = sampling
         self._calibration = self._calibrations[sampling.is_greedy]
         self._builder = None
-        self.catch_up(seconds)
+        yield from self.catch_up(seconds)
 
     def extend(self, path: list[int], length: int) -> list[int]:
         found: list[int] = []
@@ -181,12 +183,12 @@ def measure_ngrams(
 
     def read(*_: int) -> None:
         drafter.start(text)
-        drafter.catch_up()
+        finish(drafter.catch_up())
 
     reading = measure(read, most_rows=1, clock=clock)(1) / _MEASURED_TEXT
 
     def look_up(*_: int) -> None:
-        drafter.draft(SamplingConfig(), 2)
+        finish(drafter.draft(SamplingConfig(), 2))
 
     lookup = measure(look_up, most_rows=1, clock=clock)(1)
     return NgramCost(PassCost({1: lookup}), PassCost({1: reading}))

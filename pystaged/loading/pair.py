@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pystaged._core import Model, Tokenizer
+from pystaged._core import Model, Session, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model, open_session
 from pystaged.decoding.cost import PassCost
+from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
@@ -23,6 +24,7 @@ from pystaged.loading.costs import Costs
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
 from pystaged.loading.tables import find_table
+from pystaged.memory import available_memory
 
 _PYTHON_LOOKUPS = 2  # Python around one pass of a draft takes about as long as so many n-gram lookups
 _LEAST_SHARED = 0.9  # of the tokens of a target that a draft must have under the same number
@@ -80,20 +82,47 @@ class Pair:
         """The target's file."""
         return self._path
 
-    def decoder(self, n_ctx: int, policy: TreePolicy | None) -> Decoder:
-        """A new context with its drafters."""
-        target = open_session(self.target, n_ctx)
+    def decoder(self, n_ctx: int, policy: TreePolicy | None, source: Decoder | None = None, length: int = 0) -> Decoder:
+        """A new context with its drafters.
+
+        Args:
+            source: another one of the same options; what its drafters have learnt is believed from the beginning.
+            length: begin with so many of its tokens, as far as its sessions hold them.
+        """
+        begun = iter(source.sessions if source and length else [])
+        target = _begin(self.target, n_ctx, next(begun, None), length)
+        draft = _begin(self.draft, 0, next(begun, None), length) if self.draft else None
+        decoder = self._decoder(target, draft, policy)
+        if source:
+            decoder.inherit(source)
+        return decoder
+
+    @property
+    def on_device(self) -> list[bool]:
+        """Whether the target's contexts are on a device, and the draft's if there is one."""
+        return [bool(model.devices) for model in (self.target, self.draft) if model is not None]
+
+    def free_memory(self) -> int:
+        """Bytes that are free on this machine beside the weights, about."""
+        # What is mapped from a file counts as free.
+        mapped = sum(model.matrix_bytes for model in (self.target, self.draft) if model and model.is_mapped)
+        return max(available_memory() - mapped, 0)
+
+    def _decoder(self, target: Session, draft: Session | None, policy: TreePolicy | None) -> Decoder:
         if policy is not None:
-            return Decoder(target, self._model_drafter(policy) or self._ngram_drafter(policy))
+            drafter = self._model_drafter(draft, policy) if draft else self._ngram_drafter(policy)
+            return Decoder(target, drafter)
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
         lookup = self.ngram_cost.lookup
-        drafters: list[Drafter] = [self._ngram_drafter(GainPolicy(target_cost, lookup), self.ngram_cost)]
-        if draft_cost:
-            model = self._model_drafter(GainPolicy(target_cost, draft_cost), draft_cost)
-            drafters = [model, *drafters] if model else drafters
-        uses = partial(self._uses, target_cost, draft_cost)
-        return Decoder(target, *drafters, cost=target_cost, uses=uses)
+        crowd = Crowd()
+        by_ngrams = GainPolicy(target_cost, lookup, crowd=crowd)
+        drafters: list[Drafter] = [self._ngram_drafter(by_ngrams, self.ngram_cost, crowd)]
+        if draft and draft_cost:
+            by_draft = GainPolicy(target_cost, draft_cost, crowd=crowd)
+            drafters.insert(0, self._model_drafter(draft, by_draft, draft_cost, crowd))
+        uses = partial(self._uses, target_cost, draft_cost, crowd=crowd)
+        return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd)
 
     def close(self) -> None:
         """Keep what was learnt of costs, and hang up on RPC servers."""
@@ -112,14 +141,17 @@ class Pair:
             return None
         return self._costs.of(self._draft_path, self.draft_device, self.draft, again=again)
 
-    def _uses(self, target_cost: PassCost, draft_cost: PassCost | None, cells: int) -> list[tuple[float, float]]:
+    def _uses(
+        self, target_cost: PassCost, draft_cost: PassCost | None, cells: int, crowd: Crowd | None = None
+    ) -> list[tuple[float, float]]:
         """What using each drafter is believed to bring, the draft first, before it has been tried."""
+        crowd = crowd or Crowd()
         lookup = self.ngram_cost.lookup(1)
-        uses = [expected_use(target_cost, lookup, _NGRAM_RATE, cells)]
+        uses = [expected_use(target_cost, lookup, _NGRAM_RATE, cells, crowd)]
         if draft_cost:
             # With the Python around the pass.
-            pass_seconds = draft_cost(1, cells) + _PYTHON_LOOKUPS * lookup
-            uses.insert(0, expected_use(target_cost, pass_seconds, _DRAFT_RATE, cells))
+            pass_seconds = draft_cost(crowd.texts, cells) / crowd.texts + _PYTHON_LOOKUPS * lookup
+            uses.insert(0, expected_use(target_cost, pass_seconds, _DRAFT_RATE, cells, crowd))
         return uses
 
     def _fastest(self, targets: dict[str, Model], drafts: dict[str, Model]) -> tuple[str, str]:
@@ -148,22 +180,36 @@ class Pair:
             )
         return model
 
-    def _ngram_drafter(self, policy: TreePolicy, cost: NgramCost | None = None) -> NgramDrafter:
-        return NgramDrafter(self.table, policy, self.target.vocab_size, cost=cost)
+    def _ngram_drafter(
+        self, policy: TreePolicy, cost: NgramCost | None = None, crowd: Crowd | None = None
+    ) -> NgramDrafter:
+        clock = (crowd or Crowd()).clock
+        return NgramDrafter(self.table, policy, self.target.vocab_size, cost=cost, clock=clock)
 
-    def _model_drafter(self, policy: TreePolicy, cost: PassCost | None = None) -> ModelDrafter | None:
-        if self.draft is None:
-            return None
+    def _model_drafter(
+        self, draft: Session, policy: TreePolicy, cost: PassCost | None = None, crowd: Crowd | None = None
+    ) -> ModelDrafter:
         # As the stage below it only extends paths, so no policy of its own matters.
-        below = self._ngram_drafter(FixedPolicy(width=1, depth=1, budget=1), self.ngram_cost if cost else None)
+        below = self._ngram_drafter(FixedPolicy(width=1, depth=1, budget=1), self.ngram_cost if cost else None, crowd)
         return ModelDrafter(
-            open_session(self.draft),
+            draft,
             policy,
             below=below,
             cost=cost,
             vocab_size=self.target.vocab_size,
             substitutes=self.substitutes,
+            clock=(crowd or Crowd()).clock,
         )
+
+
+def _begin(model: Model, n_ctx: int, source: Session | None, length: int) -> Session:
+    """A session that begins with as many tokens of another one, or as it has."""
+    if source:
+        try:
+            return source.fork(min(length, len(source.tokens)))
+        except ValueError:  # its text has begun anew, or it is closed
+            pass
+    return open_session(model, n_ctx)
 
 
 def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
@@ -193,16 +239,22 @@ def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
     return dict.fromkeys(np.nonzero(~shared)[0].tolist(), neutral)
 
 
-def expected_use(target_cost: PassCost, pass_seconds: float, rate: float, cells: int = 0) -> tuple[float, float]:
+def expected_use(
+    target_cost: PassCost, pass_seconds: float, rate: float, cells: int = 0, crowd: Crowd | None = None
+) -> tuple[float, float]:
     """Tokens of a step and its time in plain steps, with a chain of the length that gives most tokens per second.
 
     Args:
         pass_seconds: of drafting one more node.
         rate: acceptance of each.
         cells: tokens of the text.
+        crowd: who waits for it, and shares the pass.
     """
+    crowd = crowd or Crowd()
     uses, tokens = [], 1.0
+    plain, others = target_cost(crowd.texts, cells), crowd.rows
     for depth in range(1, 9):
         tokens += rate**depth
-        uses.append((tokens, (target_cost(depth + 1, cells) + depth * pass_seconds) / target_cost(1, cells)))
+        more = target_cost(others + 1 + depth, cells) - target_cost(others + 1, cells) + depth * pass_seconds
+        uses.append((tokens, 1 + crowd.texts * more / plain))
     return max(uses, key=lambda use: use[0] / use[1])

@@ -168,6 +168,14 @@ def test_a_session_in_a_child_is_a_session(random_gguf: Callable[..., Path]) -> 
     with pytest.raises(pystaged.ContextFullError):
         mine.prefill(np.zeros(90, np.int32))
     assert mine.tokens.tolist() == [*tokens.tolist(), 1]
+    forks = mine.fork(50), theirs.fork(50)
+    for fork in forks:
+        assert (fork.tokens.tolist(), fork.n_ctx) == (tokens[:50].tolist(), theirs.n_ctx)
+        assert fork.cell_bytes == local.cell_bytes
+        fork.evaluate([4], [-1])
+    assert np.array_equal(forks[0].logits(0), forks[1].logits(0))
+    with pytest.raises(ValueError, match="cannot fork"):
+        mine.fork(82)
     mine.stretch(90)
     assert mine.tokens.tolist() == [*tokens.tolist(), *[1] * 10]
     mine.close()

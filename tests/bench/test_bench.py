@@ -33,6 +33,7 @@ from pystaged.bench.worker import Measurement, Worker, WorkerError
 from pystaged.cli import app
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
+from pystaged.decoding.requests import finish
 from pystaged.loading import names
 from pystaged.stats import GenerationStats
 
@@ -75,9 +76,9 @@ def test_all_ways_write_the_same(sampling: SamplingConfig) -> None:
 def test_a_chain_is_a_chain() -> None:
     runner = Runner({"model": "house", "draft": "house", "threads": 0, "n_ctx": 128, "accept": []})
     decoder = runner._decoder("chain")
-    decoder.start(np.arange(100, 110, dtype=np.int32))
+    finish(decoder.start(np.arange(100, 110, dtype=np.int32)))
     for _ in range(10):
-        tree = decoder.step(GREEDY, 16).tree
+        tree = finish(decoder.step(GREEDY, 16)).tree
         assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
     decoder.close()
 

@@ -106,8 +106,8 @@ def test_command(path: Path, random_gguf: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("context", "words"),
     [
-        ("256,x", "--context takes numbers of tokens, as 256,4096,16384; not '256,x'"),
-        ("", "--context takes numbers of tokens"),
+        ("256,x", "--context takes numbers, as 1,16,256; not '256,x'"),
+        ("", "--context takes numbers"),
         ("20,1300", "behind 0 to 1299 tokens of context, not 1300"),
         ("20,-1", "behind 0 to 1299 tokens of context, not -1"),
     ],

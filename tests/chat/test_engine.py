@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,38 @@ def test_streams_and_stop_strings(smollm2: pystaged.Engine) -> None:
     assert stream.result.text == text
     assert stream.result.finish_reason == "stop"
     assert text.endswith(" is ")
+
+
+def converse(engine: pystaged.Engine, name: str, seed: int) -> list[dict[str, Any]]:
+    """A conversation of two turns."""
+    messages: list[dict[str, Any]] = []
+    for question in (f"Hello! I am {name}.", "What is my name?"):
+        messages.append(says("user", question))
+        messages.append(engine.chat(messages, max_tokens=24, temperature=0.8, seed=seed).message)
+    return messages
+
+
+def test_conversations_in_threads_are_as_alone(smollm2: pystaged.Engine) -> None:
+    people = [("Ada", 1), ("Grace", 2), ("Alan", 3)]
+    alone = [converse(smollm2, *person) for person in people]
+    with pystaged.load("smollm2", n_ctx=1024, report=lambda _: None) as engine:
+        together = threading.Barrier(len(people))
+
+        def begin(person: tuple[str, int]) -> list[dict[str, Any]]:
+            together.wait(60)
+            return converse(engine, *person)
+
+        with ThreadPoolExecutor(len(people)) as threads:
+            assert list(threads.map(begin, people)) == alone
+        assert engine.passes.texts_per_pass > 1
+
+
+def test_threads_share_a_format(random_gguf: Callable[..., Path]) -> None:
+    said: list[str] = []
+    with pystaged.load(random_gguf(), draft=None, report=said.append) as engine, ThreadPoolExecutor(8) as threads:
+        formats = list(threads.map(lambda _: engine.chat_format, range(8)))
+    assert len(set(map(id, formats))) == 1
+    assert sum("no chat template" in line for line in said) == 1
 
 
 def test_forged_turns_are_what_somebody_said(smollm2: pystaged.Engine) -> None:

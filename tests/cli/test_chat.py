@@ -228,11 +228,37 @@ def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
 
 
+def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
+    questions = ["a = 1", "def f(x):"]
+    file = tmp_path / "questions.txt"
+    file.write_text("\n".join(questions))
+    system = {"role": "system", "content": "Go on."}
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "stop": "z"}
+    expected = [
+        engine.chat([system, asks(question)], seed=seed, **options).tokens for question in questions for seed in (3, 4)
+    ]
+    given = ("--system", "Go on.", "--max-tokens", "8", "--temperature", "1", "--seed", "3", "--stop", "z", "--json")
+    done = run("generate", "--chat", "--prompts", file, "--n", "2", *given)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["prompt"] for each in found] == [question for question in questions for _ in range(2)]
+    assert [each["tokens"] for each in found] == expected
+    # As many tokens as there is room for, and the stop string of models without a template.
+    done = run("generate", "--chat", "a = 1", "--model", "house", "--n-ctx", "192", "--json")
+    whole = json.loads(done.stdout)
+    with pystaged.load(n_ctx=192, report=lambda _: None) as short:
+        assert whole["tokens"] == short.chat([asks("a = 1")]).tokens
+
+
+@pytest.mark.parametrize("options", [["--system", "y"], ["--think"], ["--no-think"], ["--n", "2", "--system", "y"]])
+def test_options_of_a_chat_without_one(options: list[str]) -> None:
+    done = run("generate", "x", *options)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert "for --chat" in done.stderr.decode()
+
+
 def test_wrong_usage() -> None:
     assert_refused(run("chat", "nothing.gguf", stdin=b"x"), "there is no model file nothing.gguf")
-    done = run("generate", "x", "--system", "y")
-    assert done.returncode == 2
-    assert "for --chat" in done.stderr.decode()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")

@@ -78,6 +78,36 @@ def test_a_seed_is_drawn(path: Path) -> None:
     assert re.search(rf"read {read} tokens of the prompt in \d+\.\d\d seconds; seed {drawn['seed']}\n", said)
 
 
+def test_several_texts(tmp_path: Path, path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes("the tree then \r\n\nher hat [bold]\né".encode())
+    texts = ["the tree then ", "her hat [bold]", "é"]
+    expected = [
+        pystaged.generate(text, model=path, max_tokens=12, temperature=1.0, seed=seed)
+        for text in texts
+        for seed in (4, 5)
+    ]
+    options = ("--model", path, "--max-tokens", "12", "--temperature", "1", "--seed", "4", "--n", "2")
+    done = run("generate", "--prompts", prompts, *options, "--verbose")
+    assert done.returncode == 0, done.stderr
+    named = [
+        f"==> {i}: {texts[(i - 1) // 2]!r}, seed {each.seed} <==\n{each.text}\n\n" for i, each in enumerate(expected, 1)
+    ]
+    assert done.stdout.decode() == "".join(named)
+    assert b"6 texts, " in done.stderr
+    assert b"passes of the target in " in done.stderr
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    done = run("generate", "--prompts", lines, *options, "--json")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["prompt"] for each in found] == [text for text in texts for _ in range(2)]
+    assert [(each["tokens"], each["seed"]) for each in found] == [(each.tokens, each.seed) for each in expected]
+    done = run("generate", texts[0], *options, "--json")
+    assert [json.loads(line)["tokens"] for line in done.stdout.splitlines()] == [each.tokens for each in expected[:2]]
+    prompts.write_text("\n")
+    assert_refused(run("generate", "--prompts", prompts, "--model", path), "prompts.txt has no prompts")
+
+
 def test_stop_strings(path: Path, result: pystaged.GenerationResult) -> None:
     late, early = result.text[25:28], result.text[10:12]
     done = run("generate", PROMPT, "--model", path, *WARM, "--stop", late, "--stop", early)
@@ -143,6 +173,11 @@ def test_a_long_prompt(path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
+        ["generate"],
+        ["generate", "x", "--prompts", "y"],
+        ["generate", "x", "--n", "0"],
+        ["generate", "x", "--n", "2", "--show-tree"],
+        ["generate", "x", "--n", "2", "--color", "stages"],
         ["generate", "x", "--max-tokens", "few"],
         ["generate", "x", "--threads", "99999999999"],
         ["generate", "x", "--device", b"\xff"],
@@ -263,7 +298,7 @@ sys.addaudithook(press)
 
 
 @pytest.mark.parametrize(
-    "module", ["typer", "pystaged.cli", "pystaged.cli.console", "rich.console", "pystaged.engine", "numpy"]
+    "module", ["typer", "pystaged.cli", "pystaged.cli.console", "rich.console", "pystaged.streams", "numpy"]
 )
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(PRESS)
@@ -325,6 +360,33 @@ def test_info(path: Path) -> None:
 def test_info_of_a_context(path: Path) -> None:
     assert b"0.5 MB per 1,000 tokens" in run("info", path).stdout
     assert b"0.3 MB per 1,000 tokens" in run("info", path, "--kv", "q8_0").stdout
+
+
+def test_info_of_what_fits(path: Path) -> None:
+    full = (96 + 64) * 512  # bytes of a context
+
+    def said(size: str) -> str:
+        (line,) = [
+            line for line in run("info", path, "--kv-memory", size).stdout.decode().splitlines() if "MB per" in line
+        ]
+        return line.partition("enough for ")[2]
+
+    assert said(str(full)) == "1 text of 96 tokens"
+    assert said("1m") == f"{2**20 // full} texts of 96 tokens"
+    assert said("1.5G") == f"{3 * 2**29 // full:,} texts of 96 tokens"
+    assert said(str(full - 1)) == "less than 96 tokens"
+
+
+@pytest.mark.parametrize("size", ["0", "-1G", "G", "2GB", "nan", "inf", "", "0.5", "9999999T"])
+def test_sizes_that_are_none(path: Path, size: str) -> None:
+    done = run("generate", PROMPT, "--model", path, f"--kv-memory={size}")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert f"{size!r} is no size; write 512M or 2.5G." in " ".join(done.stderr.decode().replace("│", " ").split())
+
+
+def test_a_bound_of_memory_changes_nothing(path: Path, result: pystaged.GenerationResult) -> None:
+    done = run("generate", PROMPT, "--model", path, *WARM, "--kv-memory", "1K")
+    assert (done.returncode, done.stdout.decode()) == (0, result.text + "\n")
 
 
 def test_info_of_mixed_types(tmp_path: Path) -> None:

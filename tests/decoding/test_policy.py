@@ -19,8 +19,10 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.budget import OPENING, PROMPT, SHARE
 from pystaged.decoding.calibration import Calibration
 from pystaged.decoding.cost import PassCost, measure
+from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import MAX_EXPANDED, MAX_NODES, FixedPolicy, GainPolicy, Growth, TreePolicy
+from pystaged.decoding.requests import Requests, finish
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.loading.costs import CostStore
@@ -267,7 +269,7 @@ def test_a_policy_that_answers_nonsense_is_named(member: str, answer: object, er
     drafter = NgramDrafter(None, policy, 300)  # type: ignore[arg-type]
     drafter.start(np.array([1, 2, 1, 2, 1], np.int32))
     with pytest.raises(error, match=rf"Nonsense\.{member} must be"):
-        drafter.draft(SamplingConfig(), 20)
+        finish(drafter.draft(SamplingConfig(), 20))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +281,7 @@ def test_a_policy_is_cut_to_the_budget_of_an_engine(policy: TreePolicy) -> None:
     drafter = NgramDrafter(None, policy, 300)
     text = np.random.default_rng(0).integers(0, 3, 400).astype(np.int32)
     drafter.start(text)
-    tree = drafter.draft(SamplingConfig(), 10**9)
+    tree = finish(drafter.draft(SamplingConfig(), 10**9))
     assert 1 < len(tree) <= MAX_NODES + 1
     assert drafter.stats.passes <= MAX_EXPANDED
 
@@ -345,12 +347,14 @@ class SimulatedDrafter:
     def price(self) -> float:
         return self._price
 
-    def catch_up(self, seconds: float = math.inf) -> None:
+    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
+        yield from ()
         if self.lag() <= seconds:
             self.overshoot = self._machine.work(self._true_lag) - self._lag
             self._behind = False
 
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
+        yield from ()
         del sampling
         begin, price, builder = self._machine.now, self.lag() + self._price, TreeBuilder(0)
         for i, took in enumerate(self.behaviour.passes[:max_depth]):
@@ -425,7 +429,7 @@ class Text:
             *self.drafters,
             cost=cost,
             uses=uses if callable(uses) else lambda _: uses,
-            clock=self._machine.clock,
+            crowd=Crowd(self._machine.clock),
         )
         self._reading = reading
         self.mistaken = self.misjudged = 0.0
@@ -437,7 +441,7 @@ class Text:
         budget, machine = self._decoder.budget, self._machine
         machine.slowness = 1.0
         begin = machine.now
-        self._decoder.start(np.zeros(prompt_tokens, np.int32))
+        finish(self._decoder.start(np.zeros(prompt_tokens, np.int32)), machine.clock)
         opening = OPENING * budget.plain_seconds + PROMPT * self._reading * prompt_tokens
         self.seconds = machine.now - begin - self._reading * (prompt_tokens - 1)
         overshoot = max((drafter.overshoot for drafter in self.drafters), default=0.0)
@@ -449,7 +453,7 @@ class Text:
                 drafter.behaviour, drafter.used, drafter.overshoot = behaviour, False, 0.0
             begin, cells = machine.now, self._session.cells
             dearer = [max(0.0, self._cost(n, cells) / self._cost(1, cells) - 1) for n in range(1, 10)]
-            step = self._decoder.step(SamplingConfig(), 10**6)
+            step = finish(self._decoder.step(SamplingConfig(), 10**6), machine.clock)
             rows, tokens = len(step.tree), len(step.tokens)
             used = [drafter.used for drafter in self.drafters]
             self.used.append(used.index(True) if any(used) else None)
@@ -612,7 +616,7 @@ def test_what_a_growing_text_adds_to_plain_steps_is_no_loss_and_no_gain_of_draft
         return PassCost({1: 1.0, 4: 5 / 3}, {1: slope, 4: slope * 5 / 3})
 
     class Growing(SimulatedDrafter):
-        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
             return super().draft(sampling, min(max_depth, 3), seconds)
 
     text = Text(curve(), curve(), [(0.01, 0.0, 0.0)], [(3.0, 1.7)])
@@ -633,7 +637,7 @@ def test_what_a_drafter_brings_is_believed_by_the_length_of_the_text() -> None:
     text = Text(
         curve, PassCost(curve.seconds, curve.slopes), [(0.1, 0.0, 0.0)], lambda cells: [(2.4, 1 + cells / 1000)]
     )
-    text._decoder.budget._seen = [100]  # so that a belief is not doubted only because nobody has tried
+    text._decoder.budget._here.seen[:] = [100]  # so that a belief is not doubted only because nobody has tried
     good = Behaviour([0.1] * 3, accept=3)
     text.write([good] * 3, 4000)
     assert text.used == [None] * 3
@@ -658,7 +662,7 @@ def test_what_costs_more_than_may_be_lost_is_not_tried() -> None:
 
 def test_the_drafter_that_gains_most_is_used() -> None:
     class Differing(SimulatedDrafter):
-        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
             self.behaviour = Behaviour([self._price] * 2)
             return super().draft(sampling, max_depth, seconds)
 

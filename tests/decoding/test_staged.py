@@ -20,8 +20,10 @@ from pystaged._core import ContextFullError, Model, Session, Tokenizer, gumbel
 from pystaged.bench.pairs import LyingDrafter, continuation, drafters, load_prompts
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
+from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, Growth
+from pystaged.decoding.requests import Requests, finish
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
@@ -207,7 +209,7 @@ def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
 def test_a_prompt_longer_than_the_context(target: Model) -> None:
     decoder = Decoder(Session(target, 16))
     with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
-        decoder.start(np.zeros(17, np.int32))
+        finish(decoder.start(np.zeros(17, np.int32)))
     with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
         decoder.generate(np.zeros(17, np.int32), GREEDY, 1)
 
@@ -406,8 +408,8 @@ def test_what_plain_steps_take_is_seen_before_drafting_that_gains_little(
     # By this cost a plain step takes a second, which the second one contradicts so much that it is believed instead.
     cost = PassCost({1: 1.0, 32: 1.0})
     decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=cost, uses=lambda _: [(1 + gain, 1.0)])
-    decoder.start(prompts[0])
-    steps = [decoder.step(GREEDY, 50) for _ in range(plain_steps + 1)]
+    finish(decoder.start(prompts[0]))
+    steps = [finish(decoder.step(GREEDY, 50)) for _ in range(plain_steps + 1)]
     sizes = [len(step.tree) for step in steps]
     assert sizes[:-1] == [1] * plain_steps
     assert sizes[-1] > 1
@@ -423,7 +425,7 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
     class Interrupted(LyingDrafter):
         late = 50.0
 
-        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> TokenTree:
+        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
             now[0] += self.late
             self.late = 0.0
             return super().draft(sampling, max_depth, seconds)
@@ -434,12 +436,12 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
         Interrupted(target.vocab_size),
         cost=PassCost({1: 1.0, 32: 1.0}),
         uses=lambda _: [(9.0, 1.0)],
-        clock=lambda: now[0],
+        crowd=Crowd(lambda: now[0]),
     )
     sizes = []
     for prompt in prompts[:2]:
-        decoder.start(prompt)
-        sizes.append(len(decoder.step(GREEDY, 50).tree))
+        finish(decoder.start(prompt))
+        sizes.append(len(finish(decoder.step(GREEDY, 50)).tree))
     # A tree that came so late is not worth verifying.
     assert sizes[0] == 1 < sizes[1]
     decoder.close()
@@ -502,7 +504,7 @@ def test_progress_and_an_interrupt_of_a_prompt(draft: Model) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        decoder.start(prompt, progress=progress)
+        finish(decoder.start(prompt, progress=progress))
     assert calls == [(0, 599), (256, 599), (512, 599)]
     # What was read is not read again.
     assert decoder.target.tokens.tolist() == prompt[:512].tolist()
@@ -544,13 +546,13 @@ def test_a_step_whose_policy_fails_can_be_made_again(
     expected = continuation(Decoder(Session(target)), prompts[0], GREEDY, 40)
     session = Session(draft)
     decoder = Decoder(Session(target), ModelDrafter(session, Stumbling(member, answer), vocab_size=target.vocab_size))
-    decoder.start(prompts[0])
+    finish(decoder.start(prompts[0]))
     written: list[int] = []
     with pytest.raises((TypeError, ValueError, RuntimeError), match=rf"mine|Stumbling.{member} must be"):
-        written += itertools.chain.from_iterable(decoder.step(GREEDY, 40).tokens for _ in range(40))
+        written += itertools.chain.from_iterable(finish(decoder.step(GREEDY, 40)).tokens for _ in range(40))
     assert session.num_pending == decoder.target.num_pending == 0
     while len(written) < 40:
-        written += decoder.step(GREEDY, 40 - len(written)).tokens
+        written += finish(decoder.step(GREEDY, 40 - len(written))).tokens
     assert written == expected
 
 
@@ -575,11 +577,11 @@ def test_a_step_that_fails_while_verifying_or_telling_can_be_followed_by_others(
     wrapped = [Failing(session) for session in sessions]
     drafter = ModelDrafter(wrapped[1], TREE, vocab_size=target.vocab_size)  # type: ignore[arg-type]
     decoder = Decoder(wrapped[0], drafter)  # type: ignore[arg-type]
-    decoder.start(prompts[0])
+    finish(decoder.start(prompts[0]))
     failed = 0
     for _ in range(12):
         try:
-            decoder.step(GREEDY, 40)
+            finish(decoder.step(GREEDY, 40))
         except RuntimeError:
             failed += 1
     assert failed == 1
@@ -627,12 +629,12 @@ def test_a_draft_stops_where_the_next_pass_would_not_fit(draft: Model, seconds: 
     )
     drafter.start(np.arange(5, dtype=np.int32))
     assert drafter.price() == 1.0
-    tree = drafter.draft(GREEDY, 20, seconds)
+    tree = finish(drafter.draft(GREEDY, 20, seconds))
     assert session.now <= seconds
     assert drafter.stats.passes == len(tree) - 1 == min(int(seconds), 6)
     # What was not read is read with the next pass.
     drafter.advance([7])
-    assert len(drafter.draft(GREEDY, 20)) == 7
+    assert len(finish(drafter.draft(GREEDY, 20))) == 7
 
 
 def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
@@ -648,26 +650,26 @@ def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
     text = (np.arange(201) % 50).astype(np.int32)
     drafter.start(text)
     assert drafter.lag() == 200.0
-    drafter.catch_up(31.0)
+    finish(drafter.catch_up(31.0), session.clock)
     assert (session.now, len(session.session.tokens)) == (0.0, 0)
     # A piece shows that it takes a tenth of that, so all the rest fits.
-    drafter.catch_up(33.0)
+    finish(drafter.catch_up(33.0), session.clock)
     assert session.now == pytest.approx(20.0)
     assert session.session.tokens.tolist() == text[:-1].tolist()
     drafter.start(text + 1)
     assert drafter.lag() == pytest.approx(20.0)
     # Drafting reads the text too, or gives up.
-    assert len(drafter.draft(GREEDY, 20, 15.0)) == 1
+    assert len(finish(drafter.draft(GREEDY, 20, 15.0), session.clock)) == 1
     assert session.now <= 20.0 + 15.0
 
 
 def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft: Model) -> None:
     seen: list[int] = []
-    learnt: list[int] = []
+    learnt: list[float] = []
 
     class Fixed(PassCost):
-        def observe(self, num_rows: int, cells: int, seconds: float) -> None:
-            del num_rows, seconds
+        def observe(self, num_rows: int, cells: float, seconds: float, share: float = 1.0) -> None:
+            del num_rows, seconds, share
             learnt.append(cells)
 
     class Watching(FixedPolicy):
@@ -689,8 +691,8 @@ def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft:
         for drafter in (model, NgramDrafter(None, policy, draft.vocab_size)):
             seen.clear()
             drafter.start(text)
-            drafter.catch_up()
-            drafter.draft(GREEDY, 20)
+            finish(drafter.catch_up(), session.clock)
+            finish(drafter.draft(GREEDY, 20), session.clock)
             assert set(seen) == {length - 1}
         assert learnt == [length - 1] * 2
         learnt.clear()
@@ -719,7 +721,7 @@ def test_lookups_stop_where_the_next_one_would_not_fit(lookups: int) -> None:
     drafter = Ticking(None, CHAIN, 300, cost=cost, clock=lambda: now[0])
     drafter.start(np.array([1, 2, 3] * 20, np.int32))
     assert (drafter.lag(), drafter.price()) == (pytest.approx(0.6), 1.0)
-    tree = drafter.draft(GREEDY, 20, 0.7 + lookups)
+    tree = finish(drafter.draft(GREEDY, 20, 0.7 + lookups))
     assert drafter.stats.passes == now[0] == len(tree) - 1 == lookups
 
 

@@ -17,6 +17,7 @@
 #include "sampler.h"
 #include "session.h"
 #include "tokenizer.h"
+#include "work.h"
 
 using namespace pystaged;
 
@@ -133,17 +134,20 @@ void test_prompt(const std::string& path, const Kernel& kernel) {
         session.discard();
     }
 
-    PackedPass pass(*model, 100, 100);
+    PackedPass pass(*model);
+    const std::unique_ptr<Cells> cells = pass.make_cells(100, 100);
     std::vector<int32_t> positions(100);
     std::iota(positions.begin(), positions.end(), 0);
     std::vector<RowContext> contexts;
     for (const int32_t position : positions) {
         contexts.push_back({position + 1, position + 1, nullptr});
     }
-    std::vector<float> whole(pass.logits_stride()), again(pass.logits_stride()), maxima(pass.logits_stride() / kRun);
+    const size_t stride = model->numbers().logits_stride();
+    std::vector<float> whole(stride), again(stride), maxima(stride / kRun);
     int calls = 0;
     std::function<void()> interrupted = [&] { ++calls; };
-    Pass what{100, prompt.data(), positions.data(), contexts.data(), 0, 1, whole.data(), maxima.data(), &interrupted};
+    Pass what{100, prompt.data(), positions.data(), contexts.data(), {{cells.get(), 0, 100, 0}},
+              1,   whole.data(),  maxima.data(),    &interrupted};
     pass.compute(what);
     CHECK(calls == model->numbers().num_layers);
     interrupted = [&] {
@@ -317,6 +321,101 @@ void test_concurrent_sessions(const std::string& path) {
                  (shared.prefill(random_tokens(*model, PackedPass::kMaxRows + 1), [&] { shared.discard(); }), 0));
 }
 
+// Works of several texts in passes of their own and of all, from threads whose texts overlap.
+void test_works(const std::string& path, const Kernel& kernel) {
+    const auto model = std::make_shared<Model>(path, kernel.name, 3);
+    const Sampling sampling{1, 0, 1, 0, 7};
+    const int n_ctx = std::min(model->numbers().max_context, 640);
+    Session source(model, n_ctx);
+    source.prefill(random_tokens(*model, n_ctx - 120), [] {});
+    std::vector<std::unique_ptr<Session>> crowd, alone;
+    for (const int length : {n_ctx - 120, 0, 33, 16, n_ctx - 150}) {
+        crowd.push_back(source.fork(length));
+        alone.push_back(source.fork(length));
+    }
+    const auto same = [&](size_t i, Session& a, Session& b) {
+        CHECK(a.tokens() == b.tokens());
+        a.evaluate({1, 2}, {-1, 0}, -1);
+        b.evaluate({1, 2}, {-1, 0}, -1);
+        CHECK(logits_of(a, static_cast<int>(i % 2)) == logits_of(b, static_cast<int>(i % 2)));
+        a.discard();
+        b.discard();
+    };
+    for (int round = 0; round < 3; ++round) {
+        const std::vector<int32_t> piece = random_tokens(*model, 10), tree = random_tokens(*model, 6);
+        const std::vector<int32_t> parents{-1, 0, 0, 1, 2, 2};
+        const std::vector<Work> works{Work::propose(*crowd[0], tree, parents, 4, 3, {sampling}),
+                                      Work::read(*crowd[1], piece), Work::verify(*crowd[2], tree, parents, sampling),
+                                      Work::verify(*crowd[3], tree, parents, {}),
+                                      Work::propose(*crowd[4], tree, parents, 2, 3, {sampling, {}})};
+        const std::vector<Outcome> outcomes = run({&works[0], &works[1], &works[2], &works[3], &works[4]});
+        std::vector<int32_t> tokens(4 * 3);
+        std::vector<float> scores(4 * 3);
+        alone[0]->evaluate(tree, parents, 4);
+        alone[0]->candidates({sampling}, {2, 3, 4, 5}, 3, tokens.data(), scores.data());
+        CHECK(outcomes[0].tokens == tokens && outcomes[0].scores == scores);
+        alone[1]->prefill(piece, [] {});
+        CHECK(outcomes[2].followed.tokens == alone[2]->verify(tree, parents, sampling).tokens);
+        CHECK(outcomes[3].followed.path == alone[3]->verify(tree, parents, {}).path);
+        CHECK(crowd[4]->num_pending() == 6);
+        crowd[4]->discard();
+        for (size_t i = 0; i < crowd.size(); ++i) {
+            if (i == 0) {
+                crowd[0]->commit({0, 2, 5});
+                alone[0]->commit({0, 2, 5});
+            }
+            same(i, *crowd[i], *alone[i]);
+        }
+        // A failure at the end undoes what came before it.
+        const Work bad = Work::read(*crowd[4], {-1}), twice = Work::read(*crowd[1], piece);
+        CHECK_THROWS(std::invalid_argument, run({&works[1], &works[2], &bad}));
+        CHECK_THROWS(std::invalid_argument, run({&works[1], &twice}));
+        same(round, *crowd[2], *alone[2]);
+    }
+
+    const std::vector<int32_t> before = crowd[1]->tokens();
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 3; ++t) {
+        threads.emplace_back([&, t] {
+            for (int step = 0; step < 15; ++step) {
+                Session &a = *crowd[(t + step) % 5], &b = *crowd[(t + 1 + step / 2) % 5], &c = *crowd[(t + 3) % 5];
+                try {
+                    if (&a != &b && step % 3 > 0) {
+                        const Work first = Work::verify(a, {1, 2, 3}, {-1, 0, 0}, sampling);
+                        const Work second = Work::propose(b, {4, 5}, {-1, 0}, 1, 2, {sampling});
+                        run(step % 2 ? std::vector<const Work*>{&first, &second}
+                                     : std::vector<const Work*>{&second, &first});
+                        b.discard();
+                    } else {
+                        c.verify({6}, {-1}, {});
+                        c.fork(static_cast<int>(before.size()) / 2)->truncate(1);
+                    }
+                } catch (const std::invalid_argument&) {
+                    c.discard();  // another thread has rows pending
+                } catch (const ContextFullError&) {
+                }
+            }
+        });
+    }
+    for (std::thread& thread : threads) {
+        thread.join();
+    }
+    for (size_t i = 0; i < crowd.size(); ++i) {
+        crowd[i]->discard();
+        crowd[i]->truncate(std::min(static_cast<int>(crowd[i]->tokens().size()), n_ctx - 8));
+        alone[i]->truncate(0);
+        alone[i]->prefill(crowd[i]->tokens(), [] {});
+        same(i, *crowd[i], *alone[i]);
+    }
+    // What sessions share goes with the last of them.
+    const std::weak_ptr<Executor> executor = Executor::of(*model);
+    crowd.clear();
+    alone.clear();
+    CHECK(!executor.expired());
+    source.close();
+    CHECK(executor.expired());
+}
+
 // ---- Files ----
 
 void test_log_capture() {
@@ -455,7 +554,10 @@ int main(int argc, char** argv) {
     for (const Kernel* kernel : available_kernels()) {
         test_session(path, *kernel);
         test_prompt(path, *kernel);
+        test_works(path, *kernel);
     }
+#else
+    test_works(path, find_kernel(""));
 #endif
     test_packed_weights(path);
     test_concurrent_sessions(path);

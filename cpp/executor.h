@@ -1,0 +1,94 @@
+// What the sessions of a model share: the memory that passes compute in, used by one call at a time, and the logits
+// they leave.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "memory.h"
+#include "pass/backend.h"
+#include "sampler.h"
+
+namespace pystaged {
+
+// What a pass says about the rows judged in it.
+struct Logits {
+    int num_rows = 0;
+    Lines<float> values;  // [rows][logits stride]
+    Lines<float> maxima;  // [rows][logits stride / kRun]
+    // On devices that bring back no more at first, [rows][shortlist size].
+    std::vector<int32_t> shortlist;
+    std::vector<float> shortlist_values;
+};
+
+// A judged row, and where its candidates go: the k likeliest next tokens, best first, short rows filled up with token
+// -1 and score -inf.
+struct Judged {
+    LogitsRow logits;
+    int64_t position;  // of the next token
+    const Sampling* sampling;
+    int k;
+    int32_t* tokens;  // [k]
+    float* scores;    // [k]
+};
+
+class Executor {
+public:
+    // The model's own, made when the first session asks for it and gone with the last; of this process, not of the one
+    // that it was forked from.
+    static std::shared_ptr<Executor> of(const Model& model);
+
+    // While it lives, whoever has it computes alone. They are served in the order they came, so that a long prompt
+    // does not starve others. Throws std::runtime_error where this very thread is in a pass.
+    class Turn {
+    public:
+        explicit Turn(Executor& executor);
+        ~Turn();
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
+
+    private:
+        Executor& executor_;
+    };
+
+    bool is_of(int process) const { return process == process_; }
+    Backend& backend() { return *backend_; }
+    // One for each thread.
+    Sampler& sampler(int worker) { return samplers_[worker]; }
+    // Memory for so many rows, reused when nobody holds it any more.
+    std::shared_ptr<Logits> make_logits(int num_rows, int shortlist_size);
+    // Of a text's last pass; what is not finite is refused.
+    void read_shortlist(const Cells& text, Logits& logits) const;
+    void read_logits(const Cells& text, Logits& logits) const;
+    LogitsRow row(const Logits& logits, int row) const;
+    // A row that is -inf but for its shortlist; until the next such call.
+    LogitsRow shortlisted_row(const Logits& logits, int row, int shortlist_size);
+    void find_candidates(const std::vector<Judged>& rows);
+
+private:
+    explicit Executor(const Model& model);
+
+    struct Spare {
+        std::mutex mutex;
+        size_t made = 0;
+        std::vector<std::unique_ptr<Logits>> logits;
+    };
+
+    const Model& model_;
+    int process_;
+    std::unique_ptr<Backend> backend_;
+    std::vector<Sampler> samplers_;
+    std::shared_ptr<Spare> spare_;
+    std::vector<float> sparse_logits_, sparse_maxima_;
+    std::vector<int32_t> sparse_tokens_;
+
+    std::mutex mutex_;
+    std::condition_variable called_;
+    uint64_t next_ = 0, served_ = 0;  // turns
+    std::thread::id caller_;          // whose turn it is
+};
+
+}  // namespace pystaged

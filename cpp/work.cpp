@@ -1,0 +1,303 @@
+#include "work.h"
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace pystaged {
+
+namespace {
+
+// How long passes go on before they ask again whether they are interrupted.
+constexpr auto kUninterrupted = std::chrono::milliseconds(50);
+
+// Each of them once.
+std::vector<Session*> checked_sessions(const std::vector<const Work*>& works) {
+    std::vector<Session*> sessions;
+    std::map<const Session*, size_t> known;
+    for (const Work* work : works) {
+        const auto [at, is_new] = known.emplace(work->session, sessions.size());
+        if (!is_new) {
+            throw std::invalid_argument("works " + std::to_string(at->second) + " and " +
+                                        std::to_string(sessions.size()) +
+                                        " are of one session; a pass takes one work of each");
+        }
+        if (&work->session->model() != &works[0]->session->model()) {
+            throw std::invalid_argument("works 0 and " + std::to_string(sessions.size()) +
+                                        " are of different models; run those of each model apart");
+        }
+        sessions.push_back(work->session);
+    }
+    return sessions;
+}
+
+}  // namespace
+
+// The works of one call, with their sessions locked. What was not finished is undone.
+class Run {
+public:
+    explicit Run(const std::vector<const Work*>& works)
+        : works_(works), turn_(checked_sessions(works)), executor_(works[0]->session->executor_) {}
+    ~Run() {
+        for (size_t i = 0; !finished_ && i < starts_.size(); ++i) {
+            works_[i]->session->drop_from(starts_[i]);
+        }
+    }
+    Run(const Run&) = delete;
+    Run& operator=(const Run&) = delete;
+
+    void append();
+    void compute(const std::function<void()>& interrupted);
+    std::vector<Outcome> finish();
+
+private:
+    // Pending rows [first, last) of a session; those from `judged` on get logits.
+    struct Piece {
+        Session* session;
+        size_t first, judged, last;
+    };
+
+    std::vector<std::vector<Piece>> split() const;
+    void compute_pass(const std::vector<Piece>& pieces, const std::function<void()>* interrupted);
+    void follow(std::vector<Outcome>& outcomes);
+    void find_candidates(std::vector<Outcome>& outcomes);
+
+    const std::vector<const Work*>& works_;
+    const Session::Turn turn_;
+    const std::shared_ptr<Executor> executor_;  // none where the first session is closed
+    std::vector<size_t> starts_;                // of each work's rows among those pending
+    bool finished_ = false;
+};
+
+void Run::append() {
+    for (const Work* work : works_) {
+        Session& session = *work->session;
+        session.check_open();
+        session.check_tokens(work->tokens);
+        if (work->kind != Work::Kind::propose) {
+            session.check_nothing_pending(work->kind == Work::Kind::read ? "reading tokens" : "verify");
+        }
+        const size_t n = work->tokens.size(), judged = work->num_judged;
+        if ((n == 0 && work->kind != Work::Kind::read) || n != work->parents.size()) {
+            throw std::invalid_argument("a tree needs at least one token and as many parents as tokens, not " +
+                                        std::to_string(n) + " and " + std::to_string(work->parents.size()));
+        }
+        if (work->num_judged < 0 || judged > n) {
+            throw std::invalid_argument("num_judged must be between 0 and the number of tokens");
+        }
+        if (work->k > 0 && work->samplings.size() != 1 && work->samplings.size() != judged) {
+            throw std::invalid_argument("propose needs one sampling, or one for each judged row");
+        }
+    }
+    starts_.reserve(works_.size());
+    for (const Work* work : works_) {
+        starts_.push_back(work->session->pending_.size());
+        work->session->append(work->tokens, work->parents);
+    }
+}
+
+// Into as few passes as there can be.
+std::vector<std::vector<Run::Piece>> Run::split() const {
+    const Backend& backend = executor_->backend();
+    std::vector<std::vector<Piece>> passes;
+    size_t room = 0;
+    for (size_t i = 0; i < works_.size(); ++i) {
+        Session& session = *works_[i]->session;
+        const size_t end = session.pending_.size(), judged = end - works_[i]->num_judged;
+        for (size_t first = starts_[i], last; first < end; first = last) {
+            if (room == 0 || !backend.mixes_texts()) {
+                passes.emplace_back();
+                room = backend.max_rows();
+            }
+            last = std::min(end, first + room);
+            passes.back().push_back({&session, first, std::clamp(judged, first, last), last});
+            room -= last - first;
+        }
+    }
+    return passes;
+}
+
+void Run::compute(const std::function<void()>& interrupted) {
+    // Between layers only where they take long: asking may mean waiting for an interpreter that is busy.
+    auto asked = std::chrono::steady_clock::now();
+    const std::function<void()> seldom = [&] {
+        if (std::chrono::steady_clock::now() - asked > kUninterrupted) {
+            interrupted();
+            asked = std::chrono::steady_clock::now();
+        }
+    };
+    bool first = true;
+    for (const std::vector<Piece>& pieces : split()) {
+        if (interrupted && !std::exchange(first, false)) {
+            interrupted();
+        }
+        const Executor::Turn computing(*executor_);
+        compute_pass(pieces, interrupted ? &seldom : nullptr);
+    }
+}
+
+// Rows without logits come first, as they do anyhow where there is one text.
+void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<void()>* interrupted) {
+    std::vector<Piece> spans = pieces;
+    if (pieces.size() > 1) {
+        spans.clear();
+        for (const Piece& piece : pieces) {
+            spans.push_back({piece.session, piece.first, piece.judged, piece.judged});
+        }
+        for (const Piece& piece : pieces) {
+            spans.push_back({piece.session, piece.judged, piece.judged, piece.last});
+        }
+    }
+    Pass pass;
+    std::vector<int32_t> tokens, positions;
+    std::vector<RowContext> contexts;
+    for (const Piece& span : spans) {
+        Session& session = *span.session;
+        session.read_logits();
+        if (span.first == span.last) {
+            continue;
+        }
+        const int num_rows = static_cast<int>(span.last - span.first);
+        pass.segments.push_back(
+            {session.cells_.get(), pass.num_rows, num_rows, static_cast<int>(session.committed_.size() + span.first)});
+        pass.num_rows += num_rows;
+        pass.num_logits += static_cast<int>(span.last - span.judged);
+        for (size_t i = span.first; i < span.last; ++i) {
+            const Session::Row& row = session.pending_[i];
+            tokens.push_back(row.token);
+            positions.push_back(row.position);
+            contexts.push_back({row.position + 1, row.direct, row.tail.data()});
+        }
+    }
+    pass.tokens = tokens.data();
+    pass.positions = positions.data();
+    pass.contexts = contexts.data();
+    pass.interrupted = interrupted;
+    std::shared_ptr<Logits> logits;
+    const int shortlist_size = pieces[0].session->shortlist_size();
+    if (pass.num_logits > 0) {
+        logits = executor_->make_logits(pass.num_logits, shortlist_size);
+        pass.logits = logits->values.data();
+        pass.maxima = logits->maxima.data();
+    }
+    executor_->backend().compute(pass);
+    if (!logits) {
+        return;
+    }
+    // A device has one text in a pass.
+    Session& session = *pieces[0].session;
+    if (shortlist_size > 0) {
+        executor_->read_shortlist(*session.cells_, *logits);
+        session.unread_ = logits;
+    } else {
+        executor_->read_logits(*session.cells_, *logits);
+    }
+    int slot = 0;
+    for (const Piece& span : spans) {
+        for (size_t i = span.judged; i < span.last; ++i) {
+            span.session->pending_[i].logits = logits;
+            span.session->pending_[i].slot = slot++;
+        }
+    }
+}
+
+std::vector<Outcome> Run::finish() {
+    std::vector<Outcome> outcomes(works_.size());
+    {
+        const Executor::Turn computing(*executor_);
+        follow(outcomes);
+        find_candidates(outcomes);
+    }
+    std::vector<std::vector<int32_t>> paths;
+    for (size_t i = 0; i < works_.size(); ++i) {
+        paths.push_back(std::move(outcomes[i].followed.path));
+        if (works_[i]->kind == Work::Kind::read) {
+            paths.back().resize(works_[i]->tokens.size());
+            std::iota(paths.back().begin(), paths.back().end(), 0);
+        }
+        works_[i]->session->move_up(paths.back());
+    }
+    // Nothing fails from here on.
+    finished_ = true;
+    for (size_t i = 0; i < works_.size(); ++i) {
+        if (works_[i]->kind != Work::Kind::propose) {
+            works_[i]->session->keep(paths[i]);
+        }
+        if (works_[i]->kind == Work::Kind::verify) {
+            outcomes[i].followed.path = std::move(paths[i]);
+        }
+    }
+    return outcomes;
+}
+
+// One tree is shared out by its rows' logits, several are by trees.
+void Run::follow(std::vector<Outcome>& outcomes) {
+    std::vector<size_t> trees;
+    bool greedy = true;
+    for (size_t i = 0; i < works_.size(); ++i) {
+        if (works_[i]->kind == Work::Kind::verify) {
+            trees.push_back(i);
+            greedy = greedy && works_[i]->samplings[0].temperature == 0;
+        }
+    }
+    const int all = works_[0]->session->model().num_threads();
+    const int threads = trees.size() > 1 && !greedy && executor_->backend().mixes_texts() ? all : 1;
+    ThreadPool::shared().run(static_cast<int>(trees.size()), threads, [&](int i, int worker) {
+        const Work& work = *works_[trees[i]];
+        outcomes[trees[i]].followed = work.session->follow_from(work.samplings[0], 0, worker, threads > 1 ? 1 : all);
+    });
+}
+
+void Run::find_candidates(std::vector<Outcome>& outcomes) {
+    std::vector<Judged> rows;
+    for (size_t i = 0; i < works_.size(); ++i) {
+        const Work& work = *works_[i];
+        Outcome& outcome = outcomes[i];
+        outcome.tokens.resize(size_t(work.num_judged) * work.k);
+        outcome.scores.resize(outcome.tokens.size());
+        for (int j = 0; work.k > 0 && j < work.num_judged; ++j) {
+            const int row = static_cast<int>(work.session->pending_.size()) - work.num_judged + j;
+            rows.push_back(work.session->judged(row, work.samplings[work.samplings.size() == 1 ? 0 : j], work.k,
+                                                &outcome.tokens[size_t(j) * work.k],
+                                                &outcome.scores[size_t(j) * work.k]));
+        }
+    }
+    executor_->find_candidates(rows);
+}
+
+Work Work::read(Session& session, std::vector<int32_t> tokens) {
+    std::vector<int32_t> parents(tokens.size());
+    std::iota(parents.begin(), parents.end(), -1);
+    return {Kind::read, &session, std::move(tokens), std::move(parents), 0, 0, {}};
+}
+
+Work Work::verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents,
+                  const Sampling& sampling) {
+    const int n = static_cast<int>(tokens.size());
+    return {Kind::verify, &session, std::move(tokens), std::move(parents), n, 0, {sampling}};
+}
+
+Work Work::propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged, int k,
+                   std::vector<Sampling> samplings) {
+    return {Kind::propose, &session, std::move(tokens), std::move(parents), num_judged, k, std::move(samplings)};
+}
+
+std::vector<Outcome> run(const std::vector<const Work*>& works, const std::function<void()>& interrupted) {
+    if (works.empty()) {
+        return {};
+    }
+    const Model& model = works[0]->session->model();
+    if (model.num_threads() > 1 && !model.device_memory()) {
+        ThreadPool::shared().wake();  // as early as possible before a pass
+    }
+    Run run(works);
+    run.append();
+    run.compute(interrupted);
+    return run.finish();
+}
+
+}  // namespace pystaged

@@ -1,0 +1,43 @@
+// Work of several texts in one pass: pieces of prompts, trees to verify, trees to grow.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "sampler.h"
+#include "session.h"
+
+namespace pystaged {
+
+struct Work {
+    enum class Kind {
+        read,     // evaluates and commits tokens
+        verify,   // evaluates a tree whose first row is its root, follows it from there and commits the path
+        propose,  // appends pending rows, and finds the likeliest tokens after those that are judged
+    };
+
+    Kind kind = Kind::read;
+    Session* session = nullptr;
+    std::vector<int32_t> tokens, parents;  // parents[i]: the pending row before, or -1 for the last committed token
+    int num_judged = 0;                    // of propose: how many of the last rows get logits
+    int k = 0;                             // of propose: candidates after each, perhaps none
+    std::vector<Sampling> samplings;       // one, or of propose one for each judged row
+
+    static Work read(Session& session, std::vector<int32_t> tokens);
+    static Work verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents,
+                       const Sampling& sampling);
+    static Work propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged,
+                        int k, std::vector<Sampling> samplings);
+};
+
+struct Outcome {
+    Followed followed;            // of verify
+    std::vector<int32_t> tokens;  // of propose, [num_judged][k]
+    std::vector<float> scores;    // likewise
+};
+
+// Does all, sharing passes; of sessions of one model, none of which comes twice. All or none: what fails, and what
+// `interrupted` throws, which is called now and then, leaves every session as it was.
+std::vector<Outcome> run(const std::vector<const Work*>& works, const std::function<void()>& interrupted = {});
+
+}  // namespace pystaged

@@ -1,0 +1,104 @@
+"""Many texts of an engine for one reader."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from pystaged.config import GenerationConfig, integer
+from pystaged.result import GenerationResult, Piece
+from pystaged.scheduler import End, Entry, Scheduler
+from pystaged.streams import Stream, Writer
+
+if TYPE_CHECKING:
+    from pystaged.engine import Engine, Prompt
+
+MOST_AT_ONCE = 64  # texts: more gain nothing, and take memory
+
+
+class Batch:
+    """Texts that one reader waits for; they run ahead of it without bound. Not for use in the middle of a step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._said: SimpleQueue[tuple[Writer, Any]] = SimpleQueue()
+        self._entries: dict[Writer, Entry] = {}
+
+    def __len__(self) -> int:
+        """Texts that have not ended."""
+        return len(self._entries)
+
+    def open(self, writer: Writer) -> None:
+        """Begin a text beside the others."""
+        entry = self._entries[writer] = Entry(writer.admit, said=_Signed(writer, self._said), most_unread=math.inf)
+        self._scheduler.open(entry)
+
+    def next(self) -> tuple[Writer, Piece | None]:
+        """Who says something next, and what; None at its end. Raises what ended it otherwise."""
+        writer, said = self._said.get()
+        if not isinstance(said, End):
+            return writer, said
+        self._entries.pop(writer, None)
+        if said.error:
+            raise said.error
+        return writer, None
+
+    def close(self) -> None:
+        """End all texts after the pass in hand, and wait for that."""
+        for entry in self._entries.values():
+            self._scheduler.cancel(entry)
+        # What was interrupted before it was opened never ends; what has been read may be the last of another one.
+        while any(entry.is_open and not entry.is_over for entry in self._entries.values()):
+            self._said.get()
+        self._entries.clear()
+
+
+class _Signed:
+    """Puts what a text says into a queue with the text's name."""
+
+    def __init__(self, writer: Writer, said: SimpleQueue[tuple[Writer, Any]]) -> None:
+        self._writer, self._said = writer, said
+
+    def put(self, item: Any) -> None:
+        self._said.put((self._writer, item))
+
+
+def results(
+    engine: Engine, prompts: Sequence[Prompt], config: GenerationConfig, n: int = 1
+) -> Generator[GenerationResult, None, None]:
+    """Continue each of the prompts n times, many texts at once. The i-th of a prompt's has the seed + i, modulo 2**64.
+
+    Yields:
+        Results in order, each as soon as it and all before it are there.
+
+    Raises:
+        ValueError, TypeError: at once: as in Engine.stream.
+        Exception: what ended a text; the other ones are cancelled.
+    """
+    if integer("n", n) < 1:
+        raise ValueError(f"n must be at least 1, not {n}")
+    seeds = [(config.sampling.seed + i) % 2**64 for i in range(n)]
+    configs = [replace(config, sampling=replace(config.sampling, seed=seed)) for seed in seeds]
+    return _results(engine, [Writer(engine, prompt, each) for prompt in prompts for each in configs])
+
+
+def _results(engine: Engine, writers: Sequence[Writer]) -> Generator[GenerationResult, None, None]:
+    if engine._scheduler.in_step:
+        yield from (Stream(writer).finish() for writer in writers)
+        return
+    waiting, left, ended = deque(writers), deque(writers), set[Writer]()
+    with closing(Batch(engine._scheduler)) as batch:
+        while left:
+            while waiting and len(batch) < MOST_AT_ONCE:
+                batch.open(waiting.popleft())
+            writer, said = batch.next()
+            if said is None:
+                ended.add(writer)
+            while left and left[0] in ended:
+                yield left.popleft().result()
+    engine._contexts.tidy()

@@ -1,0 +1,373 @@
+"""Many texts at once: tokens per second of all and of each, with and without drafting, beside llama-server's slots."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from pystaged.batch import Batch
+from pystaged.bench import conditions
+from pystaged.bench.peer_llama_cpp import Server
+from pystaged.config import GenerationConfig
+from pystaged.engine import Engine
+from pystaged.stats import PassStats
+from pystaged.streams import Writer
+
+BESIDE = 4  # texts beside which a prompt arrives
+_BEGUN = 8  # tokens that each of them has written by then
+_ROOM = 64  # positions left for the last tree
+
+Tokens = Sequence[int] | NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One text: its tokens, and how many came when, in seconds."""
+
+    tokens: list[int]
+    times: list[tuple[float, int]]
+
+    @property
+    def longest_gap(self) -> float:
+        """Seconds between two times at which tokens came."""
+        times = [at for at, _ in self.times]
+        return max((after - before for before, after in pairwise(times)), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Texts written together.
+
+    texts: how many. way: "plain", "drafted" or a peer's. tokens_per_second: of all together, from when all write until
+    one ends; of_each: of a text, in the mean, from its first token to its last; overall: of all, prompts included.
+    first_token_seconds: median time from the prompt to the first token; longest_gap_seconds: between tokens of a text.
+    different: texts that are not what the first way wrote for the same prompt. passes: what was shared, of ours.
+    newcomer_seconds, newcomer_gap_seconds: where a prompt arrived beside them, its time to the first token, and their
+    longest gap between tokens from when it arrived until then.
+    """
+
+    texts: int
+    way: str
+    tokens_per_second: float
+    of_each: float
+    overall: float
+    first_token_seconds: float
+    longest_gap_seconds: float
+    different: int
+    passes: dict[str, float] | None = None
+    newcomer_seconds: float | None = None
+    newcomer_gap_seconds: float | None = None
+
+
+class Way(Protocol):
+    """Something that writes texts together."""
+
+    name: str
+
+    def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
+        """Continue prompts, all from the same moment on, time 0; a newcomer's is opened when all others have begun, and
+        its text is the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextsReport:
+    """One run: what was measured, and on what."""
+
+    conditions: dict[str, Any]
+    figures: list[Figures]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"conditions": self.conditions, "figures": [asdict(each) for each in self.figures]}
+
+    def tables(self) -> Iterator[Table]:
+        """For a terminal: texts at once, and where there was one, a prompt beside them."""
+        model = self.conditions["model"]["name"]
+        title = f"{model}: {self.conditions['max_tokens']} tokens each, temperature {self.conditions['temperature']:g}"
+        headings = ("texts", "", "tokens/s", "x one plain", "of each", "first ms", "longest gap ms")
+        table = Table(*headings, "texts, rows per pass", "guesses", title=title, box=None)
+        one = next((each.tokens_per_second for each in self.figures if each.texts == 1 and each.way == "plain"), None)
+        for each in self.figures:
+            if each.newcomer_seconds is None:
+                times = (f"{1e3 * seconds:.0f}" for seconds in (each.first_token_seconds, each.longest_gap_seconds))
+                speed = f"{each.tokens_per_second / one:.2f}" if one else "-"
+                figures = (f"{each.tokens_per_second:.1f}", speed, f"{each.of_each:.1f}")
+                table.add_row(str(each.texts), each.way, *figures, *times, *_shared(each.passes))
+        different = sum(each.different for each in self.figures if each.passes)
+        table.caption = "tokens/s: of all together, from when all write until one ends; " + (
+            f"{different} of our texts differ from plain ones" if different else "our texts are the plain ones"
+        )
+        yield table
+        beside = Table("", "first ms of the newcomer", "longest gap ms of the others", box=None)
+        beside.title = f"a prompt of {self.conditions['prompt_beside']} tokens beside {BESIDE} texts"
+        for each in self.figures:
+            if each.newcomer_seconds is not None and each.newcomer_gap_seconds is not None:
+                beside.add_row(each.way, f"{1e3 * each.newcomer_seconds:.0f}", f"{1e3 * each.newcomer_gap_seconds:.0f}")
+        if beside.row_count:
+            yield beside
+
+
+def _shared(passes: dict[str, float] | None) -> tuple[str, str]:
+    if passes is None:
+        return "-", "-"
+    return f"{passes['texts_per_pass']:.1f}, {passes['rows_per_pass']:.1f}", f"{passes['guess_share']:.0%}"
+
+
+def measure(
+    model: Path,
+    draft: Path | None,
+    prompts: Sequence[str],
+    counts: Sequence[int],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    repeats: int = 1,
+    threads: int = 0,
+    llama_server: Path | None = None,
+    prompt_beside: int = 0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> TextsReport:
+    """Write texts together, in each way in turn so that a drift of the machine falls on all alike.
+
+    Args:
+        prompts: as many as texts at once are begun with, one after the other and from the first again.
+        counts: texts at once.
+        repeats: of everything; medians are reported.
+        llama_server: the program; it takes part, plainly and with the draft, too.
+        prompt_beside: tokens of a prompt that arrives beside texts that are being written; 0 for none.
+        progress: told what is being done.
+
+    Raises:
+        ValueError: prompts too long for the model.
+    """
+    with Engine(model, draft=draft, num_threads=threads, report=progress) as engine:
+        tokens = [engine.encode(prompt) for prompt in prompts]
+        longest = max(prompt_beside, *map(len, tokens)) + max_tokens
+        if longest > engine.n_ctx:
+            raise ValueError(
+                f"the longest prompt and {max_tokens} tokens more are {longest} tokens, but the model's context holds "
+                f"{engine.n_ctx}"
+            )
+        # Greedy texts and others, to the same length, past their ends.
+        config = GenerationConfig(max_tokens=max_tokens, temperature=temperature)
+        setup: dict[str, Any] = {"model": str(model), "draft": str(draft) if draft else None, "program": llama_server}
+        setup |= {"threads": engine.model.num_threads, "n_ctx": min(longest + _ROOM, engine.n_ctx)}
+        found: list[Figures] = []
+        for count in counts:
+            batch = [tokens[i % len(tokens)] for i in range(count)]
+            with _ways(engine, config, setup, count, progress) as ways:
+                found += _figures(ways, batch, None, repeats, progress)
+        if prompt_beside:
+            others = [tokens[i % len(tokens)] for i in range(BESIDE)]
+            newcomer = np.resize(np.concatenate(tokens[::-1]), prompt_beside)
+            with _ways(engine, config, setup, BESIDE + 1, progress) as ways:
+                found += _figures(ways, others, newcomer, repeats, progress)
+        about: dict[str, Any] = {
+            "machine": conditions.machine(),
+            "versions": conditions.versions(),
+            "kernel": engine.model.kernel,
+            "threads": engine.model.num_threads,
+            "model": conditions.model_file(model),
+            "draft": conditions.model_file(draft) if draft else None,
+            "prompts": len(prompts),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "repeats": repeats,
+            "prompt_beside": prompt_beside,
+        }
+    return TextsReport(about, found)
+
+
+@contextmanager
+def _ways(
+    engine: Engine, config: GenerationConfig, setup: dict[str, Any], count: int, progress: Callable[[str], None]
+) -> Iterator[list[Way]]:
+    """Whoever writes so many texts; plain decoding is the first."""
+    with ExitStack() as stack:
+        ways: list[Way] = [Ours("plain", engine, replace(config, speculate=False)), Ours("drafted", engine, config)]
+        if setup["program"]:
+            for name in ("plain", "draft-simple") if setup["draft"] else ("plain",):
+                try:
+                    ways.append(stack.enter_context(closing(LlamaServer(name, setup, config, count))))
+                except RuntimeError as error:
+                    progress(f"llama-server, {name}, takes no part: {error}")
+        yield ways
+
+
+def _figures(
+    ways: list[Way],
+    prompts: Sequence[Tokens],
+    newcomer: Tokens | None,
+    repeats: int,
+    progress: Callable[[str], None],
+) -> list[Figures]:
+    found: dict[str, list[Figures]] = {way.name: [] for way in ways}
+    expected: list[list[int]] = []
+    for _ in range(repeats):
+        for way in ways:
+            progress(
+                f"{len(prompts)} texts, {way.name}" + (", and a prompt beside them" if newcomer is not None else "")
+            )
+            try:
+                written, passes = way.write(prompts, newcomer)
+            except RuntimeError as error:
+                if isinstance(way, Ours):
+                    raise
+                progress(f"{way.name} takes no part any more: {error}")
+                ways.remove(way)
+                continue
+            expected = expected or [each.tokens for each in written]
+            different = sum(each.tokens != tokens for each, tokens in zip(written, expected, strict=True))
+            found[way.name].append(_summary(way.name, written, newcomer is not None, different, passes))
+    return [_median(runs) for runs in found.values() if runs]
+
+
+def _summary(
+    way: str, written: Sequence[Written], has_newcomer: bool, different: int, passes: PassStats | None
+) -> Figures:
+    texts = written[:-1] if has_newcomer else written
+    begin, end = max(each.times[0][0] for each in texts), min(each.times[-1][0] for each in texts)
+    last = max(each.times[-1][0] for each in written)
+    num_tokens = sum(count for each in written for _, count in each.times)
+    together = sum(count for each in texts for at, count in each.times if begin < at <= end)
+    spans = [(each.times[-1][0] - each.times[0][0], len(each.tokens) - each.times[0][1]) for each in texts]
+    figures = Figures(
+        texts=len(texts),
+        way=way,
+        # Where one ends before another one begins, they did not write together.
+        tokens_per_second=together / (end - begin) if end > begin else num_tokens / last,
+        of_each=statistics.fmean(tokens / seconds if seconds else 0.0 for seconds, tokens in spans),
+        overall=num_tokens / last,
+        first_token_seconds=statistics.median(each.times[0][0] for each in texts),
+        longest_gap_seconds=max(each.longest_gap for each in texts),
+        different=different,
+        passes=passes.to_dict() if passes else None,
+    )
+    if not has_newcomer:
+        return figures
+    arrival, first = written[-1].times[0][0], written[-1].times[1][0]
+    during = [Written([], [time for time in each.times if arrival <= time[0] <= first]) for each in texts]
+    edges = [
+        [(arrival, 0), *each.times, *([(first, 0)] if whole.times[-1][0] > first else [])]
+        for each, whole in zip(during, texts, strict=True)
+    ]
+    gap = max(Written([], times).longest_gap for times in edges)
+    return replace(figures, newcomer_seconds=first - arrival, newcomer_gap_seconds=gap)
+
+
+def _median(runs: Sequence[Figures]) -> Figures:
+    """The run in the middle, by tokens per second; with a newcomer, by its time."""
+    ordered = sorted(runs, key=lambda run: run.newcomer_seconds or run.tokens_per_second)
+    return replace(ordered[len(runs) // 2], different=sum(run.different for run in runs))
+
+
+class Ours:
+    """Texts of an engine.
+
+    Args:
+        config: of all texts; each goes on past the end of text, so that all ways write as many tokens.
+    """
+
+    def __init__(self, name: str, engine: Engine, config: GenerationConfig) -> None:
+        self.name, self._engine, self._config = name, engine, config
+
+    def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
+        """As Way.write."""
+        engine = self._engine
+        # No way finds a part of a prompt in a context.
+        engine._contexts.forget()
+        before = engine.passes
+        texts = {self._writer(prompt): Written([], []) for prompt in prompts}
+        waiting = set(texts) if newcomer is not None else set()
+        late = None if newcomer is None else self._writer(newcomer)
+        with closing(Batch(engine._scheduler)) as batch:
+            begin = time.perf_counter()
+            for writer in texts:
+                batch.open(writer)
+            while len(batch):
+                writer, piece = batch.next()
+                now = time.perf_counter() - begin
+                if piece is not None and piece.tokens:
+                    texts[writer].tokens.extend(piece.tokens)
+                    texts[writer].times.append((now, len(piece.tokens)))
+                if late and (piece is None or len(texts[writer].tokens) >= _BEGUN):
+                    waiting.discard(writer)
+                    if not waiting:
+                        texts[late] = Written([], [(now, 0)])
+                        batch.open(late)
+                        late = None
+        engine._contexts.tidy()
+        return list(texts.values()), engine.passes.since(before)
+
+    def _writer(self, prompt: Tokens) -> Writer:
+        return Writer(self._engine, prompt, self._config, is_end=lambda _: False)
+
+
+class LlamaServer:
+    """Requests to as many slots of llama-server.
+
+    Args:
+        way: "plain", or the kind of speculation.
+        setup: program, model, draft (path or None), threads, n_ctx of each slot.
+        slots: how many.
+    """
+
+    def __init__(self, way: str, setup: dict[str, Any], config: GenerationConfig, slots: int) -> None:
+        self.name, self._config = f"llama-server, {way}", config
+        threads = str(setup["threads"])
+        command = [str(setup["program"]), "-m", setup["model"], "-c", str(setup["n_ctx"] * slots)]
+        command += ["-t", threads, "-tb", threads]
+        if way != "plain":
+            command += ["-md", setup["draft"], "-td", threads, "-tbd", threads, "--spec-type", way]
+        self._server = Server(command, slots, subprocess.DEVNULL)
+
+    def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
+        """As Way.write."""
+        texts = [Written([], []) for _ in prompts]
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts) + 1) as threads:
+            asked = [
+                threads.submit(self._ask, prompt, text, begin) for prompt, text in zip(prompts, texts, strict=True)
+            ]
+            if newcomer is not None:
+                while any(len(text.tokens) < _BEGUN for text in texts) and not all(each.done() for each in asked):
+                    time.sleep(0.001)
+                texts.append(Written([], [(time.perf_counter() - begin, 0)]))
+                asked.append(threads.submit(self._ask, newcomer, texts[-1], begin))
+            for each in asked:
+                each.result()
+        return texts, None
+
+    def _ask(self, prompt: Tokens, text: Written, begin: float) -> None:
+        sampling = self._config.sampling
+        request = {
+            "prompt": list(map(int, prompt)),
+            "n_predict": self._config.max_tokens,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+            "samplers": ["temperature"],
+            "ignore_eos": True,
+            "cache_prompt": False,
+            "return_tokens": True,
+            "stream": True,
+        }
+        for part in self._server.stream(request):
+            if tokens := part.get("tokens"):
+                text.tokens.extend(tokens)
+                text.times.append((time.perf_counter() - begin, len(tokens)))
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.close()

@@ -1,0 +1,181 @@
+"""What a text asks a pass for, and what comes of it: decoding and drafting are generators of requests.
+
+Who drives them decides what shares a pass: `alone` makes one for each request, rounds.py one for many texts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import Sampling, Session, Work
+from pystaged.decoding.tree import TokenTree
+
+MOST_ROWS = 256  # of a pass: as many as fill one
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class _OfSession:
+    """What requests have in common."""
+
+    __slots__ = ()
+
+    session: Session
+
+    @property
+    def can_share(self) -> bool:
+        """Whether its pass can be others' too; what stands in for a session elsewhere has passes of its own."""
+        return isinstance(self.session, Session)
+
+
+@dataclass(slots=True, eq=False)
+class Read(_OfSession):
+    """Read the beginning of these tokens, int32[n]; the result is how many of them were read.
+
+    cells: tokens of the text before these. num_rows: how many to read, for whoever makes the pass to say.
+    """
+
+    session: Session
+    cells: int
+    tokens: NDArray[np.int32]
+    num_rows: int = 0
+
+    def work(self) -> Work:
+        return Work.read(self.session, self.tokens[: self.num_rows])
+
+    def perform(self) -> object:
+        self.session.prefill(self.tokens[: self.num_rows])
+        return None
+
+    def result(self, _: Any) -> int:
+        return self.num_rows
+
+
+@dataclass(slots=True, eq=False)
+class Propose(_OfSession):
+    """Evaluate rows, which stay pending; the result is the k best candidates after each of the last `judged` of them,
+    best first: their tokens, -1 where there are fewer, and their scores."""
+
+    session: Session
+    cells: int
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    judged: int
+    k: int
+    sampling: Sampling
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
+    def work(self) -> Work:
+        return Work.propose(self.session, self.tokens, self.parents, self.judged, self.k, self.sampling)
+
+    def perform(self) -> object:
+        first = self.session.num_pending + len(self.tokens) - self.judged
+        self.session.evaluate(self.tokens, self.parents, self.judged)
+        return self.session.candidates(list(range(first, first + self.judged)), self.k, self.sampling)
+
+    def result(self, found: Any) -> tuple[list[list[int]], list[list[float]]]:
+        tokens, scores = found
+        return tokens.tolist(), scores.tolist()
+
+
+@dataclass(slots=True, eq=False)
+class Verify(_OfSession):
+    """Evaluate a tree, follow it and commit the path; the result is the tree that was verified, perhaps a head of this
+    one, its accepted nodes, and the target's own token after each."""
+
+    session: Session
+    cells: int
+    tree: TokenTree
+    sampling: Sampling
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tree)
+
+    def work(self) -> Work:
+        return Work.verify(self.session, self.tree.tokens, self.tree.parents, self.sampling)
+
+    def perform(self) -> object:
+        return self.session.verify(self.tree.tokens, self.tree.parents, self.sampling)
+
+    def result(self, found: Any) -> tuple[TokenTree, list[int], list[int]]:
+        path, tokens = found
+        return self.tree, path.tolist(), tokens.tolist()
+
+
+Request = Read | Propose | Verify
+
+
+@dataclass(slots=True)
+class Done:
+    """A request fulfilled.
+
+    result: as the request says. share: of its rows in the pass's. num_rows; seconds: of the whole pass; cells: that its
+    rows had before them, in the mean.
+    """
+
+    result: Any
+    share: float
+    num_rows: int
+    seconds: float
+    cells: float
+
+
+Requests = Generator[Request, Done, R]
+"""Something that takes passes; it returns an R."""
+
+
+def resume(text: Generator[T, Done | None, R], answer: Done | BaseException | None) -> T:
+    """Let a text go on with what came of its last request, up to the next thing it says."""
+    return text.throw(answer) if isinstance(answer, BaseException) else text.send(answer)
+
+
+def fulfil(request: Request, clock: Callable[[], float]) -> Done | BaseException:
+    """Give a request a pass of its own."""
+    begin = clock()
+    try:
+        result = request.result(request.perform())
+    except BaseException as error:
+        return error
+    return Done(result, 1.0, request.num_rows, clock() - begin, request.cells)
+
+
+def alone(text: Generator[Any, Any, R], clock: Callable[[], float] = time.perf_counter) -> Generator[Any, None, R]:
+    """What a text says beside its requests, each of which gets a pass of its own; returns what the text returns."""
+    answer: Done | BaseException | None = None
+    with closing(text):
+        while True:
+            try:
+                said = resume(text, answer)
+            except StopIteration as end:
+                result: R = end.value
+                return result
+            answer = None
+            if not isinstance(said, Request):
+                yield said
+                continue
+            if isinstance(said, Read):
+                said.num_rows = min(len(said.tokens), MOST_ROWS)
+            answer = fulfil(said, clock)
+
+
+def finish(text: Requests[R], clock: Callable[[], float] = time.perf_counter) -> R:
+    """The same for what says nothing but requests: what it returns."""
+    running = alone(text, clock)
+    try:
+        while True:
+            next(running)
+    except StopIteration as end:
+        result: R = end.value
+        return result

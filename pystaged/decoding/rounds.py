@@ -1,0 +1,264 @@
+"""Many texts in one pass: each drafts, one pass of the target verifies all, each goes on with what came of it.
+
+Rows are one budget. The nodes of all trees compete by their scores, n of them are verified where n maximizes
+
+    (texts + sum of scores) / T(texts + prompt rows + n),
+
+and prompts ride along in pieces. Each row's values are independent of its neighbours, so no text changes by a byte.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pystaged._core import run
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.requests import MOST_ROWS, Done, Read, Request, Verify, fulfil, resume
+from pystaged.stats import PassStats
+
+PROMPT_DELAY = 0.25  # seconds that a pass may take, for prompts to ride along
+_LEAST_PIECE = 8  # tokens of a prompt that ride along however long that takes
+_UNPRICED_PIECE = 32  # and where nobody knows how long
+_DRAFT_PIECE = 64  # tokens of a prompt that a draft reads in a round
+
+
+class LiveText:
+    """A text among others.
+
+    Args:
+        decoder: its context; nobody else may use it meanwhile.
+        text: a generator of requests and of what it says.
+        say: called with each thing that it says.
+        end: called once, with the exception that ended it or None.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        text: Generator[Any, Any, None],
+        say: Callable[[Any], None],
+        end: Callable[[BaseException | None], None],
+    ) -> None:
+        self.decoder = decoder
+        self.request: Request | None = None
+        self.is_over = False
+        self.rows, self.tokens = 0, 0.0  # of the last tree that was verified, and those it could expect of it
+        self._text = text
+        self._say, self._end = say, end
+        self._asked = 0.0
+
+    @property
+    def wants_draft(self) -> bool:
+        """Whether it asks for a pass of something other than the target."""
+        return self.request is not None and self.request.session is not self.decoder.target
+
+    def go_on(self, answer: Done | BaseException | None, clock: Callable[[], float]) -> None:
+        """Let it go on, with what came of its request, up to the next one or to what it says."""
+        if isinstance(answer, Done):
+            self.decoder.crowd.pass_over(clock() - self._asked - answer.share * answer.seconds)
+        self.request = None
+        try:
+            said = resume(self._text, answer)
+            if isinstance(said, Request):
+                self.request, self._asked = said, clock()
+            else:
+                self._say(said)
+        except StopIteration:
+            self._over(None)
+        except BaseException as error:
+            self._over(error)
+
+    def note_step(self) -> None:
+        """Remember what is verified of it."""
+        if isinstance(self.request, Verify):
+            self.rows, self.tokens = self.request.num_rows, float(self.request.tree.scores.sum())
+
+    def see(self, steps: Sequence[LiveText]) -> None:
+        """Tell it who takes steps, and will take the next ones together with it."""
+        others = [text for text in steps if text is not self]
+        crowd = self.decoder.crowd
+        crowd.texts = 1 + len(others)
+        crowd.rows = sum(text.rows for text in others)
+        crowd.tokens = sum(text.tokens for text in others)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End it where it is; also for `say` to call."""
+        if not self.is_over and inspect.getgeneratorstate(self._text) != inspect.GEN_RUNNING:
+            self._over(error)
+
+    def _over(self, error: BaseException | None) -> None:
+        self.is_over, self.request = True, None
+        try:
+            self._text.close()
+        except Exception as other:
+            error = error or other
+        end = self._end
+        del self._say, self._end  # which may hold this text
+        end(error)
+
+
+class Rounds:
+    """Steps texts of one target together.
+
+    Args:
+        cost: seconds of a pass of the target; None verifies whatever was drafted.
+        prompt_delay: seconds that a pass may take so that prompts ride along with it.
+        make: makes one pass of works, all or none; see run.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        cost: PassCost | None,
+        prompt_delay: float = PROMPT_DELAY,
+        *,
+        make: Callable[[list[Any]], list[Any]] = run,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.passes = PassStats()  # of the target
+        self._cost = cost
+        self._prompt_delay = prompt_delay
+        self._make = make
+        self._clock = clock
+        self._last = clock()  # when the last pass of the target ended
+
+    def play(self, texts: Sequence[LiveText]) -> None:
+        """One round: texts get a step further, or a piece of their prompts."""
+        for text in texts:
+            if text.request is None and not text.is_over:
+                text.go_on(None, self._clock)
+        self._draft(texts)
+        asking = [text for text in texts if text.request and not text.wants_draft]
+        steps = [text for text in asking if isinstance(text.request, Verify)]
+        self._trim([text.request for text in steps if isinstance(text.request, Verify)])
+        self._cut([text.request for text in asking if isinstance(text.request, Read)], steps)
+        asking = [text for text in asking if text.request and text.request.num_rows]
+        answers = self._pass(asking)
+        self._last = self._clock()
+        self._count([text.request for text in asking if text.request], answers)
+        for text in steps:
+            text.note_step()
+        for text in asking:
+            text.see(steps)
+        for text, answer in zip(asking, answers, strict=True):
+            text.go_on(answer, self._clock)
+
+    def play_alone(self, text: LiveText) -> None:
+        """The same for one text, by passes of its own; in the main thread, Ctrl-C interrupts a prompt being read."""
+        text.see([])
+        if text.request is None:
+            text.go_on(None, self._clock)
+        has_read = False
+        while text.request and not (has_read and isinstance(text.request, Read)):
+            if isinstance(text.request, Read):
+                has_read, text.request.num_rows = True, min(len(text.request.tokens), MOST_ROWS)
+            answer = fulfil(text.request, self._clock)
+            if not text.wants_draft:
+                self._count([text.request], [answer])
+            text.go_on(answer, self._clock)
+
+    def _count(self, requests: Sequence[Request], answers: Sequence[Done | BaseException]) -> None:
+        """Add what came of requests to the passes of the target that there were."""
+        made = [(each, done) for each, done in zip(requests, answers, strict=True) if isinstance(done, Done)]
+        trees = [request.num_rows for request, _ in made if isinstance(request, Verify)]
+        rows = sum(request.num_rows for request, _ in made)
+        more = PassStats(
+            passes=round(sum(done.share for _, done in made)),  # perhaps one for each
+            seconds=sum(done.share * done.seconds for _, done in made),
+            rows=rows,
+            prompt_rows=rows - sum(trees),
+            guesses=sum(trees) - len(trees),
+            steps=len(trees),
+        )
+        self.passes = self.passes.plus(more)
+
+    def _draft(self, texts: Sequence[LiveText]) -> None:
+        """Passes of the draft for whoever asks, level by level; of what it has to read, one piece."""
+        have_read: set[LiveText] = set()
+        while drafting := [text for text in texts if text.wants_draft and text not in have_read]:
+            for text in drafting:
+                if isinstance(text.request, Read):
+                    text.request.num_rows = min(len(text.request.tokens), _DRAFT_PIECE)
+                    have_read.add(text)
+            for text, answer in zip(drafting, self._pass(drafting), strict=True):
+                text.go_on(answer, self._clock)
+
+    def _trim(self, requests: Sequence[Verify]) -> None:
+        """Decide how many nodes of each tree are verified."""
+        if self._cost and len(requests) > 1:
+            cost, cells = self._cost, _mean_cells(requests)
+            trees = [request.tree.scores.tolist() for request in requests]
+            rows = best_rows(trees, lambda n: cost(n, cells), self._clock() - self._last)
+            for request, kept in zip(requests, rows, strict=True):
+                request.tree = request.tree.head(kept)
+
+    def _cut(self, requests: Sequence[Read], steps: Sequence[LiveText]) -> None:
+        """Decide how much of each prompt is read beside these steps."""
+        room = MOST_ROWS
+        beside = sum(text.request.num_rows for text in steps if text.request)
+        if beside and requests:
+            cells = _mean_cells(requests)
+            room = _LEAST_PIECE if self._cost else _UNPRICED_PIECE
+            while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, cells) <= self._prompt_delay:
+                room += 1
+        # Half for the oldest, so that none waits for ever, then for those that are soon done.
+        asked = [(request, (room + 1) // 2) for request in requests[:1]]
+        asked += [(request, room) for request in sorted(requests, key=lambda request: len(request.tokens))]
+        for request in requests:
+            request.num_rows = 0
+        for request, most in asked:
+            more = min(most, room, len(request.tokens) - request.num_rows)
+            request.num_rows += more
+            room -= more
+
+    def _pass(self, texts: Sequence[LiveText]) -> list[Done | BaseException]:
+        """Fulfil what these ask for by one pass; if it fails, by one for each, so that it fails for who is to blame."""
+        requests = [text.request for text in texts if text.request]
+        if len(requests) > 1 and all(request.can_share for request in requests):
+            # Whoever is to blame for an exception is told by a pass of its own.
+            with suppress(Exception):
+                return self._share(requests)
+        return [fulfil(request, self._clock) for request in requests]
+
+    def _share(self, requests: Sequence[Request]) -> list[Done | BaseException]:
+        begin = self._clock()
+        found = self._make([request.work() for request in requests])
+        seconds = self._clock() - begin
+        rows = sum(request.num_rows for request in requests)
+        cells = _mean_cells(requests)
+        return [
+            Done(request.result(each), request.num_rows / rows, rows, seconds, cells)
+            for request, each in zip(requests, found, strict=True)
+        ]
+
+
+def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], spent: float) -> list[int]:
+    """How many nodes of each tree to verify for most tokens per second, the roots included.
+
+    Args:
+        trees: the scores of each, the root first; no node's is above its parent's.
+        cost: seconds of a pass over so many rows.
+        spent: seconds that the pass follows on.
+    """
+    rows = [1] * len(trees)
+    tokens = float(len(trees))
+    best, best_rate = 0, tokens / (spent + cost(len(trees)))
+    guesses = sorted((-score, i, tree) for tree, scores in enumerate(trees) for i, score in enumerate(scores) if i)
+    for n, (score, _, _) in enumerate(guesses, 1):
+        tokens -= score
+        if (rate := tokens / (spent + cost(len(trees) + n))) > best_rate:
+            best, best_rate = n, rate
+    for _, _, tree in guesses[:best]:
+        rows[tree] += 1
+    return rows
+
+
+def _mean_cells(requests: Sequence[Request]) -> float:
+    """Cells before a row, in the mean."""
+    rows = sum(max(1, request.num_rows) for request in requests)
+    return sum(max(1, request.num_rows) * request.cells for request in requests) / rows

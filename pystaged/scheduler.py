@@ -1,0 +1,296 @@
+"""Who steps the texts of an engine: a text alone is stepped by whoever reads it, several together by a thread."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from pystaged.decoding.rounds import LiveText, Rounds
+
+MOST_UNREAD = 256  # tokens that a text runs ahead of its reader
+
+
+class Said(Protocol):
+    """Where a text puts what it says; from any thread, and without waiting."""
+
+    def put(self, item: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The last thing in what a text has said."""
+
+    error: BaseException | None
+
+
+class Entry:
+    """A text in the hands of a scheduler.
+
+    Args:
+        admit: begins it in a context, given what it is to call with each thing said and at the end; None while there is
+            no memory for one, unless it must.
+        said: where what it says goes, and an End; by default a queue that `Scheduler.next` reads.
+        most_unread: tokens that it may run ahead of what was read.
+    """
+
+    def __init__(
+        self,
+        admit: Callable[[Entry, bool], LiveText | None],
+        *,
+        said: Said | None = None,
+        most_unread: float = MOST_UNREAD,
+    ) -> None:
+        self.admit = admit
+        self.queue: SimpleQueue[Any] = SimpleQueue()
+        self.said: Said = said or self.queue
+        self.in_background = said is not None
+        self.most_unread = most_unread
+        self.live: LiveText | None = None
+        self.num_said = self.num_read = 0  # tokens
+        self.is_open = self.is_cancelled = self.is_over = False
+
+    def say(self, piece: Any) -> None:
+        """What a text calls with each thing it says."""
+        self.num_said += len(piece.tokens)
+        self.said.put(piece)
+
+    def end(self, error: BaseException | None) -> None:
+        """And at its end."""
+        self.is_over = True
+        self.said.put(End(error))
+
+
+_YOURS = object()  # said to a reader: step it yourself
+
+
+class _Turn:
+    """A lock that is given back whatever moment Ctrl-C comes at."""
+
+    def __init__(self) -> None:
+        self._lock: Any = threading.RLock()  # which knows its owner, where a flag might not have been set yet
+
+    @property
+    def is_mine(self) -> bool:
+        return bool(self._lock._is_owned())
+
+    @contextmanager
+    def at_once(self) -> Iterator[bool]:
+        """Take it if it is free; gives whether it was."""
+        try:
+            self._lock.acquire(blocking=False)
+            yield self.is_mine
+        finally:
+            if self.is_mine:
+                self._lock.release()
+
+    @contextmanager
+    def when_free(self) -> Iterator[None]:
+        """Wait for it."""
+        with self._lock:
+            yield
+
+
+class Scheduler:
+    """Steps texts of one engine, each text's reader being anywhere.
+
+    Only who holds `_driver` touches live texts, their contexts and what drafters have learnt. What others want is put
+    into a queue whose `put` may interrupt itself, so that a finalizer may call it in the middle of anything.
+    """
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._driver = _Turn()
+        self._inbox: SimpleQueue[Entry | None] = SimpleQueue()
+        self._texts: list[Entry] = []
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_waiting = self._is_stopping = False
+
+    def open(self, entry: Entry) -> None:
+        """Take on a text."""
+        if os.getpid() != self._process:
+            self._begin()  # the texts and the thread are the parent's
+        self._inbox.put(entry)
+        entry.is_open = True
+        if entry.in_background or self._thread:
+            self._wake()
+
+    def next(self, entry: Entry) -> Any:
+        """The next thing that a text says, or an End."""
+        if os.getpid() != self._process:
+            self.open(entry)
+        while True:
+            try:
+                said = entry.queue.get_nowait()
+            except Empty:
+                if self._step_alone(entry):
+                    continue
+                self._wake()
+                said = entry.queue.get()
+            if said is not _YOURS:
+                break
+        if not isinstance(said, End):
+            self.read(entry, said)
+        return said
+
+    def read(self, entry: Entry, piece: Any) -> None:
+        """Tell that somebody has read what a text said."""
+        entry.num_read += len(piece.tokens)
+        if self._is_waiting:
+            self._inbox.put(None)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this thread is in the middle of a step of a text, which waits for it: a policy that generates."""
+        return self._driver.is_mine
+
+    def cancel(self, entry: Entry) -> None:
+        """End a text after the pass in hand; at once where none is. Waits for nothing."""
+        entry.is_cancelled = True
+        self._inbox.put(None)
+        if not self._driver.is_mine:
+            with self._driver.at_once() as has_turn:
+                if has_turn:
+                    self._settle()
+
+    def stop(self) -> None:
+        """End the thread after the pass in hand, whatever becomes of the texts: the process ends."""
+        self._is_stopping = True
+        self._inbox.put(None)
+        if self._thread:
+            self._thread.join()
+
+    def _step_alone(self, entry: Entry) -> bool:
+        """Step a text in this thread, if nobody else does and no other text is there; returns whether it was."""
+        if self.in_step:
+            self._close(entry) if entry.is_cancelled else self._step(entry)
+            return True
+        with self._driver.at_once() as has_turn:
+            if not has_turn:
+                return False
+            self._settle()
+            if len(self._texts) > 1 or entry.in_background:
+                return False
+            self._step(entry)
+            self._settle()
+            return True
+
+    def _step(self, entry: Entry) -> None:
+        self._admit(entry, must=True)
+        if entry.live and not entry.is_over:
+            self._rounds.play_alone(entry.live)
+
+    def _close(self, entry: Entry, error: BaseException | None = None) -> None:
+        if entry.live:
+            entry.live.close(error)
+        elif not entry.is_over:
+            entry.end(error)
+
+    def _admit(self, entry: Entry, *, must: bool) -> None:
+        if entry.live is None and not entry.is_over:
+            try:
+                entry.live = entry.admit(entry, must)
+            except BaseException as error:
+                entry.end(error)
+
+    def _settle(self) -> None:
+        """Take in new texts, close those that were cancelled, forget those that are over."""
+        while True:
+            try:
+                entry = self._inbox.get_nowait()
+            except Empty:
+                break
+            if entry:
+                self._texts.append(entry)
+        for entry in self._texts:
+            if entry.is_cancelled:
+                self._close(entry)
+        self._texts = [entry for entry in self._texts if not entry.is_over]
+
+    def _wake(self) -> None:
+        """See to it that a thread steps the texts."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="pystaged", daemon=True)
+                self._thread.start()
+                _running.add(self)
+        self._inbox.put(None)
+
+    def _run(self) -> None:
+        is_needed = True
+        while is_needed:
+            with self._driver.when_free():
+                try:
+                    self._settle()
+                    is_needed = not self._is_stopping and self._is_thread_needed()
+                    played = is_needed and self._round()
+                except BaseException as error:
+                    # A fault of our own; nobody may hang.
+                    played = True
+                    for entry in self._texts:
+                        self._close(entry, error)
+            if is_needed and not played:
+                self._wait()
+
+    def _is_thread_needed(self) -> bool:
+        """Whether there are several texts, or one without a reader that could step it; else its reader is told."""
+        if len(self._texts) > 1 or any(entry.in_background for entry in self._texts):
+            return True
+        with self._starting:
+            if not self._inbox.empty():
+                return True
+            self._thread = None
+        for entry in self._texts:
+            entry.queue.put(_YOURS)
+        return False
+
+    def _round(self) -> bool:
+        waiting = [entry for entry in self._texts if entry.live is None]
+        for entry in waiting:
+            self._admit(entry, must=False)
+            if entry.live is None and not entry.is_over:
+                break
+        ready = self._ready()
+        if not ready and waiting:
+            # What is live waits for its readers, which may wait for this one.
+            self._admit(waiting[0], must=True)
+            ready = self._ready()
+        self._rounds.play(ready)
+        return bool(ready)
+
+    def _ready(self) -> list[LiveText]:
+        return [
+            entry.live
+            for entry in self._texts
+            if entry.live and not entry.is_over and entry.num_said - entry.num_read < entry.most_unread
+        ]
+
+    def _wait(self) -> None:
+        """Until somebody reads, cancels or opens a text."""
+        self._is_waiting = True
+        if not self._ready():
+            entry = self._inbox.get()
+            if entry:
+                self._inbox.put(entry)
+        self._is_waiting = False
+
+
+# A thread that is in a pass when the interpreter is taken down would end the process with an error.
+_running: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for scheduler in list(_running):
+        scheduler.stop()

@@ -1,0 +1,209 @@
+"""The pieces of one generation as they come."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from pystaged._core import DeviceError
+from pystaged.config import GenerationConfig
+from pystaged.decoding.rounds import LiveText
+from pystaged.decoding.step import Step
+from pystaged.decoding.tree import Stage
+from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece
+from pystaged.scheduler import End, Entry
+from pystaged.stats import GenerationStats
+from pystaged.text import TextBuffer
+
+if TYPE_CHECKING:
+    from pystaged.engine import Engine, Prompt
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of one generation as they come. Close it, from any thread, or use it as a context manager, to stop
+    early; one that is dropped gives its context back.
+
+    Several texts of an engine share passes, and may run a little ahead of their readers.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        # What the scheduler holds must not hold the stream, or dropping one would be the collector's work.
+        self._writer, self._engine = writer, writer.engine
+        self._entry = Entry(writer.admit)
+        self._turn = threading.Lock()
+        self._reader: int | None = None  # the thread whose turn it is
+        self._is_open = self._cancelled = self._over = False
+
+    def __next__(self) -> Piece:
+        if self._reader == threading.get_ident():
+            raise RuntimeError("a policy or a signal handler reads the stream in the middle of its own step")
+        try:
+            with self._turn:
+                self._reader = threading.get_ident()
+                try:
+                    piece = self._next()
+                finally:
+                    self._reader = None
+        except BaseException:
+            self.close()
+            raise
+        if self._cancelled:
+            self.close()
+        return piece
+
+    def _next(self) -> Piece:
+        if self._over:
+            raise StopIteration
+        scheduler = self._engine._scheduler
+        if not self._is_open:
+            self._is_open = True
+            scheduler.open(self._entry)
+            weakref.finalize(self, scheduler.cancel, self._entry).atexit = False
+        said = scheduler.next(self._entry)
+        if isinstance(said, End):
+            self._over = True
+            raise said.error or StopIteration
+        piece: Piece = said
+        return piece
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole, once the stream is exhausted or closed. Raises RuntimeError before."""
+        if not self._over:
+            raise RuntimeError("the stream has not been read to its end")
+        return self._writer.result()
+
+    def finish(self) -> GenerationResult:
+        """Read the rest and return the whole."""
+        with self:
+            for _ in self:
+                pass
+            return self.result
+
+    def close(self) -> None:
+        """Stop here. A step that another thread has in hand is the last one; the result is there after it."""
+        self._cancelled = True
+        if self._is_open:
+            self._engine._scheduler.cancel(self._entry)
+        if self._turn.acquire(blocking=False):
+            try:
+                while self._is_open and not self._over:
+                    self._over = isinstance(self._engine._scheduler.next(self._entry), End)
+                self._over = True
+            finally:
+                self._turn.release()
+            self._engine._contexts.tidy()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class OwningStream(Stream):
+    """A stream whose engine is closed with it."""
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__(writer)
+        self._close_engine = weakref.finalize(self, writer.engine.close)
+
+    def close(self) -> None:
+        super().close()
+        if self._over:
+            self._close_engine()
+
+
+class Writer:
+    """Makes pieces of the steps of a text, cut at stop strings.
+
+    Args:
+        is_end: whether a token ends the text; by default the model's own.
+
+    Raises:
+        ValueError, TypeError: as in Engine.encode.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        config: GenerationConfig,
+        is_end: Callable[[int], bool] | None = None,
+    ) -> None:
+        self.engine, self.prompt_tokens = engine, engine.encode(prompt)
+        self._prompt, self._config, self._is_end = prompt, config, is_end
+        self._buffer = TextBuffer(config.stop)
+        self._stats = GenerationStats()
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._stages: list[Stage] = []
+        self._finish: FinishReason | None = None
+
+    def result(self) -> GenerationResult:
+        """What was written by now."""
+        seed = self._config.sampling.seed
+        finish = self._finish or "cancelled"
+        return GenerationResult("".join(self._text), self._tokens, finish, seed, self._stats, self._stages)
+
+    def admit(self, entry: Entry, must: bool) -> LiveText | None:
+        """Begin the text in a context, if there is memory for one or it must."""
+        config, contexts = self._config, self.engine._contexts
+        context = contexts.take(self.prompt_tokens, config.max_tokens, must=must)
+        if context is None:
+            return None
+        try:
+            steps = context.text(
+                self.prompt_tokens,
+                config.sampling,
+                config.max_tokens,
+                is_end=self._is_end or self.engine.tokenizer.is_end,
+                speculate=config.speculate,
+                stats=self._stats,
+                progress=config.progress,
+            )
+        except BaseException:
+            contexts.give_back(context)
+            raise
+
+        def say(step: Step) -> None:
+            piece = self._piece(step)
+            if piece.tokens or piece.text:
+                entry.say(piece)
+            if self._buffer.stopped:
+                live.close()
+
+        def end(error: BaseException | None) -> None:
+            if isinstance(error, DeviceError):
+                contexts.forget()
+                words = self._prompt if isinstance(self._prompt, str) else self.prompt_tokens.tolist()
+                lost = DeviceLostError(str(error), words, "".join(self._text), self._tokens)
+                lost.__cause__ = error
+                error = lost
+            else:
+                contexts.give_back(context)
+            entry.end(error)
+
+        live = LiveText(context, steps, say, end)
+        return live
+
+    def _piece(self, step: Step) -> Piece:
+        text, new = "", 0
+        for token in step.tokens:
+            text += self._buffer.push(self.engine.tokenizer.token_bytes(token))
+            new += 1
+            if self._buffer.stopped:
+                break
+        if step.finish_reason:
+            text += self._buffer.finish(cut=step.finish_reason == "length")
+        self._finish = "stop" if self._buffer.stopped else step.finish_reason
+        self._text.append(text)
+        self._tokens += step.tokens[:new]
+        self._stages += step.stages[:new]
+        self._stats.cut(step.stages[new:])
+        return Piece(text, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path))

@@ -1,0 +1,465 @@
+"""Texts that share passes: every byte as alone, and nobody waits longer than was chosen."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from support.random_models import RandomModel, write
+
+from pystaged._core import Model, Session, kernels
+from pystaged.bench.pairs import LyingDrafter, continuation
+from pystaged.config import SamplingConfig
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.crowd import Crowd
+from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
+from pystaged.decoding.requests import Done, Read, Request, Requests, Verify
+from pystaged.decoding.rounds import LiveText, Rounds, best_rows
+from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
+from pystaged.drafting.model import ModelDrafter
+from pystaged.drafting.ngrams import NgramDrafter
+
+# Of random schedules; more by PYSTAGED_SCHEDULES.
+SCHEDULES = int(os.environ.get("PYSTAGED_SCHEDULES", "30"))
+MOST_TOKENS = 24
+SAMPLINGS = [
+    SamplingConfig(),
+    SamplingConfig(temperature=1.0, top_k=40, seed=1),
+    SamplingConfig(temperature=0.7, top_p=0.9, seed=2),
+    SamplingConfig(temperature=1.3, seed=3),
+]
+# Some begin alike, some are longer than what a pass reads of them.
+BEGINNING = (np.arange(70) * 7 % 50).astype(np.int32)
+PROMPTS = [
+    BEGINNING[:1],
+    BEGINNING[:33],
+    BEGINNING,
+    np.concatenate([BEGINNING[:40], BEGINNING[::-1]]),
+    np.tile(BEGINNING[:5], 60),
+]
+DRAFTERS = ["plain", "draft", "draft and n-grams", "n-grams", "lies", "by gain"]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A text of a schedule. after: rounds after the one before it. cancelled_after: rounds of its own, or None. forks:
+    whether it begins in a fork of the text before it."""
+
+    after: int
+    prompt: int
+    sampling: int
+    max_tokens: int
+    drafter: str
+    cancelled_after: int | None
+    forks: bool
+
+
+arrivals = st.builds(
+    Arrival,
+    after=st.integers(0, 6),
+    prompt=st.integers(0, len(PROMPTS) - 1),
+    sampling=st.integers(0, len(SAMPLINGS) - 1),
+    max_tokens=st.integers(1, MOST_TOKENS),
+    drafter=st.sampled_from(DRAFTERS),
+    cancelled_after=st.none() | st.integers(0, 12),
+    forks=st.booleans(),
+)
+
+
+class Alone:
+    """Texts decoded plainly, each in a context of its own, on another instruction set."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = [
+            write(folder / f"{seed}.gguf", RandomModel("llama", quantization=type_, seed=seed))
+            for seed, type_ in ((1, "Q8_0"), (2, "Q4_0"))
+        ]
+        self.models: dict[tuple[int, int], Model] = {}
+        self.texts: dict[tuple[int, int], list[int]] = {}
+
+    def model(self, which: int, num_threads: int) -> Model:
+        key = which, num_threads
+        if key not in self.models:
+            self.models[key] = Model(str(self.paths[which]), num_threads=num_threads)
+        return self.models[key]
+
+    def text(self, prompt: int, sampling: int) -> list[int]:
+        key = prompt, sampling
+        if key not in self.texts:
+            session = Session(Model(str(self.paths[0]), kernels()[0], 1), 512)
+            self.texts[key] = continuation(Decoder(session), PROMPTS[prompt], SAMPLINGS[sampling], MOST_TOKENS)
+        return self.texts[key]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return Alone(tmp_path_factory.mktemp("rounds"))
+
+
+def decoder_of(kind: str, session: Session, draft: Model, cost: PassCost) -> Decoder:
+    """A context with a way of drafting."""
+    crowd, vocab = Crowd(), session.vocab_size
+    tree = FixedPolicy(width=3, depth=3, budget=10)
+    below = NgramDrafter(None, FixedPolicy(1, 1, 1), vocab) if kind == "draft and n-grams" else None
+    drafters: list[Drafter] = []
+    if kind.startswith("draft"):
+        drafters = [ModelDrafter(Session(draft, 512), tree, below=below, vocab_size=vocab, clock=crowd.clock)]
+    elif kind == "n-grams":
+        drafters = [NgramDrafter(None, tree, vocab)]
+    elif kind == "lies":
+        drafters = [LyingDrafter(vocab)]
+    elif kind == "by gain":
+        policy = GainPolicy(cost, cost, crowd=crowd)
+        drafters = [ModelDrafter(Session(draft, 512), policy, cost=cost, vocab_size=vocab, clock=crowd.clock)]
+        return Decoder(session, *drafters, cost=cost, uses=lambda _: [(2.0, 1.1)], crowd=crowd)
+    return Decoder(session, *drafters, crowd=crowd)
+
+
+@settings(derandomize=True, deadline=None, max_examples=SCHEDULES)
+@given(
+    st.lists(arrivals, min_size=1, max_size=7),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.002, 1.0]),
+    st.booleans(),
+)
+def test_every_text_of_a_crowd_is_what_it_is_alone(
+    alone: Alone, schedule: list[Arrival], num_threads: int, delay: float, trims: bool
+) -> None:
+    target, draft = (alone.model(which, num_threads) for which in (0, 1))
+    cost = PassCost({1: 0.001, 8: 0.0015, 32: 0.004})
+    rounds = Rounds(cost if trims else None, delay)
+    live: list[LiveText] = []
+    written: list[list[int]] = [[] for _ in schedule]
+    errors: list[BaseException | None] = []
+    due = list(itertools.accumulate(arrival.after for arrival in schedule))
+    before: Decoder | None = None
+    for number in itertools.count():
+        while len(live) < len(schedule) and due[len(live)] <= number:
+            arrival = schedule[len(live)]
+            prompt = PROMPTS[arrival.prompt]
+            session = (
+                before.target.fork(len(before.target.tokens)) if before and arrival.forks else Session(target, 512)
+            )
+            before = decoder_of(arrival.drafter, session, draft, cost)
+            text = before.text(prompt, SAMPLINGS[arrival.sampling], arrival.max_tokens)
+            said = written[len(live)]
+            live.append(LiveText(before, text, lambda step, said=said: said.extend(step.tokens), errors.append))
+        for arrival, begin, text in zip(schedule, due, live, strict=False):
+            if arrival.cancelled_after is not None and number >= begin + arrival.cancelled_after:
+                text.close()
+        going = [text for text in live if not text.is_over]
+        if not going and len(live) == len(schedule):
+            break
+        rounds.play(going)
+    assert errors == [None] * len(schedule)
+    for arrival, text, tokens in zip(schedule, live, written, strict=True):
+        expected = alone.text(arrival.prompt, arrival.sampling)[: arrival.max_tokens]
+        if arrival.cancelled_after is None:
+            assert tokens == expected
+        assert tokens == expected[: len(tokens)]
+        assert text.decoder.target.num_pending == 0
+        text.decoder.close()
+
+
+def test_a_text_that_fails_ends_alone(alone: Alone) -> None:
+    class Failing(LyingDrafter):
+        def advance(self, _: Sequence[int]) -> None:
+            raise RuntimeError("mine")
+
+    target = alone.model(0, 2)
+    ends: dict[int, BaseException | None] = {}
+    written: dict[int, list[int]] = {}
+    live = []
+    for i in range(4):
+        drafter = Failing(target.vocab_size) if i == 1 else LyingDrafter(target.vocab_size)
+        decoder = Decoder(Session(target, 512), drafter)
+        prompt = PROMPTS[i].copy()
+        if i == 2:
+            prompt[-1] = 10**6  # no token: then the pass fails, and not its fault alone
+        said = written.setdefault(i, [])
+        live.append(
+            LiveText(
+                decoder,
+                decoder.text(prompt, SAMPLINGS[i], MOST_TOKENS),
+                lambda step, said=said: said.extend(step.tokens),
+                lambda error, i=i: ends.__setitem__(i, error),
+            )
+        )
+    rounds = Rounds(None)
+    while going := [text for text in live if not text.is_over]:
+        rounds.play(going)
+    assert ends[0] is ends[3] is None
+    assert str(ends[1]) == "mine"
+    assert isinstance(ends[2], ValueError)
+    for i in (0, 3):
+        assert written[i] == alone.text(i, i)
+
+
+# ---- On a simulated machine ----
+
+
+class Machine:
+    """Makes passes that take what a curve says."""
+
+    def __init__(self, curve: PassCost) -> None:
+        self.curve, self.now, self.passes = curve, 0.0, list[list[Request]]()
+
+    def make(self, requests: list[Any]) -> list[Any]:
+        self.now += self.curve(sum(request.num_rows for request in requests))
+        self.passes.append(list(requests))
+        return [
+            request.session.follow(len(request.tree) - 1) if isinstance(request, Verify) else None
+            for request in requests
+        ]
+
+    def clock(self) -> float:
+        return self.now
+
+
+class OnMachine:
+    """A request that the machine sees as it is, alone or among others."""
+
+    can_share = True
+    session: Any
+
+    def work(self) -> Any:
+        return self
+
+    def perform(self) -> Any:
+        return self.session.machine.make([self])[0]
+
+
+class SimulatedRead(OnMachine, Read):  # type: ignore[misc]
+    pass
+
+
+class SimulatedVerify(OnMachine, Verify):  # type: ignore[misc]
+    pass
+
+
+class SimulatedSession:
+    """A session whose target accepts no guess."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def follow(self, nodes: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        del nodes
+        return np.zeros(1, np.int32), np.zeros(1, np.int32)
+
+
+class Simulated:
+    """A decoder that reads a prompt, and then verifies a tree with these scores for ever."""
+
+    def __init__(self, machine: Machine, prompt: int, scores: Sequence[float] = ()) -> None:
+        self.target: Any = SimulatedSession(machine)
+        self.crowd = Crowd(machine.clock)
+        self.prompt = prompt
+        builder = TreeBuilder(0)
+        for score in scores:
+            builder.add(0, len(builder.nodes), score, Stage.DRAFT, (1, 0, 0))
+        self.tree = builder.build(range(1, len(builder.nodes)))
+
+    def text(self) -> Generator[Any, Done, None]:
+        done = 0
+        while done < self.prompt:
+            done += (yield SimulatedRead(self.target, done, np.zeros(self.prompt - done, np.int32))).result
+        while True:
+            yield SimulatedVerify(self.target, self.prompt, self.tree, SAMPLINGS[0].native)
+            yield "said"
+
+
+def simulated(machine: Machine, prompt: int, scores: Sequence[float] = ()) -> tuple[LiveText, list[float]]:
+    """A text, and when it said something."""
+    decoder: Any = Simulated(machine, prompt, scores)
+    times: list[float] = []
+    return LiveText(decoder, decoder.text(), lambda _: times.append(machine.now), lambda _: None), times
+
+
+CURVE = PassCost({1: 0.060, 4: 0.066, 8: 0.080, 32: 0.320})
+
+
+def test_a_long_prompt_delays_nobody_for_longer_than_was_chosen() -> None:
+    machine = Machine(CURVE)
+    rounds = Rounds(CURVE, 0.25, make=machine.make, clock=machine.clock)
+    texts = [simulated(machine, 5) for _ in range(4)]
+    for _ in range(10):
+        rounds.play([text for text, _ in texts])
+    newcomer, said = simulated(machine, 4000)
+    while not said:
+        rounds.play([*(text for text, _ in texts), newcomer])
+    for _, times in texts:
+        assert max(np.diff(times[1:])) <= 0.25 + 1e-9
+    # All the room that the delay leaves is used.
+    assert len(machine.passes) < 10 + 1.2 * 4000 / 20
+
+
+def test_prompts_share_the_rows_so_that_none_waits_for_ever() -> None:
+    machine = Machine(CURVE)
+    rounds = Rounds(CURVE, 0.25, make=machine.make, clock=machine.clock)
+    reader = simulated(machine, 1)
+    rounds.play([reader[0]])
+    long, short, middle = (simulated(machine, n) for n in (2000, 30, 200))
+    texts = [reader[0], long[0], short[0], middle[0]]
+    while not middle[1]:
+        rounds.play(texts)
+    read = [request for each in machine.passes for request in each if isinstance(request, Read)]
+    assert 0 < short[1][0] < middle[1][0]
+    assert not long[1]
+    of_long = [request.num_rows for request in read if request.session is long[0].decoder.target]
+    assert sum(of_long) >= 200
+    while not long[1]:
+        rounds.play(texts)
+    # Prompts by themselves fill a pass.
+    alone, _ = simulated(machine, 1000)
+    rounds.play([alone])
+    assert machine.passes[-1][0].num_rows == 256
+
+
+def test_guesses_fade_as_texts_come() -> None:
+    shares = []
+    for count in (1, 2, 4, 8, 16):
+        machine = Machine(CURVE)
+        rounds = Rounds(CURVE, make=machine.make, clock=machine.clock)
+        texts = [simulated(machine, 1, (0.9, 0.6, 0.5, 0.3, 0.1))[0] for _ in range(count)]
+        for _ in range(3):
+            rounds.play(texts)
+        rows = sum(request.num_rows for request in machine.passes[-1])
+        shares.append((rows - count) / count)
+        assert {text.decoder.crowd.texts for text in texts} == {count}
+    # One text is not trimmed here: its own policy has chosen already.
+    assert shares[0] == 5
+    assert shares[1:] == sorted(shares[1:], reverse=True)
+    assert shares[1] > 1 > shares[-1]
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(0, 1), max_size=4).map(lambda s: [1.0, *sorted(s, reverse=True)]), min_size=1, max_size=4
+    ),
+    st.floats(0, 0.1),
+    st.floats(0.001, 0.05),
+)
+def test_the_best_rows_are_verified(trees: list[list[float]], spent: float, slope: float) -> None:
+    def cost(rows: int) -> float:
+        return 0.03 + slope * rows
+
+    def rate(rows: Sequence[int]) -> float:
+        tokens = sum(sum(scores[:n]) for scores, n in zip(trees, rows, strict=True))
+        return tokens / (spent + cost(sum(rows)))
+
+    found = best_rows(trees, cost, spent)
+    every = itertools.product(*(range(1, len(scores) + 1) for scores in trees))
+    assert rate(found) == pytest.approx(max(map(rate, every)))
+
+
+def test_own_time_leaves_out_what_others_take() -> None:
+    machine = Machine(PassCost({1: 1.0, 4: 4.0}))
+    rounds = Rounds(None, make=machine.make, clock=machine.clock)
+    texts = [simulated(machine, 0)[0] for _ in range(4)]
+    begin = [text.decoder.crowd.clock() for text in texts]
+    rounds.play(texts)
+    assert [text.decoder.crowd.clock() - at for text, at in zip(texts, begin, strict=True)] == pytest.approx([1.0] * 4)
+
+
+class AcceptingSession(SimulatedSession):
+    """A session whose target accepts each node of a chain with some chance."""
+
+    n_ctx, weight_bytes = 10**6, 1
+
+    def __init__(self, machine: Machine, chance: float, random: Random) -> None:
+        super().__init__(machine)
+        self.tokens = np.zeros(0, np.int32)
+        self._chance, self._random = chance, random
+
+    def truncate(self, length: int) -> None:
+        del length
+
+    def follow(self, nodes: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        accepted = 0
+        while accepted < nodes and self._random.random() < self._chance:
+            accepted += 1
+        return np.arange(accepted + 1, dtype=np.int32), np.zeros(accepted + 1, np.int32)
+
+
+class Guesser(NgramDrafter):
+    """Proposes a chain that it believes in, in a fifth of a millisecond."""
+
+    def __init__(self, machine: Machine, chance: float, policy: GainPolicy) -> None:
+        super().__init__(None, policy, 300)
+        self._machine, self._scores = machine, [chance**depth for depth in range(1, 7)]
+
+    def price(self) -> float:
+        return 0.0002
+
+    def lag(self) -> float:
+        return 0.0
+
+    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
+        del seconds
+        yield from ()
+
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
+        del sampling, max_depth, seconds
+        yield from ()
+        self._machine.now += self.price()
+        builder = TreeBuilder(0)
+        for depth, score in enumerate(self._scores):
+            builder.add(depth, 1, score, Stage.DRAFT, (1, 0, 0))
+        return self._finish(builder, Growth(self._scores, [], 1, self.price()))
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        del tokens
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Read, "can_share", True)
+    monkeypatch.setattr(Verify, "can_share", True)
+    for kind in (Read, Verify):
+        monkeypatch.setattr(kind, "work", lambda request: request)
+        monkeypatch.setattr(kind, "perform", lambda request: request.session.machine.make([request])[0])
+
+    def rate(curve: PassCost, chance: float, believed: float, drafts: bool) -> float:
+        """Tokens per second of all texts."""
+        machine, random, said = Machine(curve), Random(0), [0]
+        rounds = Rounds(PassCost(curve.seconds), make=machine.make, clock=machine.clock)
+        live = []
+        for _ in range(count):
+            cost, crowd = PassCost(curve.seconds), Crowd(machine.clock)
+            session: Any = AcceptingSession(machine, chance, random)
+            drafter = Guesser(machine, believed, GainPolicy(cost, PassCost({1: 0.0002}), crowd=crowd))
+            decoder = Decoder(
+                session, *[drafter] * drafts, cost=cost, uses=lambda _: [(1.5, 1.2)] * drafts, crowd=crowd
+            )
+            text = decoder.text(np.zeros(3, np.int32), SAMPLINGS[0], 10**6)
+            live.append(LiveText(decoder, text, lambda step: said.append(len(step.tokens)), errors.append))
+        for _ in range(300):
+            rounds.play(live)
+        return sum(said) / machine.now
+
+    errors: list[BaseException | None] = []
+    # Rows are nearly free, dear, and as dear as passes of their own.
+    for slope, gains in ((0.003, 1.25), (0.008, 0.985), (0.06, 0.985)):
+        curve = PassCost({1: 0.06, 32: 0.06 + 31 * slope})
+        for chance, believed in ((0.0, 0.0), (0.0, 0.8), (0.9, 0.9)):
+            ratio = rate(curve, chance, believed, True) / rate(curve, chance, believed, False)
+            assert ratio > 0.985
+            if chance and count <= 8:
+                assert ratio > gains
+    assert not errors

@@ -1,0 +1,627 @@
+"""Which context a text gets, what that holds, and how much memory all take: first with simulated sessions."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import pystaged
+from pystaged import DeviceError, Engine, FixedPolicy, SamplingConfig, _core
+from pystaged.contexts import SPARE_CELLS, ContextPool
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.requests import finish
+
+TEXTS = int(os.environ.get("PYSTAGED_TEST_TEXTS", "2000"))  # of the test of memory
+
+# ---- Simulated ----
+
+CELL, DRAFT_CELL, N_CTX, DRAFT_N_CTX = 10, 3, 200, 150  # bytes and positions
+FULL = CELL * (SPARE_CELLS + N_CTX) + DRAFT_CELL * (SPARE_CELLS + DRAFT_N_CTX)
+
+
+def room(*texts: int) -> int:
+    """Bytes for texts of so many tokens."""
+    return sum((SPARE_CELLS + tokens) * (CELL + DRAFT_CELL) for tokens in texts)
+
+
+class SimulatedSession:
+    """Holds tokens, and takes the memory of as many cells."""
+
+    def __init__(self, cell_bytes: int, n_ctx: int, tokens: Sequence[int] = ()) -> None:
+        self.cell_bytes, self.n_ctx = cell_bytes, n_ctx
+        self.tokens = np.array(tokens, np.int32)
+        self.closed = self.forked = False
+
+    def truncate(self, length: int) -> None:
+        assert not self.closed
+        assert length <= len(self.tokens)
+        self.tokens = self.tokens[:length]
+
+    def fork(self, length: int) -> SimulatedSession:
+        assert not self.closed
+        assert length <= len(self.tokens)
+        fork = SimulatedSession(self.cell_bytes, self.n_ctx, self.tokens[:length].tolist())
+        fork.forked = True
+        return fork
+
+    def close(self) -> None:
+        self.closed = True
+        self.tokens = self.tokens[:0]
+
+
+class SimulatedDrafter:
+    """A draft, of which the pool asks only for its session."""
+
+    def __init__(self, session: SimulatedSession) -> None:
+        self._session = session
+
+    def sessions(self) -> list[SimulatedSession]:
+        return [self._session]
+
+    def close(self) -> None:
+        self._session.close()
+
+
+class Simulation:
+    """A pool of simulated contexts, and the texts that have them."""
+
+    def __init__(self, memory: int | None = None, *, room: float = float("inf"), **options: Any) -> None:
+        self.made: list[Decoder] = []
+        self.sources: list[tuple[Decoder | None, int]] = []
+        self._room = room  # contexts that there may be
+        self.pool = ContextPool(self._make, memory, **options)
+
+    def _make(self, source: Decoder | None, length: int) -> Decoder:
+        self.made = [context for context in self.made if not context.target.closed]
+        if len(self.made) >= self._room:
+            raise DeviceError("no room on the device")
+        self.sources.append((source, length))
+        if source and length:
+            target, draft = (session.fork(min(length, len(session.tokens))) for session in source.sessions)
+        else:
+            target, draft = (
+                cast(_core.Session, SimulatedSession(*shape)) for shape in ((CELL, N_CTX), (DRAFT_CELL, DRAFT_N_CTX))
+            )
+        context = Decoder(target, cast(Any, SimulatedDrafter(cast(Any, draft))))
+        self.made.append(context)
+        return context
+
+    def begin(self, prompt: Sequence[int], max_tokens: int = 10) -> Decoder | None:
+        """Take a context and bring it to a prompt; the draft only in part."""
+        context = self.pool.take(np.array(prompt, np.int32), max_tokens)
+        if context is not None:
+            reused = len(context.target.tokens)
+            assert context.target.tokens.tolist() == list(prompt[:reused])
+            assert reused < len(prompt)
+            self.fill(context, prompt[:-1])
+        return context
+
+    def fill(self, context: Decoder, tokens: Sequence[int], drafted: float = 1.0) -> None:
+        for session, length in zip(context.sessions, (len(tokens), int(drafted * len(tokens))), strict=True):
+            cast(Any, session).tokens = np.array(tokens[: min(length, session.n_ctx)], np.int32)
+
+    def run(self, prompt: Sequence[int], answer: Sequence[int] = ()) -> int:
+        """A whole text; returns how many tokens of its prompt it did not have to read."""
+        context = self.pool.take(np.array(prompt, np.int32), len(answer) + 1)
+        assert context is not None
+        reused = len(context.target.tokens)
+        self.fill(context, [*prompt, *answer][: context.target.n_ctx])
+        self.pool.give_back(context)
+        self.pool.tidy()
+        return reused
+
+    @property
+    def at_rest(self) -> list[list[int]]:
+        """What the contexts at rest hold, the least recently used first."""
+        return [context.target.tokens.tolist() for context in self.pool._at_rest]
+
+    @property
+    def num_bytes(self) -> int:
+        """That all contexts really take."""
+        return sum(
+            session.cell_bytes * (SPARE_CELLS + len(session.tokens))
+            for context in self.made
+            for session in context.sessions
+            if not session.closed
+        )
+
+
+SYSTEM = list(range(100))
+
+
+def test_a_context_that_survives_is_taken_and_another_one_forked() -> None:
+    texts = Simulation(10**6)
+    assert texts.run([*SYSTEM, 1, 2, 3], [4, 5]) == 0
+    conversation = texts.made[-1]
+    assert len(texts.made) == 1  # the first context, which held nothing
+    # The next turn, whose first tokens are written otherwise than the model wrote them.
+    assert texts.run([*SYSTEM, 1, 2, 3, 4, 6, 7], list(range(40))) == 104
+    assert texts.at_rest == [[*SYSTEM, 1, 2, 3, 4, 6, 7, *range(40)]]
+    assert texts.made == [conversation]
+    # A stranger.
+    assert texts.run([*SYSTEM, 9, 9]) == 100
+    assert texts.sources[-1] == (conversation, 100)
+    assert texts.at_rest == [[*SYSTEM, 1, 2, 3, 4, 6, 7, *range(40)], [*SYSTEM, 9, 9]]
+
+
+def test_a_conversation_survives_strangers() -> None:
+    texts = Simulation(10**6)
+    answer = list(range(500, 540))
+    texts.run([*SYSTEM, 1], answer)
+    for stranger in range(20):
+        assert texts.run([*SYSTEM, 200 + stranger], list(range(300, 330))) == 100
+    assert texts.run([*SYSTEM, 1, *answer, 2]) == 141
+
+
+def test_what_begins_another_one_does_not_rest() -> None:
+    texts = Simulation(10**6)
+    for _ in range(5):
+        texts.run(SYSTEM, list(range(50)))
+    assert texts.at_rest == [[*SYSTEM, *range(50)]]
+    texts.run([*SYSTEM, 7], list(range(50)))
+    texts.run(SYSTEM, list(range(30)))
+    # Nor does it count as forgotten what covers it.
+    assert texts.at_rest == [[*SYSTEM, 7, *range(50)], [*SYSTEM, *range(50)]]
+    assert sum(not context.target.closed for context in texts.made) == 2
+
+
+def test_a_text_that_runs_is_forked() -> None:
+    texts = Simulation(10**6)
+    first = texts.begin([*SYSTEM, 1])
+    assert first is not None
+    second = texts.begin([*SYSTEM, 2])
+    assert second is not None
+    assert texts.sources[-1] == (first, 100)
+    assert first.target.tokens.tolist() == SYSTEM
+    # One at rest that is as long is preferred: its text cannot need it any more.
+    texts.pool.give_back(first)
+    assert texts.begin([*SYSTEM, 3]) is first
+
+
+def test_what_another_text_is_just_reading_is_waited_for() -> None:
+    texts = Simulation(10**6)
+
+    def take(prompt: Sequence[int], *, must: bool = False) -> Decoder | None:
+        return texts.pool.take(np.array(prompt, np.int32), 5, must=must)
+
+    first = take([*SYSTEM, 1])
+    assert first is not None
+    assert take([*SYSTEM, 2]) is None
+    assert take([7] * 90) is not None
+    assert take([*SYSTEM[:50], 2]) is not None  # that little is read sooner
+    texts.fill(first, SYSTEM[:36])
+    assert take([*SYSTEM, 2]) is None
+    assert take([*SYSTEM, 2], must=True) is not None
+    texts.fill(first, SYSTEM[:37])
+    second = take([*SYSTEM, 3])
+    assert second is not None
+    assert second.target.tokens.tolist() == SYSTEM[:37]
+    # Nobody will read it any more.
+    texts = Simulation(10**6)
+    first = take([*SYSTEM, 1])
+    assert first is not None
+    texts.pool.give_back(first)
+    assert take([*SYSTEM, 2]) is not None
+
+
+@pytest.mark.parametrize("drafted", [0.5, 1.0])
+def test_a_draft_is_forked_as_far_as_it_has_read(drafted: float) -> None:
+    texts = Simulation(10**6)
+    first = texts.begin([*SYSTEM, 1])
+    assert first is not None
+    texts.fill(first, SYSTEM, drafted)
+    second = texts.pool.take(np.array([*SYSTEM[:80], 3], np.int32), 1)
+    assert second is not None
+    assert [len(session.tokens) for session in second.sessions] == [80, min(80, 100 * drafted)]
+
+
+def test_a_text_that_does_not_fit_waits() -> None:
+    texts = Simulation(room(60, 70, 20))
+    first, second = texts.begin([1] * 50), texts.begin([2] * 60)
+    assert first is not None
+    assert second is not None
+    assert texts.pool.num_bytes == room(60, 70)
+    assert texts.begin([3] * 30) is None
+    assert texts.begin([3] * 10) is not None
+    texts.pool.give_back(second)
+    assert texts.begin([3] * 30) is not None
+    # Alone, any text has room.
+    small = Simulation(room(10))
+    only = small.begin([1] * 150)
+    assert only is not None
+    assert small.begin([2]) is None
+    small.pool.give_back(only)
+    assert small.begin([2], 1) is not None
+    assert small.num_bytes <= room(10)
+
+
+def test_a_dropped_loan_needs_no_memory() -> None:
+    texts = Simulation(room(60))
+    assert texts.begin([1] * 50) is not None
+    assert texts.begin([2] * 50) is None
+    texts.made.clear()  # nobody has it any more
+    assert texts.begin([2] * 50) is not None
+
+
+def test_the_least_recently_used_makes_room_first() -> None:
+    texts = Simulation(room(50, 50, 50, 10) - 13 * CELL)
+    for first in (1000, 2000, 3000):
+        texts.run(list(range(first, first + 50)))
+    texts.run(list(range(1000, 1050)))  # is used again
+    assert [tokens[0] for tokens in texts.at_rest] == [2000, 3000, 1000]
+    # Its end goes first; the target's cells alone make the room, so some of the draft's are spare then.
+    context = texts.begin(list(range(4000, 4005)), 5)
+    assert context is not None
+    assert [(tokens[0], len(tokens)) for tokens in texts.at_rest] == [(2000, 37), (3000, 50), (1000, 50)]
+    # What would be too short to be worth anything goes altogether, and the four tokens are another text's.
+    texts.pool.give_back(context)
+    texts.run(list(range(5000, 5030)))
+    assert [tokens[0] for tokens in texts.at_rest] == [3000, 1000, 5000]
+
+
+def test_how_many_rest() -> None:
+    texts = Simulation(10**9)
+    for i in range(100):
+        texts.run([i, *range(40)])
+    assert [tokens[0] for tokens in texts.at_rest] == list(range(36, 100))
+
+
+def test_what_an_end_was_cut_from_may_begin_another_one() -> None:
+    texts = Simulation(room(160, 160))
+    texts.run([*SYSTEM, 1], list(range(59)))
+    texts.run([*SYSTEM, 2], list(range(59)))
+    assert texts.begin(list(range(1000, 1060)), 1) is not None
+    assert texts.at_rest == [[*SYSTEM, 2, *range(59)]]
+
+
+def test_the_source_is_taken_itself_where_a_copy_has_no_room() -> None:
+    texts = Simulation(room(131, 61))
+    texts.run(SYSTEM, list(range(30)))
+    texts.run(list(range(1000, 1060)))
+    assert texts.run([*SYSTEM, 1, 2], list(range(40))) == 100
+    assert texts.at_rest == [[*SYSTEM, 1, 2, *range(40)]]
+    assert texts.sources[-1][1] == 0
+
+
+def test_on_devices_contexts_take_all_their_memory() -> None:
+    texts = Simulation(2 * FULL, on_device=(True, True))
+    first, second = texts.begin([1]), texts.begin([2] * 40)
+    assert first is not None
+    assert second is not None
+    assert texts.begin([3]) is None
+    texts.pool.give_back(first)
+    texts.pool.give_back(second)
+    # Cutting would bring nothing.
+    assert texts.begin([4] * 50) is not None
+    assert texts.at_rest == [[2] * 39]
+    assert Simulation(on_device=(True, False)).pool.memory == 8 * FULL
+
+
+def test_a_device_may_have_less_room_than_the_bound() -> None:
+    texts = Simulation(10**6, room=2)
+    texts.run([1] * 50)
+    texts.run([2] * 50)
+    assert texts.run([3] * 50) == 0
+    assert texts.at_rest == [[3] * 50]
+    assert texts.begin([4] * 50) is not None
+    assert texts.begin([5] * 50) is not None
+    with pytest.raises(DeviceError, match="no room on the device"):
+        texts.begin([6] * 50)
+
+
+def test_the_default_bound() -> None:
+    assert Simulation(free=100 * FULL).pool.memory == 25 * FULL
+    assert Simulation(free=FULL).pool.memory == FULL
+    assert Simulation(7, free=FULL).pool.memory == 7
+
+
+def test_a_closed_pool() -> None:
+    texts = Simulation(10**6)
+    texts.run(SYSTEM)
+    live = texts.begin([1, 2, 3])
+    assert live is not None
+    texts.pool.close()
+    assert texts.pool.closed
+    assert [context for context in texts.made if not context.target.closed] == [live]
+    texts.pool.give_back(live)
+    texts.pool.tidy()
+    assert texts.pool.num_bytes == 0
+    with pytest.raises(ValueError, match="the engine is closed"):
+        texts.begin([1])
+
+
+def test_what_is_lost_does_not_rest() -> None:
+    class Lost(SimulatedSession):
+        @property
+        def tokens(self) -> NDArray[np.int32]:
+            raise DeviceError("lost")
+
+        @tokens.setter
+        def tokens(self, _: object) -> None:
+            pass
+
+        def close(self) -> None:
+            self.closed = True
+
+    texts = Simulation(10**6)
+    context, other = texts.begin([1] * 50), texts.begin([2] * 50)
+    assert context is not None
+    assert other is not None
+    context.target = cast(Any, Lost(CELL, N_CTX))
+    texts.pool.give_back(context)
+    texts.pool.tidy()
+    assert texts.at_rest == []
+    assert context.target.closed
+    other.target = cast(Any, Lost(CELL, N_CTX))
+    assert texts.begin([2] * 50) is not None  # it cannot be looked into, and harms nobody
+    texts.pool.forget()
+    assert texts.pool.num_bytes == 0
+
+
+def test_the_collector_may_give_back_in_the_middle_of_anything() -> None:
+    texts = Simulation(50_000)
+
+    class Stream:
+        def __init__(self, context: Decoder) -> None:
+            self.context, self.itself = context, self
+
+        def __del__(self) -> None:
+            texts.pool.give_back(self.context)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for i in range(300):
+            context = texts.begin([i % 7] * (20 + i % 30))
+            if context is None:
+                gc.collect()
+            else:
+                Stream(context)
+            del context
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    texts.pool.tidy()
+    assert not texts.pool._lent
+    assert texts.num_bytes == texts.pool.num_bytes <= 50_000
+
+
+prompts = st.builds(
+    lambda system, person, length, turns: [system] * length + [10 + person] * turns,
+    st.integers(0, 2),
+    st.integers(0, 5),
+    st.integers(1, 120),
+    st.integers(0, 60),
+)
+
+
+@given(
+    memory=st.integers(200, 20_000),
+    events=st.lists(
+        st.one_of(st.tuples(prompts, st.integers(1, 60), st.floats(0, 1)), st.integers(0, 10)), min_size=1, max_size=40
+    ),
+)
+def test_the_bound_holds_at_every_moment(memory: int, events: list[tuple[list[int], int, float] | int]) -> None:
+    texts, lent = Simulation(memory), list[tuple[Decoder, list[int], int, float]]()
+    for event in events:
+        if isinstance(event, int):
+            if lent:
+                context, prompt, max_tokens, drafted = lent.pop(event % len(lent))
+                written = prompt + [99] * (max_tokens - 1)
+                texts.fill(context, written[: context.target.n_ctx], drafted)
+                assert texts.num_bytes <= memory or not lent
+                texts.pool.give_back(context)
+                if event % 2:
+                    texts.pool.tidy()
+        else:
+            prompt, max_tokens, drafted = event
+            found = texts.begin(prompt, max_tokens)
+            if found is not None:
+                lent.append((found, *event))
+            else:
+                assert lent
+        # Dropped ones may not have been collected yet, and only one that is alone may be larger than the bound.
+        assert texts.num_bytes <= memory or len(lent) + len(texts.pool._given_back) <= 1
+    for context, *_ in lent:
+        texts.pool.give_back(context)
+    texts.pool.tidy()
+    assert texts.num_bytes == texts.pool.num_bytes <= memory
+    closed = [context for context in texts.made if context.target.closed]
+    assert len(texts.made) - len(closed) == len(texts.pool._at_rest)
+
+
+# ---- Real ----
+
+GREETING = "def fibonacci(n):\n    if n < 2:\n        return n\n    a, b = 0, 1\n    for i in range(n):\n"
+PROMPTS = [
+    GREETING + "        a, b = b,",
+    GREETING + "        print(",
+    GREETING[:40],
+    "class Tree:\n",
+    GREETING + "        a, b = b,",
+    GREETING + "        print(a",
+]
+
+
+def cold(engine: Engine, prompt: str, count: int, sampling: SamplingConfig) -> list[int]:
+    """Token by token on a session of its own."""
+    tokens = engine.encode(prompt).tolist()
+    session = _core.Session(engine.model)
+    session.prefill(tokens[:-1])
+    found = list[int]()
+    while len(found) < count:
+        _, (token,) = session.verify(tokens[-1:], [-1], sampling.native)
+        if engine.tokenizer.is_end(int(token)):
+            break
+        found.append(int(token))
+        tokens.append(int(token))
+    return found
+
+
+@pytest.fixture(params=["draft", "n-grams"])
+def house(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with pystaged.load(draft="auto" if request.param == "draft" else "none") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, seed=5)], ids=["greedy", "warm"])
+def test_texts_in_forked_contexts(house: Engine, sampling: SamplingConfig) -> None:
+    for prompt in PROMPTS:
+        result = house.generate(prompt, max_tokens=40, sampling=sampling)
+        assert result.tokens == cold(house, prompt, 40, sampling)
+    assert result.stats.reused_tokens == len(house.encode(PROMPTS[1])) > 20
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, seed=5)], ids=["greedy", "warm"])
+def test_texts_forked_from_running_ones(house: Engine, sampling: SamplingConfig) -> None:
+    streams = []
+    for prompt in PROMPTS:
+        streams.append(house.stream(prompt, max_tokens=40, sampling=sampling))
+        for stream in streams:
+            next(stream, None)
+    for prompt, stream in zip(PROMPTS, streams, strict=True):
+        assert stream.finish().tokens == cold(house, prompt, 40, sampling)
+    assert [stream.result.stats.reused_tokens > 20 for stream in streams] == [False, True, True, False, True, True]
+
+
+def test_texts_that_begin_together_read_their_common_beginning_once(house: Engine) -> None:
+    prompts = [GREETING * 3 + f"# {i}\n" for i in range(4)]
+    streams = [house.stream(prompt, max_tokens=20) for prompt in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        with house._scheduler._driver.when_free():
+            reading = [threads.submit(stream.finish) for stream in streams]
+            while not all(stream._is_open for stream in streams) or house._scheduler._inbox.qsize() < len(streams):
+                time.sleep(0.001)
+        results = [each.result(60) for each in reading]
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.tokens == cold(house, prompt, 20, SamplingConfig())
+    common = len(house.encode(GREETING * 3)) - 64
+    assert sorted(result.stats.reused_tokens > common > 40 for result in results) == [False, True, True, True]
+
+
+def test_little_memory_changes_nothing() -> None:
+    sampling = SamplingConfig(0.8, seed=2)
+    with pystaged.load(kv_memory=3 << 20) as engine:
+        assert engine.kv_memory == 3 << 20
+        for prompt in PROMPTS:
+            result = engine.generate(prompt, max_tokens=40, sampling=sampling)
+            assert result.tokens == cold(engine, prompt, 40, sampling)
+            assert engine._contexts.num_bytes <= 3 << 20
+
+
+def test_a_text_waits_for_another_thread_s() -> None:
+    with pystaged.load() as sized:
+        memory = sized._contexts._needed(200)
+    found: list[list[int]] = []
+    with pystaged.load(kv_memory=memory) as engine:
+        stream = engine.stream(GREETING, max_tokens=60)
+        next(stream)
+        thread = threading.Thread(target=lambda: found.append(engine.generate("class Tree:", max_tokens=80).tokens))
+        thread.start()
+        tokens = stream.finish().tokens
+        thread.join(60)
+        assert tokens == cold(engine, GREETING, 60, SamplingConfig())
+        assert found == [cold(engine, "class Tree:", 80, SamplingConfig())]
+
+
+def test_a_real_conversation_survives_strangers(house: Engine) -> None:
+    conversation = GREETING + "# hello\n"
+    conversation += house.generate(conversation, max_tokens=60).text
+    for i in range(20):
+        stranger = house.generate(f"{GREETING}# stranger {i}\n", max_tokens=20)
+        assert stranger.stats.reused_tokens > 20
+    going_on = house.generate(conversation + "# and then\n", max_tokens=5).stats
+    assert going_on.prompt_tokens - going_on.reused_tokens < 15
+
+
+def test_what_was_learnt_is_inherited() -> None:
+    with pystaged.load() as engine:
+        engine.generate(GREETING, max_tokens=60, temperature=0.5)
+        (old,) = engine._contexts._at_rest
+        # Timing decides whether drafts are used; here they are.
+        tree = finish(old.drafters[0].draft(SamplingConfig(0.5), 3))
+        assert len(tree) > 1
+        old.drafters[0].advance([int(tree.tokens[1])])
+        old.budget._see_plain(old.budget.plain_seconds)
+        begun = engine._pair.decoder(0, None, old, 5)
+        assert begun.target.tokens.tolist() == old.target.tokens[:5].tolist()
+        for drafter, other in zip(begun.drafters, old.drafters, strict=True):
+            for greedy in (True, False):
+                calibration, source = cast(Any, drafter)._calibrations[greedy], cast(Any, other)._calibrations[greedy]
+                assert vars(calibration) == vars(source)
+                assert calibration.rates is not source.rates
+        learnt, source = vars(begun.budget), vars(old.budget)
+        for name in ("_learnt", "_purses", "_alone_seconds", "_plain_seen", "_reading"):
+            assert learnt[name] == source[name]
+        assert learnt["_learnt"] is not source["_learnt"]
+        # It is not where one begins.
+        new = engine._pair.decoder(0, None)
+        assert vars(new.budget)["_plain_seen"] != learnt["_plain_seen"]
+        assert vars(cast(Any, new.drafters[0])._calibrations[False]) != vars(
+            cast(Any, old.drafters[0])._calibrations[False]
+        )
+
+
+def test_a_fork_on_a_device(random_gguf: Callable[..., Path]) -> None:
+    path = random_gguf(vocab_size=300, context=96)
+    model = _core.Model(str(path), device="ggml-cpu")
+    session, whole = _core.Session(model), _core.Session(model)
+    session.prefill(range(30))
+    whole.prefill(range(20))
+    fork = session.fork(20)
+    for each in (fork, whole):
+        each.evaluate([7, 8], [-1, 0])
+    np.testing.assert_array_equal(fork.logits(1), whole.logits(1))
+    prompt = list(range(40))
+    with pystaged.load(path, device="ggml-cpu", policy=FixedPolicy(1, 1, 1)) as engine:
+        assert engine.kv_memory == 8 * engine.context_bytes
+        engine.generate([*prompt, 1], max_tokens=30)
+        assert engine.generate([*prompt, 2], max_tokens=5).stats.reused_tokens == 40
+        assert len(engine._contexts._at_rest) == 2
+
+
+@pytest.mark.parametrize("memory", [0, -5])
+def test_a_bound_that_is_none(memory: int) -> None:
+    with pytest.raises(ValueError, match="kv_memory must be a positive number of bytes"):
+        pystaged.load(kv_memory=memory)
+    with pytest.raises(TypeError):
+        pystaged.load(kv_memory="2G")  # type: ignore[arg-type]
+
+
+def test_memory_is_flat_over_many_short_texts(random_gguf: Callable[..., Path]) -> None:
+    process, generator = psutil.Process(), np.random.default_rng(0)
+    with pystaged.load(random_gguf(vocab_size=300, context=96), kv_memory=4 << 20) as engine:
+
+        def write(count: int) -> int:
+            for _ in range(count):
+                system = generator.integers(4)
+                prompt = [
+                    *range(system, system + 20),
+                    *generator.integers(256, size=generator.integers(1, 30)).tolist(),
+                ]
+                stream = engine.stream(prompt, max_tokens=3, temperature=1.0)
+                if generator.random() < 0.2:
+                    next(stream)
+                    del stream
+                else:
+                    stream.finish()
+                assert engine._contexts.num_bytes <= 4 << 20
+            gc.collect()
+            return process.memory_info().rss
+
+        before = write(TEXTS // 4)
+        after = write(TEXTS)
+    assert after - before < 8 << 20

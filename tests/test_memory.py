@@ -1,0 +1,50 @@
+"""How much memory is free, by simulated files of the system."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pystaged.memory import available_memory
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  900000 kB\nMemAvailable:  819200 kB\n")
+    return tmp_path
+
+
+def grant(root: Path, group: str, limit: str, used: int = 0, inactive_file: int = 0) -> None:
+    folder = root / "sys/fs/cgroup" / group
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(limit)
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {inactive_file}\n")
+
+
+def test_what_the_system_says(root: Path) -> None:
+    assert available_memory(root) == 800 * MIB
+
+
+def test_control_groups(root: Path) -> None:
+    (root / "proc/self/cgroup").write_text("1:name=systemd:/other\n0::/a/b\n")
+    assert available_memory(root) == 800 * MIB
+    grant(root, "a/b", "max\n")
+    assert available_memory(root) == 800 * MIB
+    grant(root, "a", str(500 * MIB), used=100 * MIB, inactive_file=30 * MIB)
+    assert available_memory(root) == 430 * MIB
+    grant(root, "a/b", str(200 * MIB), used=300 * MIB)
+    assert available_memory(root) == 0
+
+
+def test_a_system_that_does_not_say(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def test_here() -> None:
+    assert 0 < available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

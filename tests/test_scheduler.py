@@ -1,0 +1,287 @@
+"""Texts of one engine from many places: they join passes by themselves, and nobody hangs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pystaged
+from pystaged import Growth
+from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.rounds import LiveText, Rounds
+from pystaged.engine import Engine
+from pystaged.scheduler import MOST_UNREAD
+from pystaged.streams import Stream
+
+PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12]
+OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_p": 0.9}, {}]
+
+
+@pytest.fixture
+def path(random_gguf: Callable[..., Path]) -> Path:
+    return random_gguf("F32", context=512)
+
+
+@pytest.fixture
+def engine(path: Path) -> Iterator[Engine]:
+    with pystaged.load(path, policy=FixedPolicy(2, 3, 6)) as engine:
+        yield engine
+        wait_until(lambda: engine._scheduler._thread is None)
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many texts took part in each round of a thread."""
+    counts: list[int] = []
+    play = Rounds.play
+
+    def counted(self: Rounds, texts: Sequence[LiveText]) -> None:
+        counts.append(len(texts))
+        play(self, texts)
+
+    monkeypatch.setattr(Rounds, "play", counted)
+    return counts
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.002)
+
+
+def in_threads(*works: Callable[[], object]) -> None:
+    """Do them at once; an exception of one is the test's."""
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def test_texts_of_many_threads_share_passes(engine: Engine, rounds: list[int]) -> None:
+    def text(i: int, **options: Any) -> list[int]:
+        return engine.generate(PROMPTS[i % 4], max_tokens=60, **OPTIONS[i % 4], **options).tokens
+
+    alone = [text(i, speculate=False) for i in range(4)]
+    assert not rounds
+    found: dict[int, list[int]] = {}
+    start = threading.Barrier(8)
+
+    def work(i: int) -> None:
+        start.wait()
+        found[i] = text(i)
+
+    in_threads(*(lambda i=i: work(i) for i in range(8)))  # type: ignore[misc]
+    assert [found[i] for i in range(8)] == alone * 2
+    assert max(rounds) > 3
+    # Alone again, a text is its reader's own business.
+    wait_until(lambda: engine._scheduler._thread is None)
+    rounds.clear()
+    assert text(1) == alone[1]
+    assert not rounds
+
+
+def test_streams_that_are_read_in_turns(engine: Engine) -> None:
+    alone = [engine.generate(prompt, max_tokens=40).text for prompt in PROMPTS]
+    streams = [engine.stream(prompt, max_tokens=40) for prompt in PROMPTS]
+    texts = [""] * 4
+    going = {0, 1, 2, 3}
+    while going:
+        for i in sorted(going):
+            piece = next(streams[i], None)
+            if piece is None:
+                going.remove(i)
+            else:
+                texts[i] += piece.text
+    assert texts == alone == [stream.result.text for stream in streams]
+
+
+def test_a_reader_that_is_left_behind(engine: Engine) -> None:
+    left, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))
+    next(left)
+    whole = read.finish()
+    wait_until(lambda: engine._scheduler._thread is None or not engine._scheduler._ready())
+    entry = left._entry
+    assert entry.num_said - entry.num_read < MOST_UNREAD + 8
+    assert left.finish().tokens == whole.tokens
+    assert len(whole.tokens) == 400
+
+
+def test_what_is_dropped_or_closed_leaves_the_others_alone(engine: Engine) -> None:
+    alone = engine.generate(PROMPTS[1], max_tokens=60).tokens
+    kept, dropped, closed, unread = (engine.stream(PROMPTS[i], max_tokens=60) for i in (1, 2, 3, 0))
+    for stream in (kept, dropped, closed):
+        next(stream)
+    del dropped, unread
+    gc.collect()
+    closer = threading.Thread(target=closed.close)
+    closer.start()
+    assert kept.finish().tokens == alone
+    closer.join(60)
+    assert closed.result.finish_reason == "cancelled"
+    assert engine._scheduler._texts == []
+
+
+def test_a_policy_that_fails_harms_nobody_else(path: Path) -> None:
+    class Failing(FixedPolicy):
+        calls = 0
+
+        def keep(self, growth: Growth) -> int:
+            Failing.calls += 1
+            if Failing.calls == 5:
+                raise RuntimeError("mine")
+            return super().keep(growth)
+
+    with pystaged.load(path, policy=Failing(2, 3, 6)) as engine:
+        alone = engine.generate(PROMPTS[0], max_tokens=50, speculate=False).tokens
+        streams = [engine.stream(PROMPTS[0], max_tokens=50) for _ in range(4)]
+        for stream in streams:
+            next(stream)
+        found: list[object] = []
+        for stream in streams:
+            try:
+                found.append(stream.finish().tokens)
+            except RuntimeError as error:
+                found.append(str(error))
+        assert sorted(found, key=str) == [alone] * 3 + ["mine"]
+        assert engine.generate(PROMPTS[0], max_tokens=50).tokens == alone
+
+
+def test_a_policy_that_generates(path: Path) -> None:
+    class Nested(FixedPolicy):
+        inside = False
+        found: list[int]
+
+        def keep(self, growth: Growth) -> int:
+            if not Nested.inside:
+                Nested.inside = True
+                Nested.found = engine.generate(PROMPTS[1], max_tokens=5).tokens
+            return super().keep(growth)
+
+    with pystaged.load(path, policy=Nested(2, 3, 6)) as engine:
+        alone = [engine.generate(prompt, max_tokens=20, speculate=False).tokens for prompt in PROMPTS[:2]]
+        for count in (1, 3):
+            Nested.inside = False
+            streams = [engine.stream(PROMPTS[0], max_tokens=20) for _ in range(count)]
+            assert [stream.finish().tokens for stream in streams] == [alone[0]] * count
+            assert Nested.found == alone[1][:5]
+
+
+def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
+    streams = [engine.stream(PROMPTS[0], max_tokens=30) for _ in range(2)]
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise AssertionError("a fault")
+
+        patch.setattr(Rounds, "play", fail)
+        next(streams[0])
+        for stream in reversed(streams):
+            with pytest.raises(AssertionError, match="a fault"):
+                next(stream)
+    wait_until(lambda: engine._scheduler._thread is None)
+    assert engine.generate(PROMPTS[0], max_tokens=30).tokens == alone
+
+
+def test_closing_an_engine_under_its_texts(path: Path) -> None:
+    with pystaged.load(path) as engine:
+        alone = engine.generate(PROMPTS[0], max_tokens=50).tokens
+    engine = pystaged.load(path)
+    streams = [engine.stream(PROMPTS[0], max_tokens=50) for _ in range(3)]
+    for stream in streams:
+        next(stream)
+    engine.close()
+    assert [stream.finish().tokens for stream in streams] == [alone] * 3
+    with pytest.raises(ValueError, match="closed"):
+        engine.generate(PROMPTS[0])
+
+
+def test_texts_wait_for_memory(path: Path) -> None:
+    with pystaged.load(path, kv_memory=1) as engine:
+        alone = [engine.generate(prompt, max_tokens=30).tokens for prompt in PROMPTS]
+        found: dict[int, list[int]] = {}
+        most: list[int] = []
+
+        def work(i: int) -> None:
+            stream = engine.stream(PROMPTS[i], max_tokens=30)
+            for _ in stream:
+                most.append(len(engine._contexts._lent))
+            found[i] = stream.result.tokens
+
+        in_threads(*(lambda i=i: work(i) for i in range(4)))  # type: ignore[misc]
+        assert [found[i] for i in range(4)] == alone
+        assert max(most) == 1
+        # But none waits for a text whose reader waits for it.
+        left = engine.stream(PROMPTS[0], max_tokens=400)
+        next(left)
+        assert engine.generate(PROMPTS[1], max_tokens=30).tokens == alone[1]
+        assert left.finish().tokens[:30] == alone[0]
+
+
+def test_texts_on_a_device(path: Path) -> None:
+    with pystaged.load(path, device="ggml-cpu") as engine:
+        alone = [engine.generate(prompt, max_tokens=20).tokens for prompt in PROMPTS]
+        streams = [engine.stream(prompt, max_tokens=20) for prompt in PROMPTS]
+        for stream in streams:
+            next(stream)
+        assert [stream.finish().tokens for stream in streams] == alone
+
+
+ENDING = """
+import sys, threading
+import pystaged
+
+engine = pystaged.load(sys.argv[1])
+streams = [engine.stream("the tree", max_tokens=400) for _ in range(4)]
+for stream in streams:
+    next(stream)
+print(engine._scheduler._thread is not None)
+"""
+
+
+def test_a_process_ends_while_texts_are_being_written(path: Path) -> None:
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", ENDING, path], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_has_a_scheduler_of_its_own(engine: Engine) -> None:
+    alone = engine.generate(PROMPTS[0], max_tokens=40).tokens
+    streams: list[Stream] = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(3)]
+    for stream in streams:
+        next(stream)
+    child = os.fork()
+    if child == 0:
+        ok = False
+        try:
+            ok = engine.generate(PROMPTS[0], max_tokens=40).tokens == alone
+        finally:
+            os._exit(0 if ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all(stream.finish().tokens[:40] == alone for stream in streams)
