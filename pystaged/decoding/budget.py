@@ -266,6 +266,7 @@ class Budget:
     def _see_plain(self, seconds: float) -> None:
         self._plain_seen += 1
         weight = max(_PLAIN_BLEND, 1 / self._plain_seen)
+        least = min(self._alone_seconds, self._cost(1, self._cells)) if self._cost and self._texts > 1 else 0.0
         self._alone_seconds *= 1 + weight * surprise(seconds, self.plain_seconds)
         if self.plain_seconds > _DOUBT * seconds:
             # Another time's, or of a busy machine. What was learnt and earned by it is as wrong.
@@ -273,6 +274,8 @@ class Budget:
             self._plain_seen = 1
             self._here.seen[:] = [_PRIOR] * len(self._here.seen)
             self.credit = min(self.credit, OPENING * seconds)
+        # A crowd's step tells what texts add to its pass. What the pass takes is not learnt here, and would sink to 0.
+        self._alone_seconds = max(self._alone_seconds, least)
         self._count_check()
 
     def _count_check(self) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pystaged.config import SamplingConfig
-from pystaged.decoding.budget import OPENING, PROMPT, SHARE
+from pystaged.decoding.budget import OPENING, PROMPT, SHARE, Budget
 from pystaged.decoding.calibration import Calibration
 from pystaged.decoding.cost import PassCost, measure
 from pystaged.decoding.crowd import Crowd
@@ -580,6 +580,19 @@ def test_plain_steps_that_were_believed_to_take_longer_are_put_right(factor: flo
         losses.append(lost(text))
     assert losses[0] < 0.2
     assert max(losses[1:]) < 0.03
+
+
+def test_what_a_step_of_a_crowd_takes_says_little_of_a_lone_one() -> None:
+    """Where passes of several texts take less than believed for long, say because one of them often waits."""
+    crowd = Crowd(lambda: 0.0)
+    budget = Budget(PassCost({1: 1.0, 2: 2.0}), lambda _: [], crowd)
+    crowd.texts = 4
+    budget.choose([], 0)
+    for _ in range(3000):
+        budget._see_plain(1.0)
+    crowd.texts = 1
+    budget.choose([], 0)
+    assert budget.plain_seconds == 1.0
 
 
 @pytest.mark.parametrize("turn", [1, 3, 10, 40])
