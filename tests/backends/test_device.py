@@ -1,9 +1,8 @@
-"""The portable path: GPT-2 in ggml's own operations, here on ggml's CPU backend or on $PYSTAGED_TEST_DEVICE."""
+"""The portable path: decoders in ggml's own operations, here on ggml's CPU backend or on $PYSTAGED_TEST_DEVICE."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from grow import grow
+from support.device import DEVICE, GPU_LAYERS
 from support.logits import llama_context, llama_output, llama_pass, trained_tokens
+from support.random_models import RandomModel, write
 from support.reference import Gpt2Reference
 from typer.testing import CliRunner
 
@@ -33,8 +34,6 @@ from pystaged.loading.costs import Costs
 
 Floats = npt.NDArray[np.float32]
 
-DEVICE = os.environ.get("PYSTAGED_TEST_DEVICE", "ggml-cpu")
-GPU_LAYERS = 0 if DEVICE == "ggml-cpu" else 99  # of llama.cpp
 ROWS = 64  # of a pass
 GREEDY = SamplingConfig()
 PROMPT = "def fibonacci(n):"
@@ -86,15 +85,30 @@ def code(house_target: Path) -> list[int]:
 def test_house_target_against_llama_cpp(
     house_target: Path, float_target: Path, code: list[int], quantization: str
 ) -> None:
-    """ggml's results depend on the rows of a pass, so llama.cpp is given the same passes."""
     path = float_target if quantization == "F32" else house_target
-    mine, rng = trained_tokens(house_target), np.random.default_rng(2)
+    mine = trained_tokens(house_target)
+    assert_as_llama_cpp(path, code, mine)
+
+
+@pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_families_against_llama_cpp(tmp_path: Path, family: str, quantization: str) -> None:
+    path = write(tmp_path / "model.gguf", RandomModel(family, head_dim=32, quantization=quantization))
+    assert_as_llama_cpp(path, np.random.default_rng(0).integers(0, 257, 3 * ROWS).tolist(), np.arange(257))
+
+
+def assert_as_llama_cpp(path: Path, text: list[int], mine: npt.NDArray[np.intp]) -> None:
+    """The logits of the tokens `mine` in whole passes of a text, in passes of one row and in one of a tree.
+
+    ggml's results depend on the rows of a pass, so llama.cpp is given the same passes.
+    """
+    rng = np.random.default_rng(2)
     session = open_session(path)
-    actual, expected = [all_logits(session, code)], []
-    session.prefill(code)
+    actual, expected = [all_logits(session, text)], []
+    session.prefill(text)
     with llama_context(path, GPU_LAYERS) as context:
-        for first in range(0, len(code), ROWS):
-            expected.append(llama_pass(context, code[first : first + ROWS], first))
+        for first in range(0, len(text), ROWS):
+            expected.append(llama_pass(context, text[first : first + ROWS], first))
         for _ in range(16):
             token = int(actual[-1][-1].argmax())
             session.evaluate([token], [-1])

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
+from support.device import DEVICE, GPU_LAYERS
 from support.family_reference import FamilyReference
 from support.logits import llama_context, llama_pass, model_logits
 from support.random_models import Change, RandomModel, quantize, split, write
@@ -120,9 +121,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def llama_logits(path: Path, tokens: list[int]) -> Floats:
+def llama_logits(path: Path, tokens: list[int], gpu_layers: int = 0) -> Floats:
     """Logits after each token, in passes of ROWS."""
-    with llama_context(path, n_ctx=512, rows=ROWS, num_threads=1) as context:
+    with llama_context(path, gpu_layers, n_ctx=512, rows=ROWS, num_threads=1) as context:
         return np.concatenate(
             [llama_pass(context, tokens[first : first + ROWS], first) for first in range(0, len(tokens), ROWS)]
         )
@@ -136,9 +137,9 @@ def text(vocab_size: int, length: int = LENGTH) -> list[int]:
 @pytest.mark.parametrize("case", CASES)
 def test_devices_against_llama_cpp(written: Callable[[str], Path], case: str) -> None:
     path, tokens = written(case), text(CASES[case].vocab_size)
-    expected = llama_logits(path, tokens)
+    expected = llama_logits(path, tokens, GPU_LAYERS)
     assert expected.std() > 0.1
-    found = model_logits(Model(str(path), device="ggml-cpu"), tokens)
+    found = model_logits(Model(str(path), device=DEVICE), tokens)
     assert np.abs(found - expected).max() <= 1e-3
 
 
