@@ -23,7 +23,7 @@ class DrafterStats:
     """One drafter's work.
 
     passes: passes of a model, or lookups; weight_bytes: read in them. seconds: drafting; native_seconds: of these in
-    the engine. guessed: tokens the drafter below proposed to this one; confirmed: those of them that saved it a pass.
+    C++. guessed: tokens the drafter below proposed to this one; confirmed: those of them that saved it a pass.
     """
 
     passes: int = 0
@@ -46,8 +46,8 @@ class DrafterStats:
 class PassStats:
     """Passes of the target, whoever shared them.
 
-    passes: how many; seconds: in them. rows: of all of them. prompt_rows: those that read prompts; guesses: those that
-    were nodes of trees, roots excluded. steps: of texts, taken in them.
+    passes: how many; seconds: in them. rows: in them; prompt_rows: those of prompts being read; guesses: those of
+    trees' nodes, roots excluded. steps: that texts took in them.
     """
 
     passes: int = 0
@@ -77,7 +77,7 @@ class PassStats:
 
     @property
     def guess_share(self) -> float:
-        """Part of the rows that were guesses."""
+        """Part of all rows that were guesses."""
         return self.guesses / self.rows if self.rows else 0.0
 
     def to_dict(self) -> dict[str, float]:
@@ -170,7 +170,7 @@ class GenerationStats:
 
     @property
     def native_seconds(self) -> float:
-        """Decoding time in the engine, of target and drafts."""
+        """Decoding time in C++, of target and drafts."""
         return self.target_seconds + sum(work.native_seconds for work in self.drafters.values())
 
     @property
@@ -225,7 +225,7 @@ class GenerationStats:
 
     @property
     def python_share(self) -> float:
-        """Part of the decoding time spent outside the engine."""
+        """Part of the decoding time spent outside C++."""
         return 1 - self.native_seconds / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
