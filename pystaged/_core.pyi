@@ -373,8 +373,8 @@ class Work:
 def run(works: Sequence[Work]) -> list[Any]:
     """Do works of several texts in one pass, or in several where their rows are more than a pass takes.
 
-    Every row has the bits that it has alone. On devices each text has passes of its own. All or none: whatever fails, every
-    session is left as it was.
+    Every row has the bits that it has alone. On devices each text has passes of its own. All or none: whatever fails,
+    every session is left as it was.
 
     Returns:
         The works' results, in order.
