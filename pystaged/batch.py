@@ -75,8 +75,6 @@ def results(
     """Continue each of the prompts n times, many texts at once. Text i of each prompt, from 0, has the seed + i, modulo
     2**64.
 
-    A prompt is read once: others that begin with it wait until its first text has read it.
-
     Yields:
         Results in order, each as soon as it and all before it are there.
 
@@ -96,23 +94,12 @@ def _results(engine: Engine, writers: Sequence[Writer]) -> Generator[GenerationR
         # A policy waits for these texts, and the thread for the policy.
         yield from (Stream(writer).finish() for writer in writers)
         return
-    followers: dict[bytes, deque[Writer]] = {}  # of each prompt, until its first text has said something
-    waiting, ended = deque[Writer](), set[Writer]()
-    for writer in writers:
-        prompt = writer.prompt_tokens.tobytes()
-        if prompt not in followers:
-            waiting.append(writer)
-        followers.setdefault(prompt, deque()).append(writer)
-    left = deque(writers)
+    waiting, left, ended = deque(writers), deque(writers), set[Writer]()
     with closing(Batch(engine._scheduler)) as batch:
         while left:
             while waiting and len(batch) < MOST_AT_ONCE:
                 batch.open(waiting.popleft())
             writer, said = batch.next()
-            behind = followers.pop(writer.prompt_tokens.tobytes(), None)
-            if behind:
-                behind.popleft()
-                waiting.extendleft(reversed(behind))
             if said is None:
                 ended.add(writer)
             while left and left[0] in ended:

@@ -189,9 +189,10 @@ def fail() -> None:
 
 
 def rest(engine: Engine) -> int:
-    """Texts that are left in the scheduler."""
+    """Texts that are left in the scheduler, and contexts that are lent."""
     engine._scheduler._settle()
-    return len(engine._scheduler._texts)
+    engine._contexts.tidy()
+    return len(engine._scheduler._texts) + len(engine._contexts._lent)
 
 
 def test_what_ends_a_text_cancels_its_batch_and_no_neighbour(path: Path) -> None:
@@ -238,6 +239,29 @@ def test_a_policy_may_generate_several(path: Path) -> None:
         results = engine.generate(PROMPTS, max_tokens=12)
     assert [told(each) for each in found] == [alone(path, prompt, max_tokens=6) for prompt in PROMPTS]
     assert [told(each) for each in results] == [alone(path, prompt, max_tokens=12) for prompt in PROMPTS]
+
+
+def test_dropped_streams_that_shared_passes_end(plain: Engine, path: Path) -> None:
+    streams = [plain.stream(prompt, max_tokens=400) for prompt in PROMPTS]
+    for stream in streams:
+        next(stream)
+    entries = [stream._entry for stream in streams]
+    gc.collect()
+    gc.disable()
+    try:
+        del stream, streams
+        assert told(plain.generate(PROMPTS[1], max_tokens=30)) == alone(path, PROMPTS[1], max_tokens=30)
+    finally:
+        gc.enable()
+    assert all(entry.is_over for entry in entries)
+    assert rest(plain) == 0
+
+
+def test_a_closed_engine_continues_no_batch(path: Path) -> None:
+    with pystaged.load(path, draft=None) as engine:
+        assert rest(engine) == 0
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.generate(PROMPTS)
 
 
 # ---- Event loops ----

@@ -112,19 +112,21 @@ class Server:
     Args:
         command: the program and its options.
         slots: requests that it works on at once.
+        output: where what it prints goes, as in Popen.
 
     Raises:
         RuntimeError: it does not become ready.
     """
 
-    def __init__(self, command: list[str], slots: int = 1) -> None:
+    def __init__(self, command: list[str], slots: int = 1, output: int | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
         # Only this machine is asked, whatever proxy is set.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self.process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port), "-np", str(slots)])
+        command = [*command, "--host", "127.0.0.1", "--port", str(port), "-np", str(slots)]
+        self.process = subprocess.Popen(command, stdout=output, stderr=output)
         deadline = time.monotonic() + _SECONDS_TO_LOAD
         while not self._ready():
             if self.process.poll() is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -166,12 +167,12 @@ def measure(
         found: list[Figures] = []
         for count in counts:
             batch = [tokens[i % len(tokens)] for i in range(count)]
-            with _ways(engine, config, setup, count) as ways:
+            with _ways(engine, config, setup, count, progress) as ways:
                 found += _figures(ways, batch, None, repeats, progress)
         if prompt_beside:
             others = [tokens[i % len(tokens)] for i in range(BESIDE)]
             newcomer = np.resize(np.concatenate(tokens[::-1]), prompt_beside)
-            with _ways(engine, config, setup, BESIDE + 1) as ways:
+            with _ways(engine, config, setup, BESIDE + 1, progress) as ways:
                 found += _figures(ways, others, newcomer, repeats, progress)
         about: dict[str, Any] = {
             "machine": conditions.machine(),
@@ -190,18 +191,23 @@ def measure(
 
 
 @contextmanager
-def _ways(engine: Engine, config: GenerationConfig, setup: dict[str, Any], count: int) -> Iterator[list[Way]]:
+def _ways(
+    engine: Engine, config: GenerationConfig, setup: dict[str, Any], count: int, progress: Callable[[str], None]
+) -> Iterator[list[Way]]:
     """Whoever writes so many texts; plain decoding is the first."""
     with ExitStack() as stack:
         ways: list[Way] = [Ours("plain", engine, replace(config, speculate=False)), Ours("drafted", engine, config)]
         if setup["program"]:
             for name in ("plain", "draft-simple") if setup["draft"] else ("plain",):
-                ways.append(stack.enter_context(closing(LlamaServer(name, setup, config, count))))
+                try:
+                    ways.append(stack.enter_context(closing(LlamaServer(name, setup, config, count))))
+                except RuntimeError as error:
+                    progress(f"llama-server, {name}, takes no part: {error}")
         yield ways
 
 
 def _figures(
-    ways: Sequence[Way],
+    ways: list[Way],
     prompts: Sequence[Tokens],
     newcomer: Tokens | None,
     repeats: int,
@@ -214,11 +220,18 @@ def _figures(
             progress(
                 f"{len(prompts)} texts, {way.name}" + (", and a prompt beside them" if newcomer is not None else "")
             )
-            written, passes = way.write(prompts, newcomer)
+            try:
+                written, passes = way.write(prompts, newcomer)
+            except RuntimeError as error:
+                if isinstance(way, Ours):
+                    raise
+                progress(f"{way.name} takes no part any more: {error}")
+                ways.remove(way)
+                continue
             expected = expected or [each.tokens for each in written]
             different = sum(each.tokens != tokens for each, tokens in zip(written, expected, strict=True))
             found[way.name].append(_summary(way.name, written, newcomer is not None, different, passes))
-    return [_median(runs) for runs in found.values()]
+    return [_median(runs) for runs in found.values() if runs]
 
 
 def _summary(
@@ -289,7 +302,7 @@ class Ours:
                 if piece is not None and piece.tokens:
                     texts[writer].tokens.extend(piece.tokens)
                     texts[writer].times.append((now, len(piece.tokens)))
-                if late and len(texts[writer].tokens) >= _BEGUN:
+                if late and (piece is None or len(texts[writer].tokens) >= _BEGUN):
                     waiting.discard(writer)
                     if not waiting:
                         texts[late] = Written([], [(now, 0)])
@@ -318,7 +331,7 @@ class LlamaServer:
         command += ["-t", threads, "-tb", threads]
         if way != "plain":
             command += ["-md", setup["draft"], "-td", threads, "-tbd", threads, "--spec-type", way]
-        self._server = Server(command, slots)
+        self._server = Server(command, slots, subprocess.DEVNULL)
 
     def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
         """As Way.write."""

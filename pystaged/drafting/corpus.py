@@ -8,19 +8,20 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Model, Sampling, Session
+from pystaged._core import Model, Sampling, Session, Work, run
 
-_BRANCHES = 16  # sequences that grow side by side
+_SHARE = 16  # sequences that a context has room for: short ones, but trigrams look back two tokens only
+_SIDE_BY_SIDE = 64  # sequences in one pass
 
 
 def sample_documents(
     model: Model, start: int, num_tokens: int, *, temperature: float, seed: int = 0
 ) -> Iterator[NDArray[np.int32]]:
-    """Sample sequences that begin after a token, as branches of one tree that deepens with every pass.
+    """Sample sequences that begin after a token.
 
     Args:
         start: the token before each sequence, normally the end of text.
-        num_tokens: in all sequences together, at least; whole batches are made.
+        num_tokens: in all sequences together, at least; they come by sixteens.
         temperature: 1.5 in Spector & Ré 2023 (arXiv 2308.04623), to see more of what the draft may say.
         seed: the same seed gives the same text; from 0 to 2**32 - 1.
 
@@ -34,26 +35,26 @@ def sample_documents(
         raise ValueError(f"temperature must be above 0 and finite, or all sequences are the same; not {temperature}")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be between 0 and 2**32 - 1, not {seed}")
-    session = Session(model)
-    # The cells of a batch must fit the context. Branches are short, but trigrams look back two tokens only.
-    length = max(2, session.n_ctx // _BRANCHES)
-    done = 0
+    sessions = [Session(model)]
+    length = max(2, sessions[0].n_ctx // _SHARE)
+    number = _SHARE * -(-num_tokens // (_SHARE * length))
+    sessions += [Session(model) for _ in range(1, min(_SIDE_BY_SIDE, number))]
     try:
-        while done < num_tokens:
-            session.evaluate([start], [-1])
-            rows = [0] * _BRANCHES
+        for first in range(0, number, len(sessions)):
             samplings = [
-                Sampling(temperature, seed=(seed << 32) + done + branch * length) for branch in range(_BRANCHES)
+                Sampling(temperature, seed=(seed << 32) + length * document)
+                for document in range(first, min(first + len(sessions), number))
             ]
-            batch = np.empty((_BRANCHES, length), np.int32)
+            texts = np.full((len(samplings), length + 1), start, np.int32)
+            for session in sessions:
+                session.truncate(0)
             for depth in range(length):
-                tokens, _ = session.candidates(rows, 1, samplings)
-                batch[:, depth] = tokens[:, 0]
-                if depth + 1 < length:
-                    session.evaluate(batch[:, depth], rows)
-                    rows = list(range(1 + depth * _BRANCHES, 1 + (depth + 1) * _BRANCHES))
-            session.discard()
-            done += batch.size
-            yield from batch
+                works = [
+                    Work.verify(session, [token], [-1], sampling)
+                    for session, token, sampling in zip(sessions, texts[:, depth].tolist(), samplings, strict=False)
+                ]
+                texts[:, depth + 1] = [found[1][0] for found in run(works) if found]
+            yield from texts[:, 1:]
     finally:
-        session.close()
+        for session in sessions:
+            session.close()

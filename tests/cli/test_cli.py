@@ -78,6 +78,36 @@ def test_a_seed_is_drawn(path: Path) -> None:
     assert re.search(rf"read {read} tokens of the prompt in \d+\.\d\d seconds; seed {drawn['seed']}\n", said)
 
 
+def test_several_texts(tmp_path: Path, path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes("the tree then \r\n\nher hat [bold]\né".encode())
+    texts = ["the tree then ", "her hat [bold]", "é"]
+    expected = [
+        pystaged.generate(text, model=path, max_tokens=12, temperature=1.0, seed=seed)
+        for text in texts
+        for seed in (4, 5)
+    ]
+    options = ("--model", path, "--max-tokens", "12", "--temperature", "1", "--seed", "4", "--n", "2")
+    done = run("generate", "--prompts", prompts, *options, "--verbose")
+    assert done.returncode == 0, done.stderr
+    named = [
+        f"==> {i}: {texts[(i - 1) // 2]!r}, seed {each.seed} <==\n{each.text}\n\n" for i, each in enumerate(expected, 1)
+    ]
+    assert done.stdout.decode() == "".join(named)
+    assert b"6 texts, " in done.stderr
+    assert b"passes of the target in " in done.stderr
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    done = run("generate", "--prompts", lines, *options, "--json")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["prompt"] for each in found] == [text for text in texts for _ in range(2)]
+    assert [(each["tokens"], each["seed"]) for each in found] == [(each.tokens, each.seed) for each in expected]
+    done = run("generate", texts[0], *options, "--json")
+    assert [json.loads(line)["tokens"] for line in done.stdout.splitlines()] == [each.tokens for each in expected[:2]]
+    prompts.write_text("\n")
+    assert_refused(run("generate", "--prompts", prompts, "--model", path), "prompts.txt has no prompts")
+
+
 def test_stop_strings(path: Path, result: pystaged.GenerationResult) -> None:
     late, early = result.text[25:28], result.text[10:12]
     done = run("generate", PROMPT, "--model", path, *WARM, "--stop", late, "--stop", early)
@@ -143,6 +173,11 @@ def test_a_long_prompt(path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
+        ["generate"],
+        ["generate", "x", "--prompts", "y"],
+        ["generate", "x", "--n", "0"],
+        ["generate", "x", "--n", "2", "--show-tree"],
+        ["generate", "x", "--n", "2", "--color", "stages"],
         ["generate", "x", "--max-tokens", "few"],
         ["generate", "x", "--threads", "99999999999"],
         ["generate", "x", "--device", b"\xff"],

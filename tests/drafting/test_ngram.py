@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.commands import run
 
-from pystaged._core import Model, Tokenizer
+from pystaged._core import Model, Session, Tokenizer
+from pystaged.config import SamplingConfig
+from pystaged.decoding.loop import Decoder
 from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.corpus import sample_documents
 from pystaged.drafting.katz import estimate
@@ -585,3 +587,15 @@ def test_truncate_refuses(length: int) -> None:
 def test_context_refuses_impossible_sizes() -> None:
     with pytest.raises(ValueError, match="k must be at least 1"):
         ContextNgrams().candidates([1], 0)
+
+
+def test_sampled_texts_are_those_of_lone_contexts(draft: Path) -> None:
+    """More of them than go into one pass, and the last ones fewer."""
+    model = Model(os.fsencode(draft))
+    length = Session(model).n_ctx // 16
+    found = list(sample_documents(model, 0, 65 * length, temperature=1.5, seed=3))
+    assert len(found) == 80
+    for i in (0, 17, 63, 64, 79):
+        sampling = SamplingConfig(1.5, seed=(3 << 32) + i * length)
+        steps = Decoder(Session(model)).generate(np.zeros(1, np.int32), sampling, length)
+        assert found[i].tolist() == [token for step in steps for token in step.tokens]

@@ -825,35 +825,51 @@ void test_attention(const AttentionCase& c) {
     }
 
     const size_t out_stride = padded(heads * c.dim, kBlock);
-    const auto attend = [&](const Kernel& kernel, int first_row, int num_threads, const Array<float>& out,
+    // In a pass with others like it, of which every other one has its rows in two segments.
+    const auto attend = [&](const Kernel& kernel, int first_row, int num_threads, int texts, const Array<float>& out,
                             const Quantized* quantized) {
-        KvCache cache(c.type, 2, c.kv_heads, c.dim, cells);
-        for (int head = 0; head < c.kv_heads; ++head) {
-            for (int cell = 0; cell < c.committed; ++cell) {
-                const size_t at = (size_t(head) * cells + cell) * c.dim;
-                cache.store(scalar, 1, head, cell, &keys[at], &values[at]);
-            }
-        }
-        const Array<float> mutated(qkv.size());
-        AttentionScratch scratch(num_threads, c.kv_heads, c.dim);
-        scratch.most_partials = num_threads % 2 ? scratch.most_partials : 1;
-        std::copy_n(qkv.data(), qkv.size(), mutated.data());
+        std::vector<std::unique_ptr<KvCache>> caches;
         AttentionRows rows;
-        rows.n = c.n;
+        std::vector<RowContext> all_contexts;
+        const Array<float> mutated(texts * qkv.size()), all_cosines(texts * cosines.size()),
+            all_sines(texts * sines.size()), all_scales(texts * c.n);
+        for (int text = 0; text < texts; ++text) {
+            caches.push_back(std::make_unique<KvCache>(c.type, 2, c.kv_heads, c.dim, cells));
+            KvCache& cache = *caches.back();
+            for (int head = 0; head < c.kv_heads; ++head) {
+                for (int cell = 0; cell < c.committed; ++cell) {
+                    const size_t at = (size_t(head) * cells + cell) * c.dim;
+                    cache.store(scalar, 1, head, cell, &keys[at], &values[at]);
+                }
+            }
+            const int half = text % 2 * c.n / 2;
+            if (half > 0) {
+                rows.segments.push_back({&cache, text * c.n, half, c.committed});
+                rows.texts_apart = false;
+            }
+            rows.segments.push_back({&cache, text * c.n + half, c.n - half, c.committed + half});
+            all_contexts.insert(all_contexts.end(), contexts.begin(), contexts.end());
+            std::copy_n(qkv.data(), qkv.size(), mutated.data() + text * qkv.size());
+            std::copy_n(cosines.data(), cosines.size(), all_cosines.data() + text * cosines.size());
+            std::copy_n(sines.data(), sines.size(), all_sines.data() + text * sines.size());
+            std::copy_n(row_scale.data(), c.n, all_scales.data() + text * c.n);
+        }
+        const KvCache& cache = *caches.back();
+        AttentionScratch scratch(num_threads, c.dim);
+        scratch.most_partials = num_threads % 2 ? scratch.most_partials : 1;
+        rows.n = texts * c.n;
         rows.first_row = first_row;
-        rows.first_cell = c.committed;
-        rows.contexts = contexts.data();
+        rows.contexts = all_contexts.data();
         rows.half = c.half;
-        rows.cos = cosines.data();
-        rows.sin = sines.data();
-        rows.row_scale = c.norms ? row_scale.data() : nullptr;
+        rows.cos = all_cosines.data();
+        rows.sin = all_sines.data();
+        rows.row_scale = c.norms ? all_scales.data() : nullptr;
         rows.q = mutated.data();
         rows.k = rows.q + heads * c.dim;
         rows.v = rows.k + c.kv_heads * c.dim;
         rows.stride = stride;
-        const QuantizedRows next = quantized ? quantized->rows(c.n - first_row, Packing::q8_0) : QuantizedRows();
-        tree_attention(kernel, num_threads, cache, 1, how, rows, out.data(), out_stride, quantized ? &next : nullptr,
-                       scratch);
+        const QuantizedRows next = quantized ? quantized->rows(rows.n - first_row, Packing::q8_0) : QuantizedRows();
+        tree_attention(kernel, num_threads, 1, how, rows, out.data(), out_stride, quantized ? &next : nullptr, scratch);
         for (int head = 0; head < c.kv_heads; ++head) {
             for (int i = 0; i < c.n; ++i) {
                 const int cell = c.committed + i;
@@ -871,7 +887,7 @@ void test_attention(const AttentionCase& c) {
 
     const Array<float> expected(c.n * out_stride);
     std::fill_n(expected.data(), expected.size(), NAN);
-    attend(scalar, 0, 1, expected, nullptr);
+    attend(scalar, 0, 1, 1, expected, nullptr);
     for (int i = 0; i < c.n; ++i) {
         const int first = c.window > 0 ? std::max(0, contexts[i].length - c.window) : 0;
         for (int head = 0; head < heads; ++head) {
@@ -915,13 +931,19 @@ void test_attention(const AttentionCase& c) {
             // Fewer rows need attention than are stored; another tile of rows must not change one.
             const int first_row = num_threads == 1 ? 0 : random_int(0, c.n);
             const Array<float> out((c.n - first_row) * out_stride);
-            attend(*kernel, first_row, num_threads, out, nullptr);
+            attend(*kernel, first_row, num_threads, 1, out, nullptr);
             CHECK(same(out.data(), expected.data() + first_row * out_stride, out.size()));
+            const int texts = 4, first_text = num_threads % 4;
+            const Array<float> crowd((texts - first_text) * expected.size());
+            attend(*kernel, first_text * c.n, num_threads, texts, crowd, nullptr);
+            for (int text = 0; text < texts - first_text; ++text) {
+                CHECK(same(crowd.data() + text * expected.size(), expected.data(), expected.size()));
+            }
         }
         if (c.dim % kBlock == 0) {
             const Array<float> out(c.n * out_stride);
             const Quantized handed(c.n, static_cast<int>(out_stride)), twin(c.n, static_cast<int>(out_stride));
-            attend(*kernel, 0, 3, out, &handed);
+            attend(*kernel, 0, 3, 1, out, &handed);
             for (int i = 0; i < c.n; ++i) {
                 kernel->quantize(&out[i * out_stride], static_cast<int>(out_stride), i, twin.rows(c.n, Packing::q8_0));
             }

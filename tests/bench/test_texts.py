@@ -1,0 +1,157 @@
+"""Texts written together: who writes them, what is counted, and what the program prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import pystaged
+from pystaged.bench.texts import Figures, Ours, TextsReport, Written, _summary
+from pystaged.cli import app
+from pystaged.config import GenerationConfig
+
+SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+arguments = sys.argv
+print("what nobody reads")
+if "{fails}" == "loading":
+    sys.exit(3)
+slots = int(arguments[arguments.index("-np") + 1])
+assert int(arguments[arguments.index("-c") + 1]) % slots == 0
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{{}}")
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "{fails}" == "writing":
+            return self.send_error(500)
+        self.send_response(200)
+        self.end_headers()
+        for i in range(asked["n_predict"]):
+            self.wfile.write(b"data: " + json.dumps({{"content": "x", "tokens": [slots]}}).encode() + b"\\n\\n")
+        self.wfile.write(b"data: " + json.dumps({{"stop": True, "tokens": []}}).encode() + b"\\n\\n")
+ThreadingHTTPServer(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def path(random_gguf: Callable[..., Path]) -> Path:
+    return random_gguf(vocab_size=300, context=96)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(3)))
+    return path
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["bench", "texts", *map(str, arguments)])
+
+
+def test_figures_are_of_the_time_in_which_all_write() -> None:
+    first = Written([1] * 5, [(1.0, 1), (2.0, 2), (4.0, 2)])
+    second = Written([1] * 4, [(3.0, 1), (5.0, 1), (6.0, 2)])
+    found = _summary("plain", [first, second], False, 0, None)
+    # From 3 to 4 both write: two tokens of the first.
+    assert found.tokens_per_second == 2
+    assert found.of_each == pytest.approx((4 / 3 + 3 / 3) / 2)
+    assert found.overall == 9 / 6
+    assert found.first_token_seconds == 2
+    assert found.longest_gap_seconds == 2
+    assert found.newcomer_seconds is None
+
+
+@pytest.mark.parametrize(("last", "gap"), [(9.0, 4.0), (4.5, 2.0)])
+def test_a_newcomer_delays_others_while_it_is_read(last: float, gap: float) -> None:
+    """From when it arrives; what it finds, and what comes after its first token, does not count."""
+    other = Written([1] * 4, [(0.5, 1), (2.0, 1), (4.5, 1), *([(last, 1)] if last > 4.5 else [])])
+    newcomer = Written([1], [(2.5, 0), (8.5, 1)])
+    found = _summary("plain", [other, newcomer], True, 0, None)
+    assert (found.texts, found.newcomer_seconds, found.newcomer_gap_seconds) == (1, 6.0, gap)
+
+
+def test_ours_are_what_texts_are_alone(path: Path) -> None:
+    with pystaged.load(path, draft=None) as engine:
+        prompts = [engine.encode(prompt) for prompt in ("the tree", "her hat", "o")]
+        for speculate in (False, True):
+            ours = Ours("x", engine, GenerationConfig(max_tokens=12, speculate=speculate))
+            written, passes = ours.write(prompts[:2], prompts[2])
+            for prompt, text in zip(prompts, written, strict=True):
+                found = engine.generate(prompt, max_tokens=12).tokens
+                assert text.tokens[: len(found)] == found
+                assert len(text.tokens) == 12 == sum(count for _, count in text.times)
+            assert passes
+            assert passes.prompt_rows == sum(map(len, prompts)) - 3
+
+
+def server(folder: Path, fails: str = "") -> Path:
+    """A folder with a llama-server."""
+    program = folder / "build" / "bin" / "llama-server"
+    program.parent.mkdir(parents=True)
+    program.write_text(SERVER.format(python=sys.executable, fails=fails))
+    program.chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("fails", ["loading", "writing"])
+def test_a_server_that_fails_is_left_out(path: Path, prompts: Path, tmp_path: Path, fails: str) -> None:
+    done = run(
+        "--model",
+        path,
+        "--prompts",
+        prompts,
+        "--texts",
+        "2",
+        "--max-tokens",
+        "9",
+        "--llama-cpp",
+        server(tmp_path, fails),
+        "--json",
+    )
+    assert done.exit_code == 0, done.output
+    assert [each["way"] for each in json.loads(done.stdout)["figures"]] == ["plain", "drafted"]
+    assert "llama-server, plain" in done.stderr
+    assert "takes no part" in done.stderr
+
+
+def test_command(path: Path, prompts: Path, tmp_path: Path) -> None:
+    options = ("--prompts", prompts, "--texts", "1,4", "--max-tokens", "12", "--prompt-beside", "20", "--json")
+    done = run("--model", path, *options, "--llama-cpp", server(tmp_path))
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    ways = ["plain", "drafted", "llama-server, plain"]
+    assert [(each["texts"], each["way"]) for each in found["figures"]] == [(n, way) for n in (1, 4, 4) for way in ways]
+    report = TextsReport(found["conditions"], [Figures(**each) for each in found["figures"]])
+    for each in report.figures:
+        assert each.tokens_per_second > 0
+        assert each.first_token_seconds > 0
+        assert (each.passes is not None) == (each.different == 0) == (each.way != ways[2])
+    assert [each.newcomer_seconds is not None for each in report.figures] == [False] * 6 + [True] * 3
+    assert [table.row_count for table in report.tables()] == [6, 3]
+    assert "our texts are the plain ones" in str(next(report.tables()).caption)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--texts", "1,x"], "--texts takes numbers"),
+        (["--texts", "0,2"], "--texts takes numbers above 0, not 0"),
+        (["--max-tokens", "90"], "the model's context holds 96"),
+        (["--llama-cpp", "/"], "there is none of llama-server in /"),
+    ],
+)
+def test_refusals(path: Path, prompts: Path, options: list[str], words: str) -> None:
+    done = run("--model", path, "--prompts", prompts, *options)
+    assert done.exit_code == 1
+    assert words in str(done.exception)
