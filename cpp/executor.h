@@ -1,5 +1,5 @@
-// What the sessions of a model share: the memory that passes compute in, used by one call at a time, and the logits
-// they leave.
+// What the sessions of a model share: the backend and samplers, with the memory they compute in, used by one call at a
+// time, and the logits that passes leave.
 #pragma once
 
 #include <condition_variable>
@@ -14,7 +14,7 @@
 
 namespace pystaged {
 
-// What a pass says about the rows judged in it.
+// What a pass says about the rows that are judged in it, whichever texts' they are.
 struct Logits {
     int num_rows = 0;
     Lines<float> values;  // [rows][logits stride]
@@ -56,11 +56,11 @@ public:
 
     bool is_of(int process) const { return process == process_; }
     Backend& backend() { return *backend_; }
-    // One for each thread.
+    // One for each thread of the pool.
     Sampler& sampler(int worker) { return samplers_[worker]; }
     // Memory for so many rows, reused when nobody holds it any more.
     std::shared_ptr<Logits> make_logits(int num_rows, int shortlist_size);
-    // Of a text's last pass; what is not finite is refused.
+    // Of a text's last pass. Throw ModelError for what is not finite.
     void read_shortlist(const Cells& text, Logits& logits) const;
     void read_logits(const Cells& text, Logits& logits) const;
     LogitsRow row(const Logits& logits, int row) const;

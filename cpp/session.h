@@ -1,11 +1,11 @@
-// One text and its model: evaluates trees of tokens, judges which path of them stands, and keeps that path.
+// A model with the context of one text: evaluates trees of tokens, judges which path of them stands, keeps that path.
 //
-// The text's context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0 in
-// the order they were evaluated. A failed call leaves both as they were.
+// The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0 in the
+// order they were evaluated. A failed call leaves both as they were.
 //
-// Calls from several threads wait for each other, and so do passes of all sessions of a model. A call from inside
-// another one of the same thread (a signal handler during a prefill), and in a child of fork() a call while the parent
-// was in another, throw std::runtime_error.
+// Calls of one session from several threads wait for each other, and passes of a model's sessions take turns; see
+// work.h for passes that several share. A call from inside another one of the same thread (a signal handler during a
+// prefill), and one in a child of fork() that the parent made in the middle of one, throw std::runtime_error.
 #pragma once
 
 #include <atomic>
@@ -86,7 +86,7 @@ private:
         int slot = 0;                    // in them
     };
 
-    // The lock of one call on some sessions, and the floats it computes with.
+    // One call on some sessions: their locks, and the floating-point environment it computes in.
     class Turn {
     public:
         explicit Turn(Session& session) : Turn(std::vector<Session*>{&session}) {}

@@ -140,7 +140,8 @@ void Run::compute(const std::function<void()>& interrupted) {
     }
 }
 
-// Rows without logits come first, as they do anyhow where there is one text.
+// A pass computes logits of its last rows alone, so the rows of all texts that need none come first: a text may have
+// two segments.
 void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<void()>* interrupted) {
     std::vector<Piece> spans = pieces;
     if (pieces.size() > 1) {

@@ -1,4 +1,4 @@
-// Work of several texts in one pass: pieces of prompts, trees to verify, trees to grow.
+// What texts ask of a pass, and passes that several of them share: pieces of prompts, trees to verify, trees to grow.
 #pragma once
 
 #include <functional>
@@ -36,8 +36,9 @@ struct Outcome {
     std::vector<float> scores;    // likewise
 };
 
-// Does all, sharing passes; of sessions of one model, none of which comes twice. All or none: what fails, and what
-// `interrupted` throws, which is called now and then, leaves every session as it was.
+// Does all works in one pass, or in several where their rows are more than it takes or the backend does not mix texts.
+// They are of sessions of one model, none of which comes twice. All or none: whatever fails leaves every session as it
+// was, and so does what `interrupted` throws, which is called now and then.
 std::vector<Outcome> run(const std::vector<const Work*>& works, const std::function<void()>& interrupted = {});
 
 }  // namespace pystaged

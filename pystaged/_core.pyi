@@ -239,16 +239,18 @@ class Session:
     """A model with its context: evaluates trees of tokens, judges which path stands, keeps that path.
 
     The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0. A call
-    that fails or is interrupted leaves both as they were. One lock per session; passes of a model's sessions take
-    turns, in the order they were asked for.
+    that fails or is interrupted leaves both as they were. Calls of one session wait for each other; passes of a model's
+    sessions take turns, in the order they were asked for.
 
     Args:
         model: shared.
         n_ctx: positions, 0 for as many as the model was trained for, but no more than 8192.
 
     Raises:
-        ValueError: n_ctx out of range; a closed session (every method); rows, parents or tokens out of range.
+        ValueError: n_ctx out of range; a closed session (every method); rows, parents, tokens or lengths out of range.
         TypeError: tokens, parents or rows that are not integers.
+        RuntimeError: every method, called by a signal handler in the middle of another one, or in a child of fork()
+            that the parent made in the middle of one.
     """
 
     def __init__(self, model: Model, n_ctx: int = 0) -> None: ...
@@ -257,7 +259,7 @@ class Session:
 
         Raises:
             ContextFullError: more tokens than positions.
-            KeyboardInterrupt: Ctrl-C between passes; nothing is committed.
+            KeyboardInterrupt: Ctrl-C, between layers; nothing is committed.
         """
     def evaluate(self, tokens: _Ints, parents: _Ints, num_logits: int | None = None) -> None:
         """Append pending rows: int[n] tokens and int[n] parents, each an earlier row or -1 for the committed end.
@@ -338,8 +340,9 @@ class Session:
     def vocab_size(self) -> int: ...
 
 class Work:
-    """What one text asks of a pass; see run(). Made by its methods read, verify and propose, which raise as Session's
-    of the same arguments do; it keeps its session."""
+    """What one text asks of a pass: to read tokens, or to verify or grow a tree; done by run(). It keeps its session.
+    The three methods that make one raise TypeError and ValueError for what is wrong with tokens' types and k; all else
+    is checked by run()."""
 
     @staticmethod
     def read(session: Session, tokens: _Ints) -> Work:
@@ -370,8 +373,8 @@ class Work:
 def run(works: Sequence[Work]) -> list[Any]:
     """Do works of several texts in one pass, or in several where their rows are more than a pass takes.
 
-    Every row has the bits that it has alone. On devices the texts take turns. All or none: whatever fails, every
-    session is left as it was.
+    Every row has the bits that it has alone. On devices each text has passes of its own. All or none: whatever fails,
+    every session is left as it was.
 
     Returns:
         The works' results, in order.

@@ -15,9 +15,9 @@ from pystaged.streams import Writer
 class AsyncStream(AsyncIterator[Piece]):
     """The pieces of one generation as they come, to be read in one event loop.
 
-    Texts of an engine share passes; each runs a little ahead of its reader, in a thread of the engine's. `aclose`, or
-    leaving `async with`, stops it early; so does cancelling the task that reads it. One that is dropped gives its
-    context back.
+    Texts of an engine share passes; each runs at most 256 tokens ahead of its reader, in a thread of the engine's.
+    `aclose`, or leaving `async with`, stops it early; so does cancelling the task that reads it. One that is dropped
+    gives its context back.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -77,7 +77,7 @@ class AsyncStream(AsyncIterator[Piece]):
         await self.aclose()
 
     def _open(self) -> Entry:
-        # What the scheduler holds must not hold the stream, or dropping one would be the collector's work.
+        # The scheduler holds entry and writer, never the stream, so that a stream is freed as soon as it is dropped.
         self._entry = entry = Entry(self._writer.admit, said=_Loop(asyncio.get_running_loop(), self._said))
         weakref.finalize(self, self._scheduler.cancel, entry).atexit = False
         self._scheduler.open(entry)

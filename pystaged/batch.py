@@ -22,7 +22,8 @@ MOST_AT_ONCE = 64  # texts: more gain nothing, and take memory
 
 
 class Batch:
-    """Texts that one reader waits for; they run ahead of it without bound. Not for use in the middle of a step."""
+    """Texts that one reader waits for; they run ahead of it without bound. Not for a policy to use, in the middle of
+    a step that would wait for it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -39,7 +40,7 @@ class Batch:
         self._scheduler.open(entry)
 
     def next(self) -> tuple[Writer, Piece | None]:
-        """Who says something next, and what; None at its end. Raises what ended it otherwise."""
+        """Wait for the next piece of any text: whose, and the piece, None at a text's end. Raises what ended a text."""
         writer, said = self._said.get()
         if not isinstance(said, End):
             return writer, said
@@ -52,14 +53,14 @@ class Batch:
         """End all texts after the pass in hand, and wait for that."""
         for entry in self._entries.values():
             self._scheduler.cancel(entry)
-        # What was interrupted before it was opened never ends; what has been read may be the last of another one.
+        # A text that Ctrl-C kept from being opened has no end to wait for.
         while any(entry.is_open and not entry.is_over for entry in self._entries.values()):
             self._said.get()
         self._entries.clear()
 
 
 class _Signed:
-    """Puts what a text says into a queue with the text's name."""
+    """Puts what a text says into a queue that several share, beside its writer."""
 
     def __init__(self, writer: Writer, said: SimpleQueue[tuple[Writer, Any]]) -> None:
         self._writer, self._said = writer, said
@@ -71,13 +72,14 @@ class _Signed:
 def results(
     engine: Engine, prompts: Sequence[Prompt], config: GenerationConfig, n: int = 1
 ) -> Generator[GenerationResult, None, None]:
-    """Continue each of the prompts n times, many texts at once. The i-th of a prompt's has the seed + i, modulo 2**64.
+    """Continue each of the prompts n times, many texts at once. Text i of each prompt, from 0, has the seed + i, modulo
+    2**64.
 
     Yields:
         Results in order, each as soon as it and all before it are there.
 
     Raises:
-        ValueError, TypeError: at once: as in Engine.stream.
+        ValueError, TypeError, ContextFullError: at once: as in Engine.stream.
         Exception: what ended a text; the other ones are cancelled.
     """
     if integer("n", n) < 1:
@@ -89,6 +91,7 @@ def results(
 
 def _results(engine: Engine, writers: Sequence[Writer]) -> Generator[GenerationResult, None, None]:
     if engine._scheduler.in_step:
+        # A policy waits for these texts, and the thread for the policy.
         yield from (Stream(writer).finish() for writer in writers)
         return
     waiting, left, ended = deque(writers), deque(writers), set[Writer]()

@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat, TypedDict
 
 from pystaged._core import Sampling
 
-_LARGEST_FLOAT = 3.4e38  # of the engine's
+_LARGEST_FLOAT = 3.4e38  # a float in C++
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -52,7 +52,7 @@ class SamplingConfig:
         numbers = [
             _number(name, value) for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p))
         ]
-        # The engine's form of the same, which checks the ranges.
+        # C++'s form of the same, which checks the ranges.
         values = (numbers[0], top_k, numbers[1], numbers[2], seed)
         for name, value in zip(self.__dataclass_fields__, (*values, Sampling(*values)), strict=True):
             object.__setattr__(self, name, value)
@@ -73,7 +73,7 @@ class TextOptions(TypedDict, total=False):
     stop: one string or several that end the text before they appear in it.
     speculate: False decodes plainly; the text is the same.
     progress: called while the prompt is read, with how many of its tokens are and how many are to be: before the first
-        few hundred and after each, so the last time with all of them.
+        few hundred and after each, so the last time with all of them; perhaps from another thread.
     """
 
     max_tokens: int
@@ -101,7 +101,7 @@ def check_options(given: Iterable[str], options: type[Any]) -> None:
 
 @dataclass(frozen=True, slots=True, init=False)
 class GenerationConfig:
-    """The same, checked.
+    """What TextOptions says, checked.
 
     Raises:
         ValueError: an option out of range, or an empty stop string.

@@ -16,22 +16,23 @@ from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.loop import Decoder
 
 _MOST_AT_REST = 64  # all are looked through for each text, and each has the addresses of a full context
-_WORTH_WAITING = 64  # tokens: of a pass
+_WORTH_WAITING = 64  # tokens that another text is just reading, from which on copying them later is faster
 _LEAST_KEPT = 32  # tokens; fewer are soon read again
-SPARE_CELLS = 64  # that a session takes besides its tokens: of the tree in hand, and the rest of memory pages
-_SHARE = 4  # of the memory that is free, one part is for contexts
+SPARE_CELLS = 64  # reckoned for each session besides its tokens: of the tree in hand, and the rest of memory pages
+_SHARE = 4  # one part in so many of the memory that is free is for contexts
 _ON_DEVICES = 8  # full contexts, by default
 
 
 class _Held(NamedTuple):
-    """What a context at rest holds: the target's tokens, and bytes in all."""
+    """What a context at rest holds: the target's tokens, int32[n], and bytes in all."""
 
     tokens: NDArray[np.int32]
     num_bytes: int
 
 
 class _Loan(NamedTuple):
-    """A context that is lent, for as long as anybody has it, what for, and the bytes that its text may come to fill."""
+    """A context that is lent, which counts for as long as anybody holds it; the prompt that it is lent for, int32[n],
+    and the bytes that prompt and text may come to fill."""
 
     context: weakref.ref[Decoder]
     prompt: NDArray[np.int32]
@@ -160,7 +161,7 @@ class ContextPool:
         self.forget()
 
     def _collect(self) -> None:
-        """Let rest what was given back, but for what begins another one."""
+        """Let rest what was given back, but for contexts that are the beginning of another one at rest."""
         while self._given_back:
             context = self._given_back.popleft()
             self._lent = [loan for loan in self._lent if loan.context() is not context]
@@ -278,7 +279,7 @@ class ContextPool:
 
 
 def _cut(context: Decoder, length: int) -> None:
-    """Keep the first tokens of a context; of its drafts too, which hold what they have read of the same text."""
+    """Keep the first tokens of a context, in its draft too, which may have read less of the text."""
     for session in context.sessions:
         session.truncate(min(len(session.tokens), length))
 

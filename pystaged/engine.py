@@ -62,8 +62,8 @@ class Options(LoadOptions, TextOptions, total=False):
 
 
 class Engine:
-    """A model kept open, with what drafts for it. Generations may run in several threads; each has a context of its own
-    and shares the weights.
+    """A model kept open, with what drafts for it. Several texts at once, from one thread or many, share passes; each
+    has a context of its own and is what it is alone.
 
     Args:
         model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull), or
@@ -86,7 +86,8 @@ class Engine:
             for texts that begin alike. None for a quarter of what is free beside the weights, but enough for one full
             context; on devices, for 8. A text waits while it has no room beside others; alone, any text has.
         policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
-        prompt_delay: seconds that a step of other texts may take because a prompt is read beside them.
+        prompt_delay: seconds that a step of other texts may take because prompts are read beside them, at least eight
+            tokens a step.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
 
     Raises:
@@ -160,7 +161,7 @@ class Engine:
 
     @property
     def context_bytes(self) -> int:
-        """Bytes of these that a text of n_ctx tokens takes, in the target and in the draft."""
+        """Bytes of kv_memory that a text of n_ctx tokens takes, in the target and in the draft."""
         return self._contexts.full_bytes
 
     @property
@@ -275,9 +276,9 @@ class Engine:
         """Continue a prompt piece by piece in an event loop; arguments and errors as in `stream`.
 
         Returns:
-            An asynchronous iterator of Piece, with `result` as a stream has it, `aclose` and `finish`.
+            An asynchronous iterator of Piece, with `result`, `aclose` and `finish`.
         """
-        # asyncio takes a while to import, and is there where this is called.
+        # asyncio takes a while to import; whoever calls this has imported it.
         from pystaged.async_stream import AsyncStream  # noqa: PLC0415
 
         return AsyncStream(Writer(self, prompt, GenerationConfig(**options)))
@@ -398,7 +399,7 @@ def stream(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Opt
 
 
 def _split(options: Options) -> tuple[LoadOptions, GenerationConfig]:
-    """What `load` is told, and what a text is."""
+    """Those for `load`, and those of a text, checked."""
     check_options(options, Options)
     given: dict[str, Any] = dict(options)
     opening = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}

@@ -18,14 +18,16 @@ MOST_UNREAD = 256  # tokens that a text runs ahead of its reader
 
 
 class Said(Protocol):
-    """Where a text puts what it says; from any thread, and without waiting."""
+    """Where a text puts what it says: pieces, and an End as the last."""
 
-    def put(self, item: Any) -> None: ...
+    def put(self, item: Any) -> None:
+        """Called by the thread that steps the text; must not wait."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last thing in what a text has said."""
+    """The last thing that a text says: the exception that ended it, or None."""
 
     error: BaseException | None
 
@@ -34,10 +36,11 @@ class Entry:
     """A text in the hands of a scheduler.
 
     Args:
-        admit: begins it in a context, given what it is to call with each thing said and at the end; None while there is
-            no memory for one, unless it must.
-        said: where what it says goes, and an End; by default a queue that `Scheduler.next` reads.
-        most_unread: tokens that it may run ahead of what was read.
+        admit: called with this entry, whose `say` and `end` the text calls, and whether it must begin; begins it in a
+            context, or returns None while there is no memory for one.
+        said: where what it says goes, for a text that only the thread steps; by default a queue of its own, for a
+            reader that calls `Scheduler.next` and may step it.
+        most_unread: tokens of it that may be said and not read yet; it waits beyond that.
     """
 
     def __init__(
@@ -57,24 +60,25 @@ class Entry:
         self.is_open = self.is_cancelled = self.is_over = False
 
     def say(self, piece: Any) -> None:
-        """What a text calls with each thing it says."""
+        """Called with each piece of the text."""
         self.num_said += len(piece.tokens)
         self.said.put(piece)
 
     def end(self, error: BaseException | None) -> None:
-        """And at its end."""
+        """Called once, when the text is over."""
         self.is_over = True
         self.said.put(End(error))
 
 
-_YOURS = object()  # said to a reader: step it yourself
+_YOURS = object()  # said to a reader that waits: step the text yourself
 
 
 class _Turn:
     """A lock that is given back whatever moment Ctrl-C comes at."""
 
     def __init__(self) -> None:
-        self._lock: Any = threading.RLock()  # which knows its owner, where a flag might not have been set yet
+        # An RLock knows its owner; a flag of ours might not have been set yet when Ctrl-C comes.
+        self._lock: Any = threading.RLock()
 
     @property
     def is_mine(self) -> bool:
@@ -98,10 +102,11 @@ class _Turn:
 
 
 class Scheduler:
-    """Steps texts of one engine, each text's reader being anywhere.
+    """Steps the texts of one engine, whatever threads their readers are in.
 
-    Only who holds `_driver` touches live texts, their contexts and what drafters have learnt. What others want is put
-    into a queue whose `put` may interrupt itself, so that a finalizer may call it in the middle of anything.
+    Only who holds `_driver` touches live texts, their contexts and what drafters have learnt. Anybody else puts a new
+    entry into `_inbox`, or None to have the entries' flags looked at. A SimpleQueue's `put` is reentrant, so that a
+    finalizer may call it in the middle of anything.
     """
 
     def __init__(self, rounds: Rounds) -> None:
@@ -109,6 +114,7 @@ class Scheduler:
         self._begin()
 
     def _begin(self) -> None:
+        """Begin without texts: at first, and in a child of fork()."""
         self._process = os.getpid()
         self._driver = _Turn()
         self._inbox: SimpleQueue[Entry | None] = SimpleQueue()
@@ -118,7 +124,7 @@ class Scheduler:
         self._is_waiting = self._is_stopping = False
 
     def open(self, entry: Entry) -> None:
-        """Take on a text."""
+        """Take on a text; it begins when there is room for it."""
         if os.getpid() != self._process:
             self._begin()  # the texts and the thread are the parent's
         self._inbox.put(entry)
@@ -127,9 +133,9 @@ class Scheduler:
             self._wake()
 
     def next(self, entry: Entry) -> Any:
-        """The next thing that a text says, or an End."""
+        """The next thing that a text says, or an End; steps the text in this thread while it is the only one."""
         if os.getpid() != self._process:
-            self.open(entry)
+            self.open(entry)  # a copy of the parent's, for the child to go on with
         while True:
             try:
                 said = entry.queue.get_nowait()
@@ -145,7 +151,7 @@ class Scheduler:
         return said
 
     def read(self, entry: Entry, piece: Any) -> None:
-        """Tell that somebody has read what a text said."""
+        """Tell that somebody has read a piece, so that the text may go on."""
         entry.num_read += len(piece.tokens)
         if self._is_waiting:
             self._inbox.put(None)
@@ -172,9 +178,13 @@ class Scheduler:
             self._thread.join()
 
     def _step_alone(self, entry: Entry) -> bool:
-        """Step a text in this thread, if nobody else does and no other text is there; returns whether it was."""
+        """Step a text in this thread if no other text is there, or if another one's step waits for it; returns whether
+        it did."""
         if self.in_step:
-            self._close(entry) if entry.is_cancelled else self._step(entry)
+            if entry.is_cancelled:
+                self._close(entry)
+            else:
+                self._step(entry)
             return True
         with self._driver.at_once() as has_turn:
             if not has_turn:
@@ -233,7 +243,7 @@ class Scheduler:
             with self._driver.when_free():
                 try:
                     self._settle()
-                    is_needed = not self._is_stopping and self._is_thread_needed()
+                    is_needed = not self._is_stopping and not self._hand_over()
                     played = is_needed and self._round()
                 except BaseException as error:
                     # A fault of our own; nobody may hang.
@@ -243,19 +253,20 @@ class Scheduler:
             if is_needed and not played:
                 self._wait()
 
-    def _is_thread_needed(self) -> bool:
-        """Whether there are several texts, or one without a reader that could step it; else its reader is told."""
+    def _hand_over(self) -> bool:
+        """Leave the only text, if there is any, to its reader; returns whether the thread may end."""
         if len(self._texts) > 1 or any(entry.in_background for entry in self._texts):
-            return True
+            return False
         with self._starting:
             if not self._inbox.empty():
-                return True
+                return False
             self._thread = None
         for entry in self._texts:
             entry.queue.put(_YOURS)
-        return False
+        return True
 
     def _round(self) -> bool:
+        """Admit texts in the order they came, then play a round; returns whether any text could."""
         waiting = [entry for entry in self._texts if entry.live is None]
         for entry in waiting:
             self._admit(entry, must=False)
@@ -277,12 +288,12 @@ class Scheduler:
         ]
 
     def _wait(self) -> None:
-        """Until somebody reads, cancels or opens a text."""
+        """Wait until somebody reads, cancels or opens a text."""
         self._is_waiting = True
         if not self._ready():
             entry = self._inbox.get()
             if entry:
-                self._inbox.put(entry)
+                self._inbox.put(entry)  # for _settle
         self._is_waiting = False
 
 

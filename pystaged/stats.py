@@ -1,10 +1,10 @@
 """What happened in one generation, in words and figures.
 
 The words, used the same everywhere: the *target* is the model that decides; the *draft* is the smaller model that
-guesses; a *drafter* is anything that proposes; a *stage* is who proposed a token (target, draft, ngram). A *step* is
-one pass of the target over a *tree* of *nodes*; the *root* (depth 0) is the last emitted token, not yet in the cache;
-the *budget* is the most nodes, root excluded. The accepted nodes are the *path*; after it comes the *bonus token*, the
-target's own.
+guesses; a *drafter* is anything that proposes; a *stage* is who proposed a token (target, draft, ngram). A *step* of a
+text is a *tree* of *nodes* verified by one pass of the target, which steps of other texts may share; the *root* (depth
+0) is the last emitted token, not yet in the cache; the *budget* is the most nodes, root excluded. The accepted nodes
+are the *path*; after it comes the *bonus token*, the target's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DrafterStats:
     """One drafter's work.
 
     passes: passes of a model, or lookups; weight_bytes: read in them. seconds: drafting; native_seconds: of these in
-    the engine. guessed: tokens the drafter below proposed to this one; confirmed: those of them that saved it a pass.
+    C++. guessed: tokens the drafter below proposed to this one; confirmed: those of them that saved it a pass.
     """
 
     passes: int = 0
@@ -46,8 +46,8 @@ class DrafterStats:
 class PassStats:
     """Passes of the target, whoever shared them.
 
-    passes: how many; seconds: in them. rows: of all of them. prompt_rows: those that read prompts; guesses: those that
-    were nodes of trees, roots excluded. steps: of texts, taken in them.
+    passes: how many; seconds: in them. rows: in them; prompt_rows: those of prompts being read; guesses: those of
+    trees' nodes, roots excluded. steps: that texts took in them.
     """
 
     passes: int = 0
@@ -77,7 +77,7 @@ class PassStats:
 
     @property
     def guess_share(self) -> float:
-        """Part of the rows that were guesses."""
+        """Part of all rows that were guesses."""
         return self.guesses / self.rows if self.rows else 0.0
 
     def to_dict(self) -> dict[str, float]:
@@ -104,7 +104,8 @@ class GenerationStats:
     new_tokens: tokens emitted. steps: passes of the target that emitted them; rows: its own in them, roots included;
     pass_rows: all of theirs, of others' prompts too; pass_texts: texts that took the steps, this one included.
     prefill_seconds: until the prompt was in the context; decode_seconds: from there to the end, without what the
-    consumer did between steps; target_seconds: of these in verify passes.
+    consumer did between steps; target_seconds: of these in verify passes. All are the text's own: of a shared pass its
+    part by rows, and nothing of what other texts do.
     plain_seconds: what plain decoding of the same tokens would have taken by the measured costs, 0 where none are.
     lengths: how many steps accepted how many nodes. offered, taken: by depth, steps whose path reached the depth above
     and whose tree went on there, and those of them that accepted a node there.
@@ -170,7 +171,7 @@ class GenerationStats:
 
     @property
     def native_seconds(self) -> float:
-        """Decoding time in the engine, of target and drafts."""
+        """Decoding time in C++, of target and drafts."""
         return self.target_seconds + sum(work.native_seconds for work in self.drafters.values())
 
     @property
@@ -215,7 +216,7 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second of decoding."""
+        """New tokens per second of its own decoding time; where texts share passes, about what all get together."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property
@@ -225,7 +226,7 @@ class GenerationStats:
 
     @property
     def python_share(self) -> float:
-        """Part of the decoding time spent outside the engine."""
+        """Part of the decoding time spent outside C++."""
         return 1 - self.native_seconds / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:

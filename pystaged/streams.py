@@ -26,11 +26,12 @@ class Stream(Iterator[Piece]):
     """The pieces of one generation as they come. Close it, from any thread, or use it as a context manager, to stop
     early; one that is dropped gives its context back.
 
-    Several texts of an engine share passes, and may run a little ahead of their readers.
+    Alone, a text is stepped by its reader. Several of an engine share passes in a thread of the engine's, and run at
+    most 256 tokens ahead of their readers.
     """
 
     def __init__(self, writer: Writer) -> None:
-        # What the scheduler holds must not hold the stream, or dropping one would be the collector's work.
+        # The scheduler holds entry and writer, never the stream, so that a stream is freed as soon as it is dropped.
         self._writer, self._engine = writer, writer.engine
         self._entry = Entry(writer.admit)
         self._turn = threading.Lock()
@@ -120,10 +121,10 @@ class OwningStream(Stream):
 
 
 class Writer:
-    """Makes pieces of the steps of a text, cut at stop strings.
+    """One generation: begins its text in a context, makes pieces of the text's steps, and has the result.
 
     Args:
-        is_end: whether a token ends the text; by default the model's own.
+        is_end: whether a token ends the text; by default the tokens that the vocabulary says.
 
     Raises:
         ValueError, TypeError: as in Engine.encode.
@@ -146,13 +147,14 @@ class Writer:
         self._finish: FinishReason | None = None
 
     def result(self) -> GenerationResult:
-        """What was written by now."""
+        """What is written by now."""
         seed = self._config.sampling.seed
         finish = self._finish or "cancelled"
         return GenerationResult("".join(self._text), self._tokens, finish, seed, self._stats, self._stages)
 
     def admit(self, entry: Entry, must: bool) -> LiveText | None:
-        """Begin the text in a context, if there is memory for one or it must."""
+        """Begin the text in a context; None where there is no memory for one now, unless it must. Raises as
+        ContextPool.take."""
         config, contexts = self._config, self.engine._contexts
         context = contexts.take(self.prompt_tokens, config.max_tokens, must=must)
         if context is None:
@@ -193,6 +195,7 @@ class Writer:
         return live
 
     def _piece(self, step: Step) -> Piece:
+        """What a step adds: its tokens up to a stop string, and the text that is certain after them."""
         text, new = "", 0
         for token in step.tokens:
             text += self._buffer.push(self.engine.tokenizer.token_bytes(token))

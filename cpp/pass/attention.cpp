@@ -31,24 +31,25 @@ void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const Atte
     }
 }
 
-// What a segment asks of attention: for its rows from `first_row` on, by all query heads of a KV head, in chunks
-// [first_chunk, last_chunk).
+// What a segment asks of each KV head: to attend for its rows from `first_row` on, over chunks [first_chunk,
+// last_chunk) of positions.
 struct Share {
-    int first_row = 0, numbers = 0;
+    int first_row = 0;
+    int numbers = 0;  // rows times query heads; see HeadChunk
     int first_chunk = INT_MAX, last_chunk = 0;
-    int parts = 1;      // that the numbers are split into
-    size_t totals = 0;  // where it has its own, in floats
+    int parts = 1;      // that the numbers are split into, each a task
+    size_t totals = 0;  // where its own begin in AttentionScratch::totals
 
-    // In the round that goes through `at_once` chunks after `done`.
+    // How many of its chunks are in the round that goes through `at_once` of them after the first `done`.
     int chunks(int64_t done, int at_once) const {
         return static_cast<int>(std::clamp<int64_t>(last_chunk - first_chunk - done, 0, at_once));
     }
 };
 
-// One round's tasks of a share, and where they put their partials.
+// One round's tasks of a share.
 struct Round {
     int first_task = 0, chunks = 0;
-    size_t partials = 0;
+    size_t partials = 0;  // where its own begin in AttentionScratch::partials
 };
 
 }  // namespace
@@ -88,7 +89,8 @@ void tree_attention(const Kernel& kernel, int num_threads, int layer, const Atte
     for (const Share& share : shares) {
         tasks += int64_t(num_kv_heads) * share.chunks(0, at_once);
     }
-    // What does not share out evenly is split by what reads it, and so is what is long beside the others.
+    // Tasks that threads cannot share out evenly are split by numbers, and so is a share that is long beside the
+    // others.
     const bool uneven = tasks % num_threads != 0 && tasks < kTasksEnough * num_threads;
     const int split = uneven ? num_threads / std::gcd(num_threads, static_cast<int>(tasks)) : 1;
     const int64_t most_numbers = std::max<int64_t>(1, num_kv_heads * chunk_numbers / (kTasksEnough * num_threads));
@@ -115,25 +117,25 @@ void tree_attention(const Kernel& kernel, int num_threads, int layer, const Atte
     const auto attend = [&](int s, int kv_head, int chunk, int part, float* partials, int worker) {
         const KvCache& cache = *rows.segments[s].cache;
         const Share& share = shares[s];
-        HeadChunk pass;
-        pass.first = share.numbers * part / share.parts;
-        pass.last = share.numbers * (part + 1) / share.parts;
-        pass.begin = chunk * kChunk;
-        pass.group = group;
-        pass.head_dim = head_dim;
-        pass.window = how.window;
-        pass.scale = how.scale;
-        pass.softcap = how.softcap;
-        pass.row_scale = rows.row_scale ? rows.row_scale + share.first_row : nullptr;
-        pass.rows = rows.contexts + share.first_row;
-        pass.q = rows.q + share.first_row * rows.stride + size_t(kv_head) * group * head_dim;
-        pass.q_stride = rows.stride;
-        pass.type = cache.type();
-        pass.k = cache.keys(layer, kv_head);
-        pass.v = cache.values(layer, kv_head);
-        pass.scratch = scratch.scores.data() + worker * attention_scratch(head_dim);
-        pass.partials = partials;
-        kernel.attend(pass);
+        HeadChunk task;
+        task.first = share.numbers * part / share.parts;
+        task.last = share.numbers * (part + 1) / share.parts;
+        task.begin = chunk * kChunk;
+        task.group = group;
+        task.head_dim = head_dim;
+        task.window = how.window;
+        task.scale = how.scale;
+        task.softcap = how.softcap;
+        task.row_scale = rows.row_scale ? rows.row_scale + share.first_row : nullptr;
+        task.rows = rows.contexts + share.first_row;
+        task.q = rows.q + share.first_row * rows.stride + size_t(kv_head) * group * head_dim;
+        task.q_stride = rows.stride;
+        task.type = cache.type();
+        task.k = cache.keys(layer, kv_head);
+        task.v = cache.values(layer, kv_head);
+        task.scratch = scratch.scores.data() + worker * attention_scratch(head_dim);
+        task.partials = partials;
+        kernel.attend(task);
     };
     const auto fold = [&](const Share& share, int kv_head, const float* partials, int count, bool done) {
         const size_t next = share.numbers * stride;
@@ -148,7 +150,8 @@ void tree_attention(const Kernel& kernel, int num_threads, int layer, const Atte
         }
     };
 
-    // A whole head is independent of every other, its cells included: where each is one task, one join serves all.
+    // KV heads are independent of each other, and so are texts: where a head of a text is a single task, that task also
+    // writes its cells, and one join serves all.
     const bool whole = one_chunk && rows.texts_apart;
     if (!whole) {
         const size_t values = size_t(rows.n) * (how.num_heads + 2 * num_kv_heads) * head_dim;

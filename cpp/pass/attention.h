@@ -26,7 +26,7 @@ struct AttentionLayer {
     float norm_epsilon = 0;
 };
 
-// Consecutive rows of one text.
+// As Segment, with what attention reads and writes of its cells.
 struct AttentionSegment {
     KvCache* cache = nullptr;
     int first_row = 0, num_rows = 0;
@@ -38,7 +38,7 @@ struct AttentionRows {
     int n = 0;
     int first_row = 0;                       // attention is wanted from this one on
     std::vector<AttentionSegment> segments;  // all rows, in order
-    bool texts_apart = true;                 // whether no two segments share a cache
+    bool texts_apart = true;                 // whether no segment reads keys that another one writes
     const RowContext* contexts = nullptr;    // [n]
     int half = 0;                            // pairs of dimensions to rotate, 0 for none
     const float* cos = nullptr;              // [n][half]
@@ -56,10 +56,10 @@ struct AttentionScratch {
 
     // Chunks are attended to in rounds whose partials take no more floats than this, or else one by one.
     size_t most_partials = 1 << 20;
-    Lines<float> scores;                             // [threads][attention_scratch()]
-    Lines<float> partials;                           // of each segment [kv heads][chunks][numbers][partial_stride()]
-    Lines<float> totals;                             // of each segment [kv heads][numbers][partial_stride()]
-    std::unique_ptr<std::atomic<int>[]> unfinished;  // [segments][kv heads] tasks
+    Lines<float> scores;    // [threads][attention_scratch()]
+    Lines<float> partials;  // of each segment [kv heads][chunks of a round][numbers][partial_stride()]; see HeadChunk
+    Lines<float> totals;    // of each segment [kv heads][numbers][partial_stride()]
+    std::unique_ptr<std::atomic<int>[]> unfinished;  // [segments][kv heads], tasks of a round
     size_t num_unfinished = 0;
 };
 

@@ -1,7 +1,8 @@
 // How passes of a model are computed over rows of one or more texts, and the cells they read and write.
 //
 // The model is written down once, in transformer.h. PackedPass runs its operations at once on our kernels, bit-exact on
-// the CPU; DevicePass records them as ggml's, for any device ggml knows.
+// the CPU, for several texts in a pass; DevicePasses records them as ggml's, for any device ggml knows, a text at a
+// time.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +39,8 @@ struct Segment {
     int first_cell = 0;  // row first_row + i writes its key and value into cell first_cell + i
 };
 
-// What one pass evaluates and where its results go.
+// What one pass evaluates and where its results go. A text whose rows are not all next to each other has several
+// segments.
 struct Pass {
     int num_rows = 0;
     const int32_t* tokens = nullptr;       // [num_rows]
@@ -58,9 +60,9 @@ public:
     Backend(const Backend&) = delete;
     Backend& operator=(const Backend&) = delete;
 
-    // For a text of so many positions.
+    // For a text of `context` positions; more cells than that give trees at its end room for branches.
     virtual std::unique_ptr<Cells> make_cells(int num_cells, int context) const = 0;
-    // Of one pass.
+    // Rows of one pass at most.
     virtual int max_rows() const = 0;
     // Whether a pass takes rows of several texts; else it has one segment.
     virtual bool mixes_texts() const = 0;

@@ -19,7 +19,7 @@ from rich.table import Table
 from pystaged._core import Session
 from pystaged.bench import models, pairs
 from pystaged.bench import passes as curve
-from pystaged.bench import texts as crowds
+from pystaged.bench import texts as texts_bench
 from pystaged.bench.contenders import find_programs
 from pystaged.bench.contest import Contest, spread
 from pystaged.cli.console import draft_name, errors, report
@@ -187,7 +187,7 @@ def texts(
         raise ValueError(f"--texts takes numbers above 0, not {min(numbers)}")
     server = find_programs(llama_cpp, ["llama-server"])["llama-server"] if llama_cpp else None
     lines = pairs.load_prompts(prompts or names.house(names.HOUSE_PROMPTS))
-    found = crowds.measure(
+    found = texts_bench.measure(
         models.find(model, quantization.upper(), report),
         models.find_draft(model, draft_name(draft)),
         spread(lines, max(numbers)),

@@ -214,6 +214,6 @@ def stats_table(stats: pystaged.GenerationStats) -> Table:
     table.caption = (
         f"acceptance at depth 1, 2, ...: {depths or '-'}; weight bytes per token relative to plain decoding: "
         f"{stats.relative_weight_bytes:.2f}; share of time in Python: {stats.python_share:.1%}; "
-        f"rows per pass: {stats.rows_per_pass:.1f}, {stats.guess_share:.0%} of its own guesses"
+        f"rows per pass: {stats.rows_per_pass:.1f}; guesses among this text's rows: {stats.guess_share:.0%}"
     )
     return table

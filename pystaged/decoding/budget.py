@@ -59,8 +59,8 @@ _FIRST_CHECK, _LAST_CHECK, _RARE_CHECK = 4, 128, 1024
 
 @dataclass(slots=True)
 class _Learnt:
-    """What is known of each drafter: tokens of a step with it, and its time in plain steps; how often it was seen,
-    the first belief included, and whether it was."""
+    """What is known of each drafter: tokens of a step with it, and its time in plain steps; how many observations that
+    is worth, the first belief included, and whether there was any."""
 
     tokens: list[float]
     steps: list[float]
@@ -73,8 +73,8 @@ class Budget:
 
     Args:
         cost: seconds of a target pass, refined here. None keeps no account: the first drafter is always used.
-        uses: called with the tokens of a text; of each drafter, the tokens of a step with it and its time in plain
-            steps, as believed before it has been tried.
+        uses: called with how many tokens a text has; of each drafter, the tokens of a step with it and its time in
+            plain steps, as believed before it has been tried.
         crowd: who shares the passes.
     """
 
@@ -91,9 +91,10 @@ class Budget:
         self._uses = uses
         self._cells = 0  # that the text has filled
         self._texts = 1  # that were stepped together
-        self._learnt: dict[int, _Learnt] = {}  # in crowds of about one size
+        self._learnt: dict[int, _Learnt] = {}  # by the bit length of a crowd's texts
         self._purses = [0.0] * len(self._here.tokens)  # seconds
-        # Of a plain step there, as believed. Not a pass of one row in a drafted step: a draft had the caches before it.
+        # Seconds of a plain step without others, behind so many cells, as believed. Passes of one row in drafted steps
+        # say nothing of it: a draft had the caches before them.
         self._alone_seconds = cost(1) if cost else 0.0
         self._plain_seen = 1
         self._reading = cost(_CHUNK) / _CHUNK if cost else 0.0  # of the target, a token of a prompt
@@ -176,7 +177,7 @@ class Budget:
         """End the step: what it verified, wrote and took.
 
         Returns:
-            Seconds of plain decoding of the same tokens, 0 without costs.
+            Seconds of plain decoding of the same tokens, the text's equal part of shared steps; 0 without costs.
         """
         if self._cost is None:
             return 0.0
@@ -201,7 +202,7 @@ class Budget:
             gain = plain - self._texts * seconds
             self._earn(gain, SHARE * plain)
             self._learn(self._chosen, num_tokens, gain)
-        return num_tokens * self.plain_seconds
+        return num_tokens * self.plain_seconds / self._texts
 
     @property
     def _here(self) -> _Learnt:
@@ -293,7 +294,7 @@ class Budget:
         steps = num_tokens - gain / self.plain_seconds
         if chosen != self._best:
             self._purses[chosen] -= max(0.0, self._forgone(steps) * self.plain_seconds - gain)
-        # What the scheduler took away from one step is charged, but says little of the drafter.
+        # What another process took away from one step is charged, but says little of the drafter.
         steps = min(steps, num_tokens + _MOST)
         here = self._here
         here.seen[chosen] += 1

@@ -86,7 +86,7 @@ class PassCost:
 
 def surprise(seconds: float, believed: float) -> float:
     """By what share something took longer than believed, between -0.5 and 1."""
-    # One that the scheduler interrupted must not count for a hundred.
+    # A pass that the system interrupted must not count for a hundred.
     return min(max(seconds / believed, 0.5), 2.0) - 1
 
 

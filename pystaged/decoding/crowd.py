@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Crowd:
-    """Who else is in a text's passes. A text by itself is a crowd of one.
+    """Who else is in a text's passes, and the text's own time. A text by itself is a crowd of one.
 
     Args:
         clock: seconds.
@@ -15,13 +15,13 @@ class Crowd:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.texts = 1  # that are stepped together, this one included
-        self.rows = 0  # of the others, in the next pass of the target
+        self.rows = 0  # of the others' trees, roots included, in the next pass of the target
         self.tokens = 0.0  # that the others are expected to gain by it
         self._clock = clock
         self._elsewhere = 0.0
 
     def clock(self) -> float:
-        """Seconds of this text's own time: what others take of a pass, or between passes, does not count."""
+        """Seconds of the text's own time: it stands still for others' work, and for their part of shared passes."""
         return self._clock() - self._elsewhere
 
     def pass_over(self, seconds: float) -> None:

@@ -27,17 +27,17 @@ Progress = Callable[[int, int], None]
 
 
 class Decoder:
-    """One context being continued.
+    """A context and what decodes in it: the target's session, drafters with sessions of their own, and the budget.
 
-    Between steps the session holds all tokens but the last, which is the root of the next tree.
+    Between steps the target's session holds all tokens of the text but the last, the root of the next tree.
 
     Args:
         target: the session to continue in; nobody else may use it meanwhile.
         *drafters: propose the trees, each for as long as it gains most; none for plain decoding.
         cost: seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses the first
             drafter.
-        uses: called with the tokens of a text; tokens of a step with each drafter and its time in plain steps, as
-            believed before it has been tried. By default it gains nothing.
+        uses: called with how many tokens a text has; of each drafter, the tokens of a step with it and its time in
+            plain steps, as believed before it has been tried. By default it gains nothing.
         crowd: who shares the passes, and the clock; by default nobody.
     """
 

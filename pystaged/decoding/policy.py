@@ -1,7 +1,7 @@
 """Which guesses to grow and how many to hand over: expected gain against measured cost.
 
 A policy is any object with the three members of TreePolicy; it sees scores and seconds, never models. What it answers
-is checked, and cut to what an engine can do in a step.
+is checked, and cut to what can be done in a step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TreePolicy(Protocol):
 
 
 class CheckedPolicy:
-    """A policy whose answers are checked, and cut to what an engine can do in a step.
+    """A policy whose answers are checked, and cut to what can be done in a step.
 
     Raises:
         TypeError, ValueError: every member, where the policy answers nonsense; naming its class and the member.
@@ -109,8 +109,8 @@ class GainPolicy:
     """Grows while the expected extra tokens are worth their time, then keeps the n best nodes that maximize
     (1 + sum of scores) / (T_target(n + 1) + time spent drafting), at the present length of the text.
 
-    In a crowd, the others' expected tokens are added above and their rows below, and all are taken to draft alike: then
-    time spent drafting is everybody's, and so is a drafting pass.
+    In a crowd, the others' expected tokens are added above and their rows to those of T_target. All are taken to draft
+    alike: that takes `texts` times this text's own seconds, and a drafting pass for all costs each an equal part.
 
     Args:
         target_cost: seconds of a target pass over n rows behind so many cells.

@@ -17,14 +17,18 @@ from numpy.typing import NDArray
 from pystaged._core import Sampling, Session, Work
 from pystaged.decoding.tree import TokenTree
 
-MOST_ROWS = 256  # of a pass: as many as fill one
+MOST_ROWS = 256  # of a pass: PackedPass::kMaxRows, as many as fill one
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class _OfSession:
-    """What requests have in common."""
+    """What requests have in common: the session they are for, and `cells`, tokens of its text before their rows.
+
+    `work` is what a pass shared with others makes of them, `perform` what a pass of their own does; both give what
+    `result` takes.
+    """
 
     __slots__ = ()
 
@@ -40,7 +44,7 @@ class _OfSession:
 class Read(_OfSession):
     """Read the beginning of these tokens, int32[n]; the result is how many of them were read.
 
-    cells: tokens of the text before these. num_rows: how many to read, for whoever makes the pass to say.
+    num_rows: how many to read, which whoever makes the pass decides.
     """
 
     session: Session
@@ -91,8 +95,8 @@ class Propose(_OfSession):
 
 @dataclass(slots=True, eq=False)
 class Verify(_OfSession):
-    """Evaluate a tree, follow it and commit the path; the result is the tree that was verified, perhaps a head of this
-    one, its accepted nodes, and the target's own token after each."""
+    """Evaluate a tree, follow it and commit the path; the result is the tree, which whoever makes the pass may have
+    trimmed, its accepted nodes, root first, and the target's own token after each."""
 
     session: Session
     cells: int
@@ -121,8 +125,8 @@ Request = Read | Propose | Verify
 class Done:
     """A request fulfilled.
 
-    result: as the request says. share: of its rows in the pass's. num_rows; seconds: of the whole pass; cells: that its
-    rows had before them, in the mean.
+    result: as the request says. num_rows, seconds: of the whole pass, others' rows included; cells: before each of
+    these rows, in the mean. share: part of the rows that are the request's, above 0 and at most 1.
     """
 
     result: Any
@@ -133,7 +137,7 @@ class Done:
 
 
 Requests = Generator[Request, Done, R]
-"""Something that takes passes; it returns an R."""
+"""A generator that asks for passes, is sent what came of each, and returns an R."""
 
 
 def resume(text: Generator[T, Done | None, R], answer: Done | BaseException | None) -> T:
@@ -171,7 +175,7 @@ def alone(text: Generator[Any, Any, R], clock: Callable[[], float] = time.perf_c
 
 
 def finish(text: Requests[R], clock: Callable[[], float] = time.perf_counter) -> R:
-    """The same for what says nothing but requests: what it returns."""
+    """What a generator of nothing but requests returns, each request by a pass of its own."""
     running = alone(text, clock)
     try:
         while True:

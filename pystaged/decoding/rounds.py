@@ -1,10 +1,10 @@
 """Many texts in one pass: each drafts, one pass of the target verifies all, each goes on with what came of it.
 
-Rows are one budget. The nodes of all trees compete by their scores, n of them are verified where n maximizes
+Rows are one budget. The guesses of all trees compete by their scores, and the n best are verified, where n maximizes
 
-    (texts + sum of scores) / T(texts + prompt rows + n),
+    (texts + sum of scores) / (T(texts + n) + time since the last pass, which drafting took).
 
-and prompts ride along in pieces. Each row's values are independent of its neighbours, so no text changes by a byte.
+Prompts ride along in pieces. Each row's values are independent of its neighbours, so no text changes by a byte.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.requests import MOST_ROWS, Done, Read, Request, Verify, fulfil, resume
 from pystaged.stats import PassStats
 
-PROMPT_DELAY = 0.25  # seconds that a pass may take, for prompts to ride along
-_LEAST_PIECE = 8  # tokens of a prompt that ride along however long that takes
-_UNPRICED_PIECE = 32  # and where nobody knows how long
+PROMPT_DELAY = 0.25  # seconds that a pass may take because prompts ride along
+_LEAST_PIECE = 8  # tokens of prompts that ride along in a pass however long it takes
+_UNPRICED_PIECE = 32  # the same where no costs are known
 _DRAFT_PIECE = 64  # tokens of a prompt that a draft reads in a round
 
 
@@ -47,7 +47,7 @@ class LiveText:
         self.decoder = decoder
         self.request: Request | None = None
         self.is_over = False
-        self.rows, self.tokens = 0, 0.0  # of the last tree that was verified, and those it could expect of it
+        self.rows, self.tokens = 0, 0.0  # of its last verified tree: the root too, and what it was expected to gain
         self._text = text
         self._say, self._end = say, end
         self._asked = 0.0
@@ -74,12 +74,12 @@ class LiveText:
             self._over(error)
 
     def note_step(self) -> None:
-        """Remember what is verified of it."""
+        """Remember the tree that is verified, for others to expect the like of."""
         if isinstance(self.request, Verify):
             self.rows, self.tokens = self.request.num_rows, float(self.request.tree.scores.sum())
 
     def see(self, steps: Sequence[LiveText]) -> None:
-        """Tell it who takes steps, and will take the next ones together with it."""
+        """Tell it which texts take steps in this round: they are taken to share its next pass, too."""
         others = [text for text in steps if text is not self]
         crowd = self.decoder.crowd
         crowd.texts = 1 + len(others)
@@ -107,8 +107,8 @@ class Rounds:
 
     Args:
         cost: seconds of a pass of the target; None verifies whatever was drafted.
-        prompt_delay: seconds that a pass may take so that prompts ride along with it.
-        make: makes one pass of works, all or none; see run.
+        prompt_delay: seconds that a pass may take because prompts ride along with it.
+        make: does works in one pass, all or none, as run does.
         clock: seconds.
     """
 
@@ -128,15 +128,15 @@ class Rounds:
         self._last = clock()  # when the last pass of the target ended
 
     def play(self, texts: Sequence[LiveText]) -> None:
-        """One round: texts get a step further, or a piece of their prompts."""
+        """One round: each text gets a step further or reads a piece of its prompt, by one pass of the target."""
         for text in texts:
             if text.request is None and not text.is_over:
                 text.go_on(None, self._clock)
         self._draft(texts)
         asking = [text for text in texts if text.request and not text.wants_draft]
         steps = [text for text in asking if isinstance(text.request, Verify)]
-        self._trim([text.request for text in steps if isinstance(text.request, Verify)])
-        self._cut([text.request for text in asking if isinstance(text.request, Read)], steps)
+        self._trim_trees([text.request for text in steps if isinstance(text.request, Verify)])
+        self._portion_prompts([text.request for text in asking if isinstance(text.request, Read)], steps)
         asking = [text for text in asking if text.request and text.request.num_rows]
         answers = self._pass(asking)
         self._last = self._clock()
@@ -168,7 +168,7 @@ class Rounds:
         trees = [request.num_rows for request, _ in made if isinstance(request, Verify)]
         rows = sum(request.num_rows for request, _ in made)
         more = PassStats(
-            passes=round(sum(done.share for _, done in made)),  # perhaps one for each
+            passes=round(sum(done.share for _, done in made)),  # shares of one pass, or each request's own
             seconds=sum(done.share * done.seconds for _, done in made),
             rows=rows,
             prompt_rows=rows - sum(trees),
@@ -178,7 +178,7 @@ class Rounds:
         self.passes = self.passes.plus(more)
 
     def _draft(self, texts: Sequence[LiveText]) -> None:
-        """Passes of the draft for whoever asks, level by level; of what it has to read, one piece."""
+        """Passes of the drafts for whoever asks, level by level; a draft that reads a text reads one piece of it."""
         have_read: set[LiveText] = set()
         while drafting := [text for text in texts if text.wants_draft and text not in have_read]:
             for text in drafting:
@@ -188,7 +188,7 @@ class Rounds:
             for text, answer in zip(drafting, self._pass(drafting), strict=True):
                 text.go_on(answer, self._clock)
 
-    def _trim(self, requests: Sequence[Verify]) -> None:
+    def _trim_trees(self, requests: Sequence[Verify]) -> None:
         """Decide how many nodes of each tree are verified."""
         if self._cost and len(requests) > 1:
             cost, cells = self._cost, _mean_cells(requests)
@@ -197,7 +197,7 @@ class Rounds:
             for request, kept in zip(requests, rows, strict=True):
                 request.tree = request.tree.head(kept)
 
-    def _cut(self, requests: Sequence[Read], steps: Sequence[LiveText]) -> None:
+    def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[LiveText]) -> None:
         """Decide how much of each prompt is read beside these steps."""
         room = MOST_ROWS
         beside = sum(text.request.num_rows for text in steps if text.request)
@@ -220,7 +220,6 @@ class Rounds:
         """Fulfil what these ask for by one pass; if it fails, by one for each, so that it fails for who is to blame."""
         requests = [text.request for text in texts if text.request]
         if len(requests) > 1 and all(request.can_share for request in requests):
-            # Whoever is to blame for an exception is told by a pass of its own.
             with suppress(Exception):
                 return self._share(requests)
         return [fulfil(request, self._clock) for request in requests]
@@ -243,7 +242,10 @@ def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], sp
     Args:
         trees: the scores of each, the root first; no node's is above its parent's.
         cost: seconds of a pass over so many rows.
-        spent: seconds that the pass follows on.
+        spent: seconds that drafting them took.
+
+    Returns:
+        Rows of each tree, at least 1.
     """
     rows = [1] * len(trees)
     tokens = float(len(trees))
@@ -259,6 +261,6 @@ def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], sp
 
 
 def _mean_cells(requests: Sequence[Request]) -> float:
-    """Cells before a row, in the mean."""
+    """Cells before a row, in the mean; a read whose piece is not decided yet counts as one row."""
     rows = sum(max(1, request.num_rows) for request in requests)
     return sum(max(1, request.num_rows) * request.cells for request in requests) / rows

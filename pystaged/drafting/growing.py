@@ -1,4 +1,4 @@
-"""What drafters have in common: a tree that grows under a policy, and what its outcome teaches."""
+"""The tree that a drafter grows: under a policy, by what earlier guesses have taught."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from pystaged.decoding.rounds import LiveText, Rounds, best_rows
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
+from pystaged.stats import GenerationStats
 
 # Of random schedules; more by PYSTAGED_SCHEDULES.
 SCHEDULES = int(os.environ.get("PYSTAGED_SCHEDULES", "30"))
@@ -425,16 +426,37 @@ class Guesser(NgramDrafter):
         del tokens
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
-def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Read, "can_share", True)
-    monkeypatch.setattr(Verify, "can_share", True)
+@pytest.fixture
+def on_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of a Decoder are seen by its session's machine as they are."""
     for kind in (Read, Verify):
+        monkeypatch.setattr(kind, "can_share", True)
         monkeypatch.setattr(kind, "work", lambda request: request)
         monkeypatch.setattr(kind, "perform", lambda request: request.session.machine.make([request])[0])
 
+
+@pytest.mark.usefixtures("on_machines")
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_plain_texts_of_a_crowd_are_as_fast_as_plain(count: int) -> None:
+    machine = Machine(CURVE)
+    rounds = Rounds(CURVE, make=machine.make, clock=machine.clock)
+    live, figures, errors = [], [GenerationStats() for _ in range(count)], list[BaseException | None]()
+    for stats in figures:
+        session: Any = AcceptingSession(machine, 0.0, Random(0))
+        decoder = Decoder(session, cost=PassCost(CURVE.seconds), crowd=Crowd(machine.clock))
+        text = decoder.text(np.zeros(3, np.int32), SAMPLINGS[0], 10**6, stats=stats)
+        live.append(LiveText(decoder, text, lambda _: None, errors.append))
+    for _ in range(300):
+        rounds.play(live)
+    assert not errors
+    for stats in figures:
+        assert stats.texts_per_pass == count
+        assert stats.speedup_estimate == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.usefixtures("on_machines")
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(count: int) -> None:
     def rate(curve: PassCost, chance: float, believed: float, drafts: bool) -> float:
         """Tokens per second of all texts."""
         machine, random, said = Machine(curve), Random(0), [0]
