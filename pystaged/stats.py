@@ -104,9 +104,10 @@ class GenerationStats:
     new_tokens: tokens emitted. steps: passes of the target that emitted them; rows: its own in them, roots included;
     pass_rows: all of theirs, of others' prompts too; pass_texts: texts that took the steps, this one included.
     prefill_seconds: until the prompt was in the context; decode_seconds: from there to the end, without what the
-    consumer did between steps; target_seconds: of these in verify passes. All are the text's own: of a shared pass its
-    part by rows, and nothing of what other texts do.
-    plain_seconds: what plain decoding of the same tokens would have taken by the measured costs, 0 where none are.
+    consumer did between steps; target_seconds: of these in verify passes. Of passes that texts share, each
+    counts the whole.
+    plain_seconds: what plain decoding of the same tokens, beside the same texts, would have taken by the measured costs,
+    0 where none are.
     lengths: how many steps accepted how many nodes. offered, taken: by depth, steps whose path reached the depth above
     and whose tree went on there, and those of them that accepted a node there.
     stages: by name. drafters: by name, the work of each. relative_weight_bytes: weights read per token, by target and
@@ -216,7 +217,7 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second of its own decoding time; where texts share passes, about what all get together."""
+        """New tokens per second of decoding."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property

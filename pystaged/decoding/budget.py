@@ -177,7 +177,7 @@ class Budget:
         """End the step: what it verified, wrote and took.
 
         Returns:
-            Seconds of plain decoding of the same tokens, the text's equal part of shared steps; 0 without costs.
+            Seconds of plain decoding of the same tokens, in the same crowd; 0 without costs.
         """
         if self._cost is None:
             return 0.0
@@ -202,7 +202,7 @@ class Budget:
             gain = plain - self._texts * seconds
             self._earn(gain, SHARE * plain)
             self._learn(self._chosen, num_tokens, gain)
-        return num_tokens * self.plain_seconds / self._texts
+        return num_tokens * self.plain_seconds
 
     @property
     def _here(self) -> _Learnt:

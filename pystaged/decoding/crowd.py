@@ -24,6 +24,10 @@ class Crowd:
         """Seconds of the text's own time: it stands still for others' work, and for their part of shared passes."""
         return self._clock() - self._elsewhere
 
+    def wall(self) -> float:
+        """Seconds of everybody's."""
+        return self._clock()
+
     def pass_over(self, seconds: float) -> None:
         """Leave out so many seconds that were others'."""
         self._elsewhere += seconds

@@ -156,8 +156,7 @@ class Decoder:
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
         self._tell(tokens)
         plain_seconds = self.budget.record(len(tree), len(tokens), verified)
-        seconds, texts = verified.share * verified.seconds, self.crowd.texts
-        return Step(tokens, stages, tree, path, seconds, plain_seconds, verified.num_rows, texts)
+        return Step(tokens, stages, tree, path, verified.seconds, plain_seconds, verified.num_rows, self.crowd.texts)
 
     def work(self) -> dict[str, DrafterStats]:
         """What each drafter has done so far, by name."""
@@ -205,19 +204,20 @@ class Decoder:
         stats: GenerationStats,
         progress: Progress | None,
     ) -> Generator[Request | Step, Done | None, None]:
-        before, left, begin = self.work(), max_tokens, self._clock()
+        # What a text's reader waits for, others' work included.
+        before, left, begin = self.work(), max_tokens, self.crowd.wall()
         stats.prompt_tokens += len(prompt)
         try:
             stats.reused_tokens += yield from self.start(prompt, speculate=speculate, progress=progress)
-            stats.prefill_seconds += self._clock() - begin
+            stats.prefill_seconds += self.crowd.wall() - begin
             finished = False
             while not finished:
-                begin = self._clock()
+                begin = self.crowd.wall()
                 step = self._cut((yield from self.step(sampling, left)), left, is_end)
                 left -= len(step.tokens)
                 finished = step.finish_reason is not None
                 stats.record(step)
-                stats.decode_seconds += self._clock() - begin
+                stats.decode_seconds += self.crowd.wall() - begin
                 yield step
         finally:
             stats.finish(before, self.work(), self.target.weight_bytes)
