@@ -155,6 +155,10 @@ class Scheduler:
         """Whether this thread is in the middle of a step of a text, which waits for it: a policy that generates."""
         return self._driver.is_mine
 
+    def is_stepping(self, entry: Entry) -> bool:
+        """Whether this thread is in the middle of a step that this text has a part in, and so cannot wait for it."""
+        return self.in_step and entry in self._texts
+
     def cancel(self, entry: Entry) -> None:
         """End a text after the pass in hand; at once where none is. Waits for nothing."""
         entry.is_cancelled = True

@@ -188,6 +188,40 @@ def test_a_policy_that_generates(path: Path) -> None:
             assert Nested.found == alone[1][:5]
 
 
+@pytest.mark.parametrize("use", [Stream.close, next])
+def test_a_policy_that_ends_or_reads_texts_in_their_own_step(path: Path, use: Callable[[Stream], object]) -> None:
+    class Meddling(FixedPolicy):
+        streams: Sequence[Stream] = ()
+        refused = 0
+
+        def keep(self, growth: Growth) -> int:
+            if threading.current_thread().name == "pystaged":
+                for stream in self.streams:
+                    try:
+                        use(stream)
+                    except RuntimeError:
+                        Meddling.refused += 1
+                Meddling.streams = ()
+            return super().keep(growth)
+
+    with pystaged.load(path, policy=Meddling(2, 3, 6)) as engine:
+        alone = engine.generate(PROMPTS[0], max_tokens=400, speculate=False).tokens
+        streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(4)]
+        for stream in streams:
+            next(stream)
+        Meddling.streams = streams[:3]
+        found: dict[int, list[int]] = {}
+        in_threads(*(lambda i=i: found.update({i: streams[i].finish().tokens}) for i in range(1, 4)))  # type: ignore[misc]
+        assert not Meddling.streams
+        found[0] = streams[0].finish().tokens
+        assert found[3] == alone
+        assert all(tokens == alone[: len(tokens)] for tokens in found.values())
+        finish = "cancelled" if use is Stream.close else "length"
+        assert [stream.result.finish_reason for stream in streams[:3]] == [finish] * 3
+        assert Meddling.refused == (0 if use is Stream.close else 3)
+        assert engine._scheduler._texts == []
+
+
 def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
     streams = [engine.stream(PROMPTS[0], max_tokens=30) for _ in range(2)]
