@@ -226,8 +226,9 @@ class Scheduler:
         """See to it that a thread steps the texts."""
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="pystaged", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="pystaged", daemon=True)
+                thread.start()  # which the system may refuse
+                self._thread = thread
                 _running.add(self)
         self._inbox.put(None)
 
@@ -266,6 +267,7 @@ class Scheduler:
             if entry.live is None and not entry.is_over:
                 break
         ready = self._ready()
+        waiting = [entry for entry in waiting if entry.live is None and not entry.is_over]
         if not ready and waiting:
             # What is live waits for its readers, which may wait for this one.
             self._admit(waiting[0], must=True)
