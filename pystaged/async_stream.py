@@ -35,14 +35,13 @@ class AsyncStream(AsyncIterator[Piece]):
         self._is_read = True
         try:
             entry = self._entry or self._open()
-            said = await self._said.get()
+            said = await self._next()
         except BaseException:
             self._cancel()
             raise
         finally:
             self._is_read = False
         if isinstance(said, End):
-            self._over = True
             raise said.error or StopAsyncIteration
         self._scheduler.read(entry, said)
         piece: Piece = said
@@ -68,13 +67,20 @@ class AsyncStream(AsyncIterator[Piece]):
         if self._entry is None:
             self._over = True
         while not (self._over or self._is_read):
-            self._over = isinstance(await self._said.get(), End)
+            await self._next()
 
     async def __aenter__(self) -> AsyncStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    async def _next(self) -> Any:
+        said = await self._said.get()
+        if isinstance(said, End):
+            self._over = True
+            self._said.put_nowait(said)  # for whoever waits for it, too
+        return said
 
     def _open(self) -> Entry:
         # The scheduler holds entry and writer, never the stream, so that a stream is freed as soon as it is dropped.

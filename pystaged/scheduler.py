@@ -161,6 +161,10 @@ class Scheduler:
         """Whether this thread is in the middle of a step of a text, which waits for it: a policy that generates."""
         return self._driver.is_mine
 
+    def is_stepping(self, entry: Entry) -> bool:
+        """Whether this thread is in the middle of a step that this text has a part in, and so cannot wait for it."""
+        return self.in_step and entry in self._texts
+
     def cancel(self, entry: Entry) -> None:
         """End a text after the pass in hand; at once where none is. Waits for nothing."""
         entry.is_cancelled = True
@@ -232,8 +236,9 @@ class Scheduler:
         """See to it that a thread steps the texts."""
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="pystaged", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="pystaged", daemon=True)
+                thread.start()  # which the system may refuse
+                self._thread = thread
                 _running.add(self)
         self._inbox.put(None)
 
@@ -273,6 +278,7 @@ class Scheduler:
             if entry.live is None and not entry.is_over:
                 break
         ready = self._ready()
+        waiting = [entry for entry in waiting if entry.live is None and not entry.is_over]
         if not ready and waiting:
             # What is live waits for its readers, which may wait for this one.
             self._admit(waiting[0], must=True)

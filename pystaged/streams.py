@@ -39,7 +39,7 @@ class Stream(Iterator[Piece]):
         self._is_open = self._cancelled = self._over = False
 
     def __next__(self) -> Piece:
-        if self._reader == threading.get_ident():
+        if self._reader == threading.get_ident() or self._engine._scheduler.is_stepping(self._entry):
             raise RuntimeError("a policy or a signal handler reads the stream in the middle of its own step")
         try:
             with self._turn:
@@ -73,6 +73,8 @@ class Stream(Iterator[Piece]):
     @property
     def result(self) -> GenerationResult:
         """The whole, once the stream is exhausted or closed. Raises RuntimeError before."""
+        if self._cancelled and not self._over:
+            self.close()
         if not self._over:
             raise RuntimeError("the stream has not been read to its end")
         return self._writer.result()
@@ -85,10 +87,13 @@ class Stream(Iterator[Piece]):
             return self.result
 
     def close(self) -> None:
-        """Stop here. A step that another thread has in hand is the last one; the result is there after it."""
+        """Stop here. A step that is in hand is the last one; where another thread has it, or a policy of texts that share
+        it calls this, the result is there after it."""
         self._cancelled = True
         if self._is_open:
             self._engine._scheduler.cancel(self._entry)
+        if self._engine._scheduler.is_stepping(self._entry):
+            return
         if self._turn.acquire(blocking=False):
             try:
                 while self._is_open and not self._over:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from pystaged import Growth
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.rounds import LiveText, Rounds
 from pystaged.engine import Engine
-from pystaged.scheduler import MOST_UNREAD
+from pystaged.scheduler import MOST_UNREAD, Entry
 from pystaged.streams import Stream
 
 PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12]
@@ -186,6 +188,82 @@ def test_a_policy_that_generates(path: Path) -> None:
             streams = [engine.stream(PROMPTS[0], max_tokens=20) for _ in range(count)]
             assert [stream.finish().tokens for stream in streams] == [alone[0]] * count
             assert Nested.found == alone[1][:5]
+
+
+@pytest.mark.parametrize("use", [Stream.close, next])
+def test_a_policy_that_ends_or_reads_texts_in_their_own_step(path: Path, use: Callable[[Stream], object]) -> None:
+    class Meddling(FixedPolicy):
+        streams: Sequence[Stream] = ()
+        refused = 0
+
+        def keep(self, growth: Growth) -> int:
+            if threading.current_thread().name == "pystaged":
+                for stream in self.streams:
+                    try:
+                        use(stream)
+                    except RuntimeError:
+                        Meddling.refused += 1
+                Meddling.streams = ()
+            return super().keep(growth)
+
+    with pystaged.load(path, policy=Meddling(2, 3, 6)) as engine:
+        alone = engine.generate(PROMPTS[0], max_tokens=400, speculate=False).tokens
+        streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(4)]
+        for stream in streams:
+            next(stream)
+        Meddling.streams = streams[:3]
+        found: dict[int, list[int]] = {}
+        in_threads(*(lambda i=i: found.update({i: streams[i].finish().tokens}) for i in range(1, 4)))  # type: ignore[misc]
+        assert not Meddling.streams
+        found[0] = streams[0].finish().tokens
+        assert found[3] == alone
+        assert all(tokens == alone[: len(tokens)] for tokens in found.values())
+        finish = "cancelled" if use is Stream.close else "length"
+        assert [stream.result.finish_reason for stream in streams[:3]] == [finish] * 3
+        assert Meddling.refused == (0 if use is Stream.close else 3)
+        assert engine._scheduler._texts == []
+
+
+def test_a_thread_that_the_system_refuses_is_asked_for_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
+    streams = [engine.stream(PROMPTS[0], max_tokens=30) for _ in range(3)]
+    next(streams[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            next(streams[1])
+    next(streams[2])
+    assert [stream.finish().tokens for stream in (streams[0], streams[2])] == [alone] * 2
+
+
+def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pystaged.load(path, kv_memory=1) as engine:
+        alone = engine.generate(PROMPTS[1], max_tokens=30).tokens
+        left, failing, waiting = (engine.stream(PROMPTS[i], max_tokens=400) for i in range(3))
+        next(left)
+        left._entry.most_unread = 0  # it waits for its reader
+        take = engine._contexts.take
+
+        def fail(prompt: Any, *args: Any, **options: Any) -> Any:
+            if prompt is failing._writer.prompt_tokens:
+                raise MemoryError("no room")
+            return take(prompt, *args, **options)
+
+        monkeypatch.setattr(engine._contexts, "take", fail)
+        said: SimpleQueue[Any] = SimpleQueue()
+        entries = [Entry(stream._writer.admit, said=said, most_unread=math.inf) for stream in (failing, waiting)]
+        with engine._scheduler._driver.when_free():
+            for entry in entries:
+                engine._scheduler.open(entry)
+        wait_until(lambda: all(entry.is_over for entry in entries))
+        assert str(said.get().error) == "no room"
+        left._entry.most_unread = MOST_UNREAD
+        assert left.finish().finish_reason == "length"
+        monkeypatch.undo()
+        assert engine.generate(PROMPTS[1], max_tokens=30).tokens == alone
 
 
 def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,6 +338,19 @@ def test_closing_an_async_stream(plain: Engine) -> None:
     assert rest(plain) == 0
 
 
+def test_several_tasks_may_close_an_async_stream(plain: Engine) -> None:
+    async def close() -> None:
+        stream = plain.astream(PROMPTS[0], max_tokens=400)
+        await anext(stream)
+        closing = [asyncio.create_task(stream.aclose()) for _ in range(3)]
+        await asyncio.sleep(0)
+        closing.append(asyncio.create_task(stream.finish()))
+        await asyncio.gather(*closing)
+        assert stream.result.finish_reason == "cancelled"
+
+    run(close())
+
+
 def test_cancelling_a_task_cancels_its_text(plain: Engine) -> None:
     async def read() -> None:
         stream = plain.astream(PROMPTS[0], max_tokens=400)
