@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,13 @@ _LEAST_KEPT = 32  # tokens; fewer are soon read again
 SPARE_CELLS = 64  # reckoned for each session besides its tokens: of the tree in hand, and the rest of memory pages
 _SHARE = 4  # one part in so many of the memory that is free is for contexts
 _ON_DEVICES = 8  # full contexts, by default
+
+
+class Wait(Enum):
+    """What a text waits for before it is lent a context."""
+
+    MEMORY = "memory that other texts have"
+    PROMPT = "a text that is just reading what this one would read, too"
 
 
 class _Held(NamedTuple):
@@ -95,9 +103,8 @@ class ContextPool:
         """Bytes that texts may come to fill, and contexts at rest hold."""
         return sum(loan.num_bytes for loan in self._lent) + sum(held.num_bytes for held in self._at_rest.values())
 
-    def take(self, prompt: NDArray[np.int32], max_tokens: int, *, must: bool = False) -> Decoder | None:
-        """A context for a prompt, int32[n], and as many tokens after it; None where there is no room beside the texts
-        that there are, or where one of them is just reading what this one would read, too: ask again later.
+    def take(self, prompt: NDArray[np.int32], max_tokens: int, *, must: bool = False) -> Decoder | Wait:
+        """A context for a prompt, int32[n], and as many tokens after it, or what to wait for: ask again later.
 
         It begins with as much of the prompt as any context does, lent ones included, whose texts must be between steps.
         One at rest is lent itself where the rest of what it holds is little or has no room, otherwise a copy.
@@ -115,10 +122,10 @@ class ContextPool:
             self._collect()
             need = self._needed(len(prompt) + max_tokens)
             if self._lent and not must and sum(loan.num_bytes for loan in self._lent) + need > self.memory:
-                return None
+                return Wait.MEMORY
             source, length = self._most_like(prompt[:-1])
             if not must and self._is_being_read(prompt, length):
-                return None
+                return Wait.PROMPT
             held = self._at_rest.get(source) if source else None
             if source and held and _survives(len(held.tokens), length):
                 self._wake(source, length)

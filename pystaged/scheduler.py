@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from pystaged.contexts import Wait
 from pystaged.decoding.rounds import LiveText, Rounds
 
 MOST_UNREAD = 256  # tokens that a text runs ahead of its reader
+_MOST_ASKED = 8  # texts that wait for a prompt of another one, and are asked again in a round
 
 
 class Said(Protocol):
@@ -37,7 +39,7 @@ class Entry:
 
     Args:
         admit: called with this entry, whose `say` and `end` the text calls, and whether it must begin; begins it in a
-            context, or returns None while there is no memory for one.
+            context, or returns what it has to wait for.
         said: where what it says goes, for a text that only the thread steps; by default a queue of its own, for a
             reader that calls `Scheduler.next` and may step it.
         most_unread: tokens of it that may be said and not read yet; it waits beyond that.
@@ -45,7 +47,7 @@ class Entry:
 
     def __init__(
         self,
-        admit: Callable[[Entry, bool], LiveText | None],
+        admit: Callable[[Entry, bool], LiveText | Wait],
         *,
         said: Said | None = None,
         most_unread: float = MOST_UNREAD,
@@ -56,6 +58,7 @@ class Entry:
         self.in_background = said is not None
         self.most_unread = most_unread
         self.live: LiveText | None = None
+        self.wait: Wait | None = None  # what for, when it was asked last
         self.num_said = self.num_read = 0  # tokens
         self.is_open = self.is_cancelled = self.is_over = False
 
@@ -214,7 +217,11 @@ class Scheduler:
     def _admit(self, entry: Entry, *, must: bool) -> None:
         if entry.live is None and not entry.is_over:
             try:
-                entry.live = entry.admit(entry, must)
+                admitted = entry.admit(entry, must)
+                if isinstance(admitted, Wait):
+                    entry.wait = admitted
+                else:
+                    entry.live = admitted
             except BaseException as error:
                 entry.end(error)
 
@@ -273,9 +280,16 @@ class Scheduler:
     def _round(self) -> bool:
         """Admit texts in the order they came, then play a round; returns whether any text could."""
         waiting = [entry for entry in self._texts if entry.live is None]
+        asked = 0
         for entry in waiting:
+            if entry.wait is Wait.PROMPT:
+                asked += 1
+                if asked > _MOST_ASKED:
+                    continue
             self._admit(entry, must=False)
-            if entry.live is None and not entry.is_over:
+            # Who waits for memory is not overtaken, or those that need little would leave nothing for those that need
+            # much; who waits for a prompt keeps nobody waiting.
+            if entry.live is None and not entry.is_over and entry.wait is Wait.MEMORY:
                 break
         ready = self._ready()
         waiting = [entry for entry in waiting if entry.live is None and not entry.is_over]

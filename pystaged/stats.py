@@ -106,8 +106,8 @@ class GenerationStats:
     prefill_seconds: until the prompt was in the context; decode_seconds: from there to the end, without what the
     consumer did between steps; target_seconds: of these in verify passes. Of passes that texts share, each
     counts the whole.
-    plain_seconds: what plain decoding of the same tokens, beside the same texts, would have taken by the measured costs,
-    0 where none are.
+    plain_seconds: what plain decoding of the same tokens, beside the same texts, would have taken by the measured
+    costs, 0 where none are.
     lengths: how many steps accepted how many nodes. offered, taken: by depth, steps whose path reached the depth above
     and whose tree went on there, and those of them that accepted a node there.
     stages: by name. drafters: by name, the work of each. relative_weight_bytes: weights read per token, by target and

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pystaged._core import DeviceError
 from pystaged.config import GenerationConfig
+from pystaged.contexts import Wait
 from pystaged.decoding.rounds import LiveText
 from pystaged.decoding.step import Step
 from pystaged.decoding.tree import Stage
@@ -87,8 +88,8 @@ class Stream(Iterator[Piece]):
             return self.result
 
     def close(self) -> None:
-        """Stop here. A step that is in hand is the last one; where another thread has it, or a policy of texts that share
-        it calls this, the result is there after it."""
+        """Stop here. A step that is in hand is the last one; where another thread has it, or a policy calls this in the
+        middle of it, the result is there after it."""
         self._cancelled = True
         if self._is_open:
             self._engine._scheduler.cancel(self._entry)
@@ -157,13 +158,13 @@ class Writer:
         finish = self._finish or "cancelled"
         return GenerationResult("".join(self._text), self._tokens, finish, seed, self._stats, self._stages)
 
-    def admit(self, entry: Entry, must: bool) -> LiveText | None:
-        """Begin the text in a context; None where there is no memory for one now, unless it must. Raises as
+    def admit(self, entry: Entry, must: bool) -> LiveText | Wait:
+        """Begin the text in a context, or say what it has to wait for, unless it must begin. Raises as
         ContextPool.take."""
         config, contexts = self._config, self.engine._contexts
         context = contexts.take(self.prompt_tokens, config.max_tokens, must=must)
-        if context is None:
-            return None
+        if isinstance(context, Wait):
+            return context
         try:
             steps = context.text(
                 self.prompt_tokens,

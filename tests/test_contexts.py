@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import pystaged
 from pystaged import DeviceError, Engine, FixedPolicy, SamplingConfig, _core
-from pystaged.contexts import SPARE_CELLS, ContextPool
+from pystaged.contexts import SPARE_CELLS, ContextPool, Wait
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.requests import finish
 
@@ -99,9 +99,14 @@ class Simulation:
         self.made.append(context)
         return context
 
+    def take(self, prompt: Sequence[int], max_tokens: int, *, must: bool = False) -> Decoder | None:
+        """A context, None where the text has to wait for one."""
+        taken = self.pool.take(np.array(prompt, np.int32), max_tokens, must=must)
+        return None if isinstance(taken, Wait) else taken
+
     def begin(self, prompt: Sequence[int], max_tokens: int = 10) -> Decoder | None:
         """Take a context and bring it to a prompt; the draft only in part."""
-        context = self.pool.take(np.array(prompt, np.int32), max_tokens)
+        context = self.take(prompt, max_tokens)
         if context is not None:
             reused = len(context.target.tokens)
             assert context.target.tokens.tolist() == list(prompt[:reused])
@@ -115,7 +120,7 @@ class Simulation:
 
     def run(self, prompt: Sequence[int], answer: Sequence[int] = ()) -> int:
         """A whole text; returns how many tokens of its prompt it did not have to read."""
-        context = self.pool.take(np.array(prompt, np.int32), len(answer) + 1)
+        context = self.take(prompt, len(answer) + 1)
         assert context is not None
         reused = len(context.target.tokens)
         self.fill(context, [*prompt, *answer][: context.target.n_ctx])
@@ -195,7 +200,7 @@ def test_what_another_text_is_just_reading_is_waited_for() -> None:
     texts = Simulation(10**6)
 
     def take(prompt: Sequence[int], *, must: bool = False) -> Decoder | None:
-        return texts.pool.take(np.array(prompt, np.int32), 5, must=must)
+        return texts.take(prompt, 5, must=must)
 
     first = take([*SYSTEM, 1])
     assert first is not None
@@ -223,7 +228,7 @@ def test_a_draft_is_forked_as_far_as_it_has_read(drafted: float) -> None:
     first = texts.begin([*SYSTEM, 1])
     assert first is not None
     texts.fill(first, SYSTEM, drafted)
-    second = texts.pool.take(np.array([*SYSTEM[:80], 3], np.int32), 1)
+    second = texts.take([*SYSTEM[:80], 3], 1)
     assert second is not None
     assert [len(session.tokens) for session in second.sessions] == [80, min(80, 100 * drafted)]
 

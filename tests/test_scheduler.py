@@ -318,6 +318,29 @@ def test_texts_wait_for_memory(path: Path) -> None:
         assert left.finish().tokens[:30] == alone[0]
 
 
+def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf: Callable[..., Path]) -> None:
+    with pystaged.load(random_gguf("F32", context=2048), draft=None, prompt_delay=0.0) as engine:
+        prompt = [i % 250 for i in range(2000)]
+        read: list[int] = []
+        began: dict[int, int] = {}  # how much of the prompt was read then
+        said: SimpleQueue[Any] = SimpleQueue()
+
+        def begin(prompt: list[int], progress: Callable[[int, int], object] | None = None, **options: Any) -> None:
+            writer = engine.stream(prompt, progress=progress, **options)._writer
+            engine._scheduler.open(Entry(writer.admit, said=said))
+
+        def note(tokens: int, _: int) -> None:
+            read.append(tokens)
+            if len(read) == 3:
+                for text, each in enumerate([prompt, prompt, [7, 8, 9]]):
+                    begin(each, lambda *_, text=text: began.setdefault(text, read[-1]), max_tokens=3)
+
+        begin([1, 2, 3], max_tokens=200)
+        begin(prompt, note, max_tokens=3)
+        wait_until(lambda: len(began) == 3 and not engine._scheduler._texts)
+        assert began[2] < 200 < min(began[0], began[1])
+
+
 def test_texts_on_a_device(path: Path) -> None:
     with pystaged.load(path, device="ggml-cpu") as engine:
         alone = [engine.generate(prompt, max_tokens=20).tokens for prompt in PROMPTS]
