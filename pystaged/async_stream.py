@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from pystaged.result import GenerationResult, Piece
-from pystaged.scheduler import End, Entry
+from pystaged.scheduler import End, Entry, Reading
 from pystaged.streams import Writer
 
 
@@ -35,7 +35,8 @@ class AsyncStream(AsyncIterator[Piece]):
         self._is_read = True
         try:
             entry = self._entry or self._open()
-            said = await self._next()
+            while isinstance(said := await self._next(), Reading):
+                said.tell()
         except BaseException:
             self._cancel()
             raise

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pystaged.config import GenerationConfig, integer
 from pystaged.result import GenerationResult, Piece
-from pystaged.scheduler import End, Entry, Scheduler
+from pystaged.scheduler import End, Entry, Reading, Scheduler
 from pystaged.streams import Stream, Writer
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ class Batch:
     def next(self) -> tuple[Writer, Piece | None]:
         """Wait for the next piece of any text: whose, and the piece, None at a text's end. Raises what ended a text."""
         writer, said = self._said.get()
+        while isinstance(said, Reading):
+            said.tell()
+            writer, said = self._said.get()
         if not isinstance(said, End):
             return writer, said
         self._entries.pop(writer, None)

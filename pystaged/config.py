@@ -73,7 +73,7 @@ class TextOptions(TypedDict, total=False):
     stop: one string or several that end the text before they appear in it.
     speculate: False decodes plainly; the text is the same.
     progress: called while the prompt is read, with how many of its tokens are and how many are to be: before the first
-        few hundred and after each, so the last time with all of them; perhaps from another thread.
+        few hundred and after each, so the last time with all of them; by who reads the text, as soon as it looks.
     """
 
     max_tokens: int

@@ -171,6 +171,8 @@ class ContextPool:
         """Let rest what was given back, but for contexts that are the beginning of another one at rest."""
         while self._given_back:
             context = self._given_back.popleft()
+            if context in self._at_rest:  # given back again, after Ctrl-C in the middle of it
+                continue
             self._lent = [loan for loan in self._lent if loan.context() is not context]
             try:
                 held = self._held(context)

@@ -20,11 +20,24 @@ _MOST_ASKED = 8  # texts that wait for a prompt of another one, and are asked ag
 
 
 class Said(Protocol):
-    """Where a text puts what it says: pieces, and an End as the last."""
+    """Where a text puts what it says: how far its prompt is read, pieces, and an End as the last."""
 
     def put(self, item: Any) -> None:
         """Called by the thread that steps the text; must not wait."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How many tokens of a prompt are read, of how many, and who is to be told: by the text's reader, because who steps
+    texts must not wait."""
+
+    progress: Callable[[int, int], object]
+    tokens: int
+    of: int
+
+    def tell(self) -> None:
+        self.progress(self.tokens, self.of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +81,7 @@ class Entry:
         self.said.put(piece)
 
     def end(self, error: BaseException | None) -> None:
-        """Called once, when the text is over."""
+        """Called when the text is over."""
         self.is_over = True
         self.said.put(End(error))
 
@@ -94,8 +107,15 @@ class _Turn:
             self._lock.acquire(blocking=False)
             yield self.is_mine
         finally:
-            if self.is_mine:
-                self._lock.release()
+            try:
+                self._give_back()
+            except BaseException:
+                self._give_back()
+                raise
+
+    def _give_back(self) -> None:
+        if self.is_mine:
+            self._lock.release()
 
     @contextmanager
     def when_free(self) -> Iterator[None]:
@@ -136,7 +156,8 @@ class Scheduler:
             self._wake()
 
     def next(self, entry: Entry) -> Any:
-        """The next thing that a text says, or an End; steps the text in this thread while it is the only one."""
+        """The next piece of a text, or an End; steps the text in this thread while it is the only one. Tells how far
+        its prompt is read."""
         if os.getpid() != self._process:
             self.open(entry)  # a copy of the parent's, for the child to go on with
         while True:
@@ -147,7 +168,9 @@ class Scheduler:
                     continue
                 self._wake()
                 said = entry.queue.get()
-            if said is not _YOURS:
+            if isinstance(said, Reading):
+                said.tell()
+            elif said is not _YOURS:
                 break
         if not isinstance(said, End):
             self.read(entry, said)

@@ -15,7 +15,7 @@ from pystaged.decoding.rounds import LiveText
 from pystaged.decoding.step import Step
 from pystaged.decoding.tree import Stage
 from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece
-from pystaged.scheduler import End, Entry
+from pystaged.scheduler import End, Entry, Reading
 from pystaged.stats import GenerationStats
 from pystaged.text import TextBuffer
 
@@ -162,6 +162,7 @@ class Writer:
         """Begin the text in a context, or say what it has to wait for, unless it must begin. Raises as
         ContextPool.take."""
         config, contexts = self._config, self.engine._contexts
+        progress = config.progress
         context = contexts.take(self.prompt_tokens, config.max_tokens, must=must)
         if isinstance(context, Wait):
             return context
@@ -173,7 +174,7 @@ class Writer:
                 is_end=self._is_end or self.engine.tokenizer.is_end,
                 speculate=config.speculate,
                 stats=self._stats,
-                progress=config.progress,
+                progress=progress and (lambda tokens, of: entry.said.put(Reading(progress, tokens, of))),
             )
         except BaseException:
             contexts.give_back(context)

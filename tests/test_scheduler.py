@@ -21,7 +21,7 @@ from pystaged import Growth
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.rounds import LiveText, Rounds
 from pystaged.engine import Engine
-from pystaged.scheduler import MOST_UNREAD, Entry
+from pystaged.scheduler import MOST_UNREAD, Entry, Reading
 from pystaged.streams import Stream
 
 PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12]
@@ -318,12 +318,37 @@ def test_texts_wait_for_memory(path: Path) -> None:
         assert left.finish().tokens[:30] == alone[0]
 
 
+class Listener:
+    """Hears how far a prompt is read, at once."""
+
+    def put(self, item: Any) -> None:
+        if isinstance(item, Reading):
+            item.tell()
+
+
+def test_who_is_told_of_a_prompt_may_wait_for_another_text(path: Path) -> None:
+    with pystaged.load(path) as engine:
+        beside: list[list[int]] = []
+
+        def generate(*_: int) -> None:
+            in_threads(lambda: beside.append(engine.generate(PROMPTS[0], max_tokens=3).tokens))
+
+        for running in (0, 1):
+            streams = [engine.stream(PROMPTS[1], max_tokens=300) for _ in range(running)]
+            for stream in streams:
+                next(stream)
+            engine.generate(list(range(50 + running, 150)), max_tokens=3, progress=generate)
+            engine.generate([list(range(60 + running, 150))], max_tokens=3, progress=generate)
+        assert len(beside) == 8
+        assert beside == [engine.generate(PROMPTS[0], max_tokens=3).tokens] * 8
+
+
 def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf: Callable[..., Path]) -> None:
     with pystaged.load(random_gguf("F32", context=2048), draft=None, prompt_delay=0.0) as engine:
         prompt = [i % 250 for i in range(2000)]
         read: list[int] = []
         began: dict[int, int] = {}  # how much of the prompt was read then
-        said: SimpleQueue[Any] = SimpleQueue()
+        said = Listener()
 
         def begin(prompt: list[int], progress: Callable[[int, int], object] | None = None, **options: Any) -> None:
             writer = engine.stream(prompt, progress=progress, **options)._writer

@@ -34,7 +34,7 @@ class LiveText:
         decoder: its context; nobody else may use it meanwhile.
         text: a generator of requests and of what it says.
         say: called with each thing that it says.
-        end: called once, with the exception that ended it or None.
+        end: called with the exception that ended it or None; once, unless Ctrl-C comes in the middle of it.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class LiveText:
         self.is_over = False
         self.rows, self.tokens = 0, 0.0  # of its last verified tree: the root too, and what it was expected to gain
         self._text = text
-        self._say, self._end = say, end
+        self._say: Callable[[Any], None] | None = say
+        self._end: Callable[[BaseException | None], None] | None = end
         self._asked = 0.0
 
     @property
@@ -66,7 +67,7 @@ class LiveText:
             said = resume(self._text, answer)
             if isinstance(said, Request):
                 self.request, self._asked = said, clock()
-            else:
+            elif self._say:
                 self._say(said)
         except StopIteration:
             self._over(None)
@@ -88,7 +89,7 @@ class LiveText:
 
     def close(self, error: BaseException | None = None) -> None:
         """End it where it is; also for `say` to call."""
-        if not self.is_over and inspect.getgeneratorstate(self._text) != inspect.GEN_RUNNING:
+        if self._end and inspect.getgeneratorstate(self._text) != inspect.GEN_RUNNING:
             self._over(error)
 
     def _over(self, error: BaseException | None) -> None:
@@ -97,9 +98,9 @@ class LiveText:
             self._text.close()
         except Exception as other:
             error = error or other
-        end = self._end
-        del self._say, self._end  # which may hold this text
-        end(error)
+        if self._end:
+            self._end(error)
+        self._say = self._end = None  # which may hold this text
 
 
 class Rounds:
