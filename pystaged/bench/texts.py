@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from pystaged.streams import Writer
 BESIDE = 4  # texts beside which a prompt arrives
 _BEGUN = 8  # tokens that each of them has written by then
 _ROOM = 64  # positions left for the last tree
+_LONGEST = 8  # times the tokens asked for, which a text may write until all others have written theirs
 
 Tokens = Sequence[int] | NDArray[np.int32]
 
@@ -50,8 +52,8 @@ class Written:
 class Figures:
     """Texts written together.
 
-    texts: how many. way: "plain", "drafted" or a peer's. tokens_per_second: of all together, from when all write until
-    one ends; of_each: of a text, in the mean, from its first token to its last; overall: of all, prompts included.
+    texts: how many. way: "plain", "drafted" or a peer's. tokens_per_second: of all together, while all write; of_each:
+    of a text, in the mean, from its first token to its last; overall: of all, prompts included.
     first_token_seconds: median time from the prompt to the first token; longest_gap_seconds: between tokens of a text.
     different: texts that are not what the first way wrote for the same prompt. passes: what was shared, of ours.
     newcomer_seconds, newcomer_gap_seconds: where a prompt arrived beside them, its time to the first token, and their
@@ -77,8 +79,8 @@ class Way(Protocol):
     name: str
 
     def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
-        """Continue prompts, all from the same moment on, time 0; a newcomer's is opened when all others have begun, and
-        its text is the last."""
+        """Continue prompts, all from the same moment on, time 0, until each text has as many tokens as are asked for:
+        who begins early writes on. A newcomer's is opened when all others have begun, and its text is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class TextsReport:
                 figures = (f"{each.tokens_per_second:.1f}", speed, f"{each.of_each:.1f}")
                 table.add_row(str(each.texts), each.way, *figures, *times, *_shared(each.passes))
         different = sum(each.different for each in self.figures if each.passes)
-        table.caption = "tokens/s: of all together, from when all write until one ends; " + (
+        table.caption = "tokens/s: of all together, while all write; " + (
             f"{different} of our texts differ from plain ones" if different else "our texts are the plain ones"
         )
         yield table
@@ -160,10 +162,12 @@ def measure(
                 f"the longest prompt and {max_tokens} tokens more are {longest} tokens, but the model's context holds "
                 f"{engine.n_ctx}"
             )
-        # Greedy texts and others, to the same length, past their ends.
-        config = GenerationConfig(max_tokens=max_tokens, temperature=temperature)
+        # Greedy texts and others, past their ends.
+        most = min(_LONGEST * max_tokens, engine.n_ctx - longest + max_tokens)
+        config = GenerationConfig(max_tokens=most, temperature=temperature)
         setup: dict[str, Any] = {"model": str(model), "draft": str(draft) if draft else None, "program": llama_server}
-        setup |= {"threads": engine.model.num_threads, "n_ctx": min(longest + _ROOM, engine.n_ctx)}
+        setup |= {"threads": engine.model.num_threads, "max_tokens": max_tokens}
+        setup["n_ctx"] = min(longest - max_tokens + most + _ROOM, engine.n_ctx)
         found: list[Figures] = []
         for count in counts:
             batch = [tokens[i % len(tokens)] for i in range(count)]
@@ -196,7 +200,10 @@ def _ways(
 ) -> Iterator[list[Way]]:
     """Whoever writes so many texts; plain decoding is the first."""
     with ExitStack() as stack:
-        ways: list[Way] = [Ours("plain", engine, replace(config, speculate=False)), Ours("drafted", engine, config)]
+        ways: list[Way] = [
+            Ours(name, engine, replace(config, speculate=name == "drafted"), setup["max_tokens"])
+            for name in ("plain", "drafted")
+        ]
         if setup["program"]:
             for name in ("plain", "draft-simple") if setup["draft"] else ("plain",):
                 try:
@@ -229,7 +236,10 @@ def _figures(
                 ways.remove(way)
                 continue
             expected = expected or [each.tokens for each in written]
-            different = sum(each.tokens != tokens for each, tokens in zip(written, expected, strict=True))
+            different = sum(
+                any(ours != plain for ours, plain in zip(each.tokens, tokens, strict=False))
+                for each, tokens in zip(written, expected, strict=True)
+            )
             found[way.name].append(_summary(way.name, written, newcomer is not None, different, passes))
     return [_median(runs) for runs in found.values() if runs]
 
@@ -277,11 +287,12 @@ class Ours:
     """Texts of an engine.
 
     Args:
-        config: of all texts; each goes on past the end of text, so that all ways write as many tokens.
+        config: of all texts, which go on past the end of text; its max_tokens are those that a text may write.
+        least: tokens that each is to write.
     """
 
-    def __init__(self, name: str, engine: Engine, config: GenerationConfig) -> None:
-        self.name, self._engine, self._config = name, engine, config
+    def __init__(self, name: str, engine: Engine, config: GenerationConfig, least: int) -> None:
+        self.name, self._engine, self._config, self._least = name, engine, config, least
 
     def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
         """As Way.write."""
@@ -296,7 +307,7 @@ class Ours:
             begin = time.perf_counter()
             for writer in texts:
                 batch.open(writer)
-            while len(batch):
+            while len(batch) and (late or any(len(text.tokens) < self._least for text in texts.values())):
                 writer, piece = batch.next()
                 now = time.perf_counter() - begin
                 if piece is not None and piece.tokens:
@@ -320,12 +331,12 @@ class LlamaServer:
 
     Args:
         way: "plain", or the kind of speculation.
-        setup: program, model, draft (path or None), threads, n_ctx of each slot.
+        setup: program, model, draft (path or None), threads, n_ctx of each slot, and max_tokens that each is to write.
         slots: how many.
     """
 
     def __init__(self, way: str, setup: dict[str, Any], config: GenerationConfig, slots: int) -> None:
-        self.name, self._config = f"llama-server, {way}", config
+        self.name, self._config, self._least = f"llama-server, {way}", config, setup["max_tokens"]
         threads = str(setup["threads"])
         command = [str(setup["program"]), "-m", setup["model"], "-c", str(setup["n_ctx"] * slots)]
         command += ["-t", threads, "-tb", threads]
@@ -336,21 +347,26 @@ class LlamaServer:
     def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
         """As Way.write."""
         texts = [Written([], []) for _ in prompts]
+        is_done = threading.Event()
         begin = time.perf_counter()
         with ThreadPoolExecutor(len(prompts) + 1) as threads:
             asked = [
-                threads.submit(self._ask, prompt, text, begin) for prompt, text in zip(prompts, texts, strict=True)
+                threads.submit(self._ask, prompt, text, begin, is_done)
+                for prompt, text in zip(prompts, texts, strict=True)
             ]
             if newcomer is not None:
                 while any(len(text.tokens) < _BEGUN for text in texts) and not all(each.done() for each in asked):
                     time.sleep(0.001)
                 texts.append(Written([], [(time.perf_counter() - begin, 0)]))
-                asked.append(threads.submit(self._ask, newcomer, texts[-1], begin))
+                asked.append(threads.submit(self._ask, newcomer, texts[-1], begin, is_done))
+            while any(len(text.tokens) < self._least for text in texts) and not all(each.done() for each in asked):
+                time.sleep(0.001)
+            is_done.set()
             for each in asked:
                 each.result()
         return texts, None
 
-    def _ask(self, prompt: Tokens, text: Written, begin: float) -> None:
+    def _ask(self, prompt: Tokens, text: Written, begin: float, is_done: threading.Event) -> None:
         sampling = self._config.sampling
         request = {
             "prompt": list(map(int, prompt)),
@@ -367,6 +383,8 @@ class LlamaServer:
             if tokens := part.get("tokens"):
                 text.tokens.extend(tokens)
                 text.times.append((time.perf_counter() - begin, len(tokens)))
+            if is_done.is_set():
+                return
 
     def close(self) -> None:
         """End the server."""

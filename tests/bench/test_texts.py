@@ -85,12 +85,12 @@ def test_ours_are_what_texts_are_alone(path: Path) -> None:
     with pystaged.load(path, draft=None) as engine:
         prompts = [engine.encode(prompt) for prompt in ("the tree", "her hat", "o")]
         for speculate in (False, True):
-            ours = Ours("x", engine, GenerationConfig(max_tokens=12, speculate=speculate))
+            ours = Ours("x", engine, GenerationConfig(max_tokens=40, speculate=speculate), 12)
             written, passes = ours.write(prompts[:2], prompts[2])
             for prompt, text in zip(prompts, written, strict=True):
-                found = engine.generate(prompt, max_tokens=12).tokens
-                assert text.tokens[: len(found)] == found
-                assert len(text.tokens) == 12 == sum(count for _, count in text.times)
+                found = engine.generate(prompt, max_tokens=40).tokens
+                assert text.tokens[: len(found)] == found[: len(text.tokens)]
+                assert 12 <= len(text.tokens) == sum(count for _, count in text.times)
             assert passes
             assert passes.prompt_rows == sum(map(len, prompts)) - 3
 
