@@ -27,7 +27,10 @@ _SERVER = "llama-server"
 # What llama-server calls a draft model, and prompt lookup with n-grams of 3 tokens; ik_llama.cpp's has other names.
 _SPECULATIONS = {
     "draft": ["--spec-type", "draft-simple"],
-    "prompt lookup": "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 8".split(),
+    "prompt lookup": [
+        *("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3"),
+        *("--spec-ngram-simple-size-m", "8"),
+    ],
     "n-gram cache": ["--spec-type", "ngram-cache"],
 }
 _IK_SPECULATIONS = {

@@ -26,9 +26,9 @@ class Row:
     """One contender's texts under one sampling, of one category or all. Figures that are not known are None.
 
     speedup: over plain decoding on the same prompts, all tokens by all seconds; interval: 95 % over prompts, by the
-    bootstrap; speedups: of single texts, least: of them. over_best_peer, over_best_peer_interval: likewise over the peer
-    that is fastest on these prompts, best_peer. tokens_per_step: as in GenerationStats. first_token_ms: median.
-    different: texts whose tokens were not those of plain decoding; ours only.
+    bootstrap; speedups: of single texts, least: of them. over_best_peer, over_best_peer_interval: likewise over
+    best_peer, the fastest on these prompts. tokens_per_step: as in GenerationStats. first_token_ms: median. different:
+    texts whose tokens were not those of plain decoding; ours only.
     """
 
     name: str
