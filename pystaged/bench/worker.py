@@ -21,6 +21,7 @@ if sys.platform == "darwin":
 
 _SECONDS_TO_LOAD = 600.0
 _SECONDS_TO_END = 10.0
+_MOST_WORDS = 300  # characters that a failure is told in
 
 
 class WorkerError(RuntimeError):
@@ -138,7 +139,8 @@ def _told(work: Callable[[dict[str, Any]], Any], task: dict[str, Any]) -> Any:
     try:
         return work(task)
     except Exception as error:
-        raise WorkerError(f"{type(error).__name__}: {error}") from None
+        words = " ".join(str(error).split())[:_MOST_WORDS]
+        raise WorkerError(f"{type(error).__name__}: {words}") from None
 
 
 def main() -> None:
