@@ -31,12 +31,10 @@ _SPECULATIONS = {
         *("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3"),
         *("--spec-ngram-simple-size-m", "8"),
     ],
-    "n-gram cache": ["--spec-type", "ngram-cache"],
 }
 _IK_SPECULATIONS = {
     "draft": ["--spec-type", "draft"],
     "prompt lookup": ["--spec-type", "ngram-simple:ngram_size_n=3,ngram_size_m=8"],
-    "n-gram cache": ["--spec-type", "ngram-cache"],
 }
 _OPENVINO = {
     "plain": "read from GGUF, latency hint",
@@ -76,19 +74,27 @@ def ours(setup: Setup, accept: list[float]) -> list[Contender]:
     return [Contender(name, way, "ways", False, setups) for way, name in named.items()]
 
 
-def peers(setup: Setup, llama_cpp: Iterable[Path]) -> list[Contender]:
+def peers(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> list[Contender]:
     """What people would use instead.
 
     Args:
         llama_cpp: folders of llama.cpp's and ik_llama.cpp's programs, or of builds of them.
+        names: "all", "none", or beginnings of their names with commas between them.
 
     Raises:
         FileNotFoundError: there is no such folder, or no llama-server in it.
+        ValueError: no name begins so.
     """
+    if names == "none":
+        return []
     found = _llama_cpp_python(setup) + _transformers(setup) + _openvino(setup)
     for folder in llama_cpp:
         found += _server(setup, find_server(folder), {each.key for each in found})
-    return found
+    words = ("",) if names == "all" else tuple(map(str.strip, names.split(",")))
+    for word in words:
+        if not any(each.key.startswith(word) for each in found):
+            raise ValueError(f"no peer's name begins with {word}; there are {', '.join(each.key for each in found)}")
+    return [each for each in found if each.key.startswith(words)]
 
 
 def find_server(folder: Path) -> Path:
@@ -148,8 +154,8 @@ def _server(setup: Setup, program: Path, taken: Collection[str]) -> list[Contend
     name = "ik_llama.cpp" if is_ik else "llama.cpp"
     if f"{name}, plain" in taken:
         name += f" of {program}"
-    fast = [_IK_REPACK, "-fa", "on"] if is_ik else ["-fa", "on"]
-    safe = ["-fa", "on"] if is_ik else ["-fa", "on", "--no-repack"]
+    usual = ["-fa", "on", "--log-disable"]
+    fast, safe = ([*usual, _IK_REPACK], usual) if is_ik else (usual, [*usual, "--no-repack"])
     found = []
     for way, arguments in {"plain": [], **(_IK_SPECULATIONS if is_ik else _SPECULATIONS)}.items():
         if way == "draft" and setup["draft"] is None:

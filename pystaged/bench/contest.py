@@ -35,7 +35,7 @@ class Contest:
     max_tokens: int = 128
     minutes: float = 20.0
     threads: int = 0
-    peers: bool = True
+    peers: str = "all"
     llama_cpp: Sequence[Path] = ()
     accept: list[float] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ class Contest:
 
         Raises:
             FileNotFoundError: no such model, draft, prompts or folder.
-            ValueError: prompts too long for the model, or none.
+            ValueError: prompts too long for the model, or none; no such peer.
         """
         path = models.find(self.model, self.quantization, lambda what: progress(what, 0.0, 0.0))
         draft = models.find_draft(self.model, self.draft)
@@ -55,8 +55,8 @@ class Contest:
         misleading = [] if self.accept else prompts.misleading(path)
         setup, kernel = self._setup(path, draft, max(len(prompt.tokens) for prompt in chosen + misleading))
         taking_part = contenders.ours(setup, self.accept)
-        if self.peers and not self.accept:
-            taking_part += contenders.peers(setup, self.llama_cpp)
+        if not self.accept:
+            taking_part += contenders.peers(setup, self.llama_cpp, self.peers)
         progress("passes of the target", 0.0, 0.0)
         times = passes.measure(path, repeats=5, num_threads=setup["threads"], peer=False)
         outcome = Suite(taking_part, chosen, misleading, self.max_tokens, 60 * self.minutes, progress).run()

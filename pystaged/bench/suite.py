@@ -1,7 +1,8 @@
-"""Runs contenders over prompts in turn, A B C A B C, so that a drift of the machine falls on all alike."""
+"""Runs contenders over single prompts in turn, so that a drift of the machine falls on all alike."""
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -137,13 +138,12 @@ class Suite:
         """All that is done with a prompt."""
         is_misleading = prompt >= self._usual
         keys = [key for key, each in self._contenders.items() if each.meets_misleading or not is_misleading]
-        # Rotated, so that no one always follows the same one; but a script must be there to be followed.
-        scripted = any(each.way == "synthetic" for each in self._contenders.values())
-        first = 0 if scripted or not keys else prompt % len(keys)
+        if not any(each.way == "synthetic" for each in self._contenders.values()):  # whose script must be there
+            random.Random(prompt).shuffle(keys)  # so that no one always follows the same one
         return [
             _Job(sampling, prompt, key)
             for sampling in (SAMPLINGS | HOT if is_misleading else SAMPLINGS)
-            for key in keys[first:] + keys[:first]
+            for key in keys
         ]
 
     def _guarded(self, work: Callable[[str, _Job], None], key: str, job: _Job | None = None) -> None:
@@ -155,8 +155,10 @@ class Suite:
 
     def _part_with(self, key: str, *why: str) -> None:
         """What there is to say about one that has done its part."""
-        contender = self._contenders.pop(key)
-        self.outcome.notes[key] += [*self._workers[contender.worker].notes, *why]
+        worker = self._contenders.pop(key).worker
+        self.outcome.notes[key] += [*self._workers[worker].notes, *why]
+        if all(each.worker != worker for each in self._contenders.values()):
+            self._workers[worker].close()  # the others may need its memory
 
     def _part_with_the_slow(self) -> None:
         """Whoever is slower by far than another peer leaves the time to the others."""

@@ -63,7 +63,9 @@ def bench(
     max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt, unless its text ends.")] = 128,
     minutes: Annotated[float, typer.Option(min=0, help="Time for all prompts; no other one is begun after it.")] = 20,
     threads: Annotated[int, typer.Option(min=0, help="For all; 0 takes one per physical core.")] = 0,
-    peers: Annotated[bool, typer.Option(help="Measure the peers that are installed, too.")] = True,
+    peers: Annotated[
+        str, typer.Option(help="Who else takes part: 'all', 'none', or beginnings of names, as openvino,llama.cpp.")
+    ] = "all",
     llama_cpp: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of a build of llama.cpp or ik_llama.cpp: it takes part, too. Repeatable."),

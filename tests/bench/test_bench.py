@@ -400,7 +400,7 @@ def two_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(two_prompts: Path) -> Report:
-    return Contest(prompts=two_prompts, max_tokens=12, peers=False).run(quiet)
+    return Contest(prompts=two_prompts, max_tokens=12, peers="none").run(quiet)
 
 
 @pytest.mark.slow
@@ -486,7 +486,8 @@ def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path) -> No
         "700",
         "--minutes",
         "60",
-        "--no-peers",
+        "--peers",
+        "none",
         "--out",
         tmp_path,
         start_new_session=True,
@@ -518,6 +519,7 @@ def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path) -> No
     [
         (["--accept", "0.5,2"], "--accept takes probabilities"),
         (["--accept", "x"], "--accept takes probabilities"),
+        (["--peers", "llama,nobody"], "no peer's name begins with nobody"),
         (["--llama-cpp", "."], "there is no llama-server in"),
         (["--max-tokens", "1000"], "choose a smaller --max-tokens"),
         (["--model", "none.gguf"], "no model file"),
@@ -695,18 +697,21 @@ def test_builds_by_folder(build: Callable[[str, str], Path], random_gguf: Callab
     """Of llama.cpp and ik_llama.cpp, which are asked in their own words, and of several."""
     folders = [build("a", "--spec-type"), build("b", "-rtr, --run-time-repack"), build("c", "--spec-type")]
     found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), folders)}
-    ways = ["plain", "draft", "prompt lookup", "n-gram cache"]
+    ways = ["plain", "draft", "prompt lookup"]
     third = f"llama.cpp of {folders[2] / 'bin' / 'llama-server'}"
     keys = [f"{name}, {way}" for name in ("llama.cpp", "ik_llama.cpp", third) for way in ways]
     assert list(found)[-len(keys) :] == keys
     (note, first), (_, safe) = found["llama.cpp, draft"].setups
-    assert note == "llama-server -fa on --spec-type draft-simple"
+    assert note == "llama-server -fa on --log-disable --spec-type draft-simple"
     assert first["draft"]
     assert "--no-repack" in safe["arguments"]
     assert found["llama.cpp, plain"].setups[0][1]["draft"] is None
-    assert found["ik_llama.cpp, plain"].setups[0][0] == "llama-server --run-time-repack -fa on"
+    assert found["ik_llama.cpp, plain"].setups[0][0] == "llama-server -fa on --log-disable --run-time-repack"
     without = contenders.peers(setup(random_gguf()), folders[:1])
     assert not any(each.key.endswith(", draft") for each in without)
+    some = contenders.peers(setup(random_gguf()), folders[:1], "openvino,llama.cpp, p")
+    assert [each.key.partition(",")[0] for each in some] == ["openvino-genai"] * 2 + ["llama.cpp"]
+    assert contenders.peers(setup(random_gguf()), folders, "none") == []
 
 
 def test_a_server_of_llama_cpp_ends_with_its_worker(
