@@ -709,8 +709,8 @@ def test_builds_by_folder(build: Callable[[str, str], Path], random_gguf: Callab
     assert found["ik_llama.cpp, plain"].setups[0][0] == "llama-server -fa on --log-disable --run-time-repack"
     without = contenders.peers(setup(random_gguf()), folders[:1])
     assert not any(each.key.endswith(", draft") for each in without)
-    some = contenders.peers(setup(random_gguf()), folders[:1], "openvino,llama.cpp, p")
-    assert [each.key.partition(",")[0] for each in some] == ["openvino-genai"] * 2 + ["llama.cpp"]
+    some = contenders.peers(setup(random_gguf()), folders[:1], "openvino,llama.cpp")
+    assert [each.key.partition(",")[0] for each in some] == ["openvino-genai"] * 2 + ["llama.cpp"] * 2
     assert contenders.peers(setup(random_gguf()), folders, "none") == []
 
 
