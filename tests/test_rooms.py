@@ -17,7 +17,7 @@ USES = {
     "backends": {"backends"},
     "chat": {"chat"},
     "loading": {"backends", "decoding", "drafting", "loading"},
-    "bench": {"backends", "bench", "decoding", "drafting", "loading"},
+    "bench": {"backends", "bench", "chat", "decoding", "drafting", "loading"},
     "cli": {"backends", "bench", "chat", "cli", "decoding", "drafting", "loading"},
 }
 

@@ -32,7 +32,7 @@ def machine() -> dict[str, str | int]:
 def versions() -> dict[str, str]:
     """Of the packages that take part."""
     found = {}
-    for name in ("pystaged", "llama-cpp-python", "numpy", "torch", "transformers"):
+    for name in ("pystaged", "llama-cpp-python", "numpy", "openvino-genai", "torch", "transformers"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -1,12 +1,14 @@
 """Who takes part in a benchmark: our ways to decode, and the peers that this machine has.
 
-All get the same setup: model and draft (paths, the latter None where n-grams alone draft), draft_share (weights of a
-draft pass over those of a target pass), threads, n_ctx. Each adds the module of its runner, and what that asks for.
+All get the same setup: model and draft (paths, the latter None where n-grams alone draft), threads, n_ctx, ends (tokens
+that end a text). Each adds the module of its runner, and what that asks for: what makes it fastest here. The word on a
+setup names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,15 +23,25 @@ OURS = {
     "chain": "chain",
     "n-grams": "n-grams alone",
 }
-# Program of llama.cpp, way, its arguments, and whether it needs a draft.
-PROGRAMS: list[tuple[str, str, list[str], bool]] = [
-    ("llama-speculative", "", [], True),
-    ("llama-speculative-simple", "", ["--spec-type", "draft-simple"], True),
-    ("llama-lookup", "", [], False),
-    ("llama-server", "plain", [], False),
-    ("llama-server", "draft-simple", ["--spec-type", "draft-simple"], True),
-    ("llama-server", "ngram-simple", ["--spec-type", "ngram-simple"], False),
-]
+_SERVER = "llama-server"
+# What llama-server calls a draft model, and prompt lookup with n-grams of 3 tokens; ik_llama.cpp's has other names.
+_SPECULATIONS = {
+    "draft": ["--spec-type", "draft-simple"],
+    "prompt lookup": [
+        *("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3"),
+        *("--spec-ngram-simple-size-m", "8"),
+    ],
+}
+_IK_SPECULATIONS = {
+    "draft": ["--spec-type", "draft"],
+    "prompt lookup": ["--spec-type", "ngram-simple:ngram_size_n=3,ngram_size_m=8"],
+}
+_OPENVINO = {
+    "plain": "read from GGUF, latency hint",
+    "draft": "read from GGUF, latency hint, 5 guesses at once",
+    "prompt lookup": "read from GGUF, latency hint, n-grams of 3 tokens, 5 guesses at once",
+}
+_IK_REPACK = "--run-time-repack"
 
 
 @dataclass(slots=True)
@@ -47,6 +59,11 @@ class Contender:
     setups: list[tuple[str, Setup]] = field(default_factory=list)
     missing: str = ""
 
+    @property
+    def meets_misleading(self) -> bool:
+        """Whether it is measured on the worst of cases, too."""
+        return not self.is_peer and self.way in ("plain", "staged")
+
 
 def ours(setup: Setup, accept: list[float]) -> list[Contender]:
     """Our own ways; with `accept` plain decoding and a drafter of that acceptance at depth."""
@@ -57,16 +74,41 @@ def ours(setup: Setup, accept: list[float]) -> list[Contender]:
     return [Contender(name, way, "ways", False, setups) for way, name in named.items()]
 
 
-def peers(setup: Setup, llama_cpp: Path | None) -> list[Contender]:
+def peers(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> list[Contender]:
     """What people would use instead.
 
     Args:
-        llama_cpp: folder of llama.cpp's programs, or of a build of it.
+        llama_cpp: folders of llama.cpp's and ik_llama.cpp's programs, or of builds of them.
+        names: "all", "none", or beginnings of their names with commas between them.
 
     Raises:
-        FileNotFoundError: there is no such folder, or no program in it.
+        FileNotFoundError: there is no such folder, or no llama-server in it.
+        ValueError: no name begins so.
     """
-    return _llama_cpp_python(setup) + _transformers(setup) + (_programs(setup, llama_cpp) if llama_cpp else [])
+    if names == "none":
+        return []
+    found = _llama_cpp_python(setup) + _transformers(setup) + _openvino(setup)
+    for folder in llama_cpp:
+        found += _server(setup, find_server(folder), {each.key for each in found})
+    words = ("",) if names == "all" else tuple(map(str.strip, names.split(",")))
+    for word in words:
+        if not any(each.key.startswith(word) for each in found):
+            raise ValueError(f"no peer's name begins with {word}; there are {', '.join(each.key for each in found)}")
+    return [each for each in found if each.key.startswith(words)]
+
+
+def find_server(folder: Path) -> Path:
+    """llama-server in a folder of programs, or of a build.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    for place in (folder, folder / "bin", folder / "build" / "bin"):
+        if (place / _SERVER).is_file():
+            return place / _SERVER
+    raise FileNotFoundError(
+        f"there is no {_SERVER} in {folder}; give the folder of a build of llama.cpp or ik_llama.cpp, or its bin folder"
+    )
 
 
 def _llama_cpp_python(setup: Setup) -> list[Contender]:
@@ -74,51 +116,56 @@ def _llama_cpp_python(setup: Setup) -> list[Contender]:
     for way in ("plain", "prompt lookup"):
         key = f"llama-cpp-python, {way}"
         mine = setup | {"runner": f"{__package__}.peer_llama_cpp_python", "lookup": way != "plain"}
-        buffers = {"repacked weights": True, "plain weights": False}
+        buffers = {"repacked weights, flash attention": True, "plain weights, flash attention": False}
         setups = [(note, mine | {"extra_buffers": extra}) for note, extra in buffers.items()]
         found.append(Contender(key, way, key, True, setups))
     return found
 
 
 def _transformers(setup: Setup) -> list[Contender]:
-    absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    missing = f"not installed: {', '.join(absent)}; pip install 'pystaged[peers]'" if absent else ""
     setups = [("same weights in F32", setup | {"runner": f"{__package__}.peer_transformers"})]
     return [
-        Contender(f"transformers, {name}", way, "transformers", True, setups, missing)
-        for way, name in {"plain": "plain", "assisted": "assisted", "lookup": "prompt lookup"}.items()
+        Contender(f"transformers, {name}", way, "transformers", True, setups, _absent("torch", "transformers"))
+        for way, name in {"plain": "plain", "assisted": "draft", "lookup": "prompt lookup"}.items()
         if setup["draft"] or way != "assisted"
     ]
 
 
-def find_programs(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Those programs of llama.cpp that are in a folder of programs, or of a build.
-
-    Raises:
-        FileNotFoundError: there is none of them.
-    """
-    places = (folder, folder / "bin", folder / "build" / "bin")
-    paths = {name: path for name in names for place in reversed(places) if (path := place / name).is_file()}
-    if not paths:
-        raise FileNotFoundError(
-            f"there is none of {', '.join(names)} in {folder}; give the folder of a llama.cpp build, or its bin folder"
-        )
-    return paths
-
-
-def _programs(setup: Setup, folder: Path) -> list[Contender]:
-    paths = find_programs(folder, dict.fromkeys(name for name, *_ in PROGRAMS))
+def _openvino(setup: Setup) -> list[Contender]:
+    """Each with a process, and so weights, of its own: a pipeline is made for one way."""
     found = []
-    for name, way, arguments, needs_draft in PROGRAMS:
-        if needs_draft and setup["draft"] is None:
+    for way in ("plain", "draft", "prompt lookup") if setup["draft"] else ("plain", "prompt lookup"):
+        key = f"openvino-genai, {way}"
+        mine = setup | {"runner": f"{__package__}.peer_openvino", "way": way}
+        found.append(Contender(key, way, key, True, [(_OPENVINO[way], mine)], _absent("openvino", "openvino_genai")))
+    return found
+
+
+def _absent(*modules: str) -> str:
+    """What there is to say where one of them is not installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}; pip install 'pystaged[peers]'" if missing else ""
+
+
+def _server(setup: Setup, program: Path, taken: Collection[str]) -> list[Contender]:
+    """The ways of one llama-server."""
+    done = subprocess.run([program, "--help"], capture_output=True, text=True, errors="replace", check=False)
+    is_ik = _IK_REPACK in done.stdout + done.stderr
+    name = "ik_llama.cpp" if is_ik else "llama.cpp"
+    if f"{name}, plain" in taken:
+        name += f" of {program}"
+    usual = ["-fa", "on", "--log-disable"]
+    fast, safe = ([*usual, _IK_REPACK], usual) if is_ik else (usual, [*usual, "--no-repack"])
+    found = []
+    for way, arguments in {"plain": [], **(_IK_SPECULATIONS if is_ik else _SPECULATIONS)}.items():
+        if way == "draft" and setup["draft"] is None:
             continue
-        key = ", ".join(filter(None, (name, way)))
-        if name not in paths:
-            found.append(Contender(key, way, key, True, missing=f"not in {folder.name}"))
-            continue
-        mine = setup | {"runner": f"{__package__}.peer_llama_cpp", "program": str(paths[name])}
-        mine |= {} if needs_draft else {"draft": None, "draft_share": 0.0}
-        plain = {"arguments": [*arguments, "--no-repack"]}
-        setups = [("", mine | {"arguments": arguments}), ("plain weights", mine | plain)]
+        mine = setup | {"runner": f"{__package__}.peer_llama_cpp", "program": str(program)}
+        mine |= {} if way == "draft" else {"draft": None}
+        key = f"{name}, {way}"
+        setups = [
+            (f"{_SERVER} {' '.join(options)}", mine | {"arguments": options})
+            for options in (fast + arguments, safe + arguments)
+        ]
         found.append(Contender(key, way, key, True, setups))
     return found

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import TypeVar
 
 from pystaged._core import Model, Tokenizer
-from pystaged.bench import conditions, contenders, models, passes, summary
+from pystaged.bench import conditions, contenders, models, passes, prompts, summary
 from pystaged.bench.contenders import Setup
-from pystaged.bench.pairs import load_prompts
 from pystaged.bench.report import Report
-from pystaged.bench.suite import Prompt, Suite
-from pystaged.config import SamplingConfig
-from pystaged.loading import names
+from pystaged.bench.suite import Suite
 
-SAMPLINGS = {"greedy": SamplingConfig(), "T=1 top-k 50": SamplingConfig(temperature=1.0, top_k=50)}
 _TREE_ROOM = 64  # positions left for the last tree
-_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,39 +31,36 @@ class Contest:
     draft: str | Path | None = "auto"
     quantization: str = "Q8_0"
     prompts: Path | None = None
-    limit: int = 82
+    limit: int | None = None
     max_tokens: int = 128
-    repeats: int = 1
+    minutes: float = 20.0
     threads: int = 0
-    peers: bool = True
-    peer_limit: int = 10
-    llama_cpp: Path | None = None
+    peers: str = "all"
+    llama_cpp: Sequence[Path] = ()
     accept: list[float] = field(default_factory=list)
 
     def run(self, progress: Callable[[str, float, float], None]) -> Report:
-        """Measure everything, or until Ctrl-C.
+        """Measure everything, until the time is over, or until Ctrl-C.
 
         Args:
             progress: as in Suite.
 
         Raises:
             FileNotFoundError: no such model, draft, prompts or folder.
-            ValueError: prompts too long for the model, or none.
+            ValueError: prompts too long for the model, or none; no such peer.
         """
-        file = self.prompts or names.house(names.HOUSE_PROMPTS)
         path = models.find(self.model, self.quantization, lambda what: progress(what, 0.0, 0.0))
         draft = models.find_draft(self.model, self.draft)
-        tokenizer = Tokenizer(str(path))
-        prompts = [Prompt(text, tokenizer.encode(text)) for text in spread(load_prompts(file), self.limit)]
-        if not prompts:
-            raise ValueError(f"{file} has no prompts")
-        setup, kernel = self._setup(path, draft, max(len(prompt.tokens) for prompt in prompts))
+        file, chosen = prompts.choose(path, self.prompts, self.limit)
+        misleading = [] if self.accept else prompts.misleading(path)
+        setup, kernel = self._setup(path, draft, max(len(prompt.tokens) for prompt in chosen + misleading))
         taking_part = contenders.ours(setup, self.accept)
-        if self.peers and not self.accept:
-            taking_part += contenders.peers(setup, self.llama_cpp)
-        has_peers = any(each.is_peer for each in taking_part)
-        peer_prompts = spread(range(len(prompts)), self.peer_limit) if has_peers else []
-        used = {"used": len(prompts), "peers": len(peer_prompts)}
+        if not self.accept:
+            taking_part += contenders.peers(setup, self.llama_cpp, self.peers)
+        progress("passes of the target", 0.0, 0.0)
+        times = passes.measure(path, repeats=5, num_threads=setup["threads"], peer=False)
+        outcome = Suite(taking_part, chosen, misleading, self.max_tokens, 60 * self.minutes, progress).run()
+        used = {run.prompt for run in outcome.runs} & set(range(len(chosen)))
         found = {
             "machine": conditions.machine(),
             "versions": conditions.versions(),
@@ -75,23 +68,23 @@ class Contest:
             "threads": setup["threads"],
             "model": conditions.model_file(path, self.model),
             "draft": conditions.model_file(draft) if draft else None,
-            "prompts": {"file": file.name, "sha256": conditions.sha256(file), **used},
+            "prompts": {
+                "file": file.name,
+                "sha256": conditions.sha256(file),
+                "chosen": len(chosen),
+                "used": dict(Counter(chosen[prompt].category for prompt in sorted(used))),
+            },
             "max_tokens": self.max_tokens,
-            "repeats": self.repeats,
+            "minutes": self.minutes,
             "accept": self.accept,
             "date": date.today().isoformat(),
             "command": shlex.join(["pystaged", *sys.argv[1:]]),
         }
-        progress("passes of the target", 0.0, 0.0)
-        times = passes.measure(path, repeats=5, num_threads=setup["threads"], peer=False)
-        suite = Suite(taking_part, prompts, peer_prompts, SAMPLINGS, self.max_tokens, self.repeats, progress)
-        outcome = suite.run()
-        tables = {sampling: summary.rows(taking_part, outcome, sampling) for sampling in SAMPLINGS}
-        return Report(found, tables, times.to_dict(), outcome)
+        return Report(found, summary.tables(taking_part, outcome), times.to_dict(), outcome)
 
     def _setup(self, path: Path, draft: Path | None, longest: int) -> tuple[Setup, str]:
         """What all contenders get, and the kernel's name."""
-        target = Model(str(path), "", self.threads)
+        target, tokenizer = Model(str(path), "", self.threads), Tokenizer(os.fsencode(path))
         if longest + self.max_tokens > target.max_context:
             raise ValueError(
                 f"the longest prompt has {longest} tokens; with {self.max_tokens} more that is beyond the model's "
@@ -100,15 +93,8 @@ class Contest:
         setup = {
             "model": str(path),
             "draft": str(draft) if draft else None,
-            "draft_share": Model(str(draft)).weight_bytes / target.weight_bytes if draft else 0.0,
             "threads": target.num_threads,
             "n_ctx": min(target.max_context, longest + self.max_tokens + _TREE_ROOM),
+            "ends": [token for token in range(tokenizer.num_tokens) if tokenizer.is_end(token)],
         }
         return setup, target.kernel
-
-
-def spread(items: Iterable[_Item], most: int) -> list[_Item]:
-    """At most so many of them, evenly spread."""
-    found = list(items)
-    number = min(most, len(found))
-    return [found[at * len(found) // number] for at in range(number)]

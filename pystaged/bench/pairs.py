@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Model, Session
+from pystaged.bench.suite import SAMPLINGS
 from pystaged.config import SamplingConfig
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
@@ -20,31 +19,9 @@ from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.drafting.table import NgramTable
-from pystaged.files import read_small
 from pystaged.stats import GenerationStats
 
-_MOST_BYTES = 1 << 26  # of a file of prompts
-
-MODES = {
-    "greedy": SamplingConfig(),
-    "T=1 top-k 50": SamplingConfig(temperature=1.0, top_k=50),
-    "T=0.8 top-p 0.95": SamplingConfig(temperature=0.8, top_p=0.95),
-}
-
-
-def load_prompts(path: Path) -> list[str]:
-    """The prompts of a file in HumanEval's format: one JSON object with a `prompt` per line.
-
-    Raises:
-        ValueError: a line is something else, or the file is no regular one of at most 64 MiB.
-    """
-    prompts = []
-    for number, line in enumerate(read_small(path, _MOST_BYTES).splitlines(), 1):
-        try:
-            prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not a JSON object with a 'prompt'") from error
-    return prompts
+MODES = SAMPLINGS | {"T=0.8 top-p 0.95": SamplingConfig(temperature=0.8, top_p=0.95)}
 
 
 class LyingDrafter(NgramDrafter):

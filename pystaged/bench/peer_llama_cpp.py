@@ -1,18 +1,15 @@
-"""The runner of llama.cpp's own programs: llama-speculative, llama-speculative-simple, llama-lookup, llama-server."""
+"""The runner of llama-server, of a build of llama.cpp or ik_llama.cpp."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import socket
 import subprocess
-import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from pystaged.bench.worker import Measurement, peak_bytes
@@ -21,89 +18,52 @@ _SECONDS_TO_LOAD = 300.0
 _SAMPLERS = ["top_k", "top_p", "min_p", "temperature"]
 
 
-class Runner:
-    """Decodes with a program of a llama.cpp build: the server stays, the others start for every prompt.
+def command(setup: dict[str, Any]) -> list[str]:
+    """llama-server with a model and its draft.
 
     Args:
-        setup: program (its path), arguments of this way, model, draft (path or None), threads, n_ctx; draft_share:
-            weights of a draft pass over those of a target pass.
+        setup: program (its path), model, draft (path or None), threads, n_ctx.
+    """
+    threads = str(setup["threads"])
+    found = [str(setup["program"]), "-m", setup["model"], "-c", str(setup["n_ctx"]), "-t", threads, "-tb", threads]
+    return found + (["-md", setup["draft"], "-td", threads, "-tbd", threads] if setup["draft"] else [])
+
+
+class Runner:
+    """Decodes with a server that stays.
+
+    Args:
+        setup: as in command; arguments: further ones of this way.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self._draft_share = setup["draft_share"]
-        threads = str(setup["threads"])
-        self._command = [setup["program"], "-m", setup["model"], "-c", str(setup["n_ctx"])]
-        self._command += ["-t", threads, "-tb", threads]
-        if setup["draft"]:
-            self._command += ["-md", setup["draft"], "-td", threads, "-tbd", threads]
-        self._command += setup["arguments"]
-        self._server = Server(self._command) if Path(setup["program"]).stem == "llama-server" else None
+        self._server = Server(command(setup) + setup["arguments"])
 
     def run(self, job: dict[str, Any]) -> Measurement:
-        return self._ask(self._server, job) if self._server else self._start(job)
-
-    def close(self) -> None:
-        if self._server:
-            self._server.close()
-
-    def _start(self, job: dict[str, Any]) -> Measurement:
         sampling = job["sampling"]
-        options = {
-            "-p": job["text"],
-            "-n": job["max_tokens"],
-            "--temp": sampling.temperature,
-            "--top-k": sampling.top_k,
-            "--top-p": sampling.top_p,
-            "--min-p": sampling.min_p,
-            "--samplers": ";".join(_SAMPLERS),
-            "-s": sampling.seed,
-        }
-        command = [*self._command, "--no-escape", "--ignore-eos"]
-        command += [str(word) for option in options.items() for word in option]
-        code, said, peak = _run(command)
-        if code != 0:
-            last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")[:200]
-            raise RuntimeError(f"{Path(self._command[0]).name} ended with {code}: {last}")
-        tokens, seconds = _numbers(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", said)
-        _, prefill = _numbers(r"encoded\s+(\d+) tokens in\s+([\d.]+) seconds", said)
-        (drafted,) = _numbers(r"n_drafted\s*=\s*(\d+)", said)
-        (accepted,) = _numbers(r"n_accept\s*=\s*(\d+)", said)
-        return self._measurement(int(tokens), seconds, prefill, drafted, accepted, peak)
-
-    def _ask(self, server: Server, job: dict[str, Any]) -> Measurement:
-        sampling = job["sampling"]
-        found = server.complete(
+        found = self._server.complete(
             {
                 "prompt": job["prompt"],
                 "n_predict": job["max_tokens"],
                 **{name: getattr(sampling, name) for name in (*_SAMPLERS, "seed")},
                 "samplers": _SAMPLERS,
-                "ignore_eos": True,
                 "cache_prompt": False,
                 "return_tokens": True,
             }
         )
         times, tokens = found["timings"], found.get("tokens", [])
-        seconds, prefill = times["predicted_ms"] / 1e3, times["prompt_ms"] / 1e3
-        drafted, accepted = times.get("draft_n", 0), times.get("draft_n_accepted", 0)
-        peak = peak_bytes(server.process.pid)
-        return self._measurement(times["predicted_n"], seconds, prefill, drafted, accepted, peak, tokens)
+        counted = times["predicted_n"] - 1  # the first token came with the prompt
+        return Measurement(
+            counted,
+            times["predicted_ms"] / 1e3,
+            times["prompt_ms"] / 1e3,
+            tokens,
+            max(counted - times.get("draft_n_accepted", 0), 0),
+            peak_bytes=peak_bytes(self._server.process.pid),
+        )
 
-    def _measurement(
-        self,
-        counted: int,
-        seconds: float,
-        prefill: float,
-        drafted: float,
-        accepted: float,
-        peak: int,
-        tokens: Sequence[int] = (),
-    ) -> Measurement:
-        steps = counted - int(accepted)
-        # One pass of the draft for each token it drafted.
-        weights = (steps + self._draft_share * drafted) / counted
-        first = prefill + seconds / max(1, steps)
-        return Measurement(counted, seconds, first, list(tokens), steps, weights, peak_bytes=peak)
+    def close(self) -> None:
+        self._server.close()
 
 
 class Server:
@@ -174,25 +134,3 @@ class Server:
                 return bool(response.status == 200)
         except (urllib.error.URLError, OSError):
             return False
-
-
-def _run(command: list[str]) -> tuple[int, str, int]:
-    """Exit status, what was printed, and most bytes of memory, of a program."""
-    with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT) as process,
-    ):
-        peak = 0
-        while process.poll() is None:
-            peak = max(peak, peak_bytes(process.pid))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.2)
-        said.seek(0)
-        return process.returncode, said.read().decode("utf-8", "replace"), peak
-
-
-def _numbers(pattern: str, text: str) -> list[float]:
-    found = re.search(pattern, text)
-    if found is None:
-        raise RuntimeError(f"no line like '{pattern}' in what it printed; is this llama.cpp too old or too new?")
-    return [float(group) for group in found.groups()]

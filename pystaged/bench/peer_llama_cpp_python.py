@@ -43,8 +43,10 @@ class Runner:
             n_threads=setup["threads"],
             n_threads_batch=setup["threads"],
             draft_model=self._lookup,
+            flash_attn=True,
             verbose=False,
         )
+        self._vocab = llama_cpp.llama_model_get_vocab(self._llama.model)
 
     def run(self, job: dict[str, Any]) -> Measurement:
         sampling: SamplingConfig = job["sampling"]
@@ -61,14 +63,14 @@ class Runner:
             min_p=sampling.min_p,
             repeat_penalty=1.0,
         ):
-            tokens.append(int(token))
             first = first or time.perf_counter() - begin
-            if len(tokens) == job["max_tokens"]:
+            tokens.append(int(token))
+            if len(tokens) == job["max_tokens"] or llama_cpp.llama_vocab_is_eog(self._vocab, token):
                 break
         seconds = time.perf_counter() - begin - first
         counted = len(tokens) - 1  # the first token came with the prompt
         steps = counted if self._lookup is None else self._lookup.calls - calls
-        return Measurement(counted, seconds, first, tokens, steps, steps / counted)
+        return Measurement(counted, seconds, first, tokens, steps)
 
     def close(self) -> None:
         self._llama.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,16 @@ class Runner:
     """Decodes with `generate`; all its ways share the weights.
 
     Args:
-        setup: model, draft (path or None), threads.
+        setup: model, draft (path or None), threads, ends (tokens that end a text).
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
         torch.set_num_threads(setup["threads"])
-        self._model = self._load(setup["model"], "target")
-        self._draft = self._load(setup["draft"], "draft") if setup["draft"] else None
-        self._draft_share = self._draft.num_parameters() / self._model.num_parameters() if self._draft else 0.0
-        self._passes = Counter[str]()
+        self._model = self._load(setup["model"])
+        self._draft = self._load(setup["draft"]) if setup["draft"] else None
+        self._passes = 0
+        self._model.register_forward_hook(self._count)
+        self._ends = list(setup["ends"]) or None
 
     def run(self, job: dict[str, Any]) -> Measurement:
         sampling: SamplingConfig = job["sampling"]
@@ -55,31 +55,30 @@ class Runner:
             options["assistant_model"] = self._draft
         if job["way"] == "lookup":
             options["prompt_lookup_num_tokens"] = _LOOKUP_TOKENS
-        self._passes.clear()
+        self._passes = 0
         begin = time.perf_counter()
         with torch.inference_mode():
             output = self._model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=job["max_tokens"],
-                eos_token_id=None,
+                eos_token_id=self._ends,
                 pad_token_id=0,
                 streamer=clock,
                 **options,
             )
         tokens = output[0, len(job["prompt"]) :].tolist()
-        _, (first, num_first), *_, (last, _) = clock.times
+        _, (first, num_first), *later = clock.times
+        last = later[-1][0] if later else first
         # What came with the prompt is no decoding.
-        counted, steps = len(tokens) - num_first, self._passes["target"] - 1
-        read = steps + self._draft_share * self._passes["draft"]
-        return Measurement(counted, last - first, first - begin, tokens, steps, read / counted)
+        return Measurement(len(tokens) - num_first, last - first, first - begin, tokens, self._passes - 1)
 
     def close(self) -> None:
         pass
 
-    def _load(self, path: str, who: str) -> Any:
-        """A model whose passes are counted."""
+    def _load(self, path: str) -> Any:
         file = Path(path)
-        model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
-        model.register_forward_hook(lambda *_: self._passes.update([who]))
-        return model
+        return AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
+
+    def _count(self, *_: object) -> None:
+        self._passes += 1

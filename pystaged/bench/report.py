@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,8 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pystaged.bench.suite import Outcome
-from pystaged.bench.summary import Row
+from pystaged.bench.summary import ALL, WORST, Row, Tables
 from pystaged.files import whole_file
+
+_STAGED = "staged"
 
 
 def _figure(field: str, form: str) -> Callable[[Row], str]:
@@ -27,8 +29,12 @@ def _figure(field: str, form: str) -> Callable[[Row], str]:
     return cell
 
 
-def _spread(row: Row) -> str:
-    return "{:.2f} {:.2f} {:.2f}".format(*row.spread) if row.spread else "-"
+def _interval(field: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        found = getattr(row, field)
+        return "{:.2f}-{:.2f}".format(*found) if found else "-"
+
+    return cell
 
 
 def _megabytes(row: Row) -> str:
@@ -38,29 +44,33 @@ def _megabytes(row: Row) -> str:
 # By heading, cell and meaning. The more important ones first: a narrow terminal shows as many as it can.
 _COLUMNS: dict[str, tuple[Callable[[Row], str], str]] = {
     "tokens/s": (_figure("tokens_per_second", ".1f"), "new tokens per second of decoding, the prompt apart"),
-    "x plain": (_figure("speedup", ".2f"), "over plain decoding on the same prompts, all tokens together"),
-    "x best peer": (_figure("over_best_peer", ".2f"), "over the fastest peer under this sampling, on its prompts"),
+    "x plain": (_figure("speedup", ".2f"), "over plain decoding on the same prompts: all tokens by all seconds"),
+    "95 %": (_interval("interval"), "where that lies for other prompts of these kinds, by the bootstrap over prompts"),
+    "least": (_figure("least", ".2f"), "of a single prompt"),
     "per step": (_figure("tokens_per_step", ".2f"), "tokens per pass of the target"),
-    "x plain, by prompt": (_spread, "least, median and most of a prompt"),
-    "weights": (
-        _figure("relative_weight_bytes", ".2f"),
-        "weight bytes read per token, relative to plain decoding (Spector & Ré's Table 1)",
+    "x best peer": (
+        _figure("over_best_peer", ".2f"),
+        "over the peer that is fastest on these prompts, on those that both had",
     ),
+    "its 95 %": (_interval("over_best_peer_interval"), "likewise"),
     "first ms": (_figure("first_token_ms", ".0f"), "median time to the first token"),
     "MB": (_megabytes, "most memory of a process of its own; transformers' rows share one"),
+    "prompts": (lambda row: str(row.prompts or "-"), "how many it continued"),
 }
+# What differs between categories.
+_OF_CATEGORIES = [name for name in _COLUMNS if name not in ("first ms", "MB")]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """What was measured, and on what.
 
-    conditions: machine, versions, files and settings, for JSON. tables: rows by sampling. passes: T(n), as
+    conditions: machine, versions, files and settings, for JSON. tables: as summary.tables. passes: T(n), as
     PassTimes.to_dict.
     """
 
     conditions: dict[str, Any]
-    tables: dict[str, list[Row]]
+    tables: Tables
     passes: dict[str, Any]
     outcome: Outcome
 
@@ -70,7 +80,10 @@ class Report:
             "conditions": self.conditions,
             "complete": self.outcome.complete,
             "seconds": self.outcome.seconds,
-            "tables": {sampling: [asdict(row) for row in rows] for sampling, rows in self.tables.items()},
+            "tables": {
+                sampling: {category: [asdict(row) for row in rows] for category, rows in parts.items()}
+                for sampling, parts in self.tables.items()
+            },
             "passes": self.passes,
             "runs": [run.to_dict() for run in self.outcome.runs],
         }
@@ -81,25 +94,27 @@ class Report:
             path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
         pictures: list[str] = []
         if find_spec("matplotlib"):
-            pictures = import_module("pystaged.bench.plots").draw(folder, self.tables, self.passes)
+            overall = {sampling: parts[ALL] for sampling, parts in self.tables.items() if sampling != WORST}
+            pictures = import_module("pystaged.bench.plots").draw(folder, overall, self.passes)
         with whole_file(folder / "report.md") as path:
             path.write_text(self.markdown(pictures), encoding="utf-8")
         return ["report.md", "report.json", *pictures]
 
     def terminal(self, width: int) -> Iterator[Table | Text]:
-        """A table and its notes for each sampling.
+        """Tables and notes: of each sampling who takes part, and staged decoding by category.
 
         Args:
             width: of the terminal, in characters.
         """
-        for sampling, rows in self.tables.items():
-            sizes = range(len(_COLUMNS), 1, -1)
-            tables = (self._table(sampling, rows, columns) for columns in sizes)
-            yield next((table for table in tables if _width(table) <= width), self._table(sampling, rows, 2))
-            for row in rows:
-                for note in row.notes:
-                    yield Text(f"{row.name}: {note}", style="dim")
+        notes: dict[str, None] = {}
+        for title, headings, rows in self._parts():
+            sizes = range(len(headings), 1, -1)
+            tables = (_table(title, headings[:columns], rows) for columns in sizes)
+            yield next((table for table in tables if _width(table) <= width), _table(title, headings[:2], rows))
             yield Text()
+            notes |= dict.fromkeys(f"{row.name}: {note}" for _, row in rows for note in row.notes)
+        for note in notes:
+            yield Text(note, style="dim")
 
     def markdown(self, pictures: list[str]) -> str:
         """The whole as a page.
@@ -111,30 +126,38 @@ class Report:
         lines = [f"# {model['name']}, draft {draft['name'] if draft else 'none'}", "", *self._conditions(), ""]
         if not self.outcome.complete:
             lines += ["**Interrupted: these are the results until then.**", ""]
-        for sampling, rows in self.tables.items():
-            lines += [f"## {self._title(sampling)}", "", f"| | {' | '.join(_COLUMNS)} | prompts |"]
-            lines.append("|---" + "|--:" * (len(_COLUMNS) + 1) + "|")
-            for row in rows:
-                name = f"**{row.name}**" if row.name == "staged" else row.name
-                lines.append(f"| {name} | {' | '.join(_cells(row))} | {row.prompts or '-'} |")
-            lines += ["", *_remarks(rows), ""]
+        for title, headings, rows in self._parts():
+            cells = [[_bold(name), *_cells(row, headings)] for name, row in rows]
+            lines += [f"## {title}", "", *_markdown(["", *headings], cells), ""]
+        for sampling, parts in self.tables.items():
+            if sampling != WORST and len(parts) > 2:
+                cells = [
+                    [_bold(row.name), *(_cells(parts[category][at], ["tokens/s"])[0] for category in parts)]
+                    for at, row in enumerate(parts[ALL])
+                ]
+                lines += [f"## {sampling}, tokens per second by category", "", *_markdown(["", *parts], cells), ""]
         lines += [f"- *{heading}*: {meaning}." for heading, (_, meaning) in _COLUMNS.items()]
-        lines += ["", *(f"![{name.partition('.')[0]}]({name})" for name in pictures)]
+        lines += ["", *self._remarks(), ""]
+        lines += [f"![{name.partition('.')[0]}]({name})" for name in pictures]
         return "\n".join(lines) + "\n"
 
-    def _table(self, sampling: str, rows: list[Row], num_columns: int) -> Table:
-        table = Table(title=self._title(sampling), box=None, title_justify="left", pad_edge=False)
-        table.add_column("", no_wrap=True)
-        for heading in list(_COLUMNS)[:num_columns]:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in rows:
-            style = "bold" if row.name == "staged" else "dim" if row.is_peer else ""
-            table.add_row(row.name, *_cells(row)[:num_columns], style=style)
-        return table
-
-    def _title(self, sampling: str) -> str:
-        used, tokens = self.conditions["prompts"]["used"], self.conditions["max_tokens"]
-        return f"{sampling}, {used} prompt{'s' if used > 1 else ''}, {tokens} tokens each"
+    def _parts(self) -> Iterator[tuple[str, list[str], list[tuple[str, Row]]]]:
+        """Title, headings and rows of each table."""
+        for sampling, parts in self.tables.items():
+            used = max(row.prompts for row in parts[ALL])
+            title = (
+                f"{sampling}, {used} prompt{'s' if used > 1 else ''}, at most {self.conditions['max_tokens']} tokens"
+            )
+            if sampling != WORST:
+                yield title, list(_COLUMNS), [(row.name, row) for row in parts[ALL]]
+            staged = [
+                (category, row)
+                for category, rows in parts.items()
+                for row in rows
+                if row.name == _STAGED and (len(parts) > 2 or sampling == WORST)
+            ]
+            if staged:
+                yield f"{title}: staged by {'sampling' if sampling == WORST else 'category'}", _OF_CATEGORIES, staged
 
     def _conditions(self) -> list[str]:
         found = self.conditions
@@ -142,16 +165,52 @@ class Report:
         cores = f"{machine['logical_cores']} logical cores"
         kernel = f"{found['threads']} threads, kernel {found['kernel']}"
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        peers = f"; the peers had {prompts['peers']} of them, evenly spread" if prompts["peers"] else ""
-        times = "once" if found["repeats"] == 1 else f"{found['repeats']} times"
+        used = ", ".join(f"{count} {category}" for category, count in prompts["used"].items())
         return [
             f"- machine: {machine['processor']}, {cores}, {machine['system']}; {kernel}",
             f"- versions: Python {machine['python']}, {versions}",
             *(_file_line(part, found[part]) for part in ("model", "draft") if found[part]),
-            f"- prompts: {prompts['used']} of {prompts['file']} (SHA-256 {prompts['sha256'][:16]}){peers}",
-            f"- everything in turn, {times}; {self.outcome.seconds / 60:.0f} minutes, {found['date']}",
+            f"- prompts: {prompts['file']} (SHA-256 {prompts['sha256'][:16]}): {used}",
+            f"- single prompts in turn; {self.outcome.seconds / 60:.0f} minutes, {found['date']}",
             f"- made by `{found['command']}`",
         ]
+
+    def _remarks(self) -> list[str]:
+        usual = [(sampling, row) for sampling, parts in self.tables.items() for row in parts[ALL]]
+        lines = dict.fromkeys(f"- {row.name}: {note}" for _, row in usual for note in row.notes)
+        for sampling, row in usual:
+            if row.acceptance_at_depth:
+                rates = ", ".join(f"{rate:.2f}" for rate in row.acceptance_at_depth)
+                lines[f"- {sampling}, {row.name}: acceptance at depth 1, 2, ...: {rates}"] = None
+            if total := sum(row.parts.values()):
+                shares = ", ".join(f"{part} {seconds / total:.1%}" for part, seconds in row.parts.items())
+                lines[f"- {sampling}, {row.name}: time by part: {shares}"] = None
+        different = [
+            f"- {sampling}, {row.name}: {row.different} texts differ from plain decoding"
+            for sampling, row in usual
+            if row.different
+        ]
+        return [*lines, *(different or ["- All of pystaged's texts are plain decoding's, token for token."])]
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, Row]]) -> Table:
+    table = Table(title=title, box=None, title_justify="left", pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in rows:
+        style = "bold" if name in (_STAGED, ALL) else "dim" if row.is_peer else ""
+        table.add_row(name, *_cells(row, headings), style=style)
+    return table
+
+
+def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(headings)} |", "|---" + "|--:" * (len(headings) - 1) + "|"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _bold(name: str) -> str:
+    return f"**{name}**" if name in (_STAGED, ALL) else name
 
 
 def _file_line(part: str, file: dict[str, Any]) -> str:
@@ -159,21 +218,8 @@ def _file_line(part: str, file: dict[str, Any]) -> str:
     return f"- {part}: {file['name']}, {file['bytes'] / 1e6:.1f} MB, SHA-256 {file['sha256'][:16]}{about}"
 
 
-def _remarks(rows: list[Row]) -> list[str]:
-    lines = [f"- {row.name}: {note}" for row in rows for note in row.notes]
-    for row in rows:
-        if row.acceptance_at_depth:
-            rates = ", ".join(f"{rate:.2f}" for rate in row.acceptance_at_depth)
-            lines.append(f"- {row.name}: acceptance at depth 1, 2, ...: {rates}")
-        if total := sum(row.parts.values()):
-            shares = ", ".join(f"{part} {seconds / total:.1%}" for part, seconds in row.parts.items())
-            lines.append(f"- {row.name}: time by part: {shares}")
-    different = [f"- {row.name}: {row.different} texts differ from plain decoding" for row in rows if row.different]
-    return lines + (different or ["- All of pystaged's texts are plain decoding's, token for token."])
-
-
-def _cells(row: Row) -> list[str]:
-    return [cell(row) for cell, _ in _COLUMNS.values()]
+def _cells(row: Row, headings: Sequence[str]) -> list[str]:
+    return [_COLUMNS[heading][0](row) for heading in headings]
 
 
 def _width(table: Table) -> int:

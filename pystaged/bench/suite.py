@@ -1,21 +1,25 @@
-"""Runs contenders over prompts in turn, A B C A B C, so that a drift of the machine falls on all alike."""
+"""Runs contenders over single prompts in turn, so that a drift of the machine falls on all alike."""
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pystaged.bench.contenders import Contender
-from pystaged.bench.worker import Measurement, Worker, WorkerError
+from pystaged.bench.prompts import Prompt
+from pystaged.bench.worker import Measurement, Worker, WorkerError, tokens_per_second
 from pystaged.config import SamplingConfig
 
+SAMPLINGS = {"greedy": SamplingConfig(), "T=1 top-k 50": SamplingConfig(temperature=1.0, top_k=50)}
+# What a draft guesses least: the misleading prompts have this, too.
+HOT = {"T=1.5": SamplingConfig(temperature=1.5)}
 _WARM_UP_TOKENS = 8
+_TRIED = 2  # prompts after which a peer may be found too slow
+_TOO_SLOW = 3  # times slower than the fastest peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,28 +29,22 @@ class Run:
     contender: str
     sampling: str
     prompt: int
+    category: str
+    is_misleading: bool
     measurement: Measurement
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        names = {"contender": self.contender, "sampling": self.sampling, "prompt": self.prompt}
+        names = {name: getattr(self, name) for name in ("contender", "sampling", "prompt", "category", "is_misleading")}
         return names | asdict(self.measurement)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
-    """A text and its tokens, int32[n]."""
-
-    text: str
-    tokens: NDArray[np.int32]
 
 
 @dataclass(slots=True)
 class Outcome:
     """What was measured so far.
 
-    notes: by contender, what went wrong or differs. memory: by contender, most bytes of a process that ran it alone.
-    complete: False when interrupted.
+    notes: by contender, its settings, and what went wrong. memory: by contender, most bytes of a process that ran it
+    alone. complete: False when interrupted.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -56,15 +54,22 @@ class Outcome:
     complete: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    sampling: str
+    prompt: int
+    key: str
+
+
 class Suite:
     """A benchmark that may be interrupted: what was measured by then stands in `outcome`.
 
     Args:
         contenders: the first one is plain decoding.
-        prompts: what ours continue. peer_prompts: indices of those that the peers continue too.
-        samplings: by name.
-        max_tokens: new tokens per prompt.
-        repeats: of everything.
+        prompts: what all of them continue, one after the other for as long as there is time, and the first one anyway.
+        misleading: what our plain and staged decoding continue besides.
+        max_tokens: new tokens per prompt, unless a text ends before.
+        seconds: for everything.
         progress: called with the seconds passed and the seconds left, as far as can be told.
     """
 
@@ -72,100 +77,135 @@ class Suite:
         self,
         contenders: Sequence[Contender],
         prompts: Sequence[Prompt],
-        peer_prompts: Sequence[int],
-        samplings: dict[str, SamplingConfig],
+        misleading: Sequence[Prompt],
         max_tokens: int,
-        repeats: int,
+        seconds: float,
         progress: Callable[[str, float, float], None],
     ) -> None:
         self.outcome = Outcome(notes={each.key: [each.missing] if each.missing else [] for each in contenders})
         self._contenders = {each.key: each for each in contenders if not each.missing}
         self._workers = {each.worker: Worker(*each.setups) for each in self._contenders.values()}
-        self._prompts = prompts
-        self._samplings = samplings
+        self._usual = len(prompts)
+        self._prompts = [*prompts, *misleading]
         self._max_tokens = max_tokens
+        self._seconds = seconds
         self._progress = progress
+        self._begin = 0.0
         self._limit = 300.0 + 10.0 * max_tokens  # seconds after which a worker is taken to hang
         self._took: dict[str, list[float]] = {}
         self._scripts: dict[tuple[str, int], list[int]] = {}
-        self._jobs = list(self._plan(repeats, set(peer_prompts)))
 
     def run(self) -> Outcome:
-        """Measure everything, or until Ctrl-C."""
-        begin, at_once = time.monotonic(), True
+        """Measure everything, until there is no time for another prompt, or until Ctrl-C."""
+        self._begin, at_once = time.monotonic(), True
+        usual = [self._jobs(prompt) for prompt in range(self._usual)]
+        last = [job for prompt in range(self._usual, len(self._prompts)) for job in self._jobs(prompt)]
         try:
             for key in list(self._contenders):
-                self._progress(f"warming up {key}", time.monotonic() - begin, 0.0)
-                self._guarded(self._warm_up, self._contenders[key])
-            for done, (sampling, prompt, key) in enumerate(self._jobs):
-                if key in self._contenders:
-                    self._progress(f"{sampling}: {key}", time.monotonic() - begin, self._left(done))
-                    self._guarded(self._measure, self._contenders[key], sampling, prompt)
+                self._progress(f"warming up {key}", self._passed, 0.0)
+                self._guarded(self._warm_up, key)
+            for prompt, jobs in enumerate(usual):
+                if prompt and self._passed + self._expected(jobs + last) > self._seconds:
+                    break
+                self._do(jobs, last + [job for later in usual[prompt + 1 :] for job in later])
+                if prompt + 1 == _TRIED < len(usual):
+                    self._part_with_the_slow()
+            self._do(last, [])
             self.outcome.complete, at_once = True, False
         except KeyboardInterrupt:
             pass  # whoever waits for a job to end presses Ctrl-C again, and loses the report
         finally:
-            self.outcome.seconds = time.monotonic() - begin
+            self.outcome.seconds = self._passed
             for worker in self._workers.values():
                 worker.close(at_once=at_once)
-        for key, contender in self._contenders.items():
-            self.outcome.notes[key] += self._workers[contender.worker].notes
+        for key in list(self._contenders):
+            self._part_with(key)
         return self.outcome
 
-    def _plan(self, repeats: int, peer_prompts: set[int]) -> Iterator[tuple[str, int, str]]:
-        """Sampling, prompt and contender of each job."""
-        keys = list(self._contenders)
-        scripted = any(each.way == "synthetic" for each in self._contenders.values())
-        for sampling in self._samplings:
-            for turn, prompt in enumerate(repeats * list(range(len(self._prompts)))):
-                # Rotated, so that no one always follows the same one; but a script must be there to be followed.
-                first = 0 if scripted else turn % len(keys)
-                for key in keys[first:] + keys[:first]:
-                    if not self._contenders[key].is_peer or prompt in peer_prompts:
-                        yield sampling, prompt, key
+    @property
+    def _passed(self) -> float:
+        return time.monotonic() - self._begin
 
-    def _guarded(self, work: Callable[..., None], contender: Contender, *args: object) -> None:
+    def _do(self, jobs: Sequence[_Job], later: Sequence[_Job]) -> None:
+        for done, job in enumerate(jobs):
+            if job.key in self._contenders:
+                now = self._expected(jobs[done:])
+                left = now + min(self._expected(later), max(self._seconds - self._passed - now, 0.0))
+                self._progress(f"{job.sampling}: {job.key}", self._passed, left)
+                self._guarded(self._measure, job.key, job)
+
+    def _jobs(self, prompt: int) -> list[_Job]:
+        """All that is done with a prompt."""
+        is_misleading = prompt >= self._usual
+        keys = [key for key, each in self._contenders.items() if each.meets_misleading or not is_misleading]
+        if not any(each.way == "synthetic" for each in self._contenders.values()):  # whose script must be there
+            random.Random(prompt).shuffle(keys)  # so that no one always follows the same one
+        return [
+            _Job(sampling, prompt, key)
+            for sampling in (SAMPLINGS | HOT if is_misleading else SAMPLINGS)
+            for key in keys
+        ]
+
+    def _guarded(self, work: Callable[[str, _Job], None], key: str, job: _Job | None = None) -> None:
         """A contender that fails takes part no more."""
         try:
-            work(contender, *args)
+            work(key, job or _Job(next(iter(SAMPLINGS)), 0, key))
         except WorkerError as error:
-            self.outcome.notes[contender.key].append(str(error))
-            del self._contenders[contender.key]
+            self._part_with(key, str(error))
 
-    def _warm_up(self, contender: Contender) -> None:
-        job = self._job(contender, next(iter(self._samplings)), 0)
-        job |= {"max_tokens": _WARM_UP_TOKENS, "script": [0] * _WARM_UP_TOKENS}
+    def _part_with(self, key: str, *why: str) -> None:
+        """What there is to say about one that has done its part."""
+        worker = self._contenders.pop(key).worker
+        self.outcome.notes[key] += [*self._workers[worker].notes, *why]
+        if all(each.worker != worker for each in self._contenders.values()):
+            self._workers[worker].close()  # the others may need its memory
+
+    def _part_with_the_slow(self) -> None:
+        """Whoever is slower by far than another peer leaves the time to the others."""
+        measured: dict[str, list[Measurement]] = {key: [] for key, each in self._contenders.items() if each.is_peer}
+        for run in self.outcome.runs:
+            if run.contender in measured:
+                measured[run.contender].append(run.measurement)
+        speeds = {key: tokens_per_second(runs) for key, runs in measured.items()}
+        for key, speed in speeds.items():
+            if speed * _TOO_SLOW < max(speeds.values()):
+                self._part_with(key, f"took part in {_TRIED} prompts: another peer is over {_TOO_SLOW} times as fast")
+
+    def _warm_up(self, key: str, job: _Job) -> None:
+        contender, task = self._contenders[key], self._task(job)
+        task |= {"max_tokens": _WARM_UP_TOKENS, "script": [0] * _WARM_UP_TOKENS}
         # Ours share a process for the run, so their memory is told from processes of their own.
         worker = self._workers[contender.worker] if contender.is_peer else Worker(*contender.setups)
         try:
-            found: Measurement = worker.run(job, self._limit)
+            found: Measurement = worker.run(task, self._limit)
         finally:
             if not contender.is_peer:
                 worker.close()
-        self.outcome.memory[contender.key] = found.peak_bytes
-        seconds = found.first_token_seconds + found.seconds / found.counted * self._max_tokens
-        self._took[contender.key] = [seconds]
+        self.outcome.memory[key] = found.peak_bytes
+        seconds = found.first_token_seconds + found.seconds / max(found.counted, 1) * self._max_tokens
+        self._took[key] = [seconds]
 
-    def _measure(self, contender: Contender, sampling: str, prompt: int) -> None:
-        begin = time.monotonic()
-        found: Measurement = self._workers[contender.worker].run(self._job(contender, sampling, prompt), self._limit)
-        self._took[contender.key].append(time.monotonic() - begin)
+    def _measure(self, key: str, job: _Job) -> None:
+        contender, begin = self._contenders[key], time.monotonic()
+        found: Measurement = self._workers[contender.worker].run(self._task(job), self._limit)
+        self._took[key].append(time.monotonic() - begin)
         if contender.way == "plain" and not contender.is_peer:
-            self._scripts[sampling, prompt] = found.tokens
-        self.outcome.runs.append(Run(contender.key, sampling, prompt, found))
+            self._scripts[job.sampling, job.prompt] = found.tokens
+        category, is_misleading = self._prompts[job.prompt].category, job.prompt >= self._usual
+        self.outcome.runs.append(Run(key, job.sampling, job.prompt, category, is_misleading, found))
         if contender.is_peer:
-            self.outcome.memory[contender.key] = found.peak_bytes
+            self.outcome.memory[key] = found.peak_bytes
 
-    def _job(self, contender: Contender, sampling: str, prompt: int) -> dict[str, Any]:
+    def _task(self, job: _Job) -> dict[str, Any]:
         return {
-            "way": contender.way,
-            "text": self._prompts[prompt].text,
-            "prompt": self._prompts[prompt].tokens.tolist(),
-            "sampling": self._samplings[sampling],
+            "way": self._contenders[job.key].way,
+            "prompt": self._prompts[job.prompt].tokens.tolist(),
+            "sampling": (SAMPLINGS | HOT)[job.sampling],
             "max_tokens": self._max_tokens,
-            "script": self._scripts.get((sampling, prompt), []),
+            "script": self._scripts.get((job.sampling, job.prompt), []),
         }
 
-    def _left(self, done: int) -> float:
+    def _expected(self, jobs: Sequence[_Job]) -> float:
+        """Seconds that jobs will take, by those before."""
         means = {key: statistics.fmean(seconds[-10:]) for key, seconds in self._took.items()}
-        return sum(means.get(key, 0.0) for _, _, key in self._jobs[done:] if key in self._contenders)
+        return sum(means.get(job.key, 0.0) for job in jobs if job.key in self._contenders)

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pystaged.bench.contenders import Contender
-from pystaged.bench.suite import Outcome, Run
+import numpy as np
 
+from pystaged.bench.contenders import Contender
+from pystaged.bench.suite import SAMPLINGS, Outcome, Run
+from pystaged.bench.worker import tokens_per_second
+
+ALL = "all"
+WORST = "misleading prompts"
+_RESAMPLES = 2000
+_FEWEST = 3  # prompts that an interval is told of
 _Key = TypeVar("_Key", int, str)
+_Text = tuple[str, int]  # sampling and prompt
 
 
 @dataclass(slots=True)
 class Row:
-    """One contender under one sampling. Figures that are not known are None.
+    """One contender's texts under one sampling, of one category or all. Figures that are not known are None.
 
-    speedup: over plain decoding on the same prompts, all tokens together; speedups: per prompt, medians of repeats.
-    over_best_peer: likewise over the fastest peer. tokens_per_step, relative_weight_bytes: as in GenerationStats.
-    first_token_ms: median. different: prompts whose tokens were not those of plain decoding; ours only.
+    speedup: over plain decoding on the same prompts, all tokens by all seconds; interval: 95 % over prompts, by the
+    bootstrap; speedups: of single texts, least: of them. over_best_peer, over_best_peer_interval: likewise over
+    best_peer, the fastest on these prompts. tokens_per_step: as in GenerationStats. first_token_ms: median. different:
+    texts whose tokens were not those of plain decoding; ours only.
     """
 
     name: str
@@ -28,83 +37,114 @@ class Row:
     prompts: int = 0
     tokens_per_second: float | None = None
     speedup: float | None = None
-    speedups: list[float] = field(default_factory=list)
+    interval: tuple[float, float] | None = None
+    least: float | None = None
     over_best_peer: float | None = None
+    over_best_peer_interval: tuple[float, float] | None = None
+    best_peer: str = ""
     tokens_per_step: float | None = None
-    relative_weight_bytes: float | None = None
     first_token_ms: float | None = None
     peak_bytes: int | None = None
     different: int | None = None
+    speedups: list[float] = field(default_factory=list)
     acceptance_at_depth: list[float] = field(default_factory=list)
     emitted: dict[str, int] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def spread(self) -> tuple[float, float, float] | None:
-        """Least, median and most speed-up of a prompt."""
-        if not self.speedups:
-            return None
-        return min(self.speedups), statistics.median(self.speedups), max(self.speedups)
+
+Tables = dict[str, dict[str, list[Row]]]
 
 
-def rows(contenders: Sequence[Contender], outcome: Outcome, sampling: str) -> list[Row]:
-    """The rows of one sampling, in the contenders' order; the first is plain decoding."""
-    runs: dict[str, list[Run]] = {each.key: [] for each in contenders}
-    for run in outcome.runs:
-        if run.sampling == sampling:
-            runs[run.contender].append(run)
-    plain = runs[contenders[0].key]
-    peers = [runs[each.key] for each in contenders if each.is_peer and runs[each.key]]
-    best = max(peers, key=_rate, default=[])
+def tables(contenders: Sequence[Contender], outcome: Outcome) -> Tables:
+    """Rows by sampling and category, those of all prompts first, which the misleading ones are none of. These have a
+    table of their own, by sampling, after the others."""
+    usual = [run for run in outcome.runs if not run.is_misleading]
+    worst = [run for run in outcome.runs if run.is_misleading]
+    found: Tables = {}
+    for sampling in SAMPLINGS:
+        runs = [run for run in usual if run.sampling == sampling]
+        found[sampling] = _by(contenders, outcome, runs, lambda run: run.category)
+    if worst:
+        ours = [each for each in contenders if each.meets_misleading]
+        found[WORST] = _by(ours, outcome, worst, lambda run: run.sampling)
+    return found
+
+
+def _by(
+    contenders: Sequence[Contender], outcome: Outcome, runs: Sequence[Run], part: Callable[[Run], str]
+) -> dict[str, list[Row]]:
+    found = {ALL: rows(contenders, outcome, runs)}
+    for name in dict.fromkeys(map(part, runs)):
+        found[name] = rows(contenders, outcome, [run for run in runs if part(run) == name])
+    return found
+
+
+def rows(contenders: Sequence[Contender], outcome: Outcome, runs: Iterable[Run]) -> list[Row]:
+    """Figures of some runs in the contenders' order; the first is plain decoding."""
+    texts: dict[str, dict[_Text, Run]] = {each.key: {} for each in contenders}
+    for run in runs:
+        texts[run.contender][run.sampling, run.prompt] = run
+    plain = texts[contenders[0].key]
+    peers = [each.key for each in contenders if each.is_peer and texts[each.key]]
+    best = max(peers, key=lambda key: _ratio(texts[key], plain) or 0.0, default="")
     found = []
     for each in contenders:
         row = Row(each.key, each.is_peer, outcome.notes[each.key], peak_bytes=outcome.memory.get(each.key) or None)
         found.append(row)
-        if runs[each.key]:
-            _fill(row, runs[each.key], plain, best)
+        if texts[each.key]:
+            _fill(row, texts[each.key], plain)
+        if best and texts[each.key]:
+            row.over_best_peer = _ratio(texts[each.key], texts[best])
+            row.over_best_peer_interval = _interval(texts[each.key], texts[best])
+            row.best_peer = best
     return found
 
 
-def _fill(row: Row, mine: list[Run], plain: list[Run], best: list[Run]) -> None:
-    measured = [run.measurement for run in mine]
-    tokens, steps = sum(each.counted for each in measured), sum(each.steps for each in measured)
-    row.prompts = len({run.prompt for run in mine})
-    row.tokens_per_second = _rate(mine)
-    row.speedup, row.over_best_peer = _ratio(mine, plain), _ratio(mine, best)
-    speeds, base = _speeds(mine), _speeds(plain)
-    row.speedups = [speeds[prompt] / base[prompt] for prompt in sorted(speeds.keys() & base.keys())]
-    row.tokens_per_step = tokens / steps if steps else None
-    row.relative_weight_bytes = sum(each.relative_weight_bytes * each.counted for each in measured) / tokens or None
+def _fill(row: Row, mine: dict[_Text, Run], plain: dict[_Text, Run]) -> None:
+    measured = [run.measurement for run in mine.values()]
+    steps = sum(each.steps for each in measured)
+    row.prompts = len({run.prompt for run in mine.values()})
+    row.tokens_per_second = tokens_per_second(measured)
+    row.speedup, row.interval = _ratio(mine, plain), _interval(mine, plain)
+    row.speedups = [ratio for text in mine if (ratio := _ratio({text: mine[text]}, plain)) is not None]
+    row.least = min(row.speedups, default=None)
+    row.tokens_per_step = sum(each.counted for each in measured) / steps if steps else None
     row.first_token_ms = 1e3 * statistics.median(each.first_token_seconds for each in measured)
     offered, taken = _sum(each.offered for each in measured), _sum(each.taken for each in measured)
     row.acceptance_at_depth = [round(taken.get(depth, 0) / offered[depth], 3) for depth in sorted(offered)[:8]]
     row.emitted = {name: int(count) for name, count in _sum(each.emitted for each in measured).items()}
     row.parts = _sum(each.parts for each in measured)
     if not row.is_peer:
-        expected = {run.prompt: run.measurement.tokens for run in plain}
-        row.different = len({run.prompt for run in mine if run.measurement.tokens != expected.get(run.prompt)})
+        pairs = [
+            (run.measurement.tokens, plain[text].measurement.tokens) for text, run in mine.items() if text in plain
+        ]
+        row.different = sum(tokens != expected for tokens, expected in pairs)
 
 
-def _rate(runs: Iterable[Run]) -> float:
-    """Tokens per second, all together."""
-    found = [run.measurement for run in runs]
-    return sum(each.counted for each in found) / sum(each.seconds for each in found)
+def _ratio(mine: Mapping[_Text, Run], others: Mapping[_Text, Run]) -> float | None:
+    """How much faster than others on the texts that both wrote."""
+    shared = mine.keys() & others.keys()
+    base = tokens_per_second(others[text].measurement for text in shared)
+    return tokens_per_second(mine[text].measurement for text in shared) / base if base else None
 
 
-def _ratio(mine: list[Run], others: list[Run]) -> float | None:
-    """How much faster than others on the prompts that both continued."""
-    shared = {run.prompt for run in mine} & {run.prompt for run in others}
-    if not shared:
+def _interval(mine: Mapping[_Text, Run], others: Mapping[_Text, Run]) -> tuple[float, float] | None:
+    """In which _ratio is with 95 %, had there been other prompts: of prompts drawn anew, with what was measured."""
+    shared = sorted(mine.keys() & others.keys())
+    prompts = sorted({prompt for _, prompt in shared})
+    if len(prompts) < _FEWEST:
         return None
-    return _rate(run for run in mine if run.prompt in shared) / _rate(run for run in others if run.prompt in shared)
-
-
-def _speeds(runs: list[Run]) -> dict[int, float]:
-    """Tokens per second by prompt, medians of repeats."""
-    found: dict[int, list[float]] = {}
-    for run in runs:
-        found.setdefault(run.prompt, []).append(run.measurement.tokens_per_second)
-    return {prompt: statistics.median(speeds) for prompt, speeds in found.items()}
+    # Tokens and seconds of both, by prompt.
+    sums = np.zeros((len(prompts), 4))
+    for text in shared:
+        each, other = mine[text].measurement, others[text].measurement
+        sums[prompts.index(text[1])] += each.counted, each.seconds, other.counted, other.seconds
+    drawn = np.random.default_rng(0).integers(len(prompts), size=(_RESAMPLES, len(prompts)))
+    tokens, seconds, base_tokens, base_seconds = np.moveaxis(sums[drawn].sum(axis=1), 1, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = tokens / seconds / (base_tokens / base_seconds)
+    low, high = np.nanquantile(ratios, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def _sum(counts: Iterable[Mapping[_Key, float]]) -> dict[_Key, float]:

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from pystaged.batch import Batch
 from pystaged.bench import conditions
-from pystaged.bench.peer_llama_cpp import Server
+from pystaged.bench.peer_llama_cpp import Server, command
 from pystaged.config import GenerationConfig
 from pystaged.engine import Engine
 from pystaged.stats import PassStats
@@ -130,7 +130,7 @@ def _shared(passes: dict[str, float] | None) -> tuple[str, str]:
 def measure(
     model: Path,
     draft: Path | None,
-    prompts: Sequence[str],
+    prompts: Sequence[Tokens],
     counts: Sequence[int],
     *,
     max_tokens: int,
@@ -155,8 +155,7 @@ def measure(
         ValueError: prompts too long for the model.
     """
     with Engine(model, draft=draft, num_threads=threads, report=progress) as engine:
-        tokens = [engine.encode(prompt) for prompt in prompts]
-        longest = max(prompt_beside, *map(len, tokens)) + max_tokens
+        longest = max(prompt_beside, *map(len, prompts)) + max_tokens
         if longest > engine.n_ctx:
             raise ValueError(
                 f"the longest prompt and {max_tokens} tokens more are {longest} tokens, but the model's context holds "
@@ -170,12 +169,12 @@ def measure(
         setup["n_ctx"] = min(longest - max_tokens + most + _ROOM, engine.n_ctx)
         found: list[Figures] = []
         for count in counts:
-            batch = [tokens[i % len(tokens)] for i in range(count)]
+            batch = [prompts[i % len(prompts)] for i in range(count)]
             with _ways(engine, config, setup, count, progress) as ways:
                 found += _figures(ways, batch, None, repeats, progress)
         if prompt_beside:
-            others = [tokens[i % len(tokens)] for i in range(BESIDE)]
-            newcomer = np.resize(np.concatenate(tokens[::-1]), prompt_beside)
+            others = [prompts[i % len(prompts)] for i in range(BESIDE)]
+            newcomer = np.resize(np.concatenate(prompts[::-1]), prompt_beside)
             with _ways(engine, config, setup, BESIDE + 1, progress) as ways:
                 found += _figures(ways, others, newcomer, repeats, progress)
         about: dict[str, Any] = {
@@ -337,12 +336,10 @@ class LlamaServer:
 
     def __init__(self, way: str, setup: dict[str, Any], config: GenerationConfig, slots: int) -> None:
         self.name, self._config, self._least = f"llama-server, {way}", config, setup["max_tokens"]
-        threads = str(setup["threads"])
-        command = [str(setup["program"]), "-m", setup["model"], "-c", str(setup["n_ctx"] * slots)]
-        command += ["-t", threads, "-tb", threads]
-        if way != "plain":
-            command += ["-md", setup["draft"], "-td", threads, "-tbd", threads, "--spec-type", way]
-        self._server = Server(command, slots, subprocess.DEVNULL)
+        mine = setup | {"n_ctx": setup["n_ctx"] * slots}
+        speculation = ["--spec-type", way] if way != "plain" else []
+        mine |= {} if speculation else {"draft": None}
+        self._server = Server([*command(mine), *speculation], slots, subprocess.DEVNULL)
 
     def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
         """As Way.write."""

@@ -49,21 +49,17 @@ class Runner:
         self._pair = Pair(setup["model"], setup["draft"], setup["threads"], lambda _: None)
         self._n_ctx = setup["n_ctx"]
         self._accept = setup["accept"]
-        self._decoders: dict[str, Decoder] = {}
-        self._sampling: SamplingConfig | None = None
+        # Nothing learnt under one sampling helps another.
+        self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
         # Now, not while another way is being timed.
         self._pair.target_cost()
         self._pair.draft_cost()
 
     def run(self, job: dict[str, Any]) -> Measurement:
-        if job["sampling"] != self._sampling:
-            # Nothing learnt under one sampling helps the next.
-            self.close()
-            self._sampling = job["sampling"]
-        way = job["way"]
-        if way not in self._decoders:
-            self._decoders[way] = self._decoder(way)
-        return self._generate(self._decoders[way], job)
+        key = job["way"], job["sampling"]
+        if key not in self._decoders:
+            self._decoders[key] = self._decoder(job["way"])
+        return self._generate(self._decoders[key], job)
 
     def close(self) -> None:
         for decoder in self._decoders.values():
@@ -116,19 +112,18 @@ class Runner:
         for drafter in decoder.drafters:
             if isinstance(drafter, ScriptedDrafter):
                 drafter.script = job["script"]
-        tokens, first = list[int](), 0.0
-        begin = time.perf_counter()
-        # Past the end of text too, so that all ways write as many tokens.
-        for step in decoder.generate(prompt, job["sampling"], job["max_tokens"], stats=stats):
+        tokens, first, ended = list[int](), 0.0, False
+        begin, is_end = time.perf_counter(), self._pair.tokenizer.is_end
+        for step in decoder.generate(prompt, job["sampling"], job["max_tokens"], is_end=is_end, stats=stats):
             first = first or time.perf_counter() - begin
             tokens += step.tokens
+            ended = step.finish_reason == "stop"
         return Measurement(
-            len(tokens),
+            len(tokens) + ended,  # the end is a token, too
             stats.decode_seconds,
             first,
             tokens,
             stats.steps,
-            stats.relative_weight_bytes,
             parts={
                 "target passes": stats.target_seconds,
                 "draft passes": stats.native_seconds - stats.target_seconds,

@@ -7,7 +7,7 @@ prompt and returns a Measurement, `close()` ends what was started.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -21,6 +21,7 @@ if sys.platform == "darwin":
 
 _SECONDS_TO_LOAD = 600.0
 _SECONDS_TO_END = 10.0
+_MOST_WORDS = 300  # characters that a failure is told in
 
 
 class WorkerError(RuntimeError):
@@ -45,9 +46,8 @@ class Measurement:
 
     tokens: the new ones, empty where a peer does not tell. counted: tokens that came in `seconds` of decoding;
     first_token_seconds: from the prompt to the first token. steps: passes of the target, 0 where not known.
-    relative_weight_bytes: weights read per token relative to plain decoding, 0 where not known. parts: seconds by part
-    of the step. emitted: tokens by stage. offered, taken: as in GenerationStats. peak_bytes: most memory so far of the
-    process that measured.
+    parts: seconds by part of the step. emitted: tokens by stage. offered, taken: as in GenerationStats. peak_bytes:
+    most memory so far of the process that measured.
     """
 
     counted: int
@@ -55,17 +55,18 @@ class Measurement:
     first_token_seconds: float
     tokens: list[int] = field(default_factory=list)
     steps: int = 0
-    relative_weight_bytes: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     emitted: dict[str, int] = field(default_factory=dict)
     offered: dict[int, int] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
     peak_bytes: int = field(default_factory=peak_bytes)
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Of decoding, without the prompt."""
-        return self.counted / self.seconds
+
+def tokens_per_second(measured: Iterable[Measurement]) -> float:
+    """Of decoding, without the prompts; all together."""
+    found = list(measured)
+    seconds = sum(each.seconds for each in found)
+    return sum(each.counted for each in found) / seconds if seconds else 0.0
 
 
 class Worker:
@@ -138,7 +139,8 @@ def _told(work: Callable[[dict[str, Any]], Any], task: dict[str, Any]) -> Any:
     try:
         return work(task)
     except Exception as error:
-        raise WorkerError(f"{type(error).__name__}: {error}") from None
+        words = " ".join(str(error).split())[:_MOST_WORDS]
+        raise WorkerError(f"{type(error).__name__}: {words}") from None
 
 
 def main() -> None:

@@ -20,12 +20,12 @@ from pystaged._core import Session
 from pystaged.bench import models, pairs
 from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
-from pystaged.bench.contenders import find_programs
-from pystaged.bench.contest import Contest, spread
+from pystaged.bench.contenders import find_server
+from pystaged.bench.contest import Contest
+from pystaged.bench.prompts import choose
 from pystaged.cli.console import draft_name, errors, report
 from pystaged.cli.options import Json, Threads
 from pystaged.decoding.loop import Decoder
-from pystaged.loading import names
 from pystaged.loading.pair import Pair
 
 app = typer.Typer()
@@ -44,8 +44,11 @@ DraftName = Annotated[
     str, typer.Option("--draft", help="Path of a draft, 'house', 'auto', or 'none' for n-grams alone.")
 ]
 Quantization = Annotated[str, typer.Option("--type", help="Type of a model to be made.")]
-Prompts = Annotated[Path | None, typer.Option(help="File in HumanEval's format; else the shipped one.")]
-Limit = Annotated[int, typer.Option(min=1, help="Prompts at most.")]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help="HumanEval's file, Spec-Bench's question.jsonl, or one like them; else the shipped ones."),
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Prompts at most, evenly spread over their categories.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.")]
 
 
@@ -56,13 +59,17 @@ def bench(
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts at most, evenly spread over the file.")] = 82,
-    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 128,
-    repeats: Annotated[int, typer.Option(min=1, help="Times to run everything.")] = 1,
+    limit: Limit = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt, unless its text ends.")] = 128,
+    minutes: Annotated[float, typer.Option(min=0, help="Time for all prompts; no other one is begun after it.")] = 20,
     threads: Annotated[int, typer.Option(min=0, help="For all; 0 takes one per physical core.")] = 0,
-    peers: Annotated[bool, typer.Option(help="Measure the peers that are installed, too.")] = True,
-    peer_limit: Annotated[int, typer.Option(min=1, help="Prompts for the peers at most, evenly spread.")] = 10,
-    llama_cpp: Annotated[Path | None, typer.Option(help="Folder of a llama.cpp build: its programs take part.")] = None,
+    peers: Annotated[
+        str, typer.Option(help="Who else takes part: 'all', 'none', or beginnings of names, as openvino,llama.cpp.")
+    ] = "all",
+    llama_cpp: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of a build of llama.cpp or ik_llama.cpp: it takes part, too. Repeatable."),
+    ] = None,
     accept: Annotated[
         str | None,
         typer.Option(help="Instead: what drafts with this acceptance at depth 1, 2, ... would gain; as 0.8,0.6,0.5."),
@@ -70,12 +77,12 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder for report.md, report.json and pictures.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure speed on this machine: our ways to decode, and what people would use instead.
+    """Measure speed on this machine: our ways to decode, and what people would use instead, by category of prompts.
 
     Greedy and at T = 1, top-k 50; the same files and prompts for all, in turn. Ctrl-C ends it early, and what was
     measured by then is reported.
 
-    Example: pystaged bench --limit 10
+    Example: pystaged bench --model smollm2 --minutes 10
 
     Example: pystaged bench --model grown --llama-cpp ~/llama.cpp/build/bin --out report
 
@@ -93,11 +100,10 @@ def bench(
         prompts=prompts,
         limit=limit,
         max_tokens=max_tokens,
-        repeats=repeats,
+        minutes=minutes,
         threads=threads,
         peers=peers,
-        peer_limit=peer_limit,
-        llama_cpp=llama_cpp,
+        llama_cpp=llama_cpp or [],
         accept=_rates(accept) if accept is not None else [],
     )
     if out:
@@ -185,12 +191,13 @@ def texts(
     numbers = _numbers("--texts", counts)
     if min(numbers) < 1:
         raise ValueError(f"--texts takes numbers above 0, not {min(numbers)}")
-    server = find_programs(llama_cpp, ["llama-server"])["llama-server"] if llama_cpp else None
-    lines = pairs.load_prompts(prompts or names.house(names.HOUSE_PROMPTS))
+    server = find_server(llama_cpp) if llama_cpp else None
+    path = models.find(model, quantization.upper(), report)
+    _, chosen = choose(path, prompts, max(numbers))
     found = texts_bench.measure(
-        models.find(model, quantization.upper(), report),
+        path,
         models.find_draft(model, draft_name(draft)),
-        spread(lines, max(numbers)),
+        [prompt.tokens for prompt in chosen],
         numbers,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -214,7 +221,7 @@ def lossless(
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
-    limit: Limit = 82,
+    limit: Limit = None,
     max_tokens: MaxTokens = 96,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for each sampling.")] = 2,
 ) -> None:
@@ -259,7 +266,7 @@ def parts(
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
-    limit: Limit = 82,
+    limit: Limit = None,
     max_tokens: MaxTokens = 96,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.")] = 12,
 ) -> None:
@@ -285,13 +292,12 @@ def parts(
 
 
 def _open(
-    model: str, draft: str, quantization: str, prompts: Path | None, limit: int
+    model: str, draft: str, quantization: str, prompts: Path | None, limit: int | None
 ) -> tuple[Pair, list[NDArray[np.int32]]]:
     """A target with its draft, and the tokens of the prompts."""
     path = models.find(model, quantization.upper(), report)
     pair = Pair(path, models.find_draft(model, draft_name(draft)), 0, report)
-    lines = pairs.load_prompts(prompts or names.house(names.HOUSE_PROMPTS))[:limit]
-    return pair, [pair.tokenizer.encode(line) for line in lines]
+    return pair, [prompt.tokens for prompt in choose(path, prompts, limit)[1]]
 
 
 def _console() -> Console:

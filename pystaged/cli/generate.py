@@ -172,9 +172,9 @@ def _read_prompts(path: Path) -> list[str]:
         ValueError: there are none, or a line is no prompt.
     """
     if path.suffix == ".jsonl":
-        from pystaged.bench.pairs import load_prompts  # noqa: PLC0415
+        from pystaged.bench.prompts import load_questions  # noqa: PLC0415
 
-        found = load_prompts(path)
+        found = [question.text for question in load_questions(path)]
     else:
         lines = read_small(path, _MOST_BYTES).decode().replace("\r\n", "\n").split("\n")
         found = [line for line in lines if line]

@@ -24,7 +24,7 @@ from pystaged import DeviceError, FixedPolicy
 from pystaged._core import ContextFullError, Model, Sampling, Session
 from pystaged.backends.audit import audit
 from pystaged.backends.devices import candidates
-from pystaged.bench.pairs import load_prompts
+from pystaged.bench.prompts import load_questions
 from pystaged.cli import app
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
@@ -76,7 +76,7 @@ def test_random_models_against_numpy(random_gguf: Callable[..., Path], shape: di
 @pytest.fixture(scope="module")
 def code(house_target: Path) -> list[int]:
     """Three whole passes of real code."""
-    text = "\n".join(load_prompts(names.house(names.HOUSE_PROMPTS)))
+    text = "\n".join(question.text for question in load_questions(names.house(names.HOUSE_PROMPTS)))
     return pystaged._core.Tokenizer(str(house_target)).encode(text).tolist()[: 3 * ROWS]
 
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from pystaged._core import Model, Session
-from pystaged.bench import conditions, contenders, models, summary, worker
+from pystaged._core import Model, Session, Tokenizer
+from pystaged.bench import conditions, contenders, models, prompts, summary, worker
 from pystaged.bench.contenders import Contender
-from pystaged.bench.contest import Contest, spread
-from pystaged.bench.pairs import load_prompts
+from pystaged.bench.contest import Contest
+from pystaged.bench.prompts import Prompt
 from pystaged.bench.report import Report
-from pystaged.bench.suite import Outcome, Prompt, Run, Suite
+from pystaged.bench.suite import Outcome, Run, Suite
 from pystaged.bench.ways import Runner, ScriptedDrafter
 from pystaged.bench.worker import Measurement, Worker, WorkerError
 from pystaged.cli import app
@@ -58,7 +60,6 @@ def test_all_ways_write_the_same(sampling: SamplingConfig) -> None:
     job = {"prompt": prompt, "sampling": sampling, "max_tokens": 24}
     plain = runner.run(job | {"way": "plain"})
     assert (len(plain.tokens), plain.counted, plain.steps) == (24, 24, 24)
-    assert plain.relative_weight_bytes == 1
     for way in [*contenders.OURS, "synthetic"]:
         found = runner.run(job | {"way": way, "script": plain.tokens})
         assert found.tokens == plain.tokens
@@ -123,6 +124,19 @@ def test_a_chain_is_as_long_as_pays() -> None:
     assert length([0.9] * 8, 0.0, 2.0) == 0
 
 
+def test_ways_stop_where_the_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner({"model": "house", "draft": "house", "threads": 0, "n_ctx": 128, "accept": []})
+    job = {"prompt": list(range(100, 120)), "sampling": GREEDY, "max_tokens": 24}
+    whole = runner.run(job | {"way": "plain"}).tokens
+    end = whole[12]
+    before = whole[: whole.index(end)]
+    monkeypatch.setattr(runner._pair, "tokenizer", SimpleNamespace(is_end=lambda token: token == end))
+    plain, staged = (runner.run(job | {"way": way}) for way in ("plain", "staged"))
+    assert plain.tokens == staged.tokens == before
+    assert plain.counted == staged.counted == plain.steps == len(before) + 1
+    runner.close()
+
+
 # ---- Workers ----
 
 PEER = """
@@ -140,7 +154,7 @@ PEER = """
                 os.kill(os.getpid(), signal.SIGSEGV)
             if self.setup["does"] == "hang":
                 time.sleep(100)
-            return Measurement(job["max_tokens"], 2.0, 0.5, tokens=[7])
+            return Measurement(job["max_tokens"], self.setup.get("seconds", 2.0), 0.5, tokens=[7])
         def close(self):
             pass
 """
@@ -157,13 +171,17 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dic
 def contender(
     key: str, setups: list[tuple[str, dict[str, Any]]], *, is_peer: bool = True, missing: str = ""
 ) -> Contender:
-    return Contender(key, "plain", key, is_peer, setups, missing)
+    return Contender(key, key if key in contenders.OURS else "plain", key, is_peer, setups, missing)
+
+
+def prompt(number: int, category: str = "code") -> Prompt:
+    return Prompt(np.array([number], np.int32), category)
 
 
 def test_a_worker_answers_whatever_else_it_prints(fake: Callable[[str], dict[str, Any]]) -> None:
     child = Worker(("", fake("well")))
     found = child.run({"max_tokens": 8}, 30)
-    assert (found.counted, found.tokens_per_second, found.tokens) == (8, 4.0, [7])
+    assert (found.counted, found.seconds, found.tokens) == (8, 2.0, [7])
     if sys.platform == "linux":
         assert 10e6 < found.peak_bytes < 4e9
     child.close()
@@ -199,78 +217,200 @@ def test_peers_that_fail_are_rows(fake: Callable[[str], dict[str, Any]]) -> None
         contender("absent", [], missing="not installed: it"),
         contender("good", [("a word on it", fake("well"))]),
     ]
-    prompts = [Prompt("x", np.array([1], np.int32)), Prompt("y", np.array([2], np.int32))]
-    suite = Suite(taking_part, prompts, [1], {"greedy": GREEDY}, 8, 2, quiet)
-    outcome = suite.run()
+    outcome = Suite(taking_part, [prompt(1), prompt(2)], [], 8, 100.0, quiet).run()
     assert outcome.complete
-    assert [(run.contender, run.prompt) for run in outcome.runs] == [
-        ("plain", 0),
-        ("good", 1),
-        ("plain", 1),
-        ("plain", 0),
-        ("plain", 1),
-        ("good", 1),
+    assert [(run.contender, run.sampling, run.prompt) for run in outcome.runs] == [
+        ("plain", "greedy", 0),
+        ("good", "greedy", 0),
+        ("plain", "T=1 top-k 50", 0),
+        ("good", "T=1 top-k 50", 0),
+        ("good", "greedy", 1),
+        ("plain", "greedy", 1),
+        ("good", "T=1 top-k 50", 1),
+        ("plain", "T=1 top-k 50", 1),
     ]
-    plain, crashing, absent, good = summary.rows(taking_part, outcome, "greedy")
+    plain, crashing, absent, good = summary.tables(taking_part, outcome)["greedy"]["all"]
     assert crashing.tokens_per_second is absent.tokens_per_second is None
     assert crashing.notes[0].startswith("crashed: SIGSEGV")
     assert (absent.notes, good.notes) == (["not installed: it"], ["a word on it"])
-    assert (plain.prompts, good.prompts, plain.speedup, good.over_best_peer) == (2, 1, 1.0, 1.0)
+    assert (plain.prompts, good.prompts, plain.speedup, good.over_best_peer) == (2, 2, 1.0, 1.0)
+
+
+def test_no_prompt_is_begun_for_which_there_is_no_time(fake: Callable[[str], dict[str, Any]]) -> None:
+    """But one there is in any case, and what misleads."""
+    taking_part = [contender(key, [("", fake("well"))], is_peer=False) for key in ("plain", "staged", "n-grams")]
+    outcome = Suite(taking_part, [prompt(1), prompt(2)], [prompt(3, "misleading")], 8, 0.0, quiet).run()
+    assert outcome.complete
+    runs = [(run.contender, run.sampling, run.prompt) for run in outcome.runs]
+    assert [each for each in runs if each[2] == 0] == [
+        (who, sampling, 0) for sampling in ("greedy", "T=1 top-k 50") for who in ("plain", "staged", "n-grams")
+    ]
+    assert sorted(each for each in runs if each[2]) == [
+        (who, sampling, 2) for who in ("plain", "staged") for sampling in ("T=1 top-k 50", "T=1.5", "greedy")
+    ]
+    tables = summary.tables(taking_part, outcome)
+    assert list(tables) == ["greedy", "T=1 top-k 50", "misleading prompts"]
+    assert list(tables["misleading prompts"]) == ["all", "greedy", "T=1 top-k 50", "T=1.5"]
+    assert [row.name for row in tables["misleading prompts"]["all"]] == ["plain", "staged"]
+    assert [row.prompts for row in tables["greedy"]["all"]] == [1, 1, 1]
+
+
+def test_a_peer_that_is_far_slower_than_another_leaves_the_time_to_it(fake: Callable[[str], dict[str, Any]]) -> None:
+    taking_part = [
+        contender("plain", [("", fake("well") | {"seconds": 9.0})], is_peer=False),
+        contender("slow", [("", fake("well") | {"seconds": 6.1})]),
+        contender("fast", [("", fake("well"))]),
+    ]
+    outcome = Suite(taking_part, [prompt(i) for i in range(4)], [], 8, 100.0, quiet).run()
+    plain, slow, fast = summary.tables(taking_part, outcome)["greedy"]["all"]
+    assert (plain.prompts, slow.prompts, fast.prompts) == (4, 2, 4)
+    assert slow.notes == ["took part in 2 prompts: another peer is over 3 times as fast"]
+    assert plain.notes == fast.notes == []
 
 
 # ---- Figures ----
 
 
-def run(who: str, prompt: int, counted: int, seconds: float, **others: Any) -> Run:
-    return Run(who, "greedy", prompt, Measurement(counted, seconds, 0.25, **others))
+def run(who: str, prompt: int, counted: int, seconds: float, category: str = "code", **others: Any) -> Run:
+    return Run(who, "greedy", prompt, category, False, Measurement(counted, seconds, 0.25, **others))
+
+
+def outcome_of(taking_part: list[Contender], runs: list[Run]) -> Outcome:
+    return Outcome(runs=runs, notes={each.key: [] for each in taking_part})
 
 
 def test_figures_are_of_the_prompts_that_both_had() -> None:
     taking_part = [contender("plain", [], is_peer=False), contender("staged", [], is_peer=False), contender("peer", [])]
-    outcome = Outcome(notes={each.key: [] for each in taking_part})
-    outcome.runs = [
-        run("plain", 0, 10, 1.0, tokens=[1], steps=10, relative_weight_bytes=1.0),
-        run("plain", 1, 10, 4.0, tokens=[2], steps=10, relative_weight_bytes=1.0),
-        run("staged", 0, 10, 0.5, tokens=[1], steps=5, relative_weight_bytes=0.5, offered={1: 4}, taken={1: 3}),
-        run("staged", 1, 10, 1.0, tokens=[3], steps=2, relative_weight_bytes=0.3, offered={1: 4, 2: 1}),
+    runs = [
+        run("plain", 0, 10, 1.0, tokens=[1], steps=10),
+        run("plain", 1, 10, 4.0, tokens=[2], steps=10),
+        run("staged", 0, 10, 0.5, tokens=[1], steps=5, offered={1: 4}, taken={1: 3}),
+        run("staged", 1, 10, 1.0, tokens=[3], steps=2, offered={1: 4, 2: 1}),
         run("peer", 1, 5, 1.0),
     ]
-    plain, staged, peer = summary.rows(taking_part, outcome, "greedy")
+    plain, staged, peer = summary.rows(taking_part, outcome_of(taking_part, runs), runs)
     assert (plain.tokens_per_second, staged.tokens_per_second) == (4.0, pytest.approx(20 / 1.5))
     assert staged.speedup == pytest.approx((20 / 1.5) / 4)
-    assert (staged.speedups, staged.spread) == ([2.0, 4.0], (2.0, 3.0, 4.0))
+    assert (staged.speedups, staged.least, staged.interval) == ([2.0, 4.0], 2.0, None)
     assert (staged.over_best_peer, peer.over_best_peer, plain.over_best_peer) == (2.0, 1.0, 0.5)
-    assert (peer.speedup, peer.tokens_per_step, peer.relative_weight_bytes) == (2.0, None, None)
-    assert (staged.tokens_per_step, staged.relative_weight_bytes) == (pytest.approx(20 / 7), pytest.approx(0.4))
+    assert (staged.best_peer, peer.speedup, peer.tokens_per_step) == ("peer", 2.0, None)
+    assert staged.tokens_per_step == pytest.approx(20 / 7)
     assert (staged.different, plain.different, peer.different) == (1, 0, None)
     assert staged.acceptance_at_depth == [0.375, 0.0]
     assert staged.first_token_ms == 250
 
 
-@pytest.mark.parametrize(("items", "most", "expected"), [(5, 9, [0, 1, 2, 3, 4]), (6, 3, [0, 2, 4]), (5, 2, [0, 2])])
-def test_spread(items: int, most: int, expected: list[int]) -> None:
-    assert spread(range(items), most) == expected
+def test_figures_by_category() -> None:
+    taking_part = [contender("plain", [], is_peer=False), contender("a", []), contender("b", [])]
+    seconds = {"plain": (4.0, 4.0), "a": (1.0, 4.0), "b": (2.0, 2.0)}
+    runs = [run(who, at, 8, each[at], "xy"[at]) for who, each in seconds.items() for at in range(2)]
+    found = summary.tables(taking_part, outcome_of(taking_part, runs))["greedy"]
+    assert list(found) == ["all", "x", "y"]
+    # Each is compared with the peer that is fastest there.
+    assert [rows[0].best_peer for rows in found.values()] == ["b", "a", "b"]
+    assert [rows[0].over_best_peer for rows in found.values()] == [0.5, 0.25, 0.5]
+    assert [rows[1].speedup for rows in found.values()] == [pytest.approx(8 / 5), 4.0, 1.0]
+
+
+def test_intervals_hold_the_figure_of_most_samples_of_prompts() -> None:
+    taking_part = [contender("plain", [], is_peer=False), contender("staged", [], is_peer=False)]
+    random, hits, trials = np.random.default_rng(1), 0, 40
+    for _ in range(trials):
+        ratios = random.uniform(1.0, 3.0, 24)  # the tokens of a second of plain decoding take 1 / ratio
+        runs = [run("plain", at, 10, 1.0) for at in range(24)]
+        runs += [run("staged", at, 10, 1 / ratio) for at, ratio in enumerate(ratios)]
+        low, high = summary.rows(taking_part, outcome_of(taking_part, runs), runs)[1].interval or (0.0, 0.0)
+        hits += low < 2 / np.log(3) < high  # 1 / E[1 / ratio]
+    assert hits >= 0.85 * trials
+
+
+def test_a_peer_that_ends_at_once_has_no_speed() -> None:
+    taking_part = [contender("plain", [], is_peer=False), contender("peer", [])]
+    runs = [run("plain", 0, 10, 1.0), run("peer", 0, 0, 0.0)]
+    plain, peer = summary.rows(taking_part, outcome_of(taking_part, runs), runs)
+    assert (peer.tokens_per_second, peer.speedup, plain.over_best_peer) == (0.0, 0.0, None)
+
+
+# ---- Prompts ----
+
+
+def test_the_own_prompts() -> None:
+    """Ten for each of Spec-Bench's six kinds, that begin with one of each."""
+    found = prompts.load_questions(prompts.OWN)
+    kinds = ["conversation", "translation", "summarization", "question answering", "math reasoning", "retrieval"]
+    assert Counter(question.category for question in found) == dict.fromkeys(kinds, 10)
+    assert len({question.text for question in found}) == 60
+    words = [len(question.text.split()) for question in found if question.category == "summarization"]
+    assert min(words) > 150
+    in_turn = prompts._in_turn(found)
+    assert [{question.category for question in in_turn[at : at + 6]} for at in range(0, 60, 6)] == [set(kinds)] * 10
+    assert set(in_turn) == set(found)
+    assert {question.category for question in prompts.load_questions(prompts.MISLEADING)} == {"misleading"}
+
+
+def test_a_file_in_the_format_of_spec_bench(tmp_path: Path) -> None:
+    lines = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+        {"question_id": 82, "category": "coding", "turns": ["Code."]},
+        {"question_id": 1, "category": "qa", "turns": ["Who?"], "reference": ["I."]},
+        {"task_id": "x", "prompt": "def f():"},
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [(each.text, each.category, each.is_message) for each in prompts.load_questions(path)] == [
+        ("Write.", "conversation", True),
+        ("Code.", "conversation", True),
+        ("Who?", "question answering", True),
+        ("def f():", "code", False),
+    ]
+
+
+def test_messages_are_written_by_the_template_of_the_model(
+    house_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they are read as they stand; and a model that does not chat continues code by default."""
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"category": "qa", "turns": ["Who?"]}\n{"prompt": "def f():"}\n')
+    tokenizer = Tokenizer(str(house_draft))
+
+    def texts() -> list[str]:
+        return [tokenizer.decode(each.tokens.tolist()) for each in prompts.choose(house_draft, path)[1]]
+
+    assert texts() == ["Who?", "def f():"]
+    assert prompts.choose(house_draft, None, 5)[0].name == names.HOUSE_PROMPTS
+    assert len(prompts.choose(house_draft, None, 5)[1]) == 5
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}|{% endfor %}"
+    monkeypatch.setattr(prompts, "read_metadata", lambda _: {"tokenizer.chat_template": template})
+    assert texts() == ["user: Who?|", "def f():"]
+    assert prompts.choose(house_draft, None, 5)[0] == prompts.OWN
+    path.write_text("")
+    with pytest.raises(ValueError, match="has no prompts"):
+        prompts.choose(house_draft, path)
 
 
 # ---- The command ----
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "two.jsonl"
     path.write_text("".join(json.dumps({"task_id": i, "prompt": f"def f{i}(x):"}) + "\n" for i in range(2)))
     return path
 
 
 @pytest.fixture(scope="module")
-def report(prompts: Path) -> Report:
-    return Contest(prompts=prompts, max_tokens=12, peers=False).run(quiet)
+def report(two_prompts: Path) -> Report:
+    return Contest(prompts=two_prompts, max_tokens=12, peers="none").run(quiet)
 
 
 @pytest.mark.slow
-def test_report(report: Report, prompts: Path) -> None:
-    assert list(report.tables) == ["greedy", "T=1 top-k 50"]
-    for rows in report.tables.values():
+def test_report(report: Report, two_prompts: Path) -> None:
+    assert list(report.tables) == ["greedy", "T=1 top-k 50", "misleading prompts"]
+    assert [row.name for row in report.tables["misleading prompts"]["all"]] == ["plain", "staged"]
+    assert {row.prompts for row in report.tables["misleading prompts"]["all"]} == {6}
+    for sampling in ("greedy", "T=1 top-k 50"):
+        assert list(report.tables[sampling]) == ["all", "code"]
+        rows = report.tables[sampling]["all"]
         assert [row.name for row in rows] == list(contenders.OURS.values())
         for row in rows:
             assert (row.prompts, row.different) == (2, 0)
@@ -279,7 +419,8 @@ def test_report(report: Report, prompts: Path) -> None:
             assert len(row.speedups) == 2
     conditions = report.conditions
     assert conditions["model"]["sha256"] == worker_sha(names.resolve("house"))
-    assert conditions["prompts"] == {"file": "two.jsonl", "sha256": worker_sha(prompts), "used": 2, "peers": 0}
+    about = {"file": "two.jsonl", "sha256": worker_sha(two_prompts), "chosen": 2, "used": {"code": 2}}
+    assert conditions["prompts"] == about
     page = report.markdown(["speedup.png"])
     for words in (
         conditions["model"]["sha256"][:16],
@@ -291,7 +432,7 @@ def test_report(report: Report, prompts: Path) -> None:
     assert "token for token" in page
     assert "Interrupted" not in page
     again = json.loads(json.dumps(report.to_dict()))
-    assert len(again["runs"]) == 2 * 2 * len(contenders.OURS)
+    assert len(again["runs"]) == 2 * 2 * len(contenders.OURS) + 6 * 3 * 2
 
 
 def worker_sha(path: Path) -> str:
@@ -304,7 +445,7 @@ def test_tables_fit_the_terminal(report: Report, width: int) -> None:
     needed = [Console(width=500).measure(table).maximum for table in tables]
     assert max(needed) <= max(width, 50)
     assert all([column.header for column in table.columns][1:3] == ["tokens/s", "x plain"] for table in tables)
-    assert width < 160 or all(len(table.columns) == 9 for table in tables)
+    assert width < 160 or [len(table.columns) for table in tables] == [11, 11, 9]
 
 
 def command(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
@@ -320,15 +461,16 @@ def command(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_command_with_synthetic_acceptance(prompts: Path, tmp_path: Path) -> None:
+def test_command_with_synthetic_acceptance(two_prompts: Path, tmp_path: Path) -> None:
     child = command(
-        "--prompts", prompts, "--max-tokens", "16", "--accept", "1,1", "--out", tmp_path / "report", "--json"
+        "--prompts", two_prompts, "--max-tokens", "16", "--accept", "1,1", "--out", tmp_path / "report", "--json"
     )
     said, errors = child.communicate(timeout=120)
     assert child.returncode == 0, errors
     found = json.loads(said)
     assert found == json.loads((tmp_path / "report" / "report.json").read_text())
-    for rows in found["tables"].values():
+    assert list(found["tables"]) == ["greedy", "T=1 top-k 50"]
+    for rows in (parts["all"] for parts in found["tables"].values()):
         assert [row["name"] for row in rows] == ["plain", "synthetic, accept 1, 1"]
         assert rows[1]["different"] == 0
         assert set(rows[1]["acceptance_at_depth"]) <= {1.0}
@@ -336,15 +478,16 @@ def test_command_with_synthetic_acceptance(prompts: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_measured(prompts: Path, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path) -> None:
     child = command(
         "--prompts",
-        prompts,
+        two_prompts,
         "--max-tokens",
-        "900",
-        "--repeats",
-        "50",
-        "--no-peers",
+        "700",
+        "--minutes",
+        "60",
+        "--peers",
+        "none",
         "--out",
         tmp_path,
         start_new_session=True,
@@ -366,7 +509,7 @@ def test_ctrl_c_keeps_what_was_measured(prompts: Path, tmp_path: Path) -> None:
     assert "these are the results until then" in errors
     assert "interrupted" in errors
     assert "Traceback" not in errors
-    assert "greedy, 2 prompts, 900 tokens each" in said
+    assert "tokens each at most" in said
     assert json.loads((tmp_path / "report.json").read_text())["complete"] is False
     assert "Interrupted" in (tmp_path / "report.md").read_text()
 
@@ -376,10 +519,11 @@ def test_ctrl_c_keeps_what_was_measured(prompts: Path, tmp_path: Path) -> None:
     [
         (["--accept", "0.5,2"], "--accept takes probabilities"),
         (["--accept", "x"], "--accept takes probabilities"),
-        (["--llama-cpp", "."], "there is none of llama-speculative"),
+        (["--peers", "llama,nobody"], "no peer's name begins with nobody"),
+        (["--llama-cpp", "."], "there is no llama-server in"),
         (["--max-tokens", "1000"], "choose a smaller --max-tokens"),
         (["--model", "none.gguf"], "no model file"),
-        (["--prompts", "pyproject.toml"], "not a JSON object with a 'prompt'"),
+        (["--prompts", "pyproject.toml"], "not a JSON object with a 'prompt', or with 'category' and"),
         (["--prompts", "/dev/zero"], "/dev/zero is no regular file"),
     ],
 )
@@ -392,8 +536,8 @@ def test_refusals(arguments: list[str], words: str) -> None:
 
 
 @pytest.mark.parametrize("program", [["pystaged", "bench"], ["pystaged.bench"]])
-def test_parts_of_the_benchmark_are_commands_of_both_names(program: list[str], prompts: Path) -> None:
-    ask = [sys.executable, "-m", *program, "lossless", "--prompts", prompts, "--max-tokens", "6", "--seeds", "1"]
+def test_parts_of_the_benchmark_are_commands_of_both_names(program: list[str], two_prompts: Path) -> None:
+    ask = [sys.executable, "-m", *program, "lossless", "--prompts", two_prompts, "--max-tokens", "6", "--seeds", "1"]
     done = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "texts that differ from plain decoding" in done.stdout
@@ -413,7 +557,7 @@ def test_prompts_of_brackets_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "deep.jsonl"
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"deep\.jsonl, line 1: not a JSON object with a 'prompt'"):
-        load_prompts(path)
+        prompts.load_questions(path)
 
 
 def test_a_model_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -471,9 +615,20 @@ def test_drafts_of_made_models(house_draft: Path) -> None:
     assert models.find_draft("house", None) is None
 
 
-def test_lossless_without_a_draft(random_gguf: Callable[..., Path], prompts: Path) -> None:
+def test_lossless_without_a_draft(random_gguf: Callable[..., Path], two_prompts: Path) -> None:
     path = str(random_gguf(vocab_size=300, context=512))
-    arguments = ["bench", "lossless", "--model", path, "--prompts", str(prompts), "--max-tokens", "6", "--seeds", "1"]
+    arguments = [
+        "bench",
+        "lossless",
+        "--model",
+        path,
+        "--prompts",
+        str(two_prompts),
+        "--max-tokens",
+        "6",
+        "--seeds",
+        "1",
+    ]
     alone = CliRunner().invoke(app, arguments)
     assert alone.exit_code == 0, alone.output
     assert "n-grams alone" in alone.output
@@ -487,12 +642,13 @@ def test_lossless_without_a_draft(random_gguf: Callable[..., Path], prompts: Pat
 
 
 def setup(path: Path, draft: Path | None = None) -> dict[str, Any]:
-    return {"model": str(path), "draft": draft and str(draft), "draft_share": 0.5, "threads": 1, "n_ctx": 96}
+    ends = [2]
+    return {"model": str(path), "draft": draft and str(draft), "threads": 1, "n_ctx": 96, "ends": ends}
 
 
 def test_llama_cpp_python_takes_part(random_gguf: Callable[..., Path]) -> None:
     path = random_gguf(vocab_size=300, context=96)
-    for each in contenders.peers(setup(path), None)[:2]:
+    for each in contenders.peers(setup(path), [])[:2]:
         child = Worker(*each.setups)
         found = child.run({"prompt": [1, 2, 3], "sampling": WARM, "max_tokens": 12}, 60)
         assert (len(found.tokens), found.counted) == (12, 11)
@@ -501,34 +657,10 @@ def test_llama_cpp_python_takes_part(random_gguf: Callable[..., Path]) -> None:
         child.close()
 
 
-def test_a_folder_of_programs(tmp_path: Path, random_gguf: Callable[..., Path]) -> None:
-    """Programs of a build, or of its bin folder; those that are not there are rows that say so."""
-    program = tmp_path / "bin" / "llama-lookup"
-    program.parent.mkdir()
-    program.write_text(
-        "#!/bin/sh\n"
-        '[ "$1" = -m ] || exit 3\n'
-        "echo 'encoded    4 tokens in    0.500 seconds, speed: 8 t/s'\n"
-        "echo 'decoded   12 tokens in    3.000 seconds, speed: 4 t/s'\n"
-        "echo 'n_drafted    = 9'; echo 'n_accept     = 4'\n"
-    )
-    program.chmod(0o755)
-    found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), tmp_path)}
-    assert found["llama-server, draft-simple"].missing == f"not in {tmp_path.name}"
-    lookup = found["llama-lookup"]
-    child = Worker(*lookup.setups)
-    job = {"text": "x", "prompt": [1], "sampling": GREEDY, "max_tokens": 12}
-    reply = child.run(job, 30)
-    assert (reply.counted, reply.seconds, reply.steps) == (12, 3.0, 8)
-    assert reply.relative_weight_bytes == pytest.approx(8 / 12)
-    child.close()
-    program.write_text("#!/bin/sh\necho it broke; kill -ILL $$\n")
-    with pytest.raises(WorkerError, match="llama-lookup ended with -4"):
-        Worker(*lookup.setups).run(job, 30)
-
-
 SERVER = """#!{python}
 import json, os, sys
+if "--help" in sys.argv:
+    sys.exit("{help}")
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
@@ -547,19 +679,64 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 """
 
 
-def test_a_server_of_llama_cpp_ends_with_its_worker(tmp_path: Path, random_gguf: Callable[..., Path]) -> None:
-    program = tmp_path / "llama-server"
-    program.write_text(SERVER.format(python=sys.executable))
-    program.chmod(0o755)
-    found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), tmp_path)}
-    child = Worker(*found["llama-server, draft-simple"].setups)
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[[str, str], Path]:
+    """A folder with a llama-server that says what a given one says to --help."""
+
+    def make(name: str, help_text: str) -> Path:
+        program = tmp_path / name / "bin" / "llama-server"
+        program.parent.mkdir(parents=True)
+        program.write_text(SERVER.format(python=sys.executable, help=help_text))
+        program.chmod(0o755)
+        return tmp_path / name
+
+    return make
+
+
+def test_builds_by_folder(build: Callable[[str, str], Path], random_gguf: Callable[..., Path]) -> None:
+    """Of llama.cpp and ik_llama.cpp, which are asked in their own words, and of several."""
+    folders = [build("a", "--spec-type"), build("b", "-rtr, --run-time-repack"), build("c", "--spec-type")]
+    found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), folders)}
+    ways = ["plain", "draft", "prompt lookup"]
+    third = f"llama.cpp of {folders[2] / 'bin' / 'llama-server'}"
+    keys = [f"{name}, {way}" for name in ("llama.cpp", "ik_llama.cpp", third) for way in ways]
+    assert list(found)[-len(keys) :] == keys
+    (note, first), (_, safe) = found["llama.cpp, draft"].setups
+    assert note == "llama-server -fa on --log-disable --spec-type draft-simple"
+    assert first["draft"]
+    assert "--no-repack" in safe["arguments"]
+    assert found["llama.cpp, plain"].setups[0][1]["draft"] is None
+    assert found["ik_llama.cpp, plain"].setups[0][0] == "llama-server -fa on --log-disable --run-time-repack"
+    without = contenders.peers(setup(random_gguf()), folders[:1])
+    assert not any(each.key.endswith(", draft") for each in without)
+    some = contenders.peers(setup(random_gguf()), folders[:1], "openvino,llama.cpp")
+    assert [each.key.partition(",")[0] for each in some] == ["openvino-genai"] * 2 + ["llama.cpp"] * 2
+    assert contenders.peers(setup(random_gguf()), folders, "none") == []
+
+
+def test_a_server_of_llama_cpp_ends_with_its_worker(
+    build: Callable[[str, str], Path], random_gguf: Callable[..., Path]
+) -> None:
+    folder = build("a", "--spec-type")
+    found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), [folder])}
+    child = Worker(*found["llama.cpp, draft"].setups)
     reply = child.run({"prompt": [1], "sampling": WARM, "max_tokens": 12}, 30)
-    assert (reply.counted, reply.seconds, reply.steps) == (12, 3.0, 8)
-    assert reply.relative_weight_bytes == pytest.approx((8 + 0.5 * 9) / 12)
+    # Of twelve tokens one came with the prompt, and four were guessed.
+    assert (reply.counted, reply.seconds, reply.steps, reply.first_token_seconds) == (11, 3.0, 7, 0.5)
     (pid,) = reply.tokens
     assert psutil.pid_exists(pid)
     child.close()
     assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.slow
+def test_openvino_takes_part(random_gguf: Callable[..., Path]) -> None:
+    """Or says why it does not: it reads few kinds of files."""
+    pytest.importorskip("openvino_genai")
+    path = random_gguf(vocab_size=300, context=96)
+    each = next(each for each in contenders.peers(setup(path), []) if each.key == "openvino-genai, plain")
+    with pytest.raises(WorkerError):
+        Worker(*each.setups).run({"prompt": [1, 2, 3], "sampling": WARM, "max_tokens": 12}, 60)
 
 
 def test_peak_memory_is_of_this_process() -> None:

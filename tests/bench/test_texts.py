@@ -148,7 +148,7 @@ def test_command(path: Path, prompts: Path, tmp_path: Path) -> None:
         (["--texts", "1,x"], "--texts takes numbers"),
         (["--texts", "0,2"], "--texts takes numbers above 0, not 0"),
         (["--max-tokens", "90"], "the model's context holds 96"),
-        (["--llama-cpp", "/"], "there is none of llama-server in /"),
+        (["--llama-cpp", "/"], "there is no llama-server in /"),
     ],
 )
 def test_refusals(path: Path, prompts: Path, options: list[str], words: str) -> None:

@@ -14,7 +14,7 @@ from support.logits import engine_logits, llama_logits, trained_tokens
 from support.reference import Gpt2Reference
 
 from pystaged import _core
-from pystaged.bench.pairs import load_prompts
+from pystaged.bench.prompts import load_questions
 from pystaged.loading import names
 from pystaged.loading.quantize import quantize
 
@@ -69,7 +69,7 @@ def test_quantized_files_against_llama_cpp(
 @pytest.fixture(scope="module")
 def windows(house_target: Path) -> list[list[int]]:
     """Stretches of real code."""
-    text = "\n".join(load_prompts(names.house(names.HOUSE_PROMPTS)))
+    text = "\n".join(question.text for question in load_questions(names.house(names.HOUSE_PROMPTS)))
     tokens = _core.Tokenizer(str(house_target)).encode(text).tolist()
     return [tokens[start : start + WINDOW] for start in range(0, NUM_WINDOWS * WINDOW, WINDOW)]
 

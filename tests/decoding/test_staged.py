@@ -17,7 +17,8 @@ from support.random_models import RandomModel, write
 import pystaged
 from pystaged import Stage
 from pystaged._core import ContextFullError, Model, Session, Tokenizer, gumbel
-from pystaged.bench.pairs import LyingDrafter, continuation, drafters, load_prompts
+from pystaged.bench.pairs import LyingDrafter, continuation, drafters
+from pystaged.bench.prompts import load_questions
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
@@ -60,7 +61,7 @@ def tokenizer(house_target: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
-    texts = load_prompts(names.house(names.HOUSE_PROMPTS))[::16]
+    texts = [question.text for question in load_questions(names.house(names.HOUSE_PROMPTS))[::16]]
     return [tokenizer.encode(text) for text in texts]
 
 

@@ -1,0 +1,139 @@
+"""What is continued: questions by category, of HumanEval's and Spec-Bench's files, or our own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import Tokenizer
+from pystaged.chat.format import ChatFormat
+from pystaged.files import read_small
+from pystaged.loading import names
+from pystaged.loading.metadata import read_metadata
+
+OWN = Path(__file__).with_name("prompts.jsonl")
+MISLEADING = Path(__file__).with_name("misleading.jsonl")
+CODE = "code"
+_MOST_BYTES = 1 << 26  # of a file of prompts
+_CONVERSATION = "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
+# Spec-Bench's file names eight parts of its first kind, MT-Bench, instead of that.
+_KINDS = dict.fromkeys(_CONVERSATION, "conversation") | {
+    "qa": "question answering",
+    "math_reasoning": "math reasoning",
+    "rag": "retrieval",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A text to be continued.
+
+    is_message: it is one to a model that chats, else the beginning of what the model writes.
+    """
+
+    text: str
+    category: str
+    is_message: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """The tokens of a question, int32[n]."""
+
+    tokens: NDArray[np.int32]
+    category: str
+
+
+def load_questions(path: Path) -> list[Question]:
+    """The questions of a file of JSON objects, one a line: HumanEval's, with a `prompt`, or Spec-Bench's, with a
+    `category` and `turns`, of which the first is taken.
+
+    Raises:
+        ValueError: a line is something else, or the file is no regular one of at most 64 MiB.
+    """
+    found = []
+    for number, line in enumerate(read_small(path, _MOST_BYTES).splitlines(), 1):
+        try:
+            found.append(_question(json.loads(line)))
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: not a JSON object with a 'prompt', or with 'category' and 'turns'"
+            ) from error
+    return found
+
+
+def choose(model: Path, file: Path | None, most: int | None = None) -> tuple[Path, list[Prompt]]:
+    """The prompts for a model and the file they are from, in an order of which every beginning is spread over the
+    categories, and each of them over its part of the file.
+
+    Args:
+        model: its file.
+        file: as load_questions reads; None for our own, of questions where the model chats and else of code.
+        most: so many at most.
+
+    Raises:
+        ValueError: as load_questions, or there are none.
+    """
+    chat = _chat(model)
+    file = file or (OWN if chat else names.house(names.HOUSE_PROMPTS))
+    questions = _in_turn(load_questions(file))[:most]
+    if not questions:
+        raise ValueError(f"{file} has no prompts")
+    return file, _encoded(questions, model, chat)
+
+
+def misleading(model: Path) -> list[Prompt]:
+    """Prompts after which drafts go wrong."""
+    return _encoded(load_questions(MISLEADING), model, _chat(model))
+
+
+def _question(line: Any) -> Question:
+    if "prompt" in line:
+        return Question(_text(line["prompt"]), CODE, is_message=False)
+    category = _text(line["category"])
+    return Question(_text(line["turns"][0]), _KINDS.get(category, category), is_message=True)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _in_turn(questions: Iterable[Question]) -> list[Question]:
+    """One of each category after the other; which of its questions comes when is a matter of chance."""
+    categories: dict[str, list[Question]] = {}
+    for question in questions:
+        categories.setdefault(question.category, []).append(question)
+    for found in categories.values():
+        random.Random(0).shuffle(found)
+    return [question for turn in zip_longest(*categories.values()) for question in turn if question]
+
+
+def _chat(model: Path) -> ChatFormat | None:
+    """How a model's messages are written, None where its file does not say."""
+    metadata = read_metadata(model)
+    tokenizer = Tokenizer(os.fsencode(model))
+    return ChatFormat(metadata, tokenizer, lambda _: None) if metadata.get("tokenizer.chat_template") else None
+
+
+def _encoded(questions: Iterable[Question], model: Path, chat: ChatFormat | None) -> list[Prompt]:
+    tokenizer = Tokenizer(os.fsencode(model))
+    return [
+        Prompt(
+            chat.encode([{"role": "user", "content": question.text}])
+            if chat and question.is_message
+            else tokenizer.encode(question.text),
+            question.category,
+        )
+        for question in questions
+    ]
