@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-
-from pystaged import _llama  # noqa: F401  first, so that the extension finds llama_cpp's libraries already loaded
 
 TYPE_CHECKING = False  # typing itself takes a while to import, before the command line can mind Ctrl-C
 if TYPE_CHECKING:
@@ -61,6 +60,19 @@ _MODULES = {
     "result": ("DeviceLostError", "GenerationResult", "Piece", "Score"),
     "stats": ("GenerationStats", "PassStats"),
 }
+
+
+class _LibrariesFirst:
+    """Loads llama_cpp's libraries before the extension that is linked against them, as soon as anybody imports that."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        del path, target
+        if name == f"{__name__}._core":
+            import_module(f"{__name__}._llama")
+
+
+sys.meta_path.insert(0, _LibrariesFirst)
 
 
 def __getattr__(name: str) -> Any:

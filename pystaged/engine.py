@@ -219,10 +219,21 @@ class Engine:
             ValueError, TypeError: messages, tools or options that are none.
             ContextFullError, DeviceLostError: as in `stream`.
         """
-        options.setdefault("max_tokens", self.n_ctx)
-        config, chat_format = GenerationConfig(**options), self.chat_format
-        prompt = chat_format.encode(messages, tools=tools, template=template, template_options=template_options)
-        return Stream(Writer(self, prompt, replace(config, stop=(*config.stop, *chat_format.stop))))
+        return Stream(self._answer(messages, tools, template, template_options, options))
+
+    def astream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[TextOptions],
+    ) -> AsyncStream:
+        """The same in an event loop: arguments and errors as in `stream_chat`, the result as in `astream`."""
+        from pystaged.async_stream import AsyncStream  # noqa: PLC0415
+
+        return AsyncStream(self._answer(messages, tools, template, template_options, options))
 
     @property
     def passes(self) -> PassStats:
@@ -282,6 +293,20 @@ class Engine:
         from pystaged.async_stream import AsyncStream  # noqa: PLC0415
 
         return AsyncStream(Writer(self, prompt, GenerationConfig(**options)))
+
+    def _answer(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: str | None,
+        template_options: Mapping[str, Any] | None,
+        options: TextOptions,
+    ) -> Writer:
+        """The next answer of a conversation."""
+        options.setdefault("max_tokens", self.n_ctx)
+        config, chat_format = GenerationConfig(**options), self.chat_format
+        prompt = chat_format.encode(messages, tools=tools, template=template, template_options=template_options)
+        return Writer(self, prompt, replace(config, stop=(*config.stop, *chat_format.stop)))
 
     def _generate(
         self, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
