@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import os  # and not pathlib, which takes several times as long to import
 import sys
-from importlib import import_module
+from importlib import import_module, util
+
+if not util.find_spec(f"{__name__}._core"):
+    # Python finds the source's folder before an installed package when it is started beside it.
+    _source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+    raise ImportError(
+        f"{_source} holds pystaged's source without its compiled module; run: pip install -e {_source}, "
+        "or start Python in another folder if pystaged is installed"
+    )
 
 TYPE_CHECKING = False  # typing itself takes a while to import, before the command line can mind Ctrl-C
 if TYPE_CHECKING:

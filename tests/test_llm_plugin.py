@@ -177,7 +177,7 @@ def test_every_option_of_a_text_is_offered() -> None:
         ({"stop": ""}, "a stop string must not be empty"),
         ({"temprature": 1}, "Extra inputs are not permitted"),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_options_that_are_none(model: llm_plugin.Pystaged, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
