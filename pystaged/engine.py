@@ -24,7 +24,7 @@ from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
 from pystaged.decoding.scoring import score
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.pair import Pair
-from pystaged.result import GenerationResult, Score
+from pystaged.result import GenerationResult, Results, Score
 from pystaged.scheduler import Scheduler
 from pystaged.stats import PassStats
 from pystaged.streams import OwningStream, Stream, Writer
@@ -312,11 +312,11 @@ class Engine:
         self, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
     ) -> GenerationResult | list[GenerationResult]:
         if _are_several(prompt):
-            return list(results(self, prompt, config, 1 if n is None else n))
+            return Results(results(self, prompt, config, 1 if n is None else n))
         one = cast(Prompt, prompt)
         if n is None:
             return Stream(Writer(self, one, config)).finish()
-        return list(results(self, [one], config, n))
+        return Results(results(self, [one], config, n))
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
         """The tokens of a prompt, int32[n]; errors as in `stream`.
