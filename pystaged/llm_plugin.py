@@ -187,10 +187,11 @@ def _message(message: Message, vocabulary: str) -> dict[str, Any]:
     for part in message.parts:
         if not isinstance(part, (TextPart, ReasoningPart)):
             raise ValueError(f"a message of the role {message.role!r} holds a {type(part).__name__}, which is no text")
-    made = {"role": message.role, "content": "".join(part.text for part in texts)}
-    ours = (texts[0].provider_metadata or {}).get(_KEY, {}) if len(texts) == 1 else {}
-    if ours.get("vocabulary") == vocabulary:
-        made["tokens"] = ours["tokens"]
+    made: dict[str, Any] = {"role": message.role, "content": "".join(part.text for part in texts)}
+    if message.role == "assistant" and len(texts) == 1:
+        ours = (texts[0].provider_metadata or {}).get(_KEY, {})
+        if ours.get("vocabulary") == vocabulary:
+            made["tokens"] = ours.get("tokens")
     return made
 
 

@@ -141,8 +141,12 @@ def test_a_response_that_was_kept_goes_on(model: llm_plugin.Pystaged) -> None:
 
 
 def test_tokens_of_another_vocabulary_are_not_taken(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
-    answer = TextPart("Red", provider_metadata={"pystaged": {"vocabulary": "another", "tokens": [10**6]}})
-    messages = [llm.user("Hello"), Message("assistant", [ReasoningPart("Hm."), answer])]
+    def spelled(text: str, vocabulary: str) -> TextPart:
+        return TextPart(text, provider_metadata={"pystaged": {"vocabulary": vocabulary, "tokens": [10**6]}})
+
+    # Nor is a question taken for an answer.
+    question = Message("user", [spelled("Hello", engine.tokenizer.fingerprint)])
+    messages = [question, Message("assistant", [ReasoningPart("Hm."), spelled("Red", "another")])]
     plain = engine.chat([*asked("Hello"), {"role": "assistant", "content": "Red"}, *asked("Go on")], max_tokens=16)
     assert model.prompt("Go on", messages=messages, max_tokens=16).text() == plain.text
 
