@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import os  # and not pathlib, which takes several times as long to import
+import sys
+from importlib import import_module, util
 
-from pystaged import _llama  # noqa: F401  first, so that the extension finds llama_cpp's libraries already loaded
+if not util.find_spec(f"{__name__}._core"):
+    # Python finds the source's folder before an installed package when it is started beside it.
+    _source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+    raise ImportError(
+        f"{_source} holds pystaged's source without its compiled module; run: pip install -e {_source}, "
+        "or start Python in another folder if pystaged is installed"
+    )
 
 TYPE_CHECKING = False  # typing itself takes a while to import, before the command line can mind Ctrl-C
 if TYPE_CHECKING:
@@ -61,6 +69,19 @@ _MODULES = {
     "result": ("DeviceLostError", "GenerationResult", "Piece", "Score"),
     "stats": ("GenerationStats", "PassStats"),
 }
+
+
+class _LibrariesFirst:
+    """Loads llama_cpp's libraries before the extension that is linked against them, as soon as anybody imports that."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        del path, target
+        if name == f"{__name__}._core":
+            import_module(f"{__name__}._llama")
+
+
+sys.meta_path.insert(0, _LibrariesFirst)
 
 
 def __getattr__(name: str) -> Any:

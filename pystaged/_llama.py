@@ -10,13 +10,7 @@ import os  # and not pathlib, which takes several times as long to import as the
 from importlib import util
 
 _core = util.find_spec("pystaged._core")
-if _core is None or _core.origin is None:
-    # Python finds the source's folder before an installed package when it is started beside it.
-    _source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
-    raise ImportError(
-        f"{_source} holds pystaged's source without its compiled module; run: pip install -e {_source}, "
-        "or start Python in another folder if pystaged is installed"
-    )
+assert _core is not None and _core.origin is not None  # noqa: PT018  else the package would not have been imported
 # The build writes it beside the module: the version that pyproject.toml names.
 with open(os.path.join(os.path.dirname(_core.origin), "llama_cpp_version.txt")) as _file:  # noqa: PTH118, PTH120, PTH123
     VERSION = _file.read().strip()

@@ -24,7 +24,7 @@ from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
 from pystaged.decoding.scoring import score
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.pair import Pair
-from pystaged.result import GenerationResult, Score
+from pystaged.result import GenerationResult, Results, Score
 from pystaged.scheduler import Scheduler
 from pystaged.stats import PassStats
 from pystaged.streams import OwningStream, Stream, Writer
@@ -219,10 +219,21 @@ class Engine:
             ValueError, TypeError: messages, tools or options that are none.
             ContextFullError, DeviceLostError: as in `stream`.
         """
-        options.setdefault("max_tokens", self.n_ctx)
-        config, chat_format = GenerationConfig(**options), self.chat_format
-        prompt = chat_format.encode(messages, tools=tools, template=template, template_options=template_options)
-        return Stream(Writer(self, prompt, replace(config, stop=(*config.stop, *chat_format.stop))))
+        return Stream(self._answer(messages, tools, template, template_options, options))
+
+    def astream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[TextOptions],
+    ) -> AsyncStream:
+        """The same in an event loop: arguments and errors as in `stream_chat`, the result as in `astream`."""
+        from pystaged.async_stream import AsyncStream  # noqa: PLC0415
+
+        return AsyncStream(self._answer(messages, tools, template, template_options, options))
 
     @property
     def passes(self) -> PassStats:
@@ -283,15 +294,29 @@ class Engine:
 
         return AsyncStream(Writer(self, prompt, GenerationConfig(**options)))
 
+    def _answer(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: str | None,
+        template_options: Mapping[str, Any] | None,
+        options: TextOptions,
+    ) -> Writer:
+        """The next answer of a conversation."""
+        options.setdefault("max_tokens", self.n_ctx)
+        config, chat_format = GenerationConfig(**options), self.chat_format
+        prompt = chat_format.encode(messages, tools=tools, template=template, template_options=template_options)
+        return Writer(self, prompt, replace(config, stop=(*config.stop, *chat_format.stop)))
+
     def _generate(
         self, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
     ) -> GenerationResult | list[GenerationResult]:
         if _are_several(prompt):
-            return list(results(self, prompt, config, 1 if n is None else n))
+            return Results(results(self, prompt, config, 1 if n is None else n))
         one = cast(Prompt, prompt)
         if n is None:
             return Stream(Writer(self, one, config)).finish()
-        return list(results(self, [one], config, n))
+        return Results(results(self, [one], config, n))
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
         """The tokens of a prompt, int32[n]; errors as in `stream`.

@@ -75,13 +75,19 @@ class Score:
         """Sum of the log-probabilities."""
         return float(np.nansum(self.logprobs))
 
+    def _repr_html_(self) -> str:
+        from pystaged.notebook import score_html  # noqa: PLC0415
+
+        return score_html(self)
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A generation; its str() is its text.
+    """A generation; its str() is its text, and notebooks show it in the colours of the stages.
 
     text: without the prompt and without the stop string. tokens: the new ones only, end of text left out; stages: who
-    proposed each of them. Where a text is cut inside a character, the tokens have its beginning and the text has not.
+    proposed each of them; pieces: the bytes of each. Where a text is cut inside a character, the tokens have its
+    beginning and the text has not.
     finish_reason: "stop" for end of text or a stop string, "length" for max_tokens or a full context, "cancelled" for a
     stream that was closed early.
     seed: of the sampling, given or drawn.
@@ -93,6 +99,7 @@ class GenerationResult:
     seed: int
     stats: GenerationStats = field(repr=False)
     stages: list[Stage] = field(repr=False)
+    pieces: list[bytes] = field(repr=False)
 
     @property
     def message(self) -> dict[str, Any]:
@@ -101,3 +108,17 @@ class GenerationResult:
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        from pystaged.notebook import result_html  # noqa: PLC0415
+
+        return result_html(self)
+
+
+class Results(list[GenerationResult]):
+    """Several generations: a list that notebooks show as they show each."""
+
+    def _repr_html_(self) -> str:
+        from pystaged.notebook import results_html  # noqa: PLC0415
+
+        return results_html(self)

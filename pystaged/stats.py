@@ -225,6 +225,12 @@ class GenerationStats:
         """Over plain decoding by the measured costs; None where none are."""
         return self.plain_seconds / self.decode_seconds if self.plain_seconds and self.decode_seconds > 0 else None
 
+    def __str__(self) -> str:
+        line = f"{self.new_tokens} tokens, {self.tokens_per_second:.1f} per second"
+        if self.speedup_estimate:
+            line += f" (about {self.speedup_estimate:.1f}x plain)"
+        return f"{line}, {self.tokens_per_step:.2f} per step"
+
     @property
     def python_share(self) -> float:
         """Part of the decoding time spent outside C++."""

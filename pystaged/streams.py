@@ -150,13 +150,16 @@ class Writer:
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._stages: list[Stage] = []
+        self._pieces: list[bytes] = []
         self._finish: FinishReason | None = None
 
     def result(self) -> GenerationResult:
         """What is written by now."""
         seed = self._config.sampling.seed
         finish = self._finish or "cancelled"
-        return GenerationResult("".join(self._text), self._tokens, finish, seed, self._stats, self._stages)
+        return GenerationResult(
+            "".join(self._text), self._tokens, finish, seed, self._stats, self._stages, self._pieces
+        )
 
     def admit(self, entry: Entry, must: bool) -> LiveText | Wait:
         """Begin the text in a context, or say what it has to wait for, unless it must begin. Raises as
@@ -205,7 +208,8 @@ class Writer:
         """What a step adds: its tokens up to a stop string, and the text that is certain after them."""
         text, new = "", 0
         for token in step.tokens:
-            text += self._buffer.push(self.engine.tokenizer.token_bytes(token))
+            self._pieces.append(self.engine.tokenizer.token_bytes(token))
+            text += self._buffer.push(self._pieces[-1])
             new += 1
             if self._buffer.stopped:
                 break

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
@@ -22,11 +20,11 @@ from pystaged.cli.interrupts import uninterrupted
 from pystaged.cli.options import Color
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.result import GenerationResult, Piece
+from pystaged.stages import STAGE_COLORS, STAGE_NAMES, StageSpans
 from pystaged.stats import GenerationStats
 from pystaged.streams import Stream
 
-STAGE_STYLES = {Stage.TARGET: Style.null(), Stage.DRAFT: Style(color="green"), Stage.NGRAM: Style(color="yellow")}
-STAGE_NAMES = {Stage.TARGET: "target", Stage.DRAFT: "draft", Stage.NGRAM: "n-gram"}
+STAGE_STYLES = {stage: Style(color=color) for stage, color in STAGE_COLORS.items()}
 _LEAST_TREE_LINES = 4
 _NODE_STYLES = {True: Style(bold=True), False: Style(dim=True)}  # by whether the node is accepted
 
@@ -68,10 +66,7 @@ def show(
 
 def summary(stats: GenerationStats, color: Color) -> Text:
     """One line on how it went."""
-    line = Text(f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} per second", "dim")
-    if stats.speedup_estimate:
-        line.append(f" (about {stats.speedup_estimate:.1f}x plain)")
-    line.append(f", {stats.tokens_per_step:.2f} per step")
+    line = Text(str(stats), "dim")
     if color is Color.STAGES:
         for stage, style in STAGE_STYLES.items():
             line.append("; " if stage is Stage.TARGET else ", ")
@@ -104,7 +99,8 @@ class Painted:
 
     def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
         self._console = console
-        self._colors = StageColors(tokenizer)
+        self._tokenizer = tokenizer
+        self._spans = StageSpans()
 
     def __enter__(self) -> Painted:
         return self
@@ -114,7 +110,7 @@ class Painted:
 
     def show(self, piece: Piece) -> None:
         """Write a piece."""
-        for text, stage in self._colors.split(piece):
+        for text, stage in _spans(self._spans, piece, self._tokenizer):
             self._console.out(text, style=STAGE_STYLES[stage], end="", highlight=False)
         self._console.file.flush()
 
@@ -135,7 +131,7 @@ class WithTree:
         self._console = console
         self._tokenizer = tokenizer
         self._paint = paint
-        self._colors = StageColors(tokenizer)
+        self._spans = StageSpans()
         self._line = Text()  # the last one, which is not complete
         self._live = (
             Live(console=console, auto_refresh=False, transient=True)
@@ -164,7 +160,7 @@ class WithTree:
             sys.stdout.flush()
             errors.print(draw_tree(piece.tree, piece.path, self._tokenizer))
             return
-        for text, stage in self._colors.split(piece):
+        for text, stage in _spans(self._spans, piece, self._tokenizer):
             self._line.append(text, STAGE_STYLES[stage] if self._paint else None)
         *complete, self._line = self._line.split("\n", allow_blank=True) or [Text()]
         if complete:
@@ -183,37 +179,9 @@ class WithTree:
         return self._line if len(self._line) <= room else self._line[-room:]
 
 
-class StageColors:
-    """Tells which part of a piece's text came with which token, although text may lag behind tokens.
-
-    Args:
-        tokenizer: of the target.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        # As the stream decodes; a character belongs to the token that completes it.
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._waiting: deque[tuple[str, Stage]] = deque()
-        self._last = Stage.TARGET
-
-    def split(self, piece: Piece) -> Iterator[tuple[str, Stage]]:
-        """The text of a piece, token by token, and who proposed it."""
-        for token, stage in zip(piece.tokens, piece.stages, strict=True):
-            self._last = stage
-            self._waiting.append((self._decoder.decode(self._tokenizer.token_bytes(token)), stage))
-        left = piece.text
-        while left:
-            if not self._waiting:
-                # Bytes that never became a character.
-                yield left, self._last
-                return
-            text, stage = self._waiting.popleft()
-            if len(text) > len(left):
-                self._waiting.appendleft((text[len(left) :], stage))
-            if taken := left[: len(text)]:
-                yield taken, stage
-            left = left[len(taken) :]
+def _spans(spans: StageSpans, piece: Piece, tokenizer: Tokenizer) -> Iterator[tuple[str, Stage]]:
+    """The text of a piece, token by token, and who proposed it."""
+    return spans.split(piece.text, map(tokenizer.token_bytes, piece.tokens), piece.stages)
 
 
 def draw_tree(tree: TokenTree, path: tuple[int, ...], tokenizer: Tokenizer, most_nodes: int = 64) -> Tree:

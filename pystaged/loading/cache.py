@@ -86,6 +86,11 @@ def fitting(files: Sequence[str], wanted: str) -> list[str]:
     return [file for file in files if file.lower() == wanted] or [file for file in files if kind.search(file.lower())]
 
 
+def names() -> list[str]:
+    """Names of all models in the cache, found without reading a file."""
+    return sorted(_name(path) for path in _paths())
+
+
 def models() -> list[CachedModel]:
     """All models in the cache, by name."""
     return sorted((_describe(path) for path in _paths()), key=lambda model: model.name)

@@ -9,9 +9,12 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pystaged._core import Model
 from pystaged.files import cache_folder, check_room, part_file
+
+if TYPE_CHECKING:
+    from pystaged._core import Model
 
 _NAME = re.compile(r".*\.[0-9a-f]{16}\.packed", re.DOTALL)
 _TEXT_BYTES = 16 << 10
@@ -51,6 +54,8 @@ def load_packed(path: Path, kernel: str, num_threads: int, report: Callable[[str
     Raises:
         ModelError, ValueError: as Model.
     """
+    from pystaged._core import Model  # noqa: PLC0415  who lists models needs none
+
     target, source = packed_path(path), os.fsencode(path.absolute())
     model = Model(source, kernel, num_threads, kv=kv, packed=os.fsencode(target))
     if model.is_mapped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -86,6 +87,20 @@ def test_conversations_in_threads_are_as_alone(smollm2: pystaged.Engine) -> None
         with ThreadPoolExecutor(len(people)) as threads:
             assert list(threads.map(begin, people)) == alone
         assert engine.passes.texts_per_pass > 1
+
+
+def test_answers_in_an_event_loop(random_gguf: Callable[..., Path]) -> None:
+    questions = [[says("user", question)] for question in TURNS]
+
+    async def ask(engine: pystaged.Engine) -> list[list[int]]:
+        streams = [engine.astream_chat(question, max_tokens=12) for question in questions]
+        return [result.tokens for result in await asyncio.gather(*(stream.finish() for stream in streams))]
+
+    with pystaged.load(random_gguf(context=512), draft=None, report=lambda _: None) as engine:
+        alone = [engine.chat(question, max_tokens=12).tokens for question in questions]
+        assert asyncio.run(ask(engine)) == alone
+        with pytest.raises(ValueError, match="there are no messages"):
+            engine.astream_chat([])
 
 
 def test_threads_share_a_format(random_gguf: Callable[..., Path]) -> None:

@@ -17,13 +17,11 @@ import pytest
 from rich.console import Console
 
 import pystaged
-from pystaged import Stage, TokenTree
+from pystaged import Stage
 from pystaged._core import Tokenizer
 from pystaged.cli import console
-from pystaged.cli.painting import StageColors
-from pystaged.decoding.tree import TreeBuilder
 from pystaged.loading import names
-from pystaged.result import Piece
+from pystaged.stages import StageSpans
 
 if sys.platform == "win32":
     pytest.skip("there are no pseudo-terminals", allow_module_level=True)
@@ -113,11 +111,6 @@ def test_a_pipe_gets_the_text_alone(result: pystaged.GenerationResult, extra: li
     assert ("\u2514" in done.stderr) == ("--show-tree" in extra)
 
 
-def piece(text: str, tokens: list[int], stages: list[Stage]) -> Piece:
-    tree: TokenTree = TreeBuilder(0).build([])
-    return Piece(text, tuple(tokens), tuple(stages), tree, (0,))
-
-
 def test_text_that_lags_keeps_its_stages() -> None:
     """A stop string may hold text back, and a character may be spread over tokens."""
     tokenizer = Tokenizer(str(names.resolve("house")))
@@ -125,11 +118,8 @@ def test_text_that_lags_keeps_its_stages() -> None:
     words = [tokenizer.token_bytes(token) for token in tokens]
     assert b"".join(words) == "ab \U0001f600c".encode()
     stages = [Stage(i % 3) for i in range(len(tokens))]
-    colors = StageColors(tokenizer)
-    found = [
-        *colors.split(piece("a", tokens[:-1], stages[:-1])),
-        *colors.split(piece("b \U0001f600c", tokens[-1:], stages[-1:])),
-    ]
+    spans = StageSpans()
+    found = [*spans.split("a", words[:-1], stages[:-1]), *spans.split("b \U0001f600c", words[-1:], stages[-1:])]
     assert "".join(text for text, _ in found) == "ab \U0001f600c"
     assert found[0] == ("a", stages[0])
     assert found[1][1] == stages[0]

@@ -804,8 +804,9 @@ def test_floats_of_the_calling_thread_do_not_matter(random_gguf: Callable[..., P
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_one_copy_of_each_library() -> None:
-    script = "import pystaged, llama_cpp; print(llama_cpp.__file__); print(open('/proc/self/maps').read())"
+@pytest.mark.parametrize("order", ["pystaged, llama_cpp, pystaged._core", "pystaged._core, llama_cpp"])
+def test_one_copy_of_each_library(order: str) -> None:
+    script = f"import {order}; print(llama_cpp.__file__); print(open('/proc/self/maps').read())"
     package, *maps = run_python(script).stdout.splitlines()
     files = {Path(line.split(maxsplit=5)[5]) for line in maps if "/" in line}
     libraries = sorted(file for file in files if file.name.startswith(("libllama", "libggml")))
@@ -837,7 +838,7 @@ def test_one_version_of_llama_cpp() -> None:
 
 def test_llama_cpp_that_fits() -> None:
     _llama.check(_llama.VERSION, None)
-    done = run_python("import pystaged", LLAMA_CPP_LIB_PATH="/opt/llama")
+    done = run_python("import pystaged; pystaged.load", LLAMA_CPP_LIB_PATH="/opt/llama")
     assert done.returncode == 1
     assert "ImportError: LLAMA_CPP_LIB_PATH is set to /opt/llama" in done.stderr
 

@@ -1,0 +1,222 @@
+"""Models of pystaged's for the program and library `llm`: llm -m pystaged/smollm2 "..."
+
+Nothing that computes is imported before a model is used.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import llm
+from pydantic import Field, model_validator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm.parts import Message, StreamEvent
+
+    from pystaged.engine import Engine
+    from pystaged.result import GenerationResult
+
+_KEY = "pystaged"
+_LOADING = ("draft", "device", "n_ctx")
+
+_engines: dict[str, tuple[dict[str, Any], Engine]] = {}
+_one_at_a_time = threading.Lock()
+
+
+@llm.hookimpl
+def register_models(register: Callable[..., None]) -> None:
+    """The house model, SmolLM2 if it is installed, and what `pystaged models` lists."""
+    from pystaged.loading import cache, names  # noqa: PLC0415
+
+    found = ["house", *cache.names()]
+    try:
+        names.resolve("smollm2")
+        found.insert(0, "smollm2")
+    except FileNotFoundError:
+        pass
+    for name in found:
+        register(Pystaged(name), AsyncPystaged(name))
+
+
+class ModelOptions(llm.Options):
+    """Those of pystaged.Engine.chat, checked as there, and some of pystaged.load."""
+
+    max_tokens: int | None = Field(None, description="New tokens at most; as many as the context has room for.")
+    temperature: float | None = Field(None, description="0, the default, always takes the likeliest token.")
+    top_k: int | None = Field(None, description="Keep this many of the likeliest tokens; 0 keeps all.")
+    top_p: float | None = Field(None, description="Keep the fewest tokens that have this probability together.")
+    min_p: float | None = Field(None, description="Keep tokens at least this likely relative to the likeliest.")
+    seed: int | None = Field(None, description="Same seed, same text; 0 by default, -1 draws one.")
+    stop: str | list[str] | None = Field(None, description="A string, or several, that end the text before them.")
+    speculate: bool | None = Field(None, description="False decodes plainly: the same text, slower.")
+    think: bool | None = Field(None, description="Whether a model that can think first does.")
+    draft: str | None = Field(None, description="A smaller model of the family that guesses; 'none' for n-grams alone.")
+    device: str | None = Field(None, description="Where the model runs: cpu, metal, gpu, auto, ...")
+    n_ctx: int | None = Field(None, description="Tokens of prompt and text; 8192 at most unless given.")
+
+    @model_validator(mode="after")
+    def check(self) -> ModelOptions:
+        """Refuse what a generation would refuse."""
+        options = self.of_text()
+        if options:
+            try:
+                from pystaged.config import GenerationConfig  # noqa: PLC0415
+
+                GenerationConfig(**options)
+            except (TypeError, ImportError) as error:
+                raise ValueError(str(error)) from None
+        return self
+
+    def of_text(self) -> dict[str, Any]:
+        """As Engine.chat takes them."""
+        given = self.model_dump(exclude_none=True, exclude={*_LOADING, "think"})
+        return given | ({"seed": None} if self.seed == -1 else {})
+
+    def of_template(self) -> dict[str, Any]:
+        """The same for the chat template."""
+        return {} if self.think is None else {"enable_thinking": self.think}
+
+    def of_loading(self) -> dict[str, Any]:
+        """As pystaged.load takes them."""
+        return self.model_dump(exclude_none=True, include=set(_LOADING))
+
+
+class _Common:
+    """What both kinds of model share.
+
+    Args:
+        name: as pystaged.load takes it.
+    """
+
+    can_stream = True
+
+    def __init__(self, name: str) -> None:
+        self.model_id, self._name = f"{_KEY}/{name}", name
+
+
+class Pystaged(_Common, llm.Model):
+    """A model of pystaged's."""
+
+    Options = ModelOptions  # type: ignore[assignment]  # a variable, thinks mypy
+
+    def execute(
+        self,
+        prompt: llm.Prompt,
+        stream: bool,
+        response: llm.Response,
+        conversation: llm.Conversation | None,
+    ) -> Iterator[str | StreamEvent]:
+        """The answer, piece by piece."""
+        del stream, conversation
+        with _errors():
+            engine = _engine(self._name, prompt.options)
+            with engine.stream_chat(**_arguments(engine, prompt)) as pieces:
+                for piece in pieces:
+                    yield piece.text
+            yield _end(engine, pieces.result, response)
+
+
+class AsyncPystaged(_Common, llm.AsyncModel):
+    """The same for event loops."""
+
+    Options = ModelOptions  # type: ignore[assignment]  # a variable, thinks mypy
+
+    async def execute(
+        self,
+        prompt: llm.Prompt,
+        stream: bool,
+        response: llm.AsyncResponse,
+        conversation: llm.AsyncConversation | None,
+    ) -> AsyncGenerator[str | StreamEvent, None]:
+        """The answer, piece by piece."""
+        import asyncio  # noqa: PLC0415
+
+        del stream, conversation
+        with _errors():
+            engine = await asyncio.to_thread(_engine, self._name, prompt.options)
+            async with engine.astream_chat(**_arguments(engine, prompt)) as pieces:
+                async for piece in pieces:
+                    yield piece.text
+            yield _end(engine, pieces.result, response)
+
+
+def _engine(name: str, options: Any) -> Engine:
+    """The engine of a model, which stays loaded until other options of loading are asked for."""
+    import pystaged  # noqa: PLC0415
+
+    wanted = options.of_loading()
+    with _one_at_a_time:
+        loaded, engine = _engines.get(name, ({}, None))
+        if engine and loaded != wanted:
+            del _engines[name]
+            engine.close()
+            engine = None
+        if not engine:
+            engine = pystaged.load(name, report=_report, **wanted)
+            _engines[name] = (wanted, engine)
+        return engine
+
+
+def _report(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _arguments(engine: Engine, prompt: llm.Prompt) -> dict[str, Any]:
+    """What Engine.stream_chat is to be called with."""
+    options: Any = prompt.options
+    messages = [_message(message, engine.tokenizer.fingerprint) for message in prompt.messages]
+    return {"messages": messages, "template_options": options.of_template(), **options.of_text()}
+
+
+def _message(message: Message, vocabulary: str) -> dict[str, Any]:
+    """As pystaged takes it; an answer of our own with its tokens, so that it is not read again.
+
+    Raises:
+        ValueError: it holds what is neither text nor reasoning.
+    """
+    from llm.parts import ReasoningPart, TextPart  # noqa: PLC0415
+
+    texts = [part for part in message.parts if isinstance(part, TextPart)]
+    for part in message.parts:
+        if not isinstance(part, (TextPart, ReasoningPart)):
+            raise ValueError(f"a message of the role {message.role!r} holds a {type(part).__name__}, which is no text")
+    made: dict[str, Any] = {"role": message.role, "content": "".join(part.text for part in texts)}
+    if message.role == "assistant" and len(texts) == 1:
+        ours = (texts[0].provider_metadata or {}).get(_KEY, {})
+        if ours.get("vocabulary") == vocabulary:
+            made["tokens"] = ours.get("tokens")
+    return made
+
+
+def _end(engine: Engine, result: GenerationResult, response: Any) -> StreamEvent:
+    """Tell a response its figures; what ends its text keeps the answer's tokens, in `llm`'s database too."""
+    from llm.parts import StreamEvent  # noqa: PLC0415
+
+    stats = result.stats
+    reused = {"reused_tokens": stats.reused_tokens} if stats.reused_tokens else None
+    response.set_usage(input=stats.prompt_tokens, output=len(result.tokens), details=reused)
+    response.response_json = {
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "stats": stats.to_dict(),
+    }
+    ours = {"vocabulary": engine.tokenizer.fingerprint, "tokens": result.tokens}
+    return StreamEvent(type="text", chunk="", provider_metadata={_KEY: ours})
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """What is wrong with model or messages, as an error of `llm`'s."""
+    try:
+        if not find_spec("llm.parts"):
+            raise ImportError("pystaged needs llm 0.32 or later; run: pip install -U llm")
+        yield
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise llm.ModelError(str(error)) from error

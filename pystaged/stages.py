@@ -1,0 +1,44 @@
+"""How stages are shown: their names and colours, and which part of a text is whose."""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from pystaged.decoding.tree import Stage
+
+STAGE_NAMES = {Stage.TARGET: "target", Stage.DRAFT: "draft", Stage.NGRAM: "n-gram"}
+STAGE_COLORS = {Stage.TARGET: None, Stage.DRAFT: "green", Stage.NGRAM: "yellow"}
+
+
+class StageSpans:
+    """Tells which part of a text came with which token, although text may lag behind tokens."""
+
+    def __init__(self) -> None:
+        # As the stream decodes; a character belongs to the token that completes it.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._waiting: deque[tuple[str, Stage]] = deque()
+        self._last = Stage.TARGET
+
+    def split(self, text: str, words: Iterable[bytes], stages: Iterable[Stage]) -> Iterator[tuple[str, Stage]]:
+        """The next part of a text, token by token, and who proposed it.
+
+        Args:
+            words: the bytes of the tokens that came with it.
+            stages: who proposed each.
+        """
+        for word, stage in zip(words, stages, strict=True):
+            self._last = stage
+            self._waiting.append((self._decoder.decode(word), stage))
+        while text:
+            if not self._waiting:
+                # Bytes that never became a character.
+                yield text, self._last
+                return
+            new, stage = self._waiting.popleft()
+            if len(new) > len(text):
+                self._waiting.appendleft((new[len(text) :], stage))
+            if taken := text[: len(new)]:
+                yield taken, stage
+            text = text[len(taken) :]

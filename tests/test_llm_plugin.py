@@ -1,0 +1,266 @@
+"""Models for the program and library `llm`: the same texts as the engine's, and nothing loaded before it is used."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import llm
+import pytest
+from llm.parts import AttachmentPart, Message, ReasoningPart, TextPart
+from pydantic import ValidationError
+
+import pystaged
+from pystaged import llm_plugin
+from pystaged.config import TextOptions
+from pystaged.loading import cache
+
+NAME = "test/tiny:q8_0"
+QUESTIONS = ["Name three colours.", "Which of them is warm?"]
+# As the program does, but with this plugin alone, whether or not it is installed.
+PROGRAM = """
+import sys
+from llm.plugins import pm
+import pystaged.llm_plugin
+pm.register(pystaged.llm_plugin, "pystaged")
+from llm.cli import cli
+try:
+    cli(sys.argv[1:], standalone_mode={standalone})
+finally:
+    {after}
+"""
+LOADED = """
+maps = open("/proc/self/maps").read() if sys.platform == "linux" else ""
+names = ("llama_cpp", "pystaged._core", "pystaged._llama", "pystaged.engine")
+print([name for name in names if name in sys.modules], "libllama" in maps, file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model_file(random_gguf: Callable[..., Path]) -> Iterator[Path]:
+    """A model in the cache, and no engine left open."""
+    path = cache.folder() / "test" / "tiny" / "tiny-q8_0.gguf"
+    path.parent.mkdir(parents=True)
+    shutil.copy(random_gguf("Q8_0", context=512), path)
+    yield path
+    for _, engine in llm_plugin._engines.values():
+        engine.close()
+    llm_plugin._engines.clear()
+    shutil.rmtree(path.parent.parent)
+
+
+@pytest.fixture(scope="module")
+def engine(model_file: Path) -> Iterator[pystaged.Engine]:
+    with pystaged.load(model_file, report=lambda _: None) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def model() -> llm_plugin.Pystaged:
+    return llm_plugin.Pystaged(NAME)
+
+
+def run(folder: Path, *arguments: str, after: str = "pass", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The program, its settings and logs in a folder."""
+    code = PROGRAM.format(standalone=after == "pass", after=after.strip().replace("\n", "\n    "))
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"LLM_USER_PATH": str(folder), "LLM_LOAD_PLUGINS": ""} | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def asked(*contents: str, system: str = "") -> list[dict[str, Any]]:
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, *({"role": "user", "content": content} for content in contents)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.8, "top_k": 50, "seed": 3}, {"speculate": False}], ids=["greedy", "T", "plain"]
+)
+def test_the_text_is_the_engines(
+    engine: pystaged.Engine, model: llm_plugin.Pystaged, stream: bool, options: dict[str, Any]
+) -> None:
+    response = model.prompt(QUESTIONS[0], stream=stream, max_tokens=24, **options)
+    pieces = list(response)
+    result = engine.chat(asked(QUESTIONS[0]), max_tokens=24, **options)
+    assert "".join(pieces) == response.text() == result.text
+    assert len(pieces) > 2
+    assert response.usage() == llm.Usage(result.stats.prompt_tokens, 24, response.usage().details)
+    told = response.json()
+    assert told is not None
+    assert (told["finish_reason"], told["seed"]) == ("length", options.get("seed", 0))
+    json.dumps(told)
+
+
+def test_system_stop_and_thinking_reach_the_engine(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+    whole = engine.chat(asked("Hello", system="Be brief."), max_tokens=24).text
+    stop = whole[5:7]
+    response = model.prompt("Hello", system="Be brief.", max_tokens=24, stop=stop, think=False)
+    assert response.text() == whole[: whole.index(stop)]
+    assert model.prompt("Hello", system="Be brief.", max_tokens=24, stop=["nowhere", stop]).text() == response.text()
+    prompt = llm.Prompt("Hello", model, options=llm_plugin.ModelOptions(think=False))
+    assert llm_plugin._arguments(engine, prompt)["template_options"] == {"enable_thinking": False}
+
+
+def test_a_conversation_goes_on_as_the_engines(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+    first = engine.chat(asked(QUESTIONS[0], system="S"), max_tokens=24)
+    second = engine.chat([*asked(QUESTIONS[0], system="S"), first.message, *asked(QUESTIONS[1])], max_tokens=24)
+    conversation = model.conversation()
+    assert conversation.prompt(QUESTIONS[0], system="S", max_tokens=24).text() == first.text
+    response = conversation.prompt(QUESTIONS[1], max_tokens=24)
+    assert response.text() == second.text
+    # The very tokens of the first answer were in the second prompt, and none of them was read again.
+    usage = response.usage()
+    assert usage.input == second.stats.prompt_tokens
+    assert usage.details is not None
+    assert usage.details["reused_tokens"] >= first.stats.prompt_tokens + len(first.tokens) - 1
+
+
+def test_a_response_that_was_kept_goes_on(model: llm_plugin.Pystaged) -> None:
+    response = model.prompt(QUESTIONS[0], max_tokens=24)
+    response.text()
+    kept = json.loads(json.dumps(response.to_dict()))
+    again = llm.Response.from_dict(kept, model=model)
+    following = [each.reply(QUESTIONS[1], max_tokens=16) for each in (response, again)]
+    assert following[0].text() == following[1].text()
+    assert following[0].usage().input == following[1].usage().input
+
+
+def test_tokens_of_another_vocabulary_are_not_taken(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+    def spelled(text: str, vocabulary: str) -> TextPart:
+        return TextPart(text, provider_metadata={"pystaged": {"vocabulary": vocabulary, "tokens": [10**6]}})
+
+    # Nor is a question taken for an answer.
+    question = Message("user", [spelled("Hello", engine.tokenizer.fingerprint)])
+    messages = [question, Message("assistant", [ReasoningPart("Hm."), spelled("Red", "another")])]
+    plain = engine.chat([*asked("Hello"), {"role": "assistant", "content": "Red"}, *asked("Go on")], max_tokens=16)
+    assert model.prompt("Go on", messages=messages, max_tokens=16).text() == plain.text
+
+
+def test_asynchronously(model: llm_plugin.Pystaged) -> None:
+    async def converse() -> list[str]:
+        conversation = llm_plugin.AsyncPystaged(NAME).conversation()
+        return [await conversation.prompt(question, max_tokens=16, seed=1).text() for question in QUESTIONS]
+
+    async def both() -> list[list[str]]:
+        return await asyncio.gather(converse(), converse())
+
+    conversation = model.conversation()
+    alone = [conversation.prompt(question, max_tokens=16, seed=1).text() for question in QUESTIONS]
+    assert asyncio.run(both()) == [alone, alone]
+
+
+def test_every_option_of_a_text_is_offered() -> None:
+    left_out = {"progress", "sampling"}  # no values that a command line could give
+    assert TextOptions.__annotations__.keys() - left_out <= llm_plugin.ModelOptions.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "temperature must be a number from 0"),
+        ({"top_k": -1}, r"top_k must be 0 \(off\) or a positive number"),
+        ({"top_p": 2}, "top_p"),
+        ({"min_p": "x"}, "valid number"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"seed": -2}, "seed must be between"),
+        ({"stop": ""}, "a stop string must not be empty"),
+        ({"temprature": 1}, "Extra inputs are not permitted"),
+    ],
+    ids=str,
+)
+def test_options_that_are_none(model: llm_plugin.Pystaged, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        model.prompt("Hello", **options)
+
+
+def test_a_seed_is_drawn(model: llm_plugin.Pystaged) -> None:
+    drawn = [model.prompt("Hello", seed=-1, temperature=1, max_tokens=1).json() for _ in range(2)]
+    assert drawn[0]["seed"] != drawn[1]["seed"]  # type: ignore[index]
+
+
+def test_what_is_wrong_is_an_error_of_llms(model: llm_plugin.Pystaged, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(llm.ModelError, match="there is no model file nonsense"):
+        llm_plugin.Pystaged("nonsense").prompt("Hello").text()
+    with pytest.raises(llm.ModelError, match="context"):
+        model.prompt("Hello" * 1000).text()
+    with pytest.raises(llm.ModelError, match="there are no messages"):
+        model.prompt("").text()
+    with pytest.raises(llm.ModelError, match="role 'user' holds a AttachmentPart, which is no text"):
+        model.prompt(messages=[Message("user", [AttachmentPart(llm.Attachment(content=b"GIF89a"))])]).text()
+    monkeypatch.setitem(sys.modules, "llm.parts", None)
+    with pytest.raises(llm.ModelError, match=r"needs llm 0\.32 or later"):
+        model.prompt("Hello").text()
+
+
+def test_one_engine_stays_loaded(model: llm_plugin.Pystaged) -> None:
+    def loaded(**options: Any) -> pystaged.Engine:
+        model.prompt("Hello", max_tokens=1, **options).text()
+        return llm_plugin._engines[NAME][1]
+
+    first = loaded()
+    assert loaded(temperature=1) is first
+    other = loaded(n_ctx=128)
+    assert other.n_ctx == 128
+    assert first.n_ctx == 512
+    with pytest.raises(ValueError, match="closed"):
+        first.generate("Hello")
+    assert loaded().n_ctx == 512
+
+
+def test_listing_loads_nothing_that_computes(tmp_path: Path) -> None:
+    for arguments in (["--help"], ["models", "list", "--options"]):
+        done = run(tmp_path, *arguments, after=LOADED, LLAMA_CPP_LIB_PATH="/opt/llama")
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.splitlines()[-1] == "[] False"
+    assert "Pystaged: pystaged/house\n" in done.stdout
+    assert f"Pystaged: pystaged/{NAME}\n" in done.stdout
+    assert "min_p: float" in done.stdout
+    assert "AsyncPystaged (async): pystaged/house\n" in run(tmp_path, "models", "list", "--async").stdout
+
+
+def test_the_program(tmp_path: Path, engine: pystaged.Engine) -> None:
+    first = engine.chat(asked(QUESTIONS[0], system="S"), max_tokens=24)
+    second = engine.chat([*asked(QUESTIONS[0], system="S"), first.message, *asked(QUESTIONS[1])], max_tokens=8)
+    done = run(tmp_path, "-m", f"pystaged/{NAME}", "-o", "max_tokens", "24", "--system", "S", QUESTIONS[0])
+    assert (done.returncode, done.stdout) == (0, f"{first.text}\n"), done.stderr
+    done = run(tmp_path, "-c", "-o", "max_tokens", "8", "-u", QUESTIONS[1])
+    assert (done.returncode, done.stdout) == (0, f"{second.text}\n"), done.stderr
+    # Nor has a process that ended forgotten the tokens.
+    assert f"{second.stats.prompt_tokens} input, 8 output" in done.stderr
+
+
+def test_where_ours_cannot_run_llm_can(tmp_path: Path) -> None:
+    done = run(tmp_path, "-m", "pystaged/house", "Hello", LLAMA_CPP_LIB_PATH="/opt/llama")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: LLAMA_CPP_LIB_PATH is set to /opt/llama")
+
+
+def test_llm_finds_the_plugin(tmp_path: Path) -> None:
+    try:
+        metadata.distribution("pystaged")
+    except metadata.PackageNotFoundError:
+        pytest.skip("pystaged is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "llm", "models", "list"],
+        env=os.environ | {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": "pystaged"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Pystaged: pystaged/house\n" in done.stdout
