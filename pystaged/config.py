@@ -115,9 +115,10 @@ class SamplingConfig:
         values["logit_bias"] = _biases(logit_bias)
         for name in fields:
             object.__setattr__(self, name, values.get(name))
-        # C++'s form of the same, which checks the ranges.
-        rules = {token: bias for token, bias in self.logit_bias.items() if isinstance(token, int)}
-        native = self.sampling(self.rules(logit_bias=list(rules.items())))
+        # C++'s form of the same, which checks the ranges; of what only a vocabulary knows too.
+        biases = [(token if isinstance(token, int) else 0, bias) for token, bias in self.logit_bias.items()]
+        rules = self.rules(logit_bias=biases)
+        native = self.sampling(rules if self.has_rules else None)
         object.__setattr__(self, "_native", None if self.needs_text else native)
 
     def __reduce__(self) -> tuple[Any, tuple[dict[str, Any], Sampling | None]]:
@@ -154,14 +155,12 @@ class SamplingConfig:
             )
         return self._native
 
-    def rules(self, **of_text: Any) -> LogitRules | None:
-        """C++'s form of what is done to logits before they are filtered, None for nothing.
+    def rules(self, **of_text: Any) -> LogitRules:
+        """C++'s form of what is done to logits before they are filtered.
 
         Args:
             **of_text: what only a text knows, as LogitRules takes it.
         """
-        if not self.has_rules:
-            return None
         names = ["repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n"]
         names += ["dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"]
         return LogitRules(**{name: getattr(self, name) for name in names}, **of_text)

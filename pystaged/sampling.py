@@ -45,7 +45,7 @@ def bind(
         min_length=prompt_length + sampling.min_tokens if sampling.min_tokens else 0,
         dry_breakers=_breakers(tokenizer, sampling.dry_sequence_breakers) if breaks else [],
     )
-    return sampling.bound(sampling.sampling(rules, logprobs))
+    return sampling.bound(sampling.sampling(rules if sampling.has_rules else None, logprobs))
 
 
 def _token(tokenizer: Tokenizer, key: int | str) -> int:
