@@ -118,7 +118,7 @@ def log_softmax(x: Doubles) -> Doubles:
 def check_equal(found: Doubles, expected: Doubles) -> None:
     assert (np.isfinite(found) == np.isfinite(expected)).all()
     there = np.isfinite(expected)
-    np.testing.assert_allclose(found[there], expected[there], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(found[there], expected[there], rtol=1e-5, atol=TOLERANCE)
 
 
 # ---- Rules ----
@@ -143,7 +143,7 @@ def test_rules_are_the_twins(rules: dict[str, Any], model: _core.Model, tokenize
         assert text.follow(bound) == expected.argmax()
 
 
-@settings(derandomize=True, max_examples=150)
+@settings(derandomize=True, max_examples=60)
 @given(
     seed=st.integers(0, 100),
     length=st.integers(1, 90),
