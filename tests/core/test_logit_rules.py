@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -487,3 +489,32 @@ def test_what_needs_a_text_must_be_bound_to_one(tokenizer: _core.Tokenizer) -> N
             _ = replace(bound, seed=5).native
     plain = SamplingConfig(0.7, repeat_last_n=0, repeat_penalty=2.0)
     assert bind(plain, tokenizer, 3) is plain  # what is off costs nothing
+
+
+def test_samplings_are_copied_whole(model: _core.Model, tokenizer: _core.Tokenizer) -> None:
+    text = Text(model, random_tokens(5))
+    filters = {"typical_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.01, "temperature_last": True}
+    for rules in RULES.values():
+        sampling = bind(SamplingConfig(0.9, seed=3, **filters, **rules), tokenizer, len(text.tokens), logprobs=2)
+        for copied in (pickle.loads(pickle.dumps(sampling)), copy.deepcopy(sampling)):
+            assert copied == sampling
+            np.testing.assert_array_equal(text.scores(copied.native), text.scores(sampling.native))
+            one, other = (text.session.follow(each.native) for each in (copied, sampling))
+            assert one[1].tolist() == other[1].tolist()
+            assert one[2][0].tolist() == other[2][0].tolist()
+
+
+def test_a_device_brings_all_that_rules_need(path: Path) -> None:
+    """Not only the largest logits of a row: those are excluded here."""
+    device = _core.Model(str(path), device="ggml-cpu")
+    tokens = random_tokens(6)
+    logits = Text(device, tokens).logits
+    best = np.argsort(-logits, kind="stable")
+    bias: dict[int | str, float] = {int(token): -math.inf for token in best[:100]}
+    assert Text(device, tokens).follow(SamplingConfig(logit_bias=bias).native) == best[100]
+    _, chosen, (own, top, _) = Text(device, tokens).session.follow(SamplingConfig().sampling(None, logprobs=80))
+    assert chosen[0] == best[0]
+    assert top[0].tolist() == best[:80].tolist()
+    assert own[0] == pytest.approx(log_softmax(logits.astype(np.float64))[best[0]], abs=1e-5)
+    late = SamplingConfig(temperature_last=True, xtc_probability=1.0, xtc_threshold=0.0)
+    assert Text(device, tokens).follow(late.native) == best[-1]
