@@ -54,6 +54,42 @@ std::vector<int32_t> to_ints(const py::object& values, const char* name) {
     return result;
 }
 
+LogitRules make_rules(std::vector<std::pair<int32_t, float>> bias, std::vector<int32_t> late, int64_t min_length,
+                      float repeat_penalty, float presence_penalty, float frequency_penalty, int repeat_last_n,
+                      float dry_multiplier, float dry_base, int dry_allowed_length, int dry_last_n,
+                      const std::vector<std::vector<int32_t>>& dry_breakers) {
+    LogitRules rules{std::move(bias),  std::move(late),    min_length,    repeat_penalty,
+                     presence_penalty, frequency_penalty,  repeat_last_n, dry_multiplier,
+                     dry_base,         dry_allowed_length, dry_last_n,    {}};
+    for (const std::vector<int32_t>& breaker : dry_breakers) {
+        if (breaker.empty()) {
+            throw py::value_error("a breaker of dry_breakers has no tokens");
+        }
+        rules.dry_breakers.emplace(breaker[0], std::vector<int32_t>(breaker.begin() + 1, breaker.end()));
+    }
+    check(rules);
+    return rules;
+}
+
+std::vector<std::vector<int32_t>> breakers_of(const LogitRules& rules) {
+    std::vector<std::vector<int32_t>> breakers;
+    for (const auto& [first, rest] : rules.dry_breakers) {
+        breakers.push_back({first});
+        breakers.back().insert(breakers.back().end(), rest.begin(), rest.end());
+    }
+    return breakers;
+}
+
+Sampling make_sampling(float temperature, int top_k, float top_p, float min_p, uint64_t seed, float typical_p,
+                       float xtc_probability, float xtc_threshold, bool temperature_last, int logprobs,
+                       std::shared_ptr<LogitRules> rules) {
+    const Sampling sampling{
+        temperature,      top_k,   top_p, min_p, seed, typical_p, xtc_probability, xtc_threshold, temperature_last,
+        std::move(rules), logprobs};
+    check(sampling);
+    return sampling;
+}
+
 using Samplings = std::variant<Sampling, std::vector<Sampling>>;
 
 std::vector<Sampling> to_samplings(const Samplings& sampling) {
@@ -69,6 +105,28 @@ void check_k(const Session& session, int k) {
 
 py::array_t<int32_t> to_array(const std::vector<int32_t>& values) {
     return py::array_t<int32_t>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+// The path, the tokens, and the log-probabilities where there are any: of the tokens, and of the k likeliest in place
+// of each, best first.
+py::tuple to_tuple(const Followed& followed) {
+    const py::tuple found = py::make_tuple(to_array(followed.path), to_array(followed.tokens));
+    if (followed.logprobs.empty()) {
+        return found;
+    }
+    const auto rows = static_cast<py::ssize_t>(followed.logprobs.size());
+    const auto k = static_cast<py::ssize_t>(followed.logprobs[0].size()) - 1;
+    py::array_t<float> of_tokens(rows), of_best({rows, k});
+    py::array_t<int32_t> best({rows, k});
+    for (py::ssize_t i = 0; i < rows; ++i) {
+        const std::vector<Candidate>& row = followed.logprobs[i];
+        of_tokens.mutable_at(i) = row[0].score;
+        for (py::ssize_t j = 0; j < k; ++j) {
+            best.mutable_at(i, j) = row[j + 1].token;
+            of_best.mutable_at(i, j) = row[j + 1].score;
+        }
+    }
+    return found + py::make_tuple(py::make_tuple(of_tokens, best, of_best));
 }
 
 // Text from a file, which may be no valid UTF-8.
@@ -103,8 +161,7 @@ void check_signals() {
 py::object to_result(const Work& work, const Outcome& outcome) {
     switch (work.kind) {
         case Work::Kind::read: return py::none();
-        case Work::Kind::verify:
-            return py::make_tuple(to_array(outcome.followed.path), to_array(outcome.followed.tokens));
+        case Work::Kind::verify: return to_tuple(outcome.followed);
         case Work::Kind::propose: break;
     }
     const std::vector<py::ssize_t> shape{work.num_judged, work.k};
@@ -285,19 +342,41 @@ PYBIND11_MODULE(_core, m) {
     m.def("read_bandwidth", &read_bandwidth, py::arg("num_bytes"), py::arg("num_threads"));
     m.def("dot_rate", &dot_rate, py::arg("kernel"), py::arg("num_threads"));
 
-    py::class_<Sampling>(m, "Sampling")
-        .def(py::init([](float temperature, int top_k, float top_p, float min_p, uint64_t seed) {
-                 const Sampling sampling{temperature, top_k, top_p, min_p, seed};
-                 check(sampling);
-                 return sampling;
-             }),
-             py::arg("temperature") = 0.0f, py::arg("top_k") = 0, py::arg("top_p") = 1.0f, py::arg("min_p") = 0.0f,
-             py::arg("seed") = 0)
+    py::class_<LogitRules, std::shared_ptr<LogitRules>>(m, "LogitRules")
+        .def(py::init(&make_rules), py::kw_only(), py::arg("logit_bias") = std::vector<std::pair<int32_t, float>>(),
+             py::arg("late") = std::vector<int32_t>(), py::arg("min_length") = 0, py::arg("repeat_penalty") = 1.0f,
+             py::arg("presence_penalty") = 0.0f, py::arg("frequency_penalty") = 0.0f, py::arg("repeat_last_n") = 64,
+             py::arg("dry_multiplier") = 0.0f, py::arg("dry_base") = 1.75f, py::arg("dry_allowed_length") = 2,
+             py::arg("dry_penalty_last_n") = -1, py::arg("dry_breakers") = std::vector<std::vector<int32_t>>())
         .def(py::pickle(
-            [](const Sampling& s) { return py::make_tuple(s.temperature, s.top_k, s.top_p, s.min_p, s.seed); },
+            [](const LogitRules& r) {
+                return py::make_tuple(r.bias, r.late, r.min_length, r.repeat_penalty, r.presence_penalty,
+                                      r.frequency_penalty, r.repeat_last_n, r.dry_multiplier, r.dry_base,
+                                      r.dry_allowed_length, r.dry_last_n, breakers_of(r));
+            },
+            [](const py::tuple& r) {
+                return make_rules(r[0].cast<std::vector<std::pair<int32_t, float>>>(),
+                                  r[1].cast<std::vector<int32_t>>(), r[2].cast<int64_t>(), r[3].cast<float>(),
+                                  r[4].cast<float>(), r[5].cast<float>(), r[6].cast<int>(), r[7].cast<float>(),
+                                  r[8].cast<float>(), r[9].cast<int>(), r[10].cast<int>(),
+                                  r[11].cast<std::vector<std::vector<int32_t>>>());
+            }));
+
+    py::class_<Sampling>(m, "Sampling")
+        .def(py::init(&make_sampling), py::arg("temperature") = 0.0f, py::arg("top_k") = 0, py::arg("top_p") = 1.0f,
+             py::arg("min_p") = 0.0f, py::arg("seed") = 0, py::kw_only(), py::arg("typical_p") = 1.0f,
+             py::arg("xtc_probability") = 0.0f, py::arg("xtc_threshold") = 0.1f, py::arg("temperature_last") = false,
+             py::arg("logprobs") = -1, py::arg("rules") = std::shared_ptr<LogitRules>())
+        .def(py::pickle(
+            [](const Sampling& s) {
+                return py::make_tuple(s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.typical_p, s.xtc_probability,
+                                      s.xtc_threshold, s.temperature_last, s.logprobs,
+                                      std::const_pointer_cast<LogitRules>(s.rules));
+            },
             [](const py::tuple& s) {
-                return Sampling{s[0].cast<float>(), s[1].cast<int>(), s[2].cast<float>(), s[3].cast<float>(),
-                                s[4].cast<uint64_t>()};
+                return make_sampling(s[0].cast<float>(), s[1].cast<int>(), s[2].cast<float>(), s[3].cast<float>(),
+                                     s[4].cast<uint64_t>(), s[5].cast<float>(), s[6].cast<float>(), s[7].cast<float>(),
+                                     s[8].cast<bool>(), s[9].cast<int>(), s[10].cast<std::shared_ptr<LogitRules>>());
             }));
 
     py::class_<Tokenizer>(m, "Tokenizer")
@@ -333,6 +412,17 @@ PYBIND11_MODULE(_core, m) {
                 return to_text(self.decode(to_ints(tokens, "tokens"), special));
             },
             py::arg("tokens"), py::arg("special") = false)
+        .def(
+            "sequences_of",
+            [](const Tokenizer& self, const py::str& text) {
+                const std::string bytes = text.attr("encode")("utf-8").cast<py::bytes>();
+                if (bytes.empty()) {
+                    throw py::value_error("the text is empty");
+                }
+                const py::gil_scoped_release release;
+                return self.sequences_of(bytes);
+            },
+            py::arg("text"))
         .def(
             "token_text", [](const Tokenizer& self, int32_t token) { return to_text(self.token_text(token)); },
             py::arg("token"))
@@ -473,7 +563,7 @@ PYBIND11_MODULE(_core, m) {
                     const py::gil_scoped_release release;
                     followed = self.follow(sampling, root);
                 }
-                return py::make_tuple(to_array(followed.path), to_array(followed.tokens));
+                return to_tuple(followed);
             },
             py::arg("sampling"), py::arg("root") = 0)
         .def(
@@ -485,7 +575,7 @@ PYBIND11_MODULE(_core, m) {
                     const py::gil_scoped_release release;
                     followed = self.verify(ids, before, sampling);
                 }
-                return py::make_tuple(to_array(followed.path), to_array(followed.tokens));
+                return to_tuple(followed);
             },
             py::arg("tokens"), py::arg("parents"), py::arg("sampling"))
         .def(

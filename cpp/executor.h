@@ -33,6 +33,7 @@ struct Judged {
     int k;
     int32_t* tokens;  // [k]
     float* scores;    // [k]
+    Prefix prefix;    // where the sampling has rules
 };
 
 class Executor {

@@ -15,6 +15,15 @@ namespace {
 // Logits whose sum one thread takes at a time.
 constexpr int kSumPart = 32 << 10;
 
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// The noise of this token, which no vocabulary has, is the coin of XTC.
+constexpr int32_t kCoin = std::numeric_limits<int32_t>::max();
+
+float top_of(const LogitsRow& row) {
+    return *std::max_element(row.maxima, row.maxima + row.stride / kRun);
+}
+
 bool better(const Candidate& a, const Candidate& b) {
     return a.score > b.score || (a.score == b.score && a.token < b.token);
 }
@@ -52,6 +61,15 @@ void check(const Sampling& s) {
     if (!(s.min_p >= 0 && s.min_p < 1)) {
         refuse("min_p must be at least 0 (off) and below 1");
     }
+    if (!(s.typical_p > 0 && s.typical_p <= 1)) {
+        refuse("typical_p must be above 0 and at most 1 (off)");
+    }
+    if (!(s.xtc_probability >= 0 && s.xtc_probability <= 1)) {
+        refuse("xtc_probability must be between 0 (off) and 1");
+    }
+    if (!(s.xtc_threshold >= 0 && s.xtc_threshold <= 1)) {
+        refuse("xtc_threshold must be between 0 and 1; above 0.5 it is off");
+    }
 }
 
 float gumbel(uint64_t seed, int64_t position, int32_t token) {
@@ -61,15 +79,26 @@ float gumbel(uint64_t seed, int64_t position, int32_t token) {
     return noise;
 }
 
-// The sum of exp((logit - top) * factor), by the same parts whoever takes them.
-double Sampler::sum_exp(const LogitsRow& row, float top, float factor, int num_threads) {
+// A sum over the row, by the same parts whoever takes them.
+template <class Sum>
+double Sampler::sum(const LogitsRow& row, int num_threads, const Sum& sum) {
     const int parts = (row.stride + kSumPart - 1) / kSumPart;
     sums_.resize(parts);
     ThreadPool::shared().run(parts, num_threads, [&](int i, int) {
         const int first = i * kSumPart;
-        sums_[i] = kernel_.sum_exp(row.logits + first, std::min(kSumPart, row.stride - first), top, factor);
+        sums_[i] = sum(row.logits + first, std::min(kSumPart, row.stride - first));
     });
     return std::accumulate(sums_.begin(), sums_.end(), 0.0);
+}
+
+// The sum of exp((logit - top) * factor).
+double Sampler::sum_exp(const LogitsRow& row, float top, float factor, int num_threads) {
+    return sum(row, num_threads, [&](const float* x, int n) { return kernel_.sum_exp(x, n, top, factor); });
+}
+
+// The same, each times (logit - top) * factor.
+double Sampler::sum_weighted(const LogitsRow& row, float top, float factor, int num_threads) {
+    return sum(row, num_threads, [&](const float* x, int n) { return kernel_.sum_weighted(x, n, top, factor); });
 }
 
 // kept_ = the k largest logits, best first.
@@ -94,51 +123,154 @@ void Sampler::top_logits(const LogitsRow& row, int k) {
     }
     keep_best(kept_, static_cast<size_t>(k));
     std::sort(kept_.begin(), kept_.end(), better);
+    while (!kept_.empty() && kept_.back().score == kNothing) {
+        kept_.pop_back();
+    }
 }
 
-float Sampler::log_total() const {
+double Sampler::total() const {
     double total = 0;
     for (const Candidate& c : kept_) {
         total += std::exp(static_cast<double>(c.score));
     }
-    return static_cast<float>(std::log(total));
+    return total;
 }
 
-// kept_ = what the filters leave, best first, score = (logit - top) / temperature.
-void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, int num_threads) {
-    const auto scale = [&] {
-        for (Candidate& c : kept_) {
-            c.score = relative(c.score, top, s.temperature);
-        }
+float Sampler::log_total() const {
+    return static_cast<float>(std::log(total()));
+}
+
+void Sampler::scale(float top, float temperature) {
+    for (Candidate& c : kept_) {
+        c.score = relative(c.score, top, temperature);
+    }
+}
+
+// Keeps the first of kept_ whose probabilities add up to `goal`, at least one; returns whether they do.
+bool Sampler::keep_top(double goal) {
+    double sum = 0;
+    size_t n = 0;
+    while (n < kept_.size() && sum < goal) {
+        sum += std::exp(static_cast<double>(kept_[n++].score));
+    }
+    if (sum < goal) {
+        return false;
+    }
+    kept_.resize(std::max<size_t>(n, 1));
+    return true;
+}
+
+// Keeps those of kept_, best first, whose surprise, -log p, is nearest to its mean, until they have more than this
+// probability of the total. False where they are not all there are, and another one might be nearer.
+bool Sampler::keep_typical(float typical_p, double total, double entropy, bool are_all) {
+    if (kept_.empty()) {
+        return true;
+    }
+    const double log_total = std::log(total);
+    const auto oddity = [&](const Candidate& c) { return std::abs(log_total - c.score - entropy); };
+    const double others = are_all ? std::numeric_limits<double>::infinity() : log_total - kept_.back().score - entropy;
+    // A heap, because often a few are enough.
+    const auto later = [&](const Candidate& a, const Candidate& b) {
+        const double x = oddity(a), y = oddity(b);
+        return x > y || (x == y && better(b, a));
     };
+    std::make_heap(kept_.begin(), kept_.end(), later);
+    auto end = kept_.end();
+    double sum = 0;
+    for (; end != kept_.begin() && sum <= typical_p * total; --end) {
+        std::pop_heap(kept_.begin(), end, later);
+        const Candidate& next = *(end - 1);
+        if (oddity(next) >= others) {
+            return false;
+        }
+        sum += std::exp(static_cast<double>(next.score));
+    }
+    if (!are_all && sum <= typical_p * total) {
+        return false;
+    }
+    kept_.erase(kept_.begin(), end);
+    std::sort(kept_.begin(), kept_.end(), better);
+    return true;
+}
+
+// The coin of XTC: uniform, as -log(-log u) of it is Gumbel noise.
+bool Sampler::excludes_top(const Sampling& s, int64_t position) const {
+    if (s.xtc_probability == 0 || s.xtc_threshold > 0.5f) {
+        return false;
+    }
+    float noise;
+    kernel_.noise(s.seed, position, &kCoin, 1, &noise);
+    return noise <= -std::log(-std::log(static_cast<double>(s.xtc_probability)));
+}
+
+// How many of kept_, best first, XTC excludes.
+size_t Sampler::count_top(float threshold, double total) const {
+    size_t n = 0;
+    while (n + 1 < kept_.size() && std::exp(static_cast<double>(kept_[n + 1].score)) >= threshold * total) {
+        ++n;
+    }
+    return n;
+}
+
+// Excludes what XTC does from the whole row.
+void Sampler::exclude_top(const Sampling& s, const LogitsRow& row, float temperature, int num_threads) {
+    const float top = top_of(row), most = 1 / s.xtc_threshold;  // no more tokens can be as likely as that
+    top_logits(row, most < static_cast<float>(row.size - 2) ? static_cast<int>(most) + 2 : row.size);
+    scale(top, temperature);
+    kept_.resize(count_top(s.xtc_threshold, sum_exp(row, top, inverse(temperature), num_threads)));
+    tokens_.clear();
+    for (const Candidate& c : kept_) {
+        tokens_.push_back(c.token);
+    }
+    ruled_.exclude(row, tokens_);
+}
+
+// kept_ = what the filters but XTC leave, score = (logit - top) / temperature.
+void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, float temperature, int num_threads) {
     const int all = row.size;
     int k = s.top_k > 0 ? std::min(s.top_k, all) : all;
-    if (s.top_p < 1) {
+    if (s.typical_p < 1) {
+        const float factor = inverse(temperature);
+        const double all_exp = k == all ? sum_exp(row, top, factor, num_threads) : 0;
+        const double all_weighted = k == all ? sum_weighted(row, top, factor, num_threads) : 0;
+        for (int guess = k == all ? std::min(k, 128) : k;; guess = std::min(k, guess * 8)) {
+            top_logits(row, guess);
+            scale(top, temperature);
+            double sum = all_exp, weighted = all_weighted;
+            if (k < all) {
+                sum = weighted = 0;
+                for (const Candidate& c : kept_) {
+                    const double p = std::exp(static_cast<double>(c.score));
+                    sum += p;
+                    weighted += p > 0 ? p * c.score : 0;
+                }
+            }
+            if (keep_typical(s.typical_p, sum, std::log(sum) - weighted / sum, guess == k)) {
+                break;
+            }
+        }
+        if (s.top_p < 1) {
+            keep_top(s.top_p * total());
+        }
+    } else if (s.top_p < 1) {
         double total = -1;
         if (s.top_k == 0) {
-            total = sum_exp(row, top, inverse(s.temperature), num_threads);
+            total = sum_exp(row, top, inverse(temperature), num_threads);
         }
         // Usually a few tokens are enough; look further only when they are not.
         for (int guess = std::min(k, 128);; guess = std::min(k, guess * 8)) {
             top_logits(row, guess);
-            scale();
+            scale(top, temperature);
             if (s.top_k > 0 && guess < k) {
                 continue;
             }
-            const double goal = s.top_p * (total >= 0 ? total : std::exp(static_cast<double>(log_total())));
-            double sum = 0;
-            size_t n = 0;
-            while (n < kept_.size() && sum < goal) {
-                sum += std::exp(static_cast<double>(kept_[n++].score));
-            }
-            if (sum >= goal || guess == k) {
-                kept_.resize(std::max<size_t>(n, 1));
+            if (keep_top(s.top_p * (total >= 0 ? total : std::exp(static_cast<double>(log_total())))) || guess == k) {
                 break;
             }
         }
     } else if (s.top_k == 0) {
         // Only min-p is on: its threshold is known beforehand.
-        const float least = top + s.temperature * std::log(s.min_p);
+        const float least = std::max(top + temperature * std::log(s.min_p), std::numeric_limits<float>::lowest());
         kept_.clear();
         for (int run = 0; run < row.stride / kRun; ++run) {
             if (row.maxima[run] >= least) {
@@ -149,17 +281,45 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, int num
                 }
             }
         }
-        scale();
+        scale(top, temperature);
         return;
     } else {
         top_logits(row, k);
-        scale();
+        scale(top, temperature);
     }
-    if (s.min_p > 0) {
-        const float least = std::log(s.min_p);
+    if (s.min_p > 0 && !kept_.empty()) {
+        const float least = kept_.front().score + std::log(s.min_p);
         kept_.erase(std::remove_if(kept_.begin(), kept_.end(), [&](const Candidate& c) { return c.score < least; }),
                     kept_.end());
     }
+}
+
+// Applies temperature and filters: what is left is in kept_, with score (logit - top) / temperature, or in the row.
+Sampler::Choice Sampler::narrow(const Sampling& s, const LogitsRow& row, int64_t position, int num_threads) {
+    const bool greedy = s.temperature == 0;
+    if (greedy && !s.temperature_last) {
+        return Choice::likeliest;
+    }
+    const float temperature = s.temperature_last ? 1 : s.temperature;
+    const bool exclude = excludes_top(s, position);
+    if (s.top_k == 0 && s.top_p == 1 && s.min_p == 0 && s.typical_p == 1) {
+        if (exclude) {
+            exclude_top(s, row, temperature, num_threads);
+        }
+        return greedy ? Choice::likeliest : Choice::all;
+    }
+    if (greedy && !exclude && s.typical_p == 1) {
+        return Choice::likeliest;  // which all other filters keep
+    }
+    filter(s, row, top_of(row), temperature, num_threads);
+    if (exclude) {
+        std::sort(kept_.begin(), kept_.end(), better);
+        kept_.erase(kept_.begin(), kept_.begin() + static_cast<std::ptrdiff_t>(count_top(s.xtc_threshold, total())));
+    }
+    if (s.temperature_last && !kept_.empty()) {
+        scale(std::min_element(kept_.begin(), kept_.end(), better)->score, greedy ? 1 : s.temperature);
+    }
+    return Choice::kept;
 }
 
 // Adds noise to kept_ from `first` on.
@@ -179,7 +339,6 @@ void Sampler::add_noise(const Sampling& s, int64_t position, size_t first) {
 // one that may hold the best, until none can hold one that is kept: for one token about as many as a run has tokens at
 // most, whatever the logits are.
 void Sampler::perturb_all(const Sampling& s, const LogitsRow& row, int64_t position, int k, float top) {
-    constexpr float kNothing = -std::numeric_limits<float>::infinity();
     const auto scaled = [&](float logit) { return relative(logit, top, s.temperature); };
     const int num_runs = row.stride / kRun;
     run_noise_.resize(padded(num_runs, kLanes));
@@ -191,7 +350,7 @@ void Sampler::perturb_all(const Sampling& s, const LogitsRow& row, int64_t posit
     tops_.resize(bounds_.size() / kRun);
     kernel_.run_max(bounds_.data(), static_cast<int>(bounds_.size()), tops_.data());
     kept_.clear();
-    float least = kNothing;  // score of the k-th best so far
+    float least = std::numeric_limits<float>::lowest();  // score of the k-th best so far
     for (int visited = 0; visited < num_runs; ++visited) {
         const auto best = std::max_element(tops_.begin(), tops_.end());
         float* bounds = &bounds_[(best - tops_.begin()) * kRun];
@@ -218,23 +377,32 @@ void Sampler::perturb_all(const Sampling& s, const LogitsRow& row, int64_t posit
 }
 
 const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const LogitsRow& row, int64_t position, int k,
-                                                  int num_threads) {
+                                                  int num_threads, const Prefix& prefix) {
+    const Restored restored{ruled_};
+    if (s.rules) {
+        ruled_.apply(*s.rules, row, prefix);
+    }
     k = std::min(k, row.size);
-    const float top = *std::max_element(row.maxima, row.maxima + row.stride / kRun);
+    if (s.rules && top_of(row) == kNothing) {
+        kept_.clear();
+        return kept_;
+    }
+    const Choice choice = narrow(s, row, position, num_threads);
     float total = 0;
-    if (s.temperature == 0) {
+    if (choice == Choice::likeliest) {
+        const float top = top_of(row);
         top_logits(row, k);
-        for (Candidate& c : kept_) {
-            c.score = relative(c.score, top, 1);
-        }
+        scale(top, 1);
         total = static_cast<float>(std::log(sum_exp(row, top, 1, num_threads)));
-    } else if (s.top_k == 0 && s.top_p == 1 && s.min_p == 0) {
+    } else if (choice == Choice::all) {
+        const float top = top_of(row);
         perturb_all(s, row, position, k, top);
         total = static_cast<float>(std::log(sum_exp(row, top, inverse(s.temperature), num_threads)));
     } else {
-        filter(s, row, top, num_threads);
         total = log_total();
-        add_noise(s, position, 0);
+        if (s.temperature > 0) {
+            add_noise(s, position, 0);
+        }
         keep_best(kept_, static_cast<size_t>(k));
     }
     std::sort(kept_.begin(), kept_.end(), better);
@@ -244,21 +412,45 @@ const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const Logit
     return kept_;
 }
 
-int32_t Sampler::choose(const Sampling& s, const LogitsRow& row, int64_t position, int num_threads) {
-    const float* best = std::max_element(row.maxima, row.maxima + row.stride / kRun);
-    if (s.temperature == 0) {
+int32_t Sampler::choose(const Sampling& s, const LogitsRow& row, int64_t position, int num_threads,
+                        const Prefix& prefix) {
+    const Restored restored{ruled_};
+    if (s.rules) {
+        ruled_.apply(*s.rules, row, prefix);
+    }
+    if (s.rules && top_of(row) == kNothing) {
+        throw std::invalid_argument("logit_bias and min_tokens exclude all tokens there are; allow one at least");
+    }
+    const Choice choice = narrow(s, row, position, num_threads);
+    if (choice == Choice::likeliest) {
+        const float* best = std::max_element(row.maxima, row.maxima + row.stride / kRun);
         const float* run = row.logits + (best - row.maxima) * kRun;
         return static_cast<int32_t>(
             std::min<std::ptrdiff_t>(std::find(run, run + kRun, *best) - row.logits, row.size - 1));
     }
-    if (s.top_k == 0 && s.top_p == 1 && s.min_p == 0) {
-        perturb_all(s, row, position, 1, *best);
+    if (choice == Choice::all) {
+        perturb_all(s, row, position, 1, top_of(row));
     } else {
-        filter(s, row, *best, num_threads);
-        add_noise(s, position, 0);
+        if (s.temperature > 0) {
+            add_noise(s, position, 0);
+        }
         keep_best(kept_, 1);
     }
     return kept_.empty() ? 0 : kept_.front().token;
+}
+
+const std::vector<Candidate>& Sampler::log_probabilities(const LogitsRow& row, int32_t token, int k, int num_threads) {
+    const float top = top_of(row), total = static_cast<float>(std::log(sum_exp(row, top, 1, num_threads)));
+    kept_.clear();
+    if (k > 0) {
+        top_logits(row, std::min(k, row.size));
+    }
+    kept_.insert(kept_.begin(), {token, row.logits[token]});
+    scale(top, 1);
+    for (Candidate& c : kept_) {
+        c.score -= total;
+    }
+    return kept_;
 }
 
 }  // namespace pystaged

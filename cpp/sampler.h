@@ -6,19 +6,28 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "kernels/kernel.h"
+#include "logit_rules.h"
 
 namespace pystaged {
 
-// Applied in this order: temperature, top-k, top-p, min-p, as in Hugging Face transformers.
+// Applied in this order: rules, temperature, top-k, typical, top-p, min-p, XTC; as in llama.cpp but for the
+// temperature, which comes first as in Hugging Face transformers, or last as there.
 struct Sampling {
     float temperature = 0;  // 0 is greedy
     int top_k = 0;          // 0 keeps all
     float top_p = 1;        // keeps the fewest tokens that have at least this probability together
     float min_p = 0;        // keeps tokens at least this likely relative to the likeliest
     uint64_t seed = 0;
+    float typical_p = 1;  // keeps the fewest tokens above this together, those first whose surprise is near the mean
+    // With this probability, of the tokens that are at least as likely as the threshold only the least likely is kept.
+    float xtc_probability = 0, xtc_threshold = 0.1f;
+    bool temperature_last = false;
+    std::shared_ptr<const LogitRules> rules = nullptr;  // or none
+    int logprobs = -1;  // of how many of the likeliest tokens verifying tells log-probabilities; -1 for none at all
 };
 
 // Throws std::invalid_argument, naming the field.
@@ -27,14 +36,6 @@ void check(const Sampling& sampling);
 // Gumbel noise of one token, as kernels/noise.h defines it; within [-3.15, 27.04].
 float gumbel(uint64_t seed, int64_t position, int32_t token);
 
-// One row of logits with the maximum of each run.
-struct LogitsRow {
-    const float* logits = nullptr;  // [stride], -inf past `size`
-    const float* maxima = nullptr;  // [stride / kRun]
-    int size = 0;
-    int stride = 0;
-};
-
 struct Candidate {
     int32_t token;
     float score;
@@ -42,25 +43,50 @@ struct Candidate {
 
 class Sampler {
 public:
-    explicit Sampler(const Kernel& kernel) : kernel_(kernel) {}
+    explicit Sampler(const Kernel& kernel) : kernel_(kernel), ruled_(kernel) {}
 
-    // The token at `position`, given the logits of the row before it. Inside a task of the thread pool `num_threads`
-    // must be 1.
-    int32_t choose(const Sampling& sampling, const LogitsRow& row, int64_t position, int num_threads);
+    // The token at `position`, given the logits of the row before it, which nobody else may read meanwhile where there
+    // are rules or XTC; the prefix is for rules. Inside a task of the
+    // thread pool `num_threads` must be 1. Throws std::invalid_argument where rules exclude all tokens.
+    int32_t choose(const Sampling& sampling, const LogitsRow& row, int64_t position, int num_threads,
+                   const Prefix& prefix = {});
     // The k likeliest outcomes of choose() as this row sees it, best first: score is log p + g, or log p when greedy.
     // Fewer than k where filters leave fewer.
     const std::vector<Candidate>& candidates(const Sampling& sampling, const LogitsRow& row, int64_t position, int k,
-                                             int num_threads);
+                                             int num_threads, const Prefix& prefix = {});
+    // Log-probabilities as the row itself has them, of a token and then of the k likeliest, best first.
+    const std::vector<Candidate>& log_probabilities(const LogitsRow& row, int32_t token, int k, int num_threads);
 
 private:
+    // What there is to choose from: the likeliest token, all of them, or those in kept_.
+    enum class Choice { likeliest, all, kept };
+
+    // Puts the row back as it was when it ends.
+    struct Restored {
+        RuledRow& row;
+        ~Restored() { row.restore(); }
+    };
+
+    Choice narrow(const Sampling& sampling, const LogitsRow& row, int64_t position, int num_threads);
+    bool excludes_top(const Sampling& sampling, int64_t position) const;
+    void exclude_top(const Sampling& sampling, const LogitsRow& row, float temperature, int num_threads);
+    size_t count_top(float threshold, double total) const;
+    bool keep_typical(float typical_p, double total, double entropy, bool are_all);
+    bool keep_top(double goal);
+    void scale(float top, float temperature);
     void top_logits(const LogitsRow& row, int k);
-    void filter(const Sampling& sampling, const LogitsRow& row, float top, int num_threads);
+    void filter(const Sampling& sampling, const LogitsRow& row, float top, float temperature, int num_threads);
     void add_noise(const Sampling& sampling, int64_t position, size_t first);
     void perturb_all(const Sampling& sampling, const LogitsRow& row, int64_t position, int k, float top);
+    template <class Sum>
+    double sum(const LogitsRow& row, int num_threads, const Sum& sum);
     double sum_exp(const LogitsRow& row, float top, float factor, int num_threads);
+    double sum_weighted(const LogitsRow& row, float top, float factor, int num_threads);
+    double total() const;
     float log_total() const;
 
     const Kernel& kernel_;
+    RuledRow ruled_;
     std::vector<Candidate> kept_;  // score is the logit, then (logit - top) / temperature, then with noise
     std::vector<float> run_maxima_;
     std::vector<float> run_noise_;      // the most that a run's tokens have

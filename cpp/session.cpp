@@ -189,14 +189,28 @@ LogitsRow Session::logits_row(int row) {
 
 Judged Session::judged(int row, const Sampling& sampling, int k, int32_t* tokens, float* scores) {
     const LogitsRow logits = logits_row(row);
-    return {logits, pending_[row].position + 1, &sampling, k, tokens, scores};
+    return {logits, pending_[row].position + 1, &sampling, k, tokens, scores, prefix(sampling, row)};
+}
+
+// The tokens up to and including a row's, for rules.
+Prefix Session::prefix(const Sampling& sampling, int row) const {
+    Prefix result;
+    if (sampling.rules) {
+        result.text = committed_.data();
+        result.length = committed_.size();
+        for (int i = row; i >= 0; i = pending_[i].parent) {
+            result.path.push_back(pending_[i].token);
+        }
+    }
+    return result;
 }
 
 // Where the shortlist holds all that the sampling can choose, it alone is needed.
 LogitsRow Session::row_to_choose_from(const Sampling& sampling, int row) {
     const int size = shortlist_size();
     const bool enough = sampling.temperature == 0 || (sampling.top_k > 0 && sampling.top_k <= size);
-    if (size == 0 || !enough) {
+    const bool needs_more = sampling.rules || sampling.temperature_last || sampling.logprobs >= 0;
+    if (size == 0 || !enough || needs_more) {
         return logits_row(row);
     }
     const Row& judged = judged_row(row);
@@ -230,10 +244,15 @@ Followed Session::follow_from(const Sampling& sampling, int root, int worker, in
     checked_row(root);
     Followed result;
     for (int row = root; row >= 0;) {
-        const int32_t token = executor_->sampler(worker).choose(sampling, row_to_choose_from(sampling, row),
-                                                                pending_[row].position + 1, num_threads);
+        Sampler& sampler = executor_->sampler(worker);
+        const LogitsRow logits = row_to_choose_from(sampling, row);
+        const int32_t token =
+            sampler.choose(sampling, logits, pending_[row].position + 1, num_threads, prefix(sampling, row));
         result.path.push_back(row);
         result.tokens.push_back(token);
+        if (sampling.logprobs >= 0) {
+            result.logprobs.push_back(sampler.log_probabilities(logits, token, sampling.logprobs, num_threads));
+        }
         const int parent = row;
         row = -1;
         for (size_t child = parent + 1; child < pending_.size(); ++child) {

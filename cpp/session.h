@@ -24,6 +24,8 @@ namespace pystaged {
 struct Followed {
     std::vector<int32_t> path;    // pending rows, the root first
     std::vector<int32_t> tokens;  // the model's own token after each row of the path; the last is the bonus token
+    // Where the sampling asks for log-probabilities, for each row of the path that of its token, then the likeliest.
+    std::vector<std::vector<Candidate>> logprobs;
 };
 
 class Session {
@@ -118,6 +120,7 @@ private:
     const Row& judged_row(int row) const;
     LogitsRow logits_row(int row);
     Judged judged(int row, const Sampling& sampling, int k, int32_t* tokens, float* scores);
+    Prefix prefix(const Sampling& sampling, int row) const;
     LogitsRow row_to_choose_from(const Sampling& sampling, int row);
 
     std::mutex mutex_;

@@ -289,6 +289,25 @@ std::vector<int32_t> Tokenizer::encode_piece(const char* text, size_t size, bool
     return tokens;
 }
 
+std::vector<std::vector<int32_t>> Tokenizer::sequences_of(const std::string& text) const {
+    std::vector<std::vector<int32_t>> sequences;
+    for (int32_t token = 0; token < num_tokens(); ++token) {
+        const std::string bytes = token_bytes(token, true);
+        if (bytes.find(text) != std::string::npos) {
+            sequences.push_back({token});
+            continue;
+        }
+        for (size_t held = std::min(bytes.size(), text.size() - 1); held > 0; --held) {
+            if (bytes.compare(bytes.size() - held, held, text, 0, held) == 0) {
+                std::vector<int32_t> sequence = encode(text.substr(held), false, false);
+                sequence.insert(sequence.begin(), token);
+                sequences.push_back(std::move(sequence));
+            }
+        }
+    }
+    return sequences;
+}
+
 void Tokenizer::check_token(int32_t token) const {
     if (token < 0 || token >= num_tokens()) {
         throw std::invalid_argument("token " + std::to_string(token) + " is outside the vocabulary of " +

@@ -29,6 +29,9 @@ public:
     std::string token_bytes(int32_t token, bool special = false) const;
     // The bytes of tokens, one after the other.
     std::string decode(const std::vector<int32_t>& tokens, bool special = false) const;
+    // The sequences of tokens that a text may begin in: each token that holds it, alone, and each that ends with its
+    // beginning, with the tokens of the rest; as DRY's breakers of llama.cpp.
+    std::vector<std::vector<int32_t>> sequences_of(const std::string& text) const;
     // How the vocabulary spells a token.
     std::string token_text(int32_t token) const;
     // Whether the token steers the model and is no text.

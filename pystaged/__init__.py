@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
     from pystaged.decoding.tree import Stage, TokenTree
     from pystaged.engine import Engine, generate, load, stream
-    from pystaged.result import DeviceLostError, GenerationResult, Piece, Score
+    from pystaged.result import DeviceLostError, GenerationResult, Piece, Score, TokenLogprob
     from pystaged.stats import GenerationStats, PassStats
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ __all__ = [
     "SamplingConfig",
     "Score",
     "Stage",
+    "TokenLogprob",
     "TokenTree",
     "TreePolicy",
     "devices",
@@ -66,7 +67,7 @@ _MODULES = {
     "decoding.policy": ("FixedPolicy", "GainPolicy", "Growth", "TreePolicy"),
     "decoding.tree": ("Stage", "TokenTree"),
     "engine": ("Engine", "generate", "load", "stream"),
-    "result": ("DeviceLostError", "GenerationResult", "Piece", "Score"),
+    "result": ("DeviceLostError", "GenerationResult", "Piece", "Score", "TokenLogprob"),
     "stats": ("GenerationStats", "PassStats"),
 }
 

@@ -73,11 +73,54 @@ def dot_rate(kernel: str, num_threads: int) -> float:
     """Multiply-adds of int8 per second by this many threads of a kernel ("" for the best) that read nothing, the best
     of several rounds."""
 
-class Sampling:
-    """How the target's token is chosen. Raises ValueError naming a field that is out of range."""
+class LogitRules:
+    """What is done to logits before they are filtered; SamplingConfig says what the fields mean. Raises ValueError
+    naming one that is out of range.
+
+    Args:
+        logit_bias: by token. late: tokens excluded while a text has fewer than `min_length` tokens.
+        dry_breakers: sequences of tokens that no repetition goes beyond.
+    """
 
     def __init__(
-        self, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
+        self,
+        *,
+        logit_bias: Sequence[tuple[int, float]] = (),
+        late: Sequence[int] = (),
+        min_length: int = 0,
+        repeat_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repeat_last_n: int = 64,
+        dry_multiplier: float = 0.0,
+        dry_base: float = 1.75,
+        dry_allowed_length: int = 2,
+        dry_penalty_last_n: int = -1,
+        dry_breakers: Sequence[Sequence[int]] = (),
+    ) -> None: ...
+
+class Sampling:
+    """How the target's token is chosen. Raises ValueError naming a field that is out of range.
+
+    Args:
+        logprobs: of how many of the likeliest tokens verifying tells log-probabilities, beside that of the chosen one;
+            -1 for none at all.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        *,
+        typical_p: float = 1.0,
+        xtc_probability: float = 0.0,
+        xtc_threshold: float = 0.1,
+        temperature_last: bool = False,
+        logprobs: int = -1,
+        rules: LogitRules | None = None,
     ) -> None: ...
 
 class Tokenizer:
@@ -107,6 +150,13 @@ class Tokenizer:
 
         Raises:
             TypeError: no integers. ValueError: a token outside of the vocabulary.
+        """
+    def sequences_of(self, text: str) -> list[list[int]]:
+        """The sequences of tokens that a text may begin in: each token that holds it, alone, and each that ends with
+        its beginning, with the tokens of the rest.
+
+        Raises:
+            ValueError: an empty text.
         """
     def token_text(self, token: int) -> str:
         """How the vocabulary spells a token."""
@@ -279,14 +329,16 @@ class Session:
         A score is log p plus the shared noise, log p alone when greedy (natural log). Where filters leave fewer than
         k tokens the rest are -1 with score -inf.
         """
-    def follow(self, sampling: Sampling, root: int = 0) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def follow(self, sampling: Sampling, root: int = 0) -> tuple[Any, ...]:
         """Walk from row `root` while the model's own token is among a row's children.
 
         Returns:
             path: int32[m], the rows walked, root first; tokens: int32[m], the model's token after each, the last of
-            which is the bonus token.
+            which is the bonus token. Where the sampling asks for log-probabilities also a tuple: float32[m], of these
+            tokens; int32[m, k], the likeliest tokens at each place, best first; float32[m, k], theirs. They are natural
+            ones of the logits as they are, without rules and filters, at temperature 1.
         """
-    def verify(self, tokens: _Ints, parents: _Ints, sampling: Sampling) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def verify(self, tokens: _Ints, parents: _Ints, sampling: Sampling) -> tuple[Any, ...]:
         """One step: evaluate a tree, int32[n] with the root in row 0, follow it from there and commit the path.
 
         Returns:
@@ -349,7 +401,7 @@ class Work:
         """Evaluate and commit tokens, int[n], as Session.prefill; the result is None."""
     @staticmethod
     def verify(session: Session, tokens: _Ints, parents: _Ints, sampling: Sampling) -> Work:
-        """As Session.verify; the result is (path, tokens), int32[m] each."""
+        """As Session.verify, also the result."""
     @staticmethod
     def propose(
         session: Session,

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat, TypedDict
 
-from pystaged._core import Sampling
+from pystaged._core import LogitRules, Sampling
 
 _LARGEST_FLOAT = 3.4e38  # a float in C++
 
 
+DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class SamplingConfig:
-    """How tokens are chosen. Filters apply in the order temperature, top-k, top-p, min-p.
+    """How tokens are chosen. Logits are changed first: logit bias, min_tokens and ignore_eos, penalties, DRY; then
+    filters apply in the order temperature, top-k, typical, top-p, min-p, XTC. The rules are llama.cpp's, also where
+    transformers has others; by default all are off.
 
     temperature: 0 is greedy.
     top_k: keep this many of the likeliest tokens, 0 keeps all.
     top_p: keep the fewest tokens that together have at least this probability, 1 keeps all.
     min_p: keep tokens at least this likely relative to the likeliest, 0 keeps all.
     seed: together with the prompt it fixes the text, however it is drafted; None draws one.
+    typical_p: keep the fewest tokens that together have more than this probability, those first whose surprise, -log p,
+        is nearest to the mean; 1 keeps all.
+    xtc_probability, xtc_threshold: with this probability, of the tokens at least as likely as the threshold only the
+        least likely stays; 0, or a threshold above 0.5, is off.
+    temperature_last: apply the temperature after all filters, as llama.cpp does.
+    repeat_penalty: positive logits of tokens that the text has already are divided by it, others multiplied; 1 is off.
+    presence_penalty, frequency_penalty: what logits of such tokens lose, once and for each time; 0 is off.
+    repeat_last_n: tokens that these three look back, those of the prompt too; -1 for all, 0 for none.
+    dry_multiplier, dry_base, dry_allowed_length: a token that would make a repetition of n tokens longer loses
+        multiplier * base ** (n - allowed_length), from n = allowed_length on; a multiplier of 0 is off.
+    dry_penalty_last_n: tokens that DRY looks back, those of the prompt too; -1 for all, 0 for none.
+    dry_sequence_breakers: texts that no repetition goes beyond.
+    logit_bias: what is added to logits, by token: an id, or a text that is one token; -inf excludes it.
+    min_tokens: new tokens before which the end of text is excluded; stop strings end it all the same.
+    ignore_eos: exclude the end of text altogether.
 
     Raises:
         ValueError: naming the field that is out of range.
@@ -33,7 +54,23 @@ class SamplingConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    native: Sampling = field(init=False, repr=False, compare=False)
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    temperature_last: bool = False
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = 64
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = DRY_SEQUENCE_BREAKERS
+    logit_bias: Mapping[int | str, float] = field(default_factory=dict, hash=False)
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    _native: Sampling | None = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -42,50 +79,182 @@ class SamplingConfig:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int | None = 0,
+        *,
+        typical_p: float = 1.0,
+        xtc_probability: float = 0.0,
+        xtc_threshold: float = 0.1,
+        temperature_last: bool = False,
+        repeat_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repeat_last_n: int = 64,
+        dry_multiplier: float = 0.0,
+        dry_base: float = 1.75,
+        dry_allowed_length: int = 2,
+        dry_penalty_last_n: int = -1,
+        dry_sequence_breakers: str | Sequence[str] = DRY_SEQUENCE_BREAKERS,
+        logit_bias: Mapping[int | str, float] | None = None,
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
     ) -> None:
-        top_k = integer("top_k", top_k)
-        seed = secrets.randbits(32) if seed is None else integer("seed", seed)
-        if not 0 <= seed < 2**64:
+        given = locals()
+        fields = self.__dataclass_fields__
+        values: dict[str, Any] = {
+            name: _number(name, given[name]) for name, each in fields.items() if each.type == "float"
+        }
+        values |= {name: integer(name, given[name]) for name in _COUNTS}
+        for name, least in _COUNTS.items():
+            if not least <= values[name] < 2**31:
+                off = {0: "0 (off) or a positive number of tokens", -1: "a number of tokens, or -1 for the whole text"}
+                raise ValueError(f"{name} must be {off[least]}, not {values[name]}")
+        values["seed"] = secrets.randbits(32) if seed is None else integer("seed", seed)
+        if not 0 <= values["seed"] < 2**64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, not {seed}")
-        if not 0 <= top_k < 2**31:
-            raise ValueError(f"top_k must be 0 (off) or a positive number of tokens, not {top_k}")
-        numbers = [
-            _number(name, value) for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p))
-        ]
-        # C++'s form of the same, which checks the ranges.
-        values = (numbers[0], top_k, numbers[1], numbers[2], seed)
-        for name, value in zip(self.__dataclass_fields__, (*values, Sampling(*values)), strict=True):
-            object.__setattr__(self, name, value)
+        values |= {name: bool(given[name]) for name in ("temperature_last", "ignore_eos")}
+        values["dry_sequence_breakers"] = _texts("dry_sequence_breakers", dry_sequence_breakers)
+        values["logit_bias"] = _biases(logit_bias)
+        for name in fields:
+            object.__setattr__(self, name, values.get(name))
+        # C++'s form of the same, which checks the ranges; of what only a vocabulary knows too.
+        biases = [(token if isinstance(token, int) else 0, bias) for token, bias in self.logit_bias.items()]
+        rules = self.rules(logit_bias=biases)
+        native = self.sampling(rules if self.has_rules else None)
+        object.__setattr__(self, "_native", None if self.needs_text else native)
 
-    def __reduce__(self) -> tuple[type[SamplingConfig], tuple[float, int, float, float, int]]:
-        return SamplingConfig, (self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+    def __reduce__(self) -> tuple[Any, tuple[dict[str, Any], Sampling | None]]:
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "_native"}
+        return _restore, (values, self._native)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
+    @property
+    def has_rules(self) -> bool:
+        """Whether logits are changed before they are filtered."""
+        penalizes = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        return bool(
+            (penalizes and self.repeat_last_n) or self._has_dry or self.logit_bias or self.min_tokens or self.ignore_eos
+        )
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether something in it means nothing without a vocabulary or the length of a prompt; see sampling.bind."""
+        breaks = self._has_dry and self.dry_sequence_breakers
+        spelled = any(isinstance(token, str) for token in self.logit_bias)
+        return bool(breaks or spelled or self.min_tokens or self.ignore_eos)
+
+    @property
+    def native(self) -> Sampling:
+        """C++'s form of it. Raises ValueError where it needs a text and is not bound to one."""
+        if self._native is None:
+            raise ValueError(
+                "min_tokens, ignore_eos, dry_multiplier and texts in logit_bias need a vocabulary and a prompt: "
+                "bind the sampling to them with pystaged.sampling.bind"
+            )
+        return self._native
+
+    def rules(self, **of_text: Any) -> LogitRules:
+        """C++'s form of what is done to logits before they are filtered.
+
+        Args:
+            **of_text: what only a text knows, as LogitRules takes it.
+        """
+        names = ["repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n"]
+        names += ["dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"]
+        return LogitRules(**{name: getattr(self, name) for name in names}, **of_text)
+
+    def sampling(self, rules: LogitRules | None, logprobs: int | None = None) -> Sampling:
+        """C++'s form of the rest, with these rules."""
+        return Sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.seed,
+            typical_p=self.typical_p,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+            temperature_last=self.temperature_last,
+            rules=rules,
+            logprobs=-1 if logprobs is None else logprobs,
+        )
+
+    def bound(self, native: Sampling) -> SamplingConfig:
+        """The same with C++'s form for a certain text."""
+        return _restore({name: getattr(self, name) for name in self.__dataclass_fields__ if name != "_native"}, native)
+
+    @property
+    def _has_dry(self) -> bool:
+        return bool(self.dry_multiplier and self.dry_penalty_last_n)
+
+
+# Whole numbers, and the least of each.
+_COUNTS = {"top_k": 0, "repeat_last_n": -1, "dry_allowed_length": 0, "dry_penalty_last_n": -1, "min_tokens": 0}
+
+
+def _restore(values: dict[str, Any], native: Sampling | None) -> SamplingConfig:
+    config = SamplingConfig(**values)
+    object.__setattr__(config, "_native", native)
+    return config
+
+
+def _biases(given: object) -> dict[int | str, float]:
+    """A logit bias, checked but for whether there are such tokens."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"logit_bias must be a mapping of tokens to numbers, not {type(given).__name__}")
+    biases: dict[int | str, float] = {}
+    for key, value in given.items():
+        token = key if isinstance(key, str) else integer("a token of logit_bias", key)
+        if isinstance(token, int) and not 0 <= token < 2**31:
+            raise ValueError(f"logit_bias names token {token}, which no vocabulary has")
+        is_excluded = isinstance(value, SupportsFloat) and float(value) == -math.inf
+        biases[token] = -math.inf if is_excluded else _number("logit_bias", value)
+    return biases
+
 
 class TextOptions(TypedDict, total=False):
-    """What a generation may be told. The five of SamplingConfig may come as one `sampling` instead.
+    """What a generation may be told. Those of SamplingConfig may come as one `sampling` instead.
 
     max_tokens: new tokens at most, 128 unless given.
     stop: one string or several that end the text before they appear in it.
     speculate: False decodes plainly; the text is the same.
     progress: called while the prompt is read, with how many of its tokens are and how many are to be: before the first
         few hundred and after each, so the last time with all of them; by who reads the text, as soon as it looks.
+    logprobs: say how likely the model itself found each token, unfiltered at temperature 1 and before any penalty or
+        bias, and which so many tokens were the likeliest; None says nothing, and costs nothing.
     """
 
     max_tokens: int
     stop: str | Sequence[str]
     speculate: bool
     progress: Callable[[int, int], None] | None
+    logprobs: int | None
     sampling: SamplingConfig
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int | None
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    temperature_last: bool
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: str | Sequence[str]
+    logit_bias: Mapping[int | str, float] | None
+    min_tokens: int
+    ignore_eos: bool
 
 
 def check_options(given: Iterable[str], options: type[Any]) -> None:
@@ -113,6 +282,7 @@ class GenerationConfig:
     stop: tuple[str, ...]
     speculate: bool
     progress: Callable[[int, int], None] | None
+    logprobs: int | None
 
     def __init__(
         self,
@@ -121,6 +291,7 @@ class GenerationConfig:
         stop: str | Sequence[str] = (),
         speculate: bool = True,
         progress: Callable[[int, int], None] | None = None,
+        logprobs: int | None = None,
         sampling: SamplingConfig | None = None,
         **fields: Any,
     ) -> None:
@@ -132,23 +303,32 @@ class GenerationConfig:
         max_tokens = integer("max_tokens", max_tokens)
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-        object.__setattr__(self, "sampling", sampling or SamplingConfig(**fields))
+        sampling = sampling or SamplingConfig(**fields)
+        if sampling.min_tokens > max_tokens:
+            raise ValueError(f"min_tokens, {sampling.min_tokens}, must be at most max_tokens, {max_tokens}")
+        if logprobs is not None:
+            logprobs = integer("logprobs", logprobs)
+            if logprobs < 0:
+                raise ValueError(f"logprobs must be None (off) or a number of tokens from 0 up, not {logprobs}")
+        object.__setattr__(self, "sampling", sampling)
+        object.__setattr__(self, "logprobs", logprobs)
         object.__setattr__(self, "max_tokens", max_tokens)
-        object.__setattr__(self, "stop", _stop_strings(stop))
+        object.__setattr__(self, "stop", _texts("stop", stop))
         object.__setattr__(self, "speculate", bool(speculate))
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be called with two numbers, which {type(progress).__name__} cannot be")
         object.__setattr__(self, "progress", progress)
 
 
-def _stop_strings(stop: object) -> tuple[str, ...]:
-    if isinstance(stop, bytes) or not isinstance(stop, Sequence):
-        raise TypeError(f"stop must be a string or a sequence of strings, not {type(stop).__name__}")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+def _texts(name: str, given: object) -> tuple[str, ...]:
+    """One string or several, none of them empty."""
+    if isinstance(given, bytes) or not isinstance(given, Sequence):
+        raise TypeError(f"{name} must be a string or a sequence of strings, not {type(given).__name__}")
+    strings = (given,) if isinstance(given, str) else tuple(given)
     if not all(isinstance(text, str) for text in strings):
-        raise TypeError("stop must be a string or a sequence of strings")
+        raise TypeError(f"{name} must be a string or a sequence of strings")
     if "" in strings:
-        raise ValueError("a stop string must not be empty")
+        raise ValueError("a stop string must not be empty" if name == "stop" else f"{name} must not be empty")
     return strings
 
 

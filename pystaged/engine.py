@@ -28,6 +28,7 @@ from pystaged.result import GenerationResult, Results, Score
 from pystaged.scheduler import Scheduler
 from pystaged.stats import PassStats
 from pystaged.streams import OwningStream, Stream, Writer
+from pystaged.text import going_on
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -326,7 +327,7 @@ class Engine:
         """
         if isinstance(prompt, str):
             try:
-                tokens = self.tokenizer.encode(prompt) if add_special else self._going_on(prompt)
+                tokens = self.tokenizer.encode(prompt) if add_special else going_on(self.tokenizer, prompt)
             except UnicodeError as error:
                 raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
         else:
@@ -339,16 +340,6 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, but the context holds {self.n_ctx}; shorten the prompt"
                 + (f", or ask for a longer context with n_ctx, up to {more}" if more > self.n_ctx else "")
             )
-        return tokens
-
-    def _going_on(self, text: str) -> NDArray[np.int32]:
-        """The tokens of a text that goes on with another: without the space that SentencePiece puts before texts."""
-        tokens = self.tokenizer.encode(text, add_special=False)
-        if text and self.tokenizer.decode(tokens, special=True) == f" {text}":
-            begun = self.tokenizer.encode("\n", add_special=False)
-            more = self.tokenizer.encode(f"\n{text}", add_special=False)
-            if (more[: len(begun)] == begun).all():
-                return more[len(begun) :]
         return tokens
 
     def score(self, text: Prompt) -> Score:

@@ -29,28 +29,51 @@ class DeviceLostError(DeviceError):
         return type(self), (str(self), self.prompt, self.text, self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model itself found a token: unfiltered, at temperature 1, before any penalty or bias.
+
+    token: its id. text: the same as text, with U+FFFD where it is a part of a character. logprob: natural. top: the
+    likeliest tokens at its place, best first, themselves without `top`.
+    """
+
+    token: int
+    text: str
+    logprob: float
+    top: list[TokenLogprob] = field(default_factory=list)
+
+
 class Piece(str):
     """Text as it comes from a stream: a string that knows the new tokens it came with, and who proposed each; the tree
-    that was verified for it, and the accepted nodes of that, root first.
+    that was verified for it, and the accepted nodes of that, root first; and, if that was asked for, how likely the
+    model found each token.
 
     A character is never split over two pieces, so a piece may be empty while its tokens are not.
     """
 
-    __slots__ = ("path", "stages", "tokens", "tree")
+    __slots__ = ("logprobs", "path", "stages", "tokens", "tree")
     tokens: tuple[int, ...]
     stages: tuple[Stage, ...]
     tree: TokenTree
     path: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
 
     def __new__(
-        cls, text: str, tokens: tuple[int, ...], stages: tuple[Stage, ...], tree: TokenTree, path: tuple[int, ...]
+        cls,
+        text: str,
+        tokens: tuple[int, ...],
+        stages: tuple[Stage, ...],
+        tree: TokenTree,
+        path: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] | None = None,
     ) -> Piece:
         piece = super().__new__(cls, text)
         piece.tokens, piece.stages, piece.tree, piece.path = tokens, stages, tree, path
+        piece.logprobs = logprobs
         return piece
 
-    def __getnewargs__(self) -> tuple[str, tuple[int, ...], tuple[Stage, ...], TokenTree, tuple[int, ...]]:  # type: ignore[override]
-        return str(self), self.tokens, self.stages, self.tree, self.path
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return str(self), self.tokens, self.stages, self.tree, self.path, self.logprobs
 
     @property
     def text(self) -> str:
@@ -91,6 +114,7 @@ class GenerationResult:
     finish_reason: "stop" for end of text or a stop string, "length" for max_tokens or a full context, "cancelled" for a
     stream that was closed early.
     seed: of the sampling, given or drawn.
+    logprobs: of each token, None where they were not asked for.
     """
 
     text: str
@@ -100,6 +124,7 @@ class GenerationResult:
     stats: GenerationStats = field(repr=False)
     stages: list[Stage] = field(repr=False)
     pieces: list[bytes] = field(repr=False)
+    logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
 
     @property
     def message(self) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from pystaged._core import DeviceError
 from pystaged.config import GenerationConfig
 from pystaged.contexts import Wait
 from pystaged.decoding.rounds import LiveText
-from pystaged.decoding.step import Step
+from pystaged.decoding.step import Logprobs, Step
 from pystaged.decoding.tree import Stage
-from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece
+from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, TokenLogprob
+from pystaged.sampling import bind
 from pystaged.scheduler import End, Entry, Reading
 from pystaged.stats import GenerationStats
 from pystaged.text import TextBuffer
@@ -133,7 +134,7 @@ class Writer:
         is_end: whether a token ends the text; by default the tokens that the vocabulary says.
 
     Raises:
-        ValueError, TypeError: as in Engine.encode.
+        ValueError, TypeError: as in Engine.encode and sampling.bind.
     """
 
     def __init__(
@@ -145,12 +146,14 @@ class Writer:
     ) -> None:
         self.engine, self.prompt_tokens = engine, engine.encode(prompt)
         self._prompt, self._config, self._is_end = prompt, config, is_end
+        self._sampling = bind(config.sampling, engine.tokenizer, len(self.prompt_tokens), config.logprobs)
         self._buffer = TextBuffer(config.stop)
         self._stats = GenerationStats()
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._stages: list[Stage] = []
         self._pieces: list[bytes] = []
+        self._logprobs: list[TokenLogprob] | None = None if config.logprobs is None else []
         self._finish: FinishReason | None = None
 
     def result(self) -> GenerationResult:
@@ -158,7 +161,14 @@ class Writer:
         seed = self._config.sampling.seed
         finish = self._finish or "cancelled"
         return GenerationResult(
-            "".join(self._text), self._tokens, finish, seed, self._stats, self._stages, self._pieces
+            "".join(self._text),
+            self._tokens,
+            finish,
+            seed,
+            self._stats,
+            self._stages,
+            self._pieces,
+            self._logprobs,
         )
 
     def admit(self, entry: Entry, must: bool) -> LiveText | Wait:
@@ -172,7 +182,7 @@ class Writer:
         try:
             steps = context.text(
                 self.prompt_tokens,
-                config.sampling,
+                self._sampling,
                 config.max_tokens,
                 is_end=self._is_end or self.engine.tokenizer.is_end,
                 speculate=config.speculate,
@@ -220,4 +230,17 @@ class Writer:
         self._tokens += step.tokens[:new]
         self._stages += step.stages[:new]
         self._stats.cut(step.stages[new:])
-        return Piece(text, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path))
+        logprobs = None
+        if step.logprobs is not None and self._logprobs is not None:
+            logprobs = tuple(map(self._logprob, step.tokens[:new], step.logprobs[:new]))
+            self._logprobs += logprobs
+        return Piece(text, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path), logprobs)
+
+    def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:
+        """The same with the tokens' texts."""
+
+        def spelled(token: int) -> str:
+            return self.engine.tokenizer.token_bytes(token, special=True).decode("utf-8", "replace")
+
+        top = [TokenLogprob(other, spelled(other), logprob) for other, logprob in logprobs.top]
+        return TokenLogprob(token, spelled(token), logprobs.of_token, top)

@@ -187,14 +187,12 @@ class RemoteSession:
         found: tuple[NDArray[np.int32], NDArray[np.float32]] = self._call("candidates", rows, k, sampling)
         return found
 
-    def follow(self, sampling: Sampling, root: int = 0) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        followed: tuple[NDArray[np.int32], NDArray[np.int32]] = self._call("follow", sampling, root)
+    def follow(self, sampling: Sampling, root: int = 0) -> tuple[Any, ...]:
+        followed: tuple[Any, ...] = self._call("follow", sampling, root)
         return followed
 
-    def verify(
-        self, tokens: object, parents: object, sampling: Sampling
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        followed: tuple[NDArray[np.int32], NDArray[np.int32]] = self._call("verify", tokens, parents, sampling)
+    def verify(self, tokens: object, parents: object, sampling: Sampling) -> tuple[Any, ...]:
+        followed: tuple[Any, ...] = self._call("verify", tokens, parents, sampling)
         return followed
 
     def commit(self, path: object) -> None:

@@ -12,6 +12,7 @@ from pystaged.backends.audit import audit as replay
 from pystaged.backends.devices import open_session
 from pystaged.cli.console import open_engine, read_prompt
 from pystaged.cli.options import LoadOptions, MaxTokens, SamplingOptions, grouped
+from pystaged.sampling import bind
 
 
 @grouped
@@ -36,7 +37,8 @@ def audit(
     with open_engine(model, loading) as engine:
         tokens = _tokens(output) if output else engine.generate(prompt, max_tokens=max_tokens, sampling=config).tokens
         session = open_session(engine.model)
-        difference = replay(session, engine.tokenizer.encode(prompt), tokens, config)
+        begun = engine.tokenizer.encode(prompt)
+        difference = replay(session, begun, tokens, bind(config, engine.tokenizer, len(begun)))
         session.close()
         if difference is None:
             typer.echo(f"{len(tokens)} tokens, each the model's own choice when evaluated alone")

@@ -31,7 +31,7 @@ _HELP = '''A line you type is asked, and the model answers. Lines between """ an
 ends with \\ goes on with the next one. Ctrl-C ends an answer and keeps what was written of it.
 /system TEXT   say how the model is to answer; without TEXT, show it     /clear   begin again, with that
 /retry         answer the last question again, with the next seed        /seed N  same seed, same answer; -1 draws one
-/set NAME VALUE   temperature, top_k, top_p, min_p, seed, max_tokens (0: as many as the context has room for)
+/set NAME VALUE   temperature, top_k, repeat_penalty, ..., as the options; max_tokens (0: what the context has room for)
 /save FILE     keep the conversation       /load FILE   go on with a kept one
 /stats         what each stage did for the last answer; on, off: a line on speed after each one
 /color on      paint by who proposed each token; off

@@ -34,7 +34,7 @@ from pystaged.cli.painting import show, summary
 from pystaged.config import GenerationConfig
 from pystaged.engine import Prompt
 from pystaged.files import read_small
-from pystaged.result import GenerationResult
+from pystaged.result import GenerationResult, TokenLogprob
 from pystaged.streams import Stream, Writer
 
 _SHOWN = 40  # characters of a prompt
@@ -72,6 +72,10 @@ def generate(
     show_tree: ShowTree = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what each stage did.")] = False,
     as_json: Json = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --json: the log-probability of each token, and so many of the likeliest ones."),
+    ] = None,
 ) -> None:
     """Continue a prompt, or several at once.
 
@@ -94,6 +98,7 @@ def generate(
         stop=stop or (),
         speculate=speculate,
         sampling=sampling.config(),
+        logprobs=logprobs,
     )
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts with a file of them")
@@ -102,6 +107,8 @@ def generate(
         raise typer.BadParameter("--color and --show-tree show one text, not several")
     if not chat and (system or think is not None):
         raise typer.BadParameter("--system and --think are for --chat")
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("--logprobs are shown by --json")
     texts = [read_prompt(prompt or "")] if prompts is None else _read_prompts(prompts)
     with open_engine(model, loading) as engine:
         asked: list[Prompt] = [*texts]
@@ -190,7 +197,7 @@ def _begin(prompt: str) -> str:
 
 def _fields(result: GenerationResult) -> dict[str, Any]:
     """A result, for JSON."""
-    return {
+    shown = {
         "text": result.text,
         "tokens": result.tokens,
         "stages": [stage.name.lower() for stage in result.stages],
@@ -198,6 +205,13 @@ def _fields(result: GenerationResult) -> dict[str, Any]:
         "seed": result.seed,
         "stats": result.stats.to_dict(),
     }
+    if result.logprobs is not None:
+        shown["logprobs"] = [_logprob(each) | {"top": [*map(_logprob, each.top)]} for each in result.logprobs]
+    return shown
+
+
+def _logprob(found: TokenLogprob) -> dict[str, Any]:
+    return {"token": found.token, "text": found.text, "logprob": found.logprob}
 
 
 def stats_table(stats: pystaged.GenerationStats) -> Table:

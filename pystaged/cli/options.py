@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -122,22 +123,105 @@ class LoadOptions(PairOptions):
     ] = False
 
 
+_RULES = "Penalties and other rules"
+
+
 @dataclass
 class SamplingOptions:
-    """How tokens are chosen; the fields are those of SamplingConfig, in its order."""
+    """How tokens are chosen; the fields are those of SamplingConfig, but for lists, which are words here."""
 
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0
     top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0
     top_p: Annotated[float, typer.Option(help="Keep the fewest tokens that have this probability together.")] = 1.0
     min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the likeliest.")] = 0.0
     seed: Annotated[int, typer.Option(help="Same seed, same text; -1 draws one.")] = 0
+    typical_p: Annotated[
+        float, typer.Option(rich_help_panel=_RULES, help="Keep the tokens of usual surprise with this probability.")
+    ] = 1.0
+    xtc_probability: Annotated[
+        float, typer.Option(rich_help_panel=_RULES, help="How often to exclude the top choices; 0 is never.")
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float, typer.Option(rich_help_panel=_RULES, help="Those at least this likely, but for the least likely.")
+    ] = 0.1
+    temperature_last: Annotated[
+        bool, typer.Option("--temperature-last", rich_help_panel=_RULES, help="Filter first, as llama.cpp does.")
+    ] = False
+    repeat_penalty: Annotated[
+        float, typer.Option(rich_help_panel=_RULES, help="Divide logits of tokens that the text has; 1 is off.")
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, typer.Option(rich_help_panel=_RULES, help="Lower logits of tokens that the text has; 0 is off.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option(rich_help_panel=_RULES, help="The same for each time that it has them.")
+    ] = 0.0
+    repeat_last_n: Annotated[
+        int, typer.Option(rich_help_panel=_RULES, help="Tokens these three look back, prompt included; -1 for all.")
+    ] = 64
+    dry_multiplier: Annotated[
+        float, typer.Option(rich_help_panel=_RULES, help="Penalty for what makes a repetition longer; 0 is off.")
+    ] = 0.0
+    dry_base: Annotated[float, typer.Option(rich_help_panel=_RULES, help="How it grows with each token.")] = 1.75
+    dry_allowed_length: Annotated[
+        int, typer.Option(rich_help_panel=_RULES, help="Tokens that may be repeated without it.")
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int, typer.Option(rich_help_panel=_RULES, help="Tokens it looks back, prompt included; -1 for all.")
+    ] = -1
+    dry_sequence_breaker: Annotated[
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=_RULES,
+            help="No repetition goes beyond this text; may be repeated, 'none' for no such text. "
+            "By default a new line, a colon, a quote and an asterisk.",
+            callback=check,
+        ),
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logit-bias",
+            "-l",
+            rich_help_panel=_RULES,
+            help="Make a token likelier or less so: 15043+1, 15043-inf, ' Hello=-2.5'; may be repeated.",
+            callback=check,
+        ),
+    ] = None
+    min_tokens: Annotated[
+        int, typer.Option(rich_help_panel=_RULES, help="New tokens before which the text may not end.", callback=check)
+    ] = 0
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", rich_help_panel=_RULES, help="The text may not end by itself.")
+    ] = False
 
     def config(self) -> SamplingConfig:
         """The same for the engine. Raises ValueError naming the option that is out of range."""
         from pystaged import SamplingConfig  # noqa: PLC0415
 
-        seed = None if self.seed == -1 else self.seed
-        return SamplingConfig(self.temperature, self.top_k, self.top_p, self.min_p, seed)
+        names = [option.name for option in fields(self)]
+        values = {name: getattr(self, name) for name in names if name in SamplingConfig.__dataclass_fields__}
+        values |= {"seed": None if self.seed == -1 else self.seed, "logit_bias": _biases(self.logit_bias or [])}
+        if self.dry_sequence_breaker:
+            values["dry_sequence_breakers"] = [text for text in self.dry_sequence_breaker if text != "none"]
+        return SamplingConfig(**values)
+
+
+def _biases(words: list[str]) -> dict[int | str, float]:
+    """Biases as llama.cpp has them written, 15043+1 or 15043-1, or TEXT=BIAS.
+
+    Raises:
+        ValueError: naming what is neither.
+    """
+    biases: dict[int | str, float] = {}
+    for word in words:
+        by_number = re.fullmatch(r"(\d+)([+-].+)", word)
+        token, bias = by_number.groups() if by_number else word.rpartition("=")[::2]
+        try:
+            biases[int(token) if by_number else token] = float(bias)
+        except ValueError:
+            raise ValueError(f"--logit-bias is written 15043+1, 15043-1 or TEXT=BIAS, not {word!r}") from None
+    return biases
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

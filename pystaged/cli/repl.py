@@ -25,7 +25,7 @@ from pystaged.result import Piece
 _HELP = """A line you type is added to the text, which the model then continues; an empty line only continues it.
 A line that ends with \\ goes on with the next one. Ctrl-C stops the model and keeps what it wrote.
 /text   show the text      /undo   take the last turn back      /new    begin a new text
-/set NAME VALUE   temperature, top_k, top_p, min_p, seed, max_tokens
+/set NAME VALUE   temperature, top_k, top_p, min_p, seed, repeat_penalty, ..., as the options; max_tokens
 /help   show this          /quit   leave, as does Ctrl-D"""
 
 

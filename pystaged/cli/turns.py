@@ -20,6 +20,10 @@ from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
 
 _QUOTES = '"""'
+# What /set sets of SamplingOptions.
+_NUMBERS: dict[str, type[int] | type[float]] = {
+    name: type(value) for name, value in vars(SamplingOptions()).items() if type(value) in (int, float)
+}
 
 OpenStream = Callable[[Callable[[int, int], None]], Stream]
 """Called with what is to be told of a prompt that is being read."""
@@ -94,12 +98,12 @@ class Turns:
     def _set(self, words: list[str]) -> None:
         try:
             name, value = words
-            number = float(value) if name in ("temperature", "top_p", "min_p") else int(value)
+            number = _NUMBERS.get(name, int)(value)
         except ValueError as error:
             raise ValueError("write /set NAME VALUE, such as /set temperature 0.8") from error
         if name == "max_tokens":
             self._max_tokens = int(number)
-        elif name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+        elif name in _NUMBERS:
             changed: dict[str, Any] = {name: number}
             sampling = replace(self._sampling, **changed)
             sampling.config()

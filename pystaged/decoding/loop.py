@@ -151,12 +151,22 @@ class Decoder:
         """Draft, verify, emit, tell: at least one token, normally no more than max_tokens."""
         guesses = yield from self._draft(sampling, min(max_tokens, self.target.n_ctx - self._length) - 1)
         verified = yield Verify(self.target, self._length, guesses, sampling.native)
-        tree, path, tokens = verified.result
+        tree, path, tokens, logprobs = verified.result
         self._root, self._length = tokens[-1], self._length + len(path)
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
         self._tell(tokens)
         plain_seconds = self.budget.record(len(tree), len(tokens), verified)
-        return Step(tokens, stages, tree, path, verified.seconds, plain_seconds, verified.num_rows, self.crowd.texts)
+        return Step(
+            tokens,
+            stages,
+            tree,
+            path,
+            verified.seconds,
+            plain_seconds,
+            verified.num_rows,
+            self.crowd.texts,
+            logprobs=logprobs,
+        )
 
     def work(self) -> dict[str, DrafterStats]:
         """What each drafter has done so far, by name."""
@@ -232,7 +242,10 @@ class Decoder:
                 break
         if finish is None:
             return step
-        return replace(step, tokens=step.tokens[:length], stages=step.stages[:length], finish_reason=finish)
+        logprobs = step.logprobs[:length] if step.logprobs is not None else None
+        return replace(
+            step, tokens=step.tokens[:length], stages=step.stages[:length], finish_reason=finish, logprobs=logprobs
+        )
 
     def _draft(self, sampling: SamplingConfig, max_depth: int) -> Requests[TokenTree]:
         chosen = self.budget.choose(self._drafting if max_depth >= 1 else (), self._length)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Sampling, Session, Work
+from pystaged.decoding.step import Logprobs
 from pystaged.decoding.tree import TokenTree
 
 MOST_ROWS = 256  # of a pass: PackedPass::kMaxRows, as many as fill one
@@ -96,7 +97,8 @@ class Propose(_OfSession):
 @dataclass(slots=True, eq=False)
 class Verify(_OfSession):
     """Evaluate a tree, follow it and commit the path; the result is the tree, which whoever makes the pass may have
-    trimmed, its accepted nodes, root first, and the target's own token after each."""
+    trimmed, its accepted nodes, root first, the target's own token after each, and where the sampling asks for them
+    their log-probabilities, else None."""
 
     session: Session
     cells: int
@@ -113,9 +115,9 @@ class Verify(_OfSession):
     def perform(self) -> object:
         return self.session.verify(self.tree.tokens, self.tree.parents, self.sampling)
 
-    def result(self, found: Any) -> tuple[TokenTree, list[int], list[int]]:
-        path, tokens = found
-        return self.tree, path.tolist(), tokens.tolist()
+    def result(self, found: Any) -> tuple[TokenTree, list[int], list[int], list[Logprobs] | None]:
+        path, tokens, *more = found
+        return self.tree, path.tolist(), tokens.tolist(), Logprobs.of(*more[0]) if more else None
 
 
 Request = Read | Propose | Verify

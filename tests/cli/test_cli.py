@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import PROGRAM, assert_refused, environment, run
@@ -34,6 +36,74 @@ def result(path: Path) -> pystaged.GenerationResult:
 
 
 # ---- generate ----
+
+
+def test_rules_and_logprobs(path: Path) -> None:
+    options: dict[str, Any] = {
+        "temperature": 0.9,
+        "seed": 3,
+        "repeat_penalty": 1.2,
+        "presence_penalty": 0.1,
+        "frequency_penalty": -0.1,
+        "repeat_last_n": -1,
+        "dry_multiplier": 0.8,
+        "dry_base": 1.5,
+        "dry_allowed_length": 1,
+        "dry_penalty_last_n": 20,
+        "typical_p": 0.9,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.01,
+        "min_tokens": 5,
+    }
+    arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    arguments += ["--temperature-last", "--ignore-eos", "-l", "5+1.5", "--logit-bias", "17-inf", "-l", "e=-2"]
+    arguments += ["--dry-sequence-breaker", "x", "--max-tokens", "12", "--json", "--logprobs", "2"]
+    done = run("generate", PROMPT, "--model", path, *arguments)
+    assert done.returncode == 0, done.stderr
+    expected = pystaged.generate(
+        PROMPT,
+        model=path,
+        max_tokens=12,
+        logprobs=2,
+        temperature_last=True,
+        ignore_eos=True,
+        logit_bias={5: 1.5, 17: -math.inf, "e": -2.0},
+        dry_sequence_breakers="x",
+        **options,
+    )
+    found = json.loads(done.stdout)
+    assert found["tokens"] == expected.tokens
+    assert expected.logprobs is not None
+    assert found["logprobs"] == [
+        {
+            "token": each.token,
+            "text": each.text,
+            "logprob": each.logprob,
+            "top": [{"token": o.token, "text": o.text, "logprob": o.logprob} for o in each.top],
+        }
+        for each in expected.logprobs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-l", "5"], "--logit-bias is written 15043+1, 15043-1 or TEXT=BIAS, not '5'"),
+        (["-l", "e=x"], "not 'e=x'"),
+        (["-l", "300+1"], "logit_bias names token 300, but the vocabulary has 300"),
+        (["--repeat-penalty", "0"], "repeat_penalty must be above 0"),
+        (["--min-tokens", "200"], "min_tokens, 200, must be at most max_tokens, 128"),
+    ],
+    ids=str,
+)
+def test_rules_that_are_refused(path: Path, arguments: list[str], words: str) -> None:
+    assert_refused(run("generate", PROMPT, "--model", path, *arguments), words)
+
+
+def test_logprobs_are_for_json(path: Path) -> None:
+    done = run("generate", PROMPT, "--model", path, "--logprobs", "2")
+    assert done.returncode == 2
+    assert b"--logprobs are shown by --json" in done.stderr
 
 
 def test_generate(path: Path, result: pystaged.GenerationResult) -> None:

@@ -1,0 +1,72 @@
+"""What a sampling means for a certain text: which tokens its words are, and where the text begins."""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+from pystaged._core import Tokenizer
+from pystaged.config import SamplingConfig
+from pystaged.text import going_on
+
+
+def bind(
+    sampling: SamplingConfig, tokenizer: Tokenizer, prompt_length: int, logprobs: int | None = None
+) -> SamplingConfig:
+    """The same sampling for a text that goes on with a prompt of so many tokens.
+
+    Args:
+        logprobs: of how many of the likeliest tokens to tell log-probabilities, None for none at all.
+
+    Raises:
+        ValueError: a token that the vocabulary has not, or all tokens are excluded.
+    """
+    if not sampling.has_rules and logprobs is None:
+        return sampling
+    num_tokens = tokenizer.num_tokens
+    if logprobs is not None and logprobs > num_tokens:
+        raise ValueError(f"logprobs must be at most the vocabulary's {num_tokens}, not {logprobs}")
+    biases: dict[int, float] = {}
+    for key, bias in sampling.logit_bias.items():
+        token = _token(tokenizer, key)
+        if token in biases:
+            raise ValueError(f"logit_bias names token {token} twice, as a number and as {key!r}")
+        biases[token] = bias
+    ends = tokenizer.end_tokens.tolist() if sampling.min_tokens or sampling.ignore_eos else []
+    excluded = {token for token, bias in biases.items() if bias == -math.inf}
+    if len(excluded.union(ends)) == num_tokens:
+        raise ValueError("logit_bias, min_tokens and ignore_eos exclude all tokens that there are; allow one at least")
+    if sampling.ignore_eos:
+        biases |= dict.fromkeys(ends, -math.inf)
+    breaks = sampling.dry_multiplier and sampling.dry_penalty_last_n
+    rules = sampling.rules(
+        logit_bias=list(biases.items()),
+        late=ends,
+        min_length=prompt_length + sampling.min_tokens if sampling.min_tokens else 0,
+        dry_breakers=_breakers(tokenizer, sampling.dry_sequence_breakers) if breaks else [],
+    )
+    return sampling.bound(sampling.sampling(rules if sampling.has_rules else None, logprobs))
+
+
+def _token(tokenizer: Tokenizer, key: int | str) -> int:
+    """The token that a key of logit_bias names."""
+    if isinstance(key, int):
+        if key >= tokenizer.num_tokens:
+            raise ValueError(f"logit_bias names token {key}, but the vocabulary has {tokenizer.num_tokens}")
+        return key
+    tokens = going_on(tokenizer, key).tolist()
+    if len(tokens) != 1:
+        raise ValueError(f"logit_bias names {key!r}, which is {len(tokens)} tokens, {tokens}; give one or its number")
+    return int(tokens[0])
+
+
+_known: weakref.WeakKeyDictionary[Tokenizer, dict[str, list[list[int]]]] = weakref.WeakKeyDictionary()
+
+
+def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[list[int]]:
+    """The sequences of tokens that DRY's breakers may begin in; found once for each vocabulary."""
+    known = _known.setdefault(tokenizer, {})
+    for text in texts:
+        if text not in known:
+            known[text] = tokenizer.sequences_of(text)
+    return [sequence for text in texts for sequence in known[text]]

@@ -1,0 +1,520 @@
+"""Penalties, DRY, bias, exclusions, typical, XTC, temperature last: against slow twins and llama.cpp's samplers."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.logits import llama_context
+from support.sampling import Doubles, Floats, kept, llama_chain, llama_dry, ruled
+
+from pystaged import SamplingConfig, _core
+from pystaged.sampling import bind
+
+VOCAB_SIZE = 300
+TOLERANCE = 2e-4
+RULES: dict[str, dict[str, Any]] = {
+    "repeat": {"repeat_penalty": 1.3},
+    "repeat-below-one": {"repeat_penalty": 0.5, "repeat_last_n": 3},
+    "presence": {"presence_penalty": 0.7, "repeat_last_n": -1},
+    "frequency": {"frequency_penalty": 0.4, "repeat_last_n": 11},
+    "negative": {"frequency_penalty": -0.4, "presence_penalty": -1.0},
+    "all-three": {"repeat_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.3, "repeat_last_n": 8},
+    "dry": {"dry_multiplier": 0.8},
+    "dry-from-one": {"dry_multiplier": 0.5, "dry_allowed_length": 1, "dry_base": 1.2, "dry_penalty_last_n": 12},
+    "dry-from-none": {"dry_multiplier": 0.5, "dry_allowed_length": 0, "dry_sequence_breakers": ()},
+    "bias": {"logit_bias": {7: 2.5, 9: -3.0, 256: -math.inf, 299: 100.0}},
+    "min-tokens": {"min_tokens": 5},
+    "ignore-eos": {"ignore_eos": True, "logit_bias": {5: -1.0}},
+    "everything": {
+        "repeat_penalty": 1.2,
+        "frequency_penalty": 0.1,
+        "dry_multiplier": 1.0,
+        "dry_allowed_length": 1,
+        "logit_bias": {3: 1.5, 1: -math.inf},
+        "min_tokens": 4,
+    },
+}
+FILTERS: dict[str, dict[str, Any]] = {
+    "typical": {"typical_p": 0.6},
+    "typical-little": {"typical_p": 0.01},
+    "typical-top-k": {"typical_p": 0.8, "top_k": 20},
+    "typical-top-p": {"typical_p": 0.9, "top_p": 0.7},
+    "typical-min-p": {"typical_p": 0.9, "min_p": 0.3},
+    "xtc": {"xtc_probability": 1.0, "xtc_threshold": 0.01},
+    "xtc-all-but-one": {"xtc_probability": 1.0, "xtc_threshold": 0.0},
+    "xtc-off": {"xtc_probability": 1.0, "xtc_threshold": 0.51},
+    "xtc-top-k": {"xtc_probability": 1.0, "xtc_threshold": 0.05, "top_k": 12},
+    "xtc-min-p": {"xtc_probability": 1.0, "xtc_threshold": 0.02, "min_p": 0.2},
+    "all": {"typical_p": 0.95, "top_k": 80, "top_p": 0.9, "min_p": 0.02, "xtc_probability": 1.0, "xtc_threshold": 0.02},
+    "none": {},
+    "top-p": {"top_p": 0.7},
+    "top-k-min-p": {"top_k": 30, "min_p": 0.1},
+}
+
+
+class Text:
+    """A context of some tokens, the last of them a pending row: its logits, and what a sampling makes of them."""
+
+    def __init__(self, model: _core.Model, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.session = _core.Session(model)
+        self.session.prefill(self.tokens[:-1])
+        self.session.evaluate(self.tokens[-1:], [-1])
+        self.logits: Floats = self.session.logits(0)
+
+    def scores(self, sampling: _core.Sampling, row: int = 0) -> Doubles:
+        """log p of each token, with the noise if there is any; -inf for those that cannot be chosen."""
+        tokens, scores = self.session.candidates([row], len(self.logits), sampling)
+        found = np.full(len(self.logits), -np.inf)
+        there = tokens[0] >= 0
+        found[tokens[0][there]] = scores[0][there]
+        return found
+
+    def follow(self, sampling: _core.Sampling) -> int:
+        return int(self.session.follow(sampling)[1][0])
+
+
+@pytest.fixture(scope="module")
+def path(random_gguf: Callable[..., Path]) -> Path:
+    return random_gguf(vocab_size=VOCAB_SIZE, context=512)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> _core.Model:
+    return _core.Model(str(path), "", 2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path: Path) -> _core.Tokenizer:
+    return _core.Tokenizer(str(path))
+
+
+def random_tokens(seed: int, length: int = 60, alphabet: int = 4) -> list[int]:
+    """A text that repeats itself, with a newline and a colon now and then."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, alphabet, length) + 40
+    tokens[generator.random(length) < 0.04] = 10
+    return [int(token) for token in tokens]
+
+
+def breakers(tokenizer: _core.Tokenizer, sampling: SamplingConfig) -> list[list[int]]:
+    return [sequence for text in sampling.dry_sequence_breakers for sequence in tokenizer.sequences_of(text)]
+
+
+def log_softmax(x: Doubles) -> Doubles:
+    result: Doubles = x - x.max() - np.log(np.exp(x - x.max()).sum())
+    return result
+
+
+def check_equal(found: Doubles, expected: Doubles) -> None:
+    assert (np.isfinite(found) == np.isfinite(expected)).all()
+    there = np.isfinite(expected)
+    np.testing.assert_allclose(found[there], expected[there], rtol=1e-5, atol=TOLERANCE)
+
+
+# ---- Rules ----
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_rules_are_the_twins(rules: dict[str, Any], model: _core.Model, tokenizer: _core.Tokenizer) -> None:
+    sampling = SamplingConfig(**rules)
+    for seed in range(6):
+        tokens = random_tokens(seed, length=10 * seed + 3)
+        text, prompt_length = Text(model, tokens), max(1, len(tokens) - 2 * seed)
+        bound = bind(sampling, tokenizer, prompt_length).native
+        expected = ruled(
+            text.logits,
+            sampling,
+            tokens,
+            prompt_length=prompt_length,
+            ends=tokenizer.end_tokens.tolist(),
+            breakers=breakers(tokenizer, sampling),
+        )
+        check_equal(text.scores(bound), log_softmax(expected))
+        assert text.follow(bound) == expected.argmax()
+
+
+@settings(derandomize=True, max_examples=60)
+@given(
+    seed=st.integers(0, 100),
+    length=st.integers(1, 90),
+    alphabet=st.integers(1, 6),
+    repeat=st.floats(0.125, 5, width=32),
+    presence=st.floats(-3, 3, width=32),
+    frequency=st.floats(-2, 2, width=32),
+    last_n=st.integers(-1, 100),
+    dry=st.sampled_from([0.0, 0.5, 4.0]),
+    allowed=st.integers(0, 6),
+    dry_last_n=st.integers(-1, 100),
+)
+def test_any_rules(
+    model: _core.Model,
+    tokenizer: _core.Tokenizer,
+    seed: int,
+    length: int,
+    alphabet: int,
+    repeat: float,
+    presence: float,
+    frequency: float,
+    last_n: int,
+    dry: float,
+    allowed: int,
+    dry_last_n: int,
+) -> None:
+    sampling = SamplingConfig(
+        repeat_penalty=repeat,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repeat_last_n=last_n,
+        dry_multiplier=dry,
+        dry_base=1.1,
+        dry_allowed_length=allowed,
+        dry_penalty_last_n=dry_last_n,
+    )
+    tokens = random_tokens(seed, length, alphabet)
+    text = Text(model, tokens)
+    expected = ruled(text.logits, sampling, tokens, breakers=breakers(tokenizer, sampling))
+    check_equal(text.scores(bind(sampling, tokenizer, 1).native), log_softmax(expected))
+
+
+def test_penalties_are_llama_cpps(model: _core.Model) -> None:
+    for seed in range(8):
+        tokens = random_tokens(seed, 50, alphabet=20)
+        text = Text(model, tokens)
+        for last_n, repeat, frequency, presence in [(50, 1.3, 0, 0), (7, 0.8, 0.3, 0.1), (1000, 1, -0.5, 2)]:
+            penalties = llama_cpp.llama_sampler_init_penalties(VOCAB_SIZE, last_n, repeat, frequency, presence)
+            expected, _ = llama_chain(text.logits, [penalties], tokens)
+            sampling = SamplingConfig(
+                repeat_penalty=repeat, frequency_penalty=frequency, presence_penalty=presence, repeat_last_n=last_n
+            )
+            check_equal(text.scores(sampling.native), log_softmax(expected.astype(np.float64)))
+
+
+def test_dry_is_llama_cpps(path: Path, model: _core.Model, tokenizer: _core.Tokenizer) -> None:
+    with llama_context(path) as context:
+        vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(context))
+        touched = 0
+        for seed in range(24):
+            alphabet, length = 2 + seed % 4, 20 + 9 * seed
+            tokens = random_tokens(seed, length, alphabet)
+            if seed % 3 == 0:
+                tokens = tokens[: length // 2] * 2 + tokens[:4]
+            sampling = SamplingConfig(
+                dry_multiplier=0.7,
+                dry_base=1.0 + 0.25 * (seed % 3),
+                dry_allowed_length=seed % 4,
+                dry_penalty_last_n=(len(tokens), 17)[seed % 2],
+                dry_sequence_breakers=("\n", ":", "ab", "*", "+,")[: 1 + seed % 5],
+            )
+            text = Text(model, tokens)
+            expected, _ = llama_chain(text.logits, [llama_dry(vocab, sampling)], tokens)
+            check_equal(text.scores(bind(sampling, tokenizer, 1).native), log_softmax(expected.astype(np.float64)))
+            touched += int((expected != text.logits).sum())
+        assert touched > 30
+
+
+def test_breakers_reach_over_several_tokens(tokenizer: _core.Tokenizer) -> None:
+    """Whatever stands before and after it, a breaker begins in one of its sequences."""
+    for text in ("\n", "ab", "the", "then x"):
+        sequences = tokenizer.sequences_of(text)
+        assert all(text in tokenizer.decode(sequence) for sequence in sequences)
+        for around in ("{}", "x{}y", " {}.", "th{} there"):
+            tokens = tokenizer.encode(around.format(text), add_special=False).tolist()
+            starts = [tokens[i : i + len(each)] == each for each in sequences for i in range(len(tokens))]
+            assert any(starts), (text, around)
+    with pytest.raises(ValueError, match="empty"):
+        tokenizer.sequences_of("")
+
+
+# ---- Filters ----
+
+
+def coin(sampling: SamplingConfig, position: int) -> bool:
+    """XTC's, from the noise of a token that no vocabulary has."""
+    noise = _core.gumbel(sampling.seed, position, 2**31 - 1)
+    return math.exp(-math.exp(-noise)) <= sampling.xtc_probability
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["temperature-first", "temperature-last"])
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
+def test_filters_are_the_twins(filters: dict[str, Any], last: bool, model: _core.Model) -> None:
+    for seed, temperature in enumerate([0.0, 0.3, 1.0, 2.5]):
+        sampling = SamplingConfig(temperature, seed=seed, temperature_last=last, **filters)
+        text = Text(model, random_tokens(seed))
+        expected = kept(text.logits.astype(np.float64), sampling, coin=sampling.xtc_probability == 1)
+        found = text.scores(sampling.native)
+        noise = _core.gumbel(seed, len(text.tokens), np.arange(VOCAB_SIZE, dtype=np.int32))
+        if temperature > 0:
+            check_equal(found - noise, expected)
+            expected = expected + noise
+        assert text.follow(sampling.native) == expected.argmax() == found.argmax()
+
+
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
+def test_the_chain_is_llama_cpps(filters: dict[str, Any], model: _core.Model) -> None:
+    for seed, temperature in enumerate([0.4, 1.0, 1.8]):
+        s = SamplingConfig(temperature, temperature_last=True, seed=seed, **filters)
+        text = Text(model, random_tokens(seed))
+        samplers = [
+            llama_cpp.llama_sampler_init_top_k(s.top_k),
+            llama_cpp.llama_sampler_init_typical(s.typical_p, 0),
+            llama_cpp.llama_sampler_init_top_p(s.top_p, 0),
+            llama_cpp.llama_sampler_init_min_p(s.min_p, 0),
+            llama_cpp.llama_sampler_init_xtc(s.xtc_probability, s.xtc_threshold, 0, 1),
+            llama_cpp.llama_sampler_init_temp(s.temperature),
+        ]
+        _, p = llama_chain(text.logits, samplers)
+        noise = _core.gumbel(seed, len(text.tokens), np.arange(VOCAB_SIZE, dtype=np.int32))
+        found = np.exp(text.scores(s.native) - noise)
+        assert ((found > 0) == (p > 0)).all()
+        np.testing.assert_allclose(found, p, rtol=0, atol=1e-5)
+
+
+def test_the_coin_is_fair_and_of_seed_and_position(model: _core.Model) -> None:
+    session = _core.Session(model)
+    session.evaluate([7], [-1])
+    logits = session.logits(0)
+    thrown = []
+    for seed in range(600):
+        sampling = SamplingConfig(xtc_probability=0.3, xtc_threshold=0.001, temperature_last=True, seed=seed)
+        token = int(session.follow(sampling.native)[1][0])
+        thrown.append(token != logits.argmax())
+        assert thrown[-1] == coin(sampling, 1)
+    assert 0.24 < np.mean(thrown) < 0.36
+    throws = [_core.gumbel(5, position, 2**31 - 1) <= -math.log(-math.log(0.3)) for position in range(600)]
+    assert 0.24 < np.mean(throws) < 0.36
+
+
+def test_extremes(model: _core.Model, tokenizer: _core.Tokenizer) -> None:
+    """Whatever is asked for, a token that may be chosen is, and nothing is undefined."""
+    text = Text(model, random_tokens(1))
+    tiny = {"logit_bias": {token: -math.inf for token in range(VOCAB_SIZE) if token not in (17, 43)}}
+    extremes: list[dict[str, Any]] = [
+        {"repeat_penalty": 3e38},
+        {"repeat_penalty": 1e-38},
+        {"frequency_penalty": 3e38, "presence_penalty": 3e38},
+        {"frequency_penalty": -3e38, "presence_penalty": -3e38, "repeat_penalty": 1e-30},
+        {"dry_multiplier": 3e38, "dry_base": 3e38, "dry_allowed_length": 0},
+        {"logit_bias": {5: 1e30, 6: -3e38}, "frequency_penalty": 1e30},
+        tiny,
+        tiny | {"frequency_penalty": 3e38, "dry_multiplier": 3e38},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.0, **tiny},
+        {"typical_p": 1e-30},
+    ]
+    for options in extremes:
+        for temperature in (0.0, 1e-38, 1.0, 3e38):
+            for last in (False, True):
+                for more in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}):
+                    s = SamplingConfig(temperature, seed=3, temperature_last=last, **(options | more))
+                    native = bind(s, tokenizer, 1).native
+                    scores = text.scores(native)
+                    assert not np.isnan(scores).any()
+                    chosen = text.follow(native)
+                    assert chosen == scores.argmax()
+                    if "logit_bias" in options and len(s.logit_bias) > 2:
+                        assert chosen in (17, 43)
+                        assert np.isfinite(scores).sum() <= 2
+
+
+# ---- Where a row stands ----
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_rows_of_a_tree_have_their_own_text(
+    rules: dict[str, Any], model: _core.Model, tokenizer: _core.Tokenizer, path: Path
+) -> None:
+    """Candidates of each row, and the token and its log-probabilities, are those of the text alone, bit for bit; on
+    every kernel, with any number of threads, and in a fork."""
+    prompt = random_tokens(3, 30)
+    tokens, parents = [41, 42, 43, 40, 41, 10, 42, 41], [-1, 0, 0, 1, 1, 2, 4, 6]
+    s = bind(SamplingConfig(0.8, seed=5, **rules), tokenizer, len(prompt) - 2, logprobs=3).native
+    session = _core.Session(model)
+    session.prefill([*prompt, 7, 7])
+    fork = session.fork(len(prompt))
+    session.truncate(len(prompt))
+    session.evaluate(tokens, parents)
+    fork.evaluate(tokens, parents)
+    rows = list(range(len(tokens)))
+    found = session.candidates(rows, 40, s)
+    for one, other in zip(found, fork.candidates(rows, 40, s), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for row in rows:
+        ancestors = [row]
+        while parents[ancestors[0]] >= 0:
+            ancestors.insert(0, parents[ancestors[0]])
+        alone = _core.Session(model)
+        alone.prefill([*prompt, *(tokens[i] for i in ancestors[:-1])])
+        alone.evaluate([tokens[row]], [-1])
+        for one, other in zip(found, alone.candidates([0], 40, s), strict=True):
+            np.testing.assert_array_equal(one[row], other[0])
+    followed = session.follow(s)
+    for kernel in _core.kernels():
+        for num_threads in (1, 3):
+            other_session = _core.Session(_core.Model(str(path), kernel, num_threads))
+            other_session.prefill(prompt)
+            other_session.evaluate(tokens, parents)
+            for one, other in zip(found, other_session.candidates(rows, 40, s), strict=True):
+                np.testing.assert_array_equal(one, other)
+            again = other_session.follow(s)
+            for one, other in zip([*followed[:2], *followed[2]], [*again[:2], *again[2]], strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
+def test_a_row_may_be_asked_under_several_rules_at_once(model: _core.Model, tokenizer: _core.Tokenizer) -> None:
+    text = Text(model, random_tokens(2))
+    samplings = [bind(SamplingConfig(**rules), tokenizer, 1).native for rules in RULES.values()]
+    together = text.session.candidates([0] * len(samplings), 50, samplings)
+    for i, sampling in enumerate(samplings):
+        for one, other in zip(together, text.session.candidates([0], 50, sampling), strict=True):
+            np.testing.assert_array_equal(one[i], other[0])
+
+
+# ---- Log-probabilities ----
+
+
+@pytest.mark.parametrize("k", [0, 1, 5, VOCAB_SIZE])
+def test_logprobs_are_the_models_own(k: int, model: _core.Model) -> None:
+    """Whatever the sampling makes of them."""
+    text = Text(model, random_tokens(4))
+    expected = log_softmax(text.logits.astype(np.float64))
+    for s in (SamplingConfig(), SamplingConfig(2.0, 5, seed=1, repeat_penalty=2.0, logit_bias={3: -math.inf})):
+        path, tokens, (own, best, of_best) = text.session.follow(s.sampling(s.rules(logit_bias=[(3, -math.inf)]), k))
+        assert path.tolist() == [0]
+        assert own[0] == pytest.approx(expected[tokens[0]], abs=1e-5)
+        assert best.shape == of_best.shape == (1, k)
+        assert best[0].tolist() == np.argsort(-text.logits, kind="stable")[:k].tolist()
+        np.testing.assert_allclose(of_best[0], expected[best[0]], rtol=0, atol=1e-5)
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"repeat_penalty": 0.0}, ValueError, "repeat_penalty must be above 0"),
+        ({"repeat_penalty": -1.0}, ValueError, "repeat_penalty must be above 0"),
+        ({"repeat_penalty": math.nan}, ValueError, "repeat_penalty"),
+        ({"presence_penalty": math.inf}, ValueError, "presence_penalty"),
+        ({"frequency_penalty": math.nan}, ValueError, "frequency_penalty"),
+        ({"repeat_last_n": -2, "repeat_penalty": 2.0}, ValueError, "repeat_last_n must be a number of tokens, or -1"),
+        ({"repeat_last_n": 2**31}, ValueError, "repeat_last_n"),
+        ({"dry_multiplier": -1.0}, ValueError, "dry_multiplier must be at least 0"),
+        ({"dry_base": 0.5}, ValueError, "dry_base must be at least 1"),
+        ({"dry_allowed_length": -1}, ValueError, "dry_allowed_length"),
+        ({"dry_penalty_last_n": -2}, ValueError, "dry_penalty_last_n"),
+        ({"dry_sequence_breakers": ("",)}, ValueError, "dry_sequence_breakers must not be empty"),
+        ({"dry_sequence_breakers": 5}, TypeError, "dry_sequence_breakers must be a string or a sequence of strings"),
+        ({"typical_p": 0.0}, ValueError, "typical_p must be above 0"),
+        ({"typical_p": 1.5}, ValueError, "typical_p"),
+        ({"xtc_probability": 1.1}, ValueError, "xtc_probability must be between 0"),
+        ({"xtc_threshold": -0.1}, ValueError, "xtc_threshold must be between 0"),
+        ({"min_tokens": -1}, ValueError, "min_tokens"),
+        ({"min_tokens": 1.5}, TypeError, "min_tokens must be an integer"),
+        ({"logit_bias": [5]}, TypeError, "logit_bias must be a mapping"),
+        ({"logit_bias": {5: "x"}}, TypeError, "logit_bias must be a number"),
+        ({"logit_bias": {5: math.inf}}, ValueError, "logit_bias"),
+        ({"logit_bias": {5: math.nan}}, ValueError, "logit_bias must be finite numbers, or -inf"),
+        ({"logit_bias": {"a": math.nan}}, ValueError, "logit_bias must be finite numbers, or -inf"),
+        ({"logit_bias": {5.5: 1.0}}, TypeError, "a token of logit_bias must be an integer"),
+        ({"logit_bias": {-1: 1.0}}, ValueError, "logit_bias names token -1"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        SamplingConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("bias", "words"),
+    [
+        ({300: 1.0}, "logit_bias names token 300, but the vocabulary has 300"),
+        ({"the tree": 1.0}, r"logit_bias names 'the tree', which is \d tokens"),
+        ({"": 1.0}, "logit_bias names '', which is 0 tokens"),
+        ({64: 1.0, "a": 2.0}, "names token 64 twice"),
+        (dict.fromkeys(range(300), -math.inf), "exclude all tokens"),
+    ],
+    ids=["number", "several", "none", "twice", "all"],
+)
+def test_bias_for_a_token_that_is_not_there(bias: dict[Any, float], words: str, tokenizer: _core.Tokenizer) -> None:
+    assert tokenizer.encode("a", add_special=False).tolist() == [64]
+    with pytest.raises(ValueError, match=words):
+        bind(SamplingConfig(logit_bias=bias), tokenizer, 1)
+
+
+def test_excluding_all_but_the_end_of_text(tokenizer: _core.Tokenizer) -> None:
+    ends = tokenizer.end_tokens.tolist()
+    bias: dict[int | str, float] = {token: -math.inf for token in range(300) if token not in ends}
+    bind(SamplingConfig(logit_bias=bias), tokenizer, 1)
+    for options in ({"ignore_eos": True}, {"min_tokens": 1}):
+        with pytest.raises(ValueError, match="exclude all tokens"):
+            bind(SamplingConfig(logit_bias=bias, **options), tokenizer, 1)  # type: ignore[arg-type]
+
+
+def test_rules_that_leave_nothing_fail_where_they_are_followed(model: _core.Model) -> None:
+    rules = _core.LogitRules(logit_bias=[(token, -math.inf) for token in range(VOCAB_SIZE)])
+    text = Text(model, [5, 6])
+    assert (text.session.candidates([0], 3, _core.Sampling(rules=rules))[0] == -1).all()
+    with pytest.raises(ValueError, match="exclude all tokens"):
+        text.follow(_core.Sampling(rules=rules))
+    text.session.discard()
+    with pytest.raises(ValueError, match="exclude all tokens"):
+        text.session.verify([1, 2], [-1, 0], _core.Sampling(1.0, rules=rules))
+    assert text.session.num_pending == 0
+    assert text.session.tokens.tolist() == [5]
+
+
+def test_what_needs_a_text_must_be_bound_to_one(tokenizer: _core.Tokenizer) -> None:
+    for options in ({"min_tokens": 1}, {"ignore_eos": True}, {"dry_multiplier": 1.0}, {"logit_bias": {"a": 1.0}}):
+        sampling = SamplingConfig(**options)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"pystaged\.sampling\.bind"):
+            _ = sampling.native
+        bound = bind(sampling, tokenizer, 3)
+        assert bound == sampling
+        assert hash(bound) == hash(sampling)
+        assert isinstance(bound.native, _core.Sampling)
+        with pytest.raises(ValueError, match="bind"):
+            _ = replace(bound, seed=5).native
+    plain = SamplingConfig(0.7, repeat_last_n=0, repeat_penalty=2.0)
+    assert bind(plain, tokenizer, 3) is plain  # what is off costs nothing
+
+
+def test_samplings_are_copied_whole(model: _core.Model, tokenizer: _core.Tokenizer) -> None:
+    text = Text(model, random_tokens(5))
+    filters = {"typical_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.01, "temperature_last": True}
+    for rules in RULES.values():
+        sampling = bind(SamplingConfig(0.9, seed=3, **filters, **rules), tokenizer, len(text.tokens), logprobs=2)
+        for copied in (pickle.loads(pickle.dumps(sampling)), copy.deepcopy(sampling)):
+            assert copied == sampling
+            np.testing.assert_array_equal(text.scores(copied.native), text.scores(sampling.native))
+            one, other = (text.session.follow(each.native) for each in (copied, sampling))
+            assert one[1].tolist() == other[1].tolist()
+            assert one[2][0].tolist() == other[2][0].tolist()
+
+
+def test_a_device_brings_all_that_rules_need(path: Path) -> None:
+    """Not only the largest logits of a row: those are excluded here."""
+    device = _core.Model(str(path), device="ggml-cpu")
+    tokens = random_tokens(6)
+    logits = Text(device, tokens).logits
+    best = np.argsort(-logits, kind="stable")
+    bias: dict[int | str, float] = {int(token): -math.inf for token in best[:100]}
+    assert Text(device, tokens).follow(SamplingConfig(logit_bias=bias).native) == best[100]
+    _, chosen, (own, top, _) = Text(device, tokens).session.follow(SamplingConfig().sampling(None, logprobs=80))
+    assert chosen[0] == best[0]
+    assert top[0].tolist() == best[:80].tolist()
+    assert own[0] == pytest.approx(log_softmax(logits.astype(np.float64))[best[0]], abs=1e-5)
+    late = SamplingConfig(temperature_last=True, xtc_probability=1.0, xtc_threshold=0.0)
+    assert Text(device, tokens).follow(late.native) == best[-1]

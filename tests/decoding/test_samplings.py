@@ -1,0 +1,320 @@
+"""Every option of a sampling: staged is plain, whatever drafts and whoever else is in the pass.
+
+PYSTAGED_EVERY_SAMPLING=1 runs all of it on SmolLM2: 30 prompts x 3 seeds, every way to draft.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import pystaged
+from pystaged import Engine, FixedPolicy, GenerationResult, SamplingConfig
+from pystaged._core import Model, Session, Tokenizer
+from pystaged.bench.pairs import continuation, drafters
+from pystaged.decoding.loop import Decoder
+from pystaged.drafting.model import ModelDrafter
+from pystaged.drafting.table import NgramTable
+from pystaged.sampling import bind
+from pystaged.stats import GenerationStats
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "repeat": {"repeat_penalty": 1.3, "repeat_last_n": 32},
+    "presence": {"presence_penalty": 0.6, "repeat_last_n": -1},
+    "frequency": {"frequency_penalty": 0.3, "repeat_last_n": 20},
+    "dry": {"dry_multiplier": 0.8, "dry_allowed_length": 1},
+    "dry-window": {"dry_multiplier": 2.0, "dry_penalty_last_n": 24, "dry_sequence_breakers": ["\n", "e"]},
+    "bias": {"logit_bias": {5: 2.0, 17: -math.inf, "a": 1.5, " ": -4.0}},
+    "min-tokens": {"min_tokens": 9, "logit_bias": {299: 4.0}},
+    "ignore-eos": {"ignore_eos": True},
+    "typical": {"typical_p": 0.5},
+    "xtc": {"xtc_probability": 0.6, "xtc_threshold": 0.0035},
+    "temperature-last": {"temperature_last": True, "top_p": 0.8, "min_p": 0.01, "top_k": 40},
+    "all": {
+        "repeat_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.1,
+        "dry_multiplier": 0.5,
+        "logit_bias": {5: 1.0},
+        "min_tokens": 5,
+        "typical_p": 0.9,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.0035,
+        "temperature_last": True,
+        "top_p": 0.95,
+    },
+}
+TEMPERATURES = [0.0, 0.9]
+PROMPTS = ["the tree then the tree ", "her hat ", "the tree then and there the tree", "o"]
+MANY, TOKENS, SEEDS = 30, 40, 3
+everything = pytest.mark.skipif("PYSTAGED_EVERY_SAMPLING" not in os.environ, reason="takes an hour")
+
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def path(random_gguf: Callable[..., Path]) -> Path:
+    return random_gguf(vocab_size=300, context=512)
+
+
+@pytest.fixture(scope="module")
+def target(path: Path) -> Model:
+    return Model(str(path))
+
+
+@pytest.fixture(scope="module")
+def draft(random_gguf: Callable[..., Path]) -> Model:
+    return Model(str(random_gguf(vocab_size=300, context=512, width=32, layers=1)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer(str(path))
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
+    return [tokenizer.encode(text) for text in PROMPTS]
+
+
+def table_of(prompts: list[NDArray[np.int32]], tokenizer: Tokenizer) -> NgramTable:
+    return NgramTable.build(
+        prompts, vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint, max_successors=8, min_count=1
+    )
+
+
+def bound_runs(
+    options: dict[str, Any], prompts: list[NDArray[np.int32]], tokenizer: Tokenizer
+) -> list[tuple[NDArray[np.int32], SamplingConfig]]:
+    """Each prompt with a seed of its own, greedy or not by turns."""
+    return [
+        (
+            prompt,
+            bind(SamplingConfig(TEMPERATURES[i % 2], seed=i, **options), tokenizer, len(prompt), logprobs=2),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@every_option
+def test_no_drafter_changes_the_text(
+    options: dict[str, Any],
+    target: Model,
+    draft: Model,
+    prompts: list[NDArray[np.int32]],
+    tokenizer: Tokenizer,
+) -> None:
+    session = Session(target)
+    plain = Decoder(session)
+    runs = bound_runs(options, prompts[1:3], tokenizer)
+    expected = [continuation(plain, prompt, sampling, 16) for prompt, sampling in runs]
+    ways = drafters(target, draft, table_of(prompts, tokenizer))
+    for name, drafter in ways.items():
+        decoder = Decoder(session, drafter)
+        assert [continuation(decoder, prompt, sampling, 16) for prompt, sampling in runs] == expected, name
+
+
+@every_option
+def test_the_target_as_its_own_draft_accepts_everything(
+    options: dict[str, Any], target: Model, prompts: list[NDArray[np.int32]], tokenizer: Tokenizer
+) -> None:
+    """A draft ranks under the same rules, with the text along its own nodes."""
+    drafter = ModelDrafter(Session(target), FixedPolicy(1, 6, 6, 1), vocab_size=target.vocab_size)
+    decoder, stats = Decoder(Session(target), drafter), GenerationStats()
+    for prompt, sampling in bound_runs(options, prompts, tokenizer):
+        for _ in decoder.generate(prompt, sampling, 24, stats=stats):
+            pass
+    assert stats.drafted == stats.accepted > 0
+    assert stats.tokens_per_step > 4
+
+
+@pytest.fixture(scope="module", params=["n-grams", "draft", "itself"])
+def engine(request: pytest.FixtureRequest, path: Path, random_gguf: Callable[..., Path]) -> Iterator[Engine]:
+    """Drafts whatever it gains."""
+    small = random_gguf(vocab_size=300, context=512, width=32, layers=1)
+    found = {"n-grams": None, "draft": small, "itself": path}[request.param]
+    with pystaged.load(path, draft=found, policy=FixedPolicy(3, 4, 9)) as engine:
+        yield engine
+
+
+def told(result: GenerationResult) -> tuple[Any, ...]:
+    return result.text, result.tokens, result.finish_reason, result.logprobs
+
+
+@every_option
+def test_a_text_in_a_crowd_is_the_same(engine: Engine, options: dict[str, Any]) -> None:
+    """With its log-probabilities, bit for bit."""
+    sampling = SamplingConfig(0.9, seed=2, **options)
+    one: dict[str, Any] = {"max_tokens": 16, "sampling": sampling, "logprobs": 3}
+    alone = [engine.generate(prompt, speculate=False, **one) for prompt in PROMPTS]
+    crowd = engine.generate(PROMPTS, **one)
+    staged = [engine.generate(prompt, **one) for prompt in PROMPTS]
+    assert [told(each) for each in crowd] == [told(each) for each in alone] == [told(each) for each in staged]
+
+
+def test_an_option_changes_the_text(engine: Engine) -> None:
+    plain = [engine.generate(PROMPTS, max_tokens=24, temperature=temperature, seed=2) for temperature in TEMPERATURES]
+    for name, options in OPTIONS.items():
+        found = [
+            engine.generate(PROMPTS, max_tokens=24, temperature=temperature, seed=2, **options)
+            for temperature in TEMPERATURES
+        ]
+        assert [[each.text for each in texts] for texts in found] != [
+            [each.text for each in texts] for texts in plain
+        ], name
+
+
+# ---- What single options promise ----
+
+
+def test_penalties_reach_into_the_prompt_and_no_further(engine: Engine) -> None:
+    """An enormous penalty forbids repeating, as far as it looks back."""
+    begun = engine.encode(PROMPTS[0]).tolist()
+    for last_n in (4, 12):
+        result = engine.generate(begun, max_tokens=30, frequency_penalty=1000.0, repeat_last_n=last_n)
+        text = [*begun, *result.tokens]
+        for i in range(len(begun), len(text)):
+            assert text[i] not in text[max(0, i - last_n) : i]
+    everywhere = engine.generate(begun, max_tokens=60, presence_penalty=1000.0, repeat_last_n=-1).tokens
+    assert len({*begun, *everywhere}) == len(set(begun)) + len(everywhere)
+
+
+def test_min_tokens_and_ignore_eos_keep_a_text_going(engine: Engine) -> None:
+    (end,) = engine.tokenizer.end_tokens.tolist()
+    eager: dict[str, Any] = {"logit_bias": {end: 1000.0}, "max_tokens": 12}
+    for speculate in (False, True):
+        assert engine.generate("the", speculate=speculate, **eager).tokens == []
+        for least in (1, 5, 12):
+            result = engine.generate("the", speculate=speculate, min_tokens=least, **eager)
+            assert len(result.tokens) == least
+            assert result.finish_reason == ("stop" if least < 12 else "length")
+        result = engine.generate("the", speculate=speculate, ignore_eos=True, **eager)
+        assert (len(result.tokens), result.finish_reason) == (12, "length")
+        stopped = engine.generate("the", speculate=speculate, min_tokens=8, stop=result.text[2], **eager)
+        assert stopped.finish_reason == "stop"
+        assert len(stopped.tokens) < 8
+
+
+def test_a_word_that_is_biased_is_written(engine: Engine) -> None:
+    for key in ("e", engine.encode("e").tolist()[0], np.int64(engine.encode("e")[0])):
+        assert engine.generate("the", max_tokens=5, logit_bias={key: 1000.0}).text == "eeeee"
+    banned = engine.generate("the", max_tokens=30).tokens[0]
+    assert banned not in engine.generate("the", max_tokens=30, logit_bias={banned: -math.inf}).tokens
+
+
+def test_the_seeds_of_several_texts(engine: Engine) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "max_tokens": 12, "repeat_penalty": 1.2, "min_tokens": 3}
+    several = engine.generate(PROMPTS[0], n=3, seed=4, **options)
+    assert [each.tokens for each in several] == [
+        engine.generate(PROMPTS[0], seed=4 + i, **options).tokens for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"logit_bias": {300: 1.0}}, ValueError, "token 300"),
+        ({"logit_bias": {"no such": 1.0}}, ValueError, "'no such'"),
+        ({"min_tokens": 200}, ValueError, "min_tokens, 200, must be at most max_tokens, 128"),
+        ({"logprobs": -1}, ValueError, "logprobs must be None"),
+        ({"logprobs": 1.5}, TypeError, "logprobs must be an integer"),
+        ({"logprobs": 301}, ValueError, "at most the vocabulary's 300"),
+        ({"logit_bias": dict.fromkeys(range(300), -math.inf)}, ValueError, "allow one at least"),
+        ({"repetition_penalty": 1.2}, TypeError, "there is no option 'repetition_penalty'"),
+        ({"sampling": SamplingConfig(), "dry_base": 2.0}, TypeError, "either sampling or dry_base"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_before_anything_is_generated(
+    engine: Engine, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    for call in (engine.stream, engine.generate, engine.astream):
+        with pytest.raises(error, match=words):
+            call("the", **options)  # type: ignore[operator]
+
+
+# ---- Log-probabilities ----
+
+
+def test_logprobs_of_pieces_and_result(engine: Engine) -> None:
+    stream = engine.stream(PROMPTS[0], max_tokens=20, temperature=0.9, logprobs=4, stop="z")
+    pieces = list(stream)
+    result = stream.result
+    assert result.logprobs is not None
+    assert [each for piece in pieces for each in piece.logprobs or ()] == result.logprobs
+    assert [each.token for each in result.logprobs] == result.tokens
+    session = Session(engine.model)
+    begun = engine.encode(PROMPTS[0]).tolist()
+    text = [*begun, *result.tokens]
+    session.evaluate(text, range(-1, len(text) - 1))
+    for i, each in enumerate(result.logprobs):
+        logits = session.logits(len(begun) - 1 + i).astype(np.float64)
+        logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        assert each.logprob == pytest.approx(logprobs[each.token], abs=1e-5)
+        assert [other.token for other in each.top] == np.argsort(-logits, kind="stable")[:4].tolist()
+        assert [other.logprob for other in each.top] == pytest.approx(np.sort(logprobs)[::-1][:4], abs=1e-5)
+        assert each.text == engine.tokenizer.token_bytes(each.token, True).decode("utf-8", "replace")
+    assert engine.generate("the", max_tokens=3).logprobs is None
+    only = engine.generate("the", max_tokens=3, logprobs=0).logprobs
+    assert only is not None
+    assert [each.top for each in only] == [[], [], []]
+
+
+def test_logprobs_end_with_the_text(engine: Engine) -> None:
+    whole = engine.generate("the", max_tokens=20, logprobs=1)
+    assert whole.logprobs is not None
+    for count in range(1, 8):
+        cut = engine.generate("the", max_tokens=count, logprobs=1)
+        assert cut.logprobs == whole.logprobs[:count]
+    stopped = engine.generate("the", max_tokens=20, logprobs=1, stop=whole.text[3:5])
+    assert stopped.logprobs == whole.logprobs[: len(stopped.tokens)]
+
+
+# ---- The measured check ----
+
+
+@pytest.fixture(scope="module")
+def real() -> tuple[Model, Tokenizer, list[NDArray[np.int32]]]:
+    from pystaged.loading import names  # noqa: PLC0415
+
+    path = names.resolve("smollm2")
+    tokenizer = Tokenizer(str(path))
+    words = [
+        "The weather in",
+        "Once upon a time,",
+        "def sort(numbers):",
+        "Q: What is a tree?\nA:",
+        "1, 2, 3, 4,",
+        "Dear",
+    ]
+    ends = ["", " the", "\n", " and so on, and", " 2024"]
+    return Model(str(path)), tokenizer, [tokenizer.encode(word + end) for word in words for end in ends]
+
+
+@everything
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_on_a_trained_model(name: str, real: tuple[Model, Tokenizer, list[NDArray[np.int32]]]) -> None:
+    """Greedily, and with temperature for each seed."""
+    model, tokenizer, prompts = real
+    assert len(prompts) == MANY
+    options = replace(SamplingConfig(0.9, **OPTIONS[name]), logit_bias={5: 2.0, 17: -math.inf, " the": 1.5})
+    samplings = [replace(options, seed=seed) for seed in range(SEEDS)] + [replace(options, temperature=0.0)]
+    if name not in ("bias", "all"):
+        samplings = [replace(each, logit_bias={}) for each in samplings]
+    runs = [(prompt, bind(each, tokenizer, len(prompt))) for each in samplings for prompt in prompts]
+    session = Session(model)
+    plain = Decoder(session)
+    expected = [continuation(plain, prompt, sampling, TOKENS) for prompt, sampling in runs]
+    for way, drafter in drafters(model, model, table_of(prompts, tokenizer)).items():
+        decoder = Decoder(session, drafter)
+        for (prompt, sampling), tokens in zip(runs, expected, strict=True):
+            assert continuation(decoder, prompt, sampling, TOKENS) == tokens, way
