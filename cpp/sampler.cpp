@@ -244,6 +244,11 @@ const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const Logit
     return kept_;
 }
 
+const std::vector<Candidate>& Sampler::largest(const LogitsRow& row, int k) {
+    top_logits(row, std::min(k, row.size));
+    return kept_;
+}
+
 int32_t Sampler::choose(const Sampling& s, const LogitsRow& row, int64_t position, int num_threads) {
     const float* best = std::max_element(row.maxima, row.maxima + row.stride / kRun);
     if (s.temperature == 0) {

@@ -51,6 +51,8 @@ public:
     // Fewer than k where filters leave fewer.
     const std::vector<Candidate>& candidates(const Sampling& sampling, const LogitsRow& row, int64_t position, int k,
                                              int num_threads);
+    // The k largest logits, best first; ties by the lower id.
+    const std::vector<Candidate>& largest(const LogitsRow& row, int k);
 
 private:
     void top_logits(const LogitsRow& row, int k);

@@ -286,15 +286,24 @@ class Session:
             path: int32[m], the rows walked, root first; tokens: int32[m], the model's token after each, the last of
             which is the bonus token.
         """
-    def verify(self, tokens: _Ints, parents: _Ints, sampling: Sampling) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    @overload
+    def verify(
+        self, tokens: _Ints, parents: _Ints, sampling: Sampling
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+    @overload
+    def verify(
+        self, tokens: _Ints, parents: _Ints, sampling: Sampling, num_candidates: int
+    ) -> tuple[NDArray[Any], ...]:
         """One step: evaluate a tree, int32[n] with the root in row 0, follow it from there and commit the path.
 
         Returns:
-            As follow.
+            As follow. Where num_candidates = k is above 0, of each row of the tree also the tokens of its k largest
+            logits, int32[n, k], best first, ties by the lower id; and these logits, float32[n, k].
 
         Raises:
             ContextFullError: as evaluate.
-            ValueError: there are pending rows. Whatever fails, the committed tokens stay and nothing is left pending.
+            ValueError: there are pending rows, or k is out of range. Whatever fails, the committed tokens stay and
+                nothing is left pending.
         """
     def commit(self, path: _Ints) -> None:
         """Keep these pending rows, a path from the committed end on, and drop the rest."""
@@ -348,8 +357,10 @@ class Work:
     def read(session: Session, tokens: _Ints) -> Work:
         """Evaluate and commit tokens, int[n], as Session.prefill; the result is None."""
     @staticmethod
-    def verify(session: Session, tokens: _Ints, parents: _Ints, sampling: Sampling) -> Work:
-        """As Session.verify; the result is (path, tokens), int32[m] each."""
+    def verify(
+        session: Session, tokens: _Ints, parents: _Ints, sampling: Sampling, num_candidates: int = 0
+    ) -> Work:
+        """As Session.verify, whose result it has."""
     @staticmethod
     def propose(
         session: Session,

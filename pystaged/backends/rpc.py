@@ -192,10 +192,10 @@ class RemoteSession:
         return followed
 
     def verify(
-        self, tokens: object, parents: object, sampling: Sampling
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        followed: tuple[NDArray[np.int32], NDArray[np.int32]] = self._call("verify", tokens, parents, sampling)
-        return followed
+        self, tokens: object, parents: object, sampling: Sampling, num_candidates: int = 0
+    ) -> tuple[NDArray[Any], ...]:
+        verified: tuple[NDArray[Any], ...] = self._call("verify", tokens, parents, sampling, num_candidates)
+        return verified
 
     def commit(self, path: object) -> None:
         self._call("commit", path)
