@@ -357,9 +357,7 @@ class Work:
     def read(session: Session, tokens: _Ints) -> Work:
         """Evaluate and commit tokens, int[n], as Session.prefill; the result is None."""
     @staticmethod
-    def verify(
-        session: Session, tokens: _Ints, parents: _Ints, sampling: Sampling, num_candidates: int = 0
-    ) -> Work:
+    def verify(session: Session, tokens: _Ints, parents: _Ints, sampling: Sampling, num_candidates: int = 0) -> Work:
         """As Session.verify, whose result it has."""
     @staticmethod
     def propose(

@@ -120,6 +120,12 @@ class LoadOptions(PairOptions):
         bool,
         typer.Option("--keep-packed", help="Load at once from now on, from a copy in the cache as large as the model."),
     ] = False
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory/--no-memory", help="Draft from what the model said before, kept in the cache, 9 MB at most."
+        ),
+    ] = True
 
 
 @dataclass

@@ -72,6 +72,28 @@ class Drafter(Protocol):
         ...
 
 
+class Memory(Protocol):
+    """Takes in what the target would go on with after each row of a tree that it verified."""
+
+    num_candidates: int
+    """The largest logits of a row that it wants."""
+
+    def learn(
+        self,
+        before: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        candidates: NDArray[np.int32],
+        logits: NDArray[np.float32],
+    ) -> None:
+        """Take in rows.
+
+        Args:
+            before: int32[n], the token before each row's, -1 for none; tokens: int32[n], each row's own.
+            candidates: int32[n, k], the tokens of the largest logits after each row, best first; logits: float32[n, k].
+        """
+        ...
+
+
 def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     """How many tokens both begin with."""
     length = min(len(a), len(b))

@@ -93,29 +93,34 @@ class Propose(_OfSession):
         return tokens.tolist(), scores.tolist()
 
 
+Verified = tuple[TokenTree, list[int], list[int], tuple[NDArray[Any], ...]]
+
+
 @dataclass(slots=True, eq=False)
 class Verify(_OfSession):
     """Evaluate a tree, follow it and commit the path; the result is the tree, which whoever makes the pass may have
-    trimmed, its accepted nodes, root first, and the target's own token after each."""
+    trimmed, its accepted nodes, root first, the target's own token after each, and, where num_candidates are asked
+    for, what Session.verify says of all its nodes."""
 
     session: Session
     cells: int
     tree: TokenTree
     sampling: Sampling
+    num_candidates: int = 0
 
     @property
     def num_rows(self) -> int:
         return len(self.tree)
 
     def work(self) -> Work:
-        return Work.verify(self.session, self.tree.tokens, self.tree.parents, self.sampling)
+        return Work.verify(self.session, self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates)
 
     def perform(self) -> object:
-        return self.session.verify(self.tree.tokens, self.tree.parents, self.sampling)
+        return self.session.verify(self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates)
 
-    def result(self, found: Any) -> tuple[TokenTree, list[int], list[int]]:
-        path, tokens = found
-        return self.tree, path.tolist(), tokens.tolist()
+    def result(self, found: Any) -> Verified:
+        path, tokens, *candidates = found
+        return self.tree, path.tolist(), tokens.tolist(), tuple(candidates)
 
 
 Request = Read | Propose | Verify

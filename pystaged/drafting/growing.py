@@ -47,10 +47,18 @@ class TreeDrafter:
         if isinstance(other, TreeDrafter):
             self._calibrations = {greedy: learnt.copy() for greedy, learnt in other._calibrations.items()}
 
-    def _expand(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
-        """Add a node's candidates, best first, as its children."""
+    def _expand(
+        self,
+        builder: TreeBuilder,
+        node: int,
+        tokens: list[int],
+        scores: list[float],
+        children: int,
+        source: int | None = None,
+    ) -> None:
+        """Add a node's candidates, best first, as its children; their source is the stage unless it is told."""
         believed = builder.nodes[node].score
-        cells = self._calibration.cells(self._stage, scores)
+        cells = self._calibration.cells(self._stage if source is None else source, scores)
         for token, cell in zip(tokens[:children], cells, strict=False):
             builder.add(node, token, believed * self._calibration.rates[cell], self._stage, cell)
 

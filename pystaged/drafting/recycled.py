@@ -1,0 +1,121 @@
+"""Recycled candidates: what the target found likeliest after a token, and after a pair of tokens, in earlier passes.
+
+Every row of a verified tree says what the target would go on with, the rejected ones too; "Turning Trash into Treasure"
+(Luo et al. 2024, arXiv 2408.08696) drafts from that. Here candidates keep their chances, to be mixed with those of
+n-grams and ranked under the shared noise.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEPT = 8  # candidates of a token or a pair
+_SLOTS = 1 << 16  # for tokens, and for pairs
+_NEWS = 0.35  # weight of what is seen beside what was known
+_PAIR = 0.7  # weight of a pair's candidates beside its last token's
+_SPREAD = 0x9E3779B97F4A7C15  # Fibonacci hashing: the slot of a pair is the product's upper bits
+
+Known = Literal[0, 1, 2]
+"""How many last tokens something is known after."""
+
+
+class RecycledCandidates:
+    """The target's likeliest next tokens after a token and after a pair, with probabilities; one for all texts of a
+    model, which take turns.
+
+    Two direct-mapped tables, in which the newer of two keys has a slot: 9 MB.
+
+    Args:
+        slots: of each table, a power of two.
+    """
+
+    num_candidates = KEPT  # that each row is asked for
+
+    def __init__(self, slots: int = _SLOTS) -> None:
+        self._slots, self._shift = slots, 65 - slots.bit_length()
+        self.num_learnt = 0  # rows
+        # Those of tokens first, then those of pairs; key -1 for a free slot.
+        self._keys = np.full(2 * slots, -1, np.int64)
+        self._tokens = np.full((2 * slots, KEPT), -1, np.int32)
+        self._chances = np.zeros((2 * slots, KEPT), np.float32)
+
+    def learn(
+        self,
+        before: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        candidates: NDArray[np.int32],
+        logits: NDArray[np.float32],
+    ) -> None:
+        """Take in verified rows; of two with the same key the earlier counts.
+
+        Args:
+            before: int32[n], the token before each row's, -1 for none; tokens: int32[n], each row's own.
+            candidates: int32[n, k], the tokens of the largest logits after each row, best first, k at most KEPT;
+            logits: float32[n, k], natural log up to a constant of the row.
+        """
+        if len(tokens) == 0:
+            return
+        rows = slice(None, None, -1)  # of equal slots numpy keeps the last
+        keys = np.concatenate([tokens[rows].astype(np.int64), _pair_keys(before[rows], tokens[rows])])
+        chances = np.exp(logits[rows] - logits[rows, :1])
+        ids = np.tile(candidates[rows], (2, 1))
+        self._put(keys, ids, np.tile(chances / chances.sum(1, keepdims=True), (2, 1)))
+        self.num_learnt += len(tokens)
+
+    def chances(self, before: int, token: int) -> tuple[dict[int, float], Known]:
+        """The probability of each candidate after these two tokens (`before` is -1 for none), 0 candidates if nothing
+        is known; and after how many tokens it is known."""
+        found = self._find(token, token & (self._slots - 1))
+        key = (before + 2) << 32 | token
+        pair = self._find(key, self._slots + (key * _SPREAD % 2**64 >> self._shift))
+        if pair is None:
+            return (found, 1) if found else ({}, 0)
+        if found is None:
+            return pair, 2
+        mixed = {candidate: (1 - _PAIR) * chance for candidate, chance in found.items()}
+        for candidate, chance in pair.items():
+            mixed[candidate] = mixed.get(candidate, 0.0) + _PAIR * chance
+        return mixed, 2
+
+    def entries(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
+        """All that is known: keys int64[n], candidates int32[n, KEPT], -1 for none, and their chances float32[n, KEPT];
+        those of tokens first."""
+        used = np.nonzero(self._keys >= 0)[0]
+        return self._keys[used], self._tokens[used], self._chances[used]
+
+    def restore(self, keys: NDArray[np.int64], candidates: NDArray[np.int32], chances: NDArray[np.float32]) -> None:
+        """Take in what `entries` gave."""
+        self._put(keys, candidates, chances)
+
+    def _put(self, keys: NDArray[np.int64], ids: NDArray[np.int32], chances: NDArray[np.float32]) -> None:
+        """Blend candidates, [n, k] with k <= KEPT, into what is known of their keys."""
+        slots = self._slots_of(keys)
+        known = np.where(self._keys[slots] == keys, np.float32(1 - _NEWS), np.float32(0))
+        old_ids, old = self._tokens[slots], self._chances[slots] * known[:, None]
+        same = (ids[:, :, None] == old_ids[:, None, :]) & (ids[:, :, None] >= 0)
+        new = np.float32(_NEWS) * chances + (same * old[:, None, :]).sum(2)
+        ids = np.concatenate([ids, old_ids], axis=1)
+        chances = np.concatenate([new, np.where(same.any(1), np.float32(0), old)], axis=1)
+        best = np.argsort(-chances, axis=1, kind="stable")[:, :KEPT]
+        chances = np.take_along_axis(chances, best, axis=1)
+        ids = np.where(chances > 0, np.take_along_axis(ids, best, axis=1), -1)
+        self._keys[slots] = keys
+        self._tokens[slots] = ids
+        self._chances[slots] = chances / chances.sum(1, keepdims=True)
+
+    def _slots_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        spread = (keys.astype(np.uint64) * np.uint64(_SPREAD)) >> np.uint64(self._shift)
+        return np.where(keys < 1 << 32, keys & (self._slots - 1), self._slots + spread.astype(np.int64))
+
+    def _find(self, key: int, slot: int) -> dict[int, float] | None:
+        if self._keys[slot] != key:
+            return None
+        ids, chances = self._tokens[slot].tolist(), self._chances[slot].tolist()
+        return {token: chance for token, chance in zip(ids, chances, strict=True) if token >= 0}
+
+
+def _pair_keys(before: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:
+    return (before.astype(np.int64) + 2) << 32 | tokens.astype(np.int64)  # above all tokens, -1 for none included
