@@ -70,8 +70,8 @@ def remove(
         bool, typer.Option("--memory", help="What models remember alone: of the model that is named, or all.")
     ] = False,
 ) -> None:
-    """Remove a model from the cache, with its packed weights and memory. What other programs put into Hugging Face's cache, or
-    still have there, stays.
+    """Remove a model from the cache, with its packed weights and memory. What other programs put into Hugging Face's
+    cache, or still have there, stays.
 
     Example: pystaged models remove openai-community/gpt2:q8_0
 
