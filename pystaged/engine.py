@@ -84,7 +84,7 @@ class Engine:
             the disk as the models again: the next time they are there at once, and processes share the memory.
             `pystaged models` lists and removes them.
         memory: remember what the target would have said next, by the last two tokens, to draft from in later texts, and
-            keep it in the cache folder, 9.4 MB at most: the more a model is used, the better its guesses, whatever
+            keep it in the cache folder, 10.2 MB at most: the more a model is used, the better its guesses, whatever
             texts it wrote. No text depends on it. False where users must not share what speeds up their texts.
         kv_memory: bytes that the keys and values of all texts may take, of those too that have ended, which are kept
             for texts that begin alike. None for a quarter of what is free beside the weights, but enough for one full

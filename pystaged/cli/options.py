@@ -123,7 +123,7 @@ class LoadOptions(PairOptions):
     memory: Annotated[
         bool,
         typer.Option(
-            "--memory/--no-memory", help="Draft from what the model said before, kept in the cache, 9 MB at most."
+            "--memory/--no-memory", help="Draft from what the model said before, kept in the cache, 10 MB at most."
         ),
     ] = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -101,13 +102,14 @@ class NgramDrafter(TreeDrafter):
         children = self._policy.children
         yield from self.prepare(sampling, max_depth, seconds)
         builder = TreeBuilder(self._context[-1])
-        leaves = [0]
+        scores: list[float] = []  # of all nodes but the root, negative, rising
+        leaves = [(-1.0, 0)]  # likewise, with their nodes
         passes = 0
         while True:
             spent = self._clock() - begin
             growth = Growth(
-                [builder.nodes[node].score for node in builder.best()],
-                [builder.nodes[leaf].score for leaf in leaves],
+                [-score for score in scores],
+                [-score for score, _ in leaves],
                 passes,
                 spent,
                 len(self._context) - 1,
@@ -119,14 +121,16 @@ class NgramDrafter(TreeDrafter):
             if width <= 0:
                 break
             batch, leaves = leaves[:width], leaves[width:]
-            for node in batch:
+            for _, node in batch:
                 tokens, guesses, source = self._candidates(builder.path(node), max(CANDIDATES, children))
                 if tokens:
                     self._expand(builder, node, tokens, guesses, children, source)
-                    leaves += builder.children[node].values()
+                    for child in builder.children[node].values():
+                        score = -builder.nodes[child].score
+                        insort(scores, score)
+                        if builder.nodes[child].depth < max_depth:
+                            insort(leaves, (score, child))
             passes += len(batch)
-            leaves = [leaf for leaf in leaves if builder.nodes[leaf].depth < max_depth]
-            leaves.sort(key=lambda leaf: -builder.nodes[leaf].score)
             if self._cost:
                 self._cost.lookup.observe(len(batch), 0, self._clock() - begin - spent)
         self.stats.passes += passes

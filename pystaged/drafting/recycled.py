@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-KEPT = 8  # candidates of a token or a pair
-_SLOTS = 1 << 16  # for tokens, and for pairs
+KEPT = 16  # candidates of a token or a pair
+_SLOTS = 1 << 16  # for pairs; half as many for tokens
 _NEWS = 0.35  # weight of what is seen beside what was known
 _PAIR = 0.7  # weight of a pair's candidates beside its last token's
 _SPREAD = 0x9E3779B97F4A7C15  # Fibonacci hashing: the slot of a pair is the product's upper bits
@@ -26,21 +26,21 @@ class RecycledCandidates:
     """The target's likeliest next tokens after a token and after a pair, with probabilities; one for all texts of a
     model, which take turns.
 
-    Two direct-mapped tables, in which the newer of two keys has a slot: 9 MB.
+    Two direct-mapped tables, in which the newer of two keys has a slot: 13 MB, used from their first entries on.
 
     Args:
-        slots: of each table, a power of two.
+        slots: for pairs, a power of two; half as many for tokens.
     """
 
     num_candidates = KEPT  # that each row is asked for
 
     def __init__(self, slots: int = _SLOTS) -> None:
-        self._slots, self._shift = slots, 65 - slots.bit_length()
+        self._of_token, self._shift = slots // 2, 65 - slots.bit_length()
         self.num_learnt = 0  # rows
         # Those of tokens first, then those of pairs; key -1 for a free slot.
-        self._keys = np.full(2 * slots, -1, np.int64)
-        self._tokens = np.full((2 * slots, KEPT), -1, np.int32)
-        self._chances = np.zeros((2 * slots, KEPT), np.float32)
+        self._keys = np.full(3 * slots // 2, -1, np.int64)
+        self._tokens = np.full((3 * slots // 2, KEPT), -1, np.int32)
+        self._chances = np.zeros((3 * slots // 2, KEPT), np.float32)
 
     def learn(
         self,
@@ -68,9 +68,9 @@ class RecycledCandidates:
     def chances(self, before: int, token: int) -> tuple[dict[int, float], Known]:
         """The probability of each candidate after these two tokens (`before` is -1 for none), 0 candidates if nothing
         is known; and after how many tokens it is known."""
-        found = self._find(token, token & (self._slots - 1))
+        found = self._find(token, token & (self._of_token - 1))
         key = (before + 2) << 32 | token
-        pair = self._find(key, self._slots + (key * _SPREAD % 2**64 >> self._shift))
+        pair = self._find(key, self._of_token + (key * _SPREAD % 2**64 >> self._shift))
         if pair is None:
             return (found, 1) if found else ({}, 0)
         if found is None:
@@ -108,7 +108,7 @@ class RecycledCandidates:
 
     def _slots_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         spread = (keys.astype(np.uint64) * np.uint64(_SPREAD)) >> np.uint64(self._shift)
-        return np.where(keys < 1 << 32, keys & (self._slots - 1), self._slots + spread.astype(np.int64))
+        return np.where(keys < 1 << 32, keys & (self._of_token - 1), self._of_token + spread.astype(np.int64))
 
     def _find(self, key: int, slot: int) -> dict[int, float] | None:
         if self._keys[slot] != key:

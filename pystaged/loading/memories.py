@@ -14,14 +14,14 @@ from pystaged.files import part_file, read_small
 from pystaged.loading.kept import KeptFiles
 
 _SECONDS = 10.0  # between two writes while the model is used
-_ENTRY_BYTES = 8 + 8 * KEPT  # a key, and a token and a chance of each candidate
+_ENTRY_BYTES = 8 + 6 * KEPT  # a key, and a token and a chance of each candidate
 _MOST_BYTES = 12_000_000
 _FILES = KeptFiles("memory", "pystaged memory 1")
 folder, memory_path, memories, remove_memory = _FILES.folder, _FILES.path, _FILES.all, _FILES.remove
 
 
 class KeptMemory:
-    """Recycled candidates of a model, as they were kept, and their file: 9.4 MB at most.
+    """Recycled candidates of a model, as they were kept, and their file: 10.2 MB at most.
 
     They begin empty where there is no file, or one that is damaged, of another model or of another version. Several
     processes may have one: the last writer wins.
@@ -52,7 +52,8 @@ class KeptMemory:
         learnt = self.candidates.num_learnt
         if learnt == self._saved:
             return
-        payload = b"".join(np.ascontiguousarray(part).tobytes() for part in self.candidates.entries())
+        keys, tokens, chances = self.candidates.entries()
+        payload = keys.tobytes() + tokens.tobytes() + chances.astype(np.float16).tobytes()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with part_file(self._path) as part:
@@ -75,7 +76,7 @@ class KeptMemory:
         keys = np.frombuffer(payload, np.int64, num_entries)
         each = num_entries * KEPT
         tokens = np.frombuffer(payload, np.int32, each, 8 * num_entries).reshape(-1, KEPT)
-        chances = np.frombuffer(payload, np.float32, each, 8 * num_entries + 4 * each).reshape(-1, KEPT)
+        chances = np.frombuffer(payload, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, KEPT)
         # What has the right digest may still have been written by somebody else.
         is_sound = (
             (keys >= 0).all()
@@ -84,7 +85,7 @@ class KeptMemory:
             and (chances.sum(1) > 0).all()
         )
         if num_entries and is_sound:
-            self.candidates.restore(keys, tokens, chances)
+            self.candidates.restore(keys, tokens, chances.astype(np.float32))
 
 
 def _digest(payload: bytes) -> bytes:

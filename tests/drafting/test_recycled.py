@@ -89,23 +89,23 @@ def test_what_is_restored_is_what_was_known() -> None:
 
 
 def test_the_newer_of_two_keys_has_a_slot() -> None:
-    memory = RecycledCandidates(slots=4)
+    memory = RecycledCandidates(slots=8)
     one = np.array([1], np.int32)
     ids, logits = np.arange(KEPT, dtype=np.int32)[None], np.zeros((1, KEPT), np.float32)
     memory.learn(one, one, ids, logits)
     memory.learn(one, one + 4, ids + 10, logits)
-    assert memory.chances(7, 5)[0].keys() == set(range(10, 18))
+    assert memory.chances(7, 5)[0].keys() == set(range(10, 10 + KEPT))
     assert memory.chances(7, 1) == ({}, 0)
     # However much is learnt, it takes no more room.
     for seed in range(50):
         memory.learn(*rows(13, seed))
     keys, _, _ = memory.entries()
-    assert len(keys) <= 2 * 4
+    assert len(keys) <= 4 + 8
     assert len(set(keys.tolist())) == len(keys)
 
 
 def drafted(memory: RecycledCandidates | None, context: list[int], sampling: SamplingConfig) -> list[int]:
-    drafter = NgramDrafter(None, FixedPolicy(1, 1, 8, 8), VOCAB, recycled=memory)
+    drafter = NgramDrafter(None, FixedPolicy(1, 1, KEPT, KEPT), VOCAB, recycled=memory)
     drafter.start(np.array(context, np.int32))
     return finish(drafter.draft(sampling, 1)).tokens.tolist()[1:]
 

@@ -37,7 +37,7 @@ def teach(candidates: RecycledCandidates, seed: int = 0, n: int = 13) -> None:
 
 def assert_same(one: RecycledCandidates, other: RecycledCandidates) -> None:
     for a, b in zip(one.entries(), other.entries(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-6)
 
 
 def test_what_was_saved_is_there_again(model: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_memory_that_is_full_is_small(model: Path) -> None:
     ids = np.tile(np.arange(KEPT, dtype=np.int32), (n, 1))
     memory.candidates.learn(before, tokens, ids, -ids.astype(np.float32))
     memory.save()
-    assert 9e6 < memory_path(model).stat().st_size < 12e6
+    assert 1e7 < memory_path(model).stat().st_size < 12e6
     assert_same(kept(model, vocab_size=1 << 17).candidates, memory.candidates)
 
 
@@ -97,7 +97,7 @@ def spoil(data: bytes, at: int) -> bytes:
     [
         lambda path: path.write_bytes(b""),
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        lambda path: path.write_bytes(path.read_bytes() + bytes(72)),
+        lambda path: path.write_bytes(path.read_bytes() + bytes(104)),
         *(lambda path, at=at: path.write_bytes(spoil(path.read_bytes(), at)) for at in (0, 30, -1, -500, -900)),
         lambda path: os.truncate(path, 1 << 30),
         lambda path: (path.unlink(), os.mkfifo(path)),
@@ -115,7 +115,7 @@ def test_damaged_files_are_as_good_as_none(model: Path, damage: Callable[[Path],
     again.save()  # where a folder stands it is not kept
 
 
-@pytest.mark.parametrize("vocabulary, vocab_size", [("other", 100), ("v", 50)])
+@pytest.mark.parametrize(("vocabulary", "vocab_size"), [("other", 100), ("v", 50)])
 def test_that_of_another_model_is_not_used(model: Path, vocabulary: str, vocab_size: int) -> None:
     memory = kept(model)
     teach(memory.candidates)
