@@ -29,6 +29,8 @@ class Contest:
     """What to measure; each field as the option of `pystaged bench`.
 
     accept: acceptance at depth 1, 2, ... of the synthetic mode; empty for the usual benchmark.
+    warm: so many other prompts of the file have been continued before, and are remembered by what drafts; else nothing
+    is.
     """
 
     model: str = "house"
@@ -43,6 +45,7 @@ class Contest:
     peer_limit: int = 10
     llama_cpp: Path | None = None
     accept: list[float] = field(default_factory=list)
+    warm: int = 0
 
     def run(self, progress: Callable[[str, float, float], None]) -> Report:
         """Measure everything, or until Ctrl-C.
@@ -58,11 +61,18 @@ class Contest:
         path = models.find(self.model, self.quantization, lambda what: progress(what, 0.0, 0.0))
         draft = models.find_draft(self.model, self.draft)
         tokenizer = Tokenizer(str(path))
-        prompts = [Prompt(text, tokenizer.encode(text)) for text in spread(load_prompts(file), self.limit)]
+        texts = load_prompts(file)
+        prompts = [Prompt(text, tokenizer.encode(text)) for text in spread(texts, self.limit)]
         if not prompts:
             raise ValueError(f"{file} has no prompts")
-        setup, kernel = self._setup(path, draft, max(len(prompt.tokens) for prompt in prompts))
-        taking_part = contenders.ours(setup, self.accept)
+        measured = {prompt.text for prompt in prompts}
+        others = [text for text in texts if text not in measured]
+        if len(others) < self.warm:
+            raise ValueError(f"{file} has {len(others)} more prompts; choose a smaller --warm or --limit")
+        warm = [tokenizer.encode(text).tolist() for text in spread(others, self.warm)]
+        longest = max(len(tokens) for tokens in [*(prompt.tokens for prompt in prompts), *warm])
+        setup, kernel = self._setup(path, draft, longest)
+        taking_part = contenders.ours(setup | {"warm": warm}, self.accept)
         if self.peers and not self.accept:
             taking_part += contenders.peers(setup, self.llama_cpp)
         has_peers = any(each.is_peer for each in taking_part)
@@ -79,6 +89,7 @@ class Contest:
             "max_tokens": self.max_tokens,
             "repeats": self.repeats,
             "accept": self.accept,
+            "warm": self.warm,
             "date": date.today().isoformat(),
             "command": shlex.join(["pystaged", *sys.argv[1:]]),
         }

@@ -158,6 +158,11 @@ class Budget:
         return self._chosen
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the step in hand is without a drafter."""
+        return self._chosen is None
+
+    @property
     def seconds(self) -> float:
         """Seconds that the chosen drafter may use: what is left when verifying one node is paid."""
         return (self.credit - self._extra(2)) / self._texts if self._cost else math.inf

@@ -156,7 +156,7 @@ class Decoder:
         """Draft, verify, emit, tell: at least one token, normally no more than max_tokens."""
         guesses = yield from self._draft(sampling, min(max_tokens, self.target.n_ctx - self._length) - 1)
         # What is plain stays as cheap as plain.
-        wanted = self._memory.num_candidates if self._memory and len(guesses) > 1 else 0
+        wanted = self._memory.num_candidates if self._memory and not self.budget.is_plain else 0
         verified = yield Verify(self.target, self._length, guesses, sampling.native, wanted)
         tree, path, tokens, candidates = verified.result
         self._remember(tree, candidates)

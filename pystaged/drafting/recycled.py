@@ -80,6 +80,10 @@ class RecycledCandidates:
             mixed[candidate] = mixed.get(candidate, 0.0) + _PAIR * chance
         return mixed, 2
 
+    def become(self, other: RecycledCandidates) -> None:
+        """Know what another one of as many slots knows, and no more."""
+        self._keys[:], self._tokens[:], self._chances[:] = other._keys, other._tokens, other._chances
+
     def entries(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
         """All that is known: keys int64[n], candidates int32[n, KEPT], -1 for none, and their chances float32[n, KEPT];
         those of tokens first."""
