@@ -16,6 +16,7 @@ KEPT = 16  # candidates of a token or a pair
 _SLOTS = 1 << 16  # for pairs; half as many for tokens
 _NEWS = 0.35  # weight of what is seen beside what was known
 _PAIR = 0.7  # weight of a pair's candidates beside its last token's
+_PAIRS = 2  # added to a pair's first token, -1 for none: the keys of pairs are above all tokens
 _SPREAD = 0x9E3779B97F4A7C15  # Fibonacci hashing: the slot of a pair is the product's upper bits
 
 Known = Literal[0, 1, 2]
@@ -58,18 +59,20 @@ class RecycledCandidates:
         """
         if len(tokens) == 0:
             return
-        rows = slice(None, None, -1)  # of equal slots numpy keeps the last
-        keys = np.concatenate([tokens[rows].astype(np.int64), _pair_keys(before[rows], tokens[rows])])
-        chances = np.exp(logits[rows] - logits[rows, :1])
-        ids = np.tile(candidates[rows], (2, 1))
-        self._put(keys, ids, np.tile(chances / chances.sum(1, keepdims=True), (2, 1)))
+        # Twice, by token and by pair; backwards, because of equal slots numpy keeps the last.
+        rows = np.tile(np.arange(len(tokens))[::-1], 2)
+        last = tokens[rows].astype(np.int64)
+        keys = last + (before[rows].astype(np.int64) + _PAIRS << 32)
+        keys[: len(tokens)] = last[: len(tokens)]
+        chances = np.exp(logits - logits[:, :1])
+        self._blend(keys, candidates[rows], (chances / chances.sum(1, keepdims=True))[rows])
         self.num_learnt += len(tokens)
 
     def chances(self, before: int, token: int) -> tuple[dict[int, float], Known]:
         """The probability of each candidate after these two tokens (`before` is -1 for none), 0 candidates if nothing
         is known; and after how many tokens it is known."""
         found = self._find(token, token & (self._of_token - 1))
-        key = (before + 2) << 32 | token
+        key = (before + _PAIRS) << 32 | token
         pair = self._find(key, self._of_token + (key * _SPREAD % 2**64 >> self._shift))
         if pair is None:
             return (found, 1) if found else ({}, 0)
@@ -92,22 +95,23 @@ class RecycledCandidates:
 
     def restore(self, keys: NDArray[np.int64], candidates: NDArray[np.int32], chances: NDArray[np.float32]) -> None:
         """Take in what `entries` gave."""
-        self._put(keys, candidates, chances)
+        slots = self._slots_of(keys)
+        self._keys[slots], self._tokens[slots] = keys, candidates
+        self._chances[slots] = chances / chances.sum(1, keepdims=True)
 
-    def _put(self, keys: NDArray[np.int64], ids: NDArray[np.int32], chances: NDArray[np.float32]) -> None:
+    def _blend(self, keys: NDArray[np.int64], ids: NDArray[np.int32], chances: NDArray[np.float32]) -> None:
         """Blend candidates, [n, k] with k <= KEPT, into what is known of their keys."""
         slots = self._slots_of(keys)
-        known = np.where(self._keys[slots] == keys, np.float32(1 - _NEWS), np.float32(0))
+        known = (self._keys[slots] == keys) * np.float32(1 - _NEWS)
         old_ids, old = self._tokens[slots], self._chances[slots] * known[:, None]
-        same = (ids[:, :, None] == old_ids[:, None, :]) & (ids[:, :, None] >= 0)
-        new = np.float32(_NEWS) * chances + (same * old[:, None, :]).sum(2)
-        ids = np.concatenate([ids, old_ids], axis=1)
-        chances = np.concatenate([new, np.where(same.any(1), np.float32(0), old)], axis=1)
-        best = np.argsort(-chances, axis=1, kind="stable")[:, :KEPT]
-        chances = np.take_along_axis(chances, best, axis=1)
-        ids = np.where(chances > 0, np.take_along_axis(ids, best, axis=1), -1)
-        self._keys[slots] = keys
-        self._tokens[slots] = ids
+        same = ids[:, :, None] == old_ids[:, None, :]
+        chances = np.float32(_NEWS) * chances + (same * old[:, None, :]).sum(2)
+        old[same.any(1)] = 0
+        ids, chances = np.concatenate([ids, old_ids], axis=1), np.concatenate([chances, old], axis=1)
+        best = (np.arange(len(keys))[:, None], np.argsort(-chances, axis=1, kind="stable")[:, :KEPT])
+        ids, chances = ids[best], chances[best]
+        ids[chances == 0] = -1
+        self._keys[slots], self._tokens[slots] = keys, ids
         self._chances[slots] = chances / chances.sum(1, keepdims=True)
 
     def _slots_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -119,7 +123,3 @@ class RecycledCandidates:
             return None
         ids, chances = self._tokens[slot].tolist(), self._chances[slot].tolist()
         return {token: chance for token, chance in zip(ids, chances, strict=True) if token >= 0}
-
-
-def _pair_keys(before: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:
-    return (before.astype(np.int64) + 2) << 32 | tokens.astype(np.int64)  # above all tokens, -1 for none included
