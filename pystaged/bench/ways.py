@@ -101,7 +101,7 @@ class Runner:
         if way == "n-grams":
             policy = GainPolicy(pair.target_cost(), pair.ngram_cost.lookup)
             drafter = NgramDrafter(pair.table, policy, vocab_size, recycled=pair.recycled)
-            return _Ready(target, drafter, memory=pair.recycled)
+            return _Ready(target, drafter)
         draft = Session(pair.draft, self._n_ctx) if pair.draft else None
         draft_cost = pair.draft_cost() or (lambda *_: 0.0)
         if way == "synthetic":

@@ -158,9 +158,9 @@ class Budget:
         return self._chosen
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the step in hand is without a drafter."""
-        return self._chosen is None
+    def chosen(self) -> int | None:
+        """The drafter of the step in hand, None for none."""
+        return self._chosen
 
     @property
     def seconds(self) -> float:

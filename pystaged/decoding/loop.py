@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.budget import Budget
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
-from pystaged.decoding.drafter import Drafter, Memory, common_prefix
+from pystaged.decoding.drafter import Drafter, common_prefix
 from pystaged.decoding.requests import Done, Read, Request, Requests, Verify, alone
 from pystaged.decoding.step import FinishReason, Step
 from pystaged.decoding.tree import Stage, TokenTree
@@ -40,7 +39,6 @@ class Decoder:
         uses: called with how many tokens a text has; of each drafter, the tokens of a step with it and its time in
             plain steps, as believed before it has been tried. By default it gains nothing.
         crowd: who shares the passes, and the clock; by default nobody.
-        memory: told of the rows of each tree that was drafted; None where nobody wants to know.
     """
 
     def __init__(
@@ -50,11 +48,9 @@ class Decoder:
         cost: PassCost | None = None,
         uses: Callable[[int], Sequence[tuple[float, float]]] | None = None,
         crowd: Crowd | None = None,
-        memory: Memory | None = None,
     ) -> None:
         self.target = target
         self.drafters = drafters
-        self._memory = memory
         self.crowd = crowd or Crowd()
         self.budget = Budget(cost, uses or (lambda _: [(1.0, 1.0)] * len(drafters)), self.crowd)
         self._clock = self.crowd.clock
@@ -156,10 +152,14 @@ class Decoder:
         """Draft, verify, emit, tell: at least one token, normally no more than max_tokens."""
         guesses = yield from self._draft(sampling, min(max_tokens, self.target.n_ctx - self._length) - 1)
         # What is plain stays as cheap as plain.
-        wanted = self._memory.num_candidates if self._memory and not self.budget.is_plain else 0
+        memory = self._drafting[self.budget.chosen].memory if self.budget.chosen is not None else None
+        wanted = memory.num_candidates if memory else 0
         verified = yield Verify(self.target, self._length, guesses, sampling.native, wanted)
         tree, path, tokens, candidates = verified.result
-        self._remember(tree, candidates)
+        if memory:
+            before = tree.tokens[tree.parents]
+            before[0] = self._before
+            memory.learn(before, tree.tokens, *candidates)
         self._before, self._root = (self._root, *tokens)[-2:]
         self._length += len(path)
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
@@ -248,12 +248,6 @@ class Decoder:
         if chosen is None:
             return TokenTree.root(self._root)
         return self.budget.trim((yield from self._drafting[chosen].draft(sampling, max_depth, self.budget.seconds)))
-
-    def _remember(self, tree: TokenTree, candidates: Sequence[NDArray[Any]]) -> None:
-        if self._memory and candidates:
-            before = tree.tokens[tree.parents]
-            before[0] = self._before
-            self._memory.learn(before, tree.tokens, *candidates)
 
     def _tell(self, tokens: list[int]) -> None:
         try:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pystaged._core import Session
 from pystaged.decoding.calibration import Calibration
-from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.drafter import Drafter, Memory
 from pystaged.decoding.policy import CheckedPolicy, Growth, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.stats import DrafterStats
@@ -27,6 +27,7 @@ class TreeDrafter:
 
     def __init__(self, stage: Stage, policy: TreePolicy, clock: Callable[[], float] = time.perf_counter) -> None:
         self.stats = DrafterStats()
+        self.memory: Memory | None = None
         self._stage = stage
         self._policy = CheckedPolicy(policy)
         self._clock = clock

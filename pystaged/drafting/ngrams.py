@@ -66,7 +66,7 @@ class NgramDrafter(TreeDrafter):
         super().__init__(Stage.NGRAM, policy, clock)
         self._cost = cost
         self._table = table
-        self._recycled = recycled
+        self.memory = self._recycled = recycled
         self._vocab_size = min(vocab_size, table.vocab_size) if table else vocab_size
         self._grams = ContextNgrams()
         self._context: list[int] = []

@@ -121,7 +121,7 @@ class Pair:
     def _decoder(self, target: Session, draft: Session | None, policy: TreePolicy | None) -> Decoder:
         if policy is not None:
             drafter = self._model_drafter(draft, policy) if draft else self._ngram_drafter(policy, self.recycled)
-            return Decoder(target, drafter, memory=self.recycled)
+            return Decoder(target, drafter)
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
         lookup = self.ngram_cost.lookup
@@ -132,7 +132,7 @@ class Pair:
             by_draft = GainPolicy(target_cost, draft_cost, crowd=crowd)
             drafters.insert(0, self._model_drafter(draft, by_draft, draft_cost, crowd))
         uses = partial(self._uses, target_cost, draft_cost, crowd=crowd)
-        return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd, memory=self.recycled)
+        return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd)
 
     def text_over(self) -> None:
         """Keep what the target said of its tokens, now and then."""

@@ -124,7 +124,7 @@ def decoder_of(
     elif kind == "n-grams":
         drafters = [NgramDrafter(None, tree, vocab)]
     elif kind == "recycled":
-        return Decoder(session, NgramDrafter(None, tree, vocab, recycled=memory), crowd=crowd, memory=memory)
+        return Decoder(session, NgramDrafter(None, tree, vocab, recycled=memory), crowd=crowd)
     elif kind == "lies":
         drafters = [LyingDrafter(vocab)]
     elif kind == "by gain":

@@ -98,7 +98,7 @@ def test_no_memory_changes_the_text_and_it_guesses_what_was_said_before(
     steps = []
     for _ in range(2):
         drafter = NgramDrafter(None, FixedPolicy(1, 12, 12), target.vocab_size, recycled=memory)
-        decoder = Decoder(session, drafter, memory=memory)
+        decoder = Decoder(session, drafter)
         texts = [list(decoder.generate(prompt, sampling, 24)) for prompt in prompts[:2]]
         assert [[token for step in text for token in step.tokens] for text in texts] == plain
         steps.append(sum(map(len, texts)))
@@ -108,7 +108,7 @@ def test_no_memory_changes_the_text_and_it_guesses_what_was_said_before(
 def test_what_fails_or_is_plain_teaches_nothing(random_gguf: Callable[..., Path]) -> None:
     target, memory = Model(str(random_gguf("Q8_0"))), RecycledCandidates()
     drafter = NgramDrafter(None, FixedPolicy(1, 4, 4), target.vocab_size, recycled=memory)
-    decoder = Decoder(Session(target), drafter, memory=memory)
+    decoder = Decoder(Session(target), drafter)
     prompt = np.array([3, 5, 7, 3, 5, 7, 3, 5], np.int32)
     text = decoder.text(prompt, GREEDY, 4, speculate=False)
     finish(text)  # type: ignore[arg-type]
