@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from rich.text import Text
 from pystaged import files
 from pystaged.cli.console import print_table, report
 from pystaged.loading import cache, memories, names, packed
-from pystaged.loading.kept import KeptFile
+from pystaged.loading.kept import KeptFiles
 
 app = typer.Typer(
     help="List the models in the cache, packed weights and memories, or remove some.", invoke_without_command=True
@@ -40,12 +39,12 @@ def models(context: typer.Context) -> None:
         print_table(table)
     else:
         report(f"no models in {cache.folder()}; get one with: pystaged pull openai-community/gpt2")
-    for what, kept in (("packed weights of", packed.packed_weights()), ("memory of", memories.memories())):
-        if kept:
+    for what, kept in (("packed weights of", packed.FILES), ("memory of", memories.FILES)):
+        if found_files := kept.all():
             table = Table(box=None, pad_edge=False)
             table.add_column(what, no_wrap=True)
             table.add_column("MB", justify="right", no_wrap=True)
-            for each in kept:
+            for each in found_files:
                 table.add_row(Text(each.model), Text(f"{each.bytes / 1e6:.1f}"))
             print_table(table)
     leftovers = _leftovers()
@@ -82,9 +81,9 @@ def remove(
     if (bool(name) or only_packed or only_memory) == leftovers:
         raise typer.BadParameter("name a model, --packed, --memory or --leftovers")
     if only_packed:
-        report(_remove_kept(name, "packed weights", packed.packed_weights(), packed.packed_path, packed.remove_packed))
+        report(_remove_kept(name, "packed weights", packed.FILES))
     if only_memory:
-        report(_remove_kept(name, "memory", memories.memories(), memories.memory_path, memories.remove_memory))
+        report(_remove_kept(name, "memory", memories.FILES))
     if only_packed or only_memory:
         return
     if leftovers:
@@ -102,20 +101,14 @@ def _leftovers() -> list[Path]:
     return [part for folder in (cache.folder(), packed.folder(), memories.folder()) for part in files.leftovers(folder)]
 
 
-def _remove_kept(
-    name: str,
-    what: str,
-    kept: Sequence[KeptFile],
-    path_of: Callable[[Path], Path],
-    remove: Callable[[Path], int],
-) -> str:
+def _remove_kept(name: str, what: str, kept: KeptFiles) -> str:
     """Remove what is kept of a model, "" for all; what is to be said of it."""
     in_a_package = name in ("house", "smollm2")
     path = names.resolve(name) if in_a_package else cache.find(name) or Path(name).expanduser()
-    found = [each for each in kept if not name or each.path == path_of(path)]
+    found = [each for each in kept.all() if not name or each.path == kept.path(path)]
     if name and not found:
-        raise FileNotFoundError(f"no {what} of {name!r} is kept; `pystaged models` lists what is")
-    freed = sum(remove(each.path) for each in found)
+        raise FileNotFoundError(f"no {what} of {name!r} in the cache; `pystaged models` lists what there is")
+    freed = sum(kept.remove(each.path) for each in found)
     return f"removed {what} of {len(found)} model{'' if len(found) == 1 else 's'}, {freed / 1e6:.1f} MB freed"
 
 

@@ -16,8 +16,8 @@ from pystaged.loading.kept import KeptFiles
 _SECONDS = 10.0  # between two writes while the model is used
 _ENTRY_BYTES = 8 + 6 * KEPT  # a key, and a token and a chance of each candidate
 _MOST_BYTES = 12_000_000
-_FILES = KeptFiles("memory", "pystaged memory 1")
-folder, memory_path, memories, remove_memory = _FILES.folder, _FILES.path, _FILES.all, _FILES.remove
+FILES = KeptFiles("memory", "pystaged memory 1")
+folder, memory_path, memories, remove_memory = FILES.folder, FILES.path, FILES.all, FILES.remove
 
 
 class KeptMemory:
@@ -36,7 +36,7 @@ class KeptMemory:
         self, model: Path, vocabulary: str, vocab_size: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         info = model.stat()
-        self._head = _FILES.head(model, f"{info.st_size} {info.st_mtime_ns} {vocabulary}")
+        self._head = FILES.head(model, f"{info.st_size} {info.st_mtime_ns} {vocabulary}")
         self._path, self._vocab_size, self._clock = memory_path(model), vocab_size, clock
         self.candidates = RecycledCandidates()
         self._load()

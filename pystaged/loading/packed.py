@@ -10,8 +10,8 @@ from pystaged._core import Model
 from pystaged.files import check_room, part_file
 from pystaged.loading.kept import KeptFiles
 
-_FILES = KeptFiles("packed", "pystaged packed weights")
-folder, packed_path, packed_weights, remove_packed = _FILES.folder, _FILES.path, _FILES.all, _FILES.remove
+FILES = KeptFiles("packed", "pystaged packed weights")
+folder, packed_path, packed_weights, remove_packed = FILES.folder, FILES.path, FILES.all, FILES.remove
 
 
 def load_packed(path: Path, kernel: str, num_threads: int, report: Callable[[str], None], kv: str = "f16") -> Model:
