@@ -103,6 +103,12 @@ void check_k(const Session& session, int k) {
     }
 }
 
+void check_num_candidates(const Session& session, int num_candidates) {
+    if (num_candidates < 0 || num_candidates > session.model().numbers().vocab_size) {
+        throw py::value_error("num_candidates must be between 0 and the size of the vocabulary");
+    }
+}
+
 py::array_t<int32_t> to_array(const std::vector<int32_t>& values) {
     return py::array_t<int32_t>(static_cast<py::ssize_t>(values.size()), values.data());
 }
@@ -158,15 +164,24 @@ void check_signals() {
     }
 }
 
+py::tuple to_candidates(const Outcome& outcome, size_t num_rows, int k) {
+    const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(num_rows), k};
+    return py::make_tuple(py::array_t<int32_t>(shape, outcome.tokens.data()),
+                          py::array_t<float>(shape, outcome.scores.data()));
+}
+
+py::tuple to_verified(const Outcome& outcome, size_t num_rows, int num_candidates) {
+    const py::tuple followed = to_tuple(outcome.followed);
+    return num_candidates == 0 ? followed : py::tuple(followed + to_candidates(outcome, num_rows, num_candidates));
+}
+
 py::object to_result(const Work& work, const Outcome& outcome) {
     switch (work.kind) {
         case Work::Kind::read: return py::none();
-        case Work::Kind::verify: return to_tuple(outcome.followed);
+        case Work::Kind::verify: return to_verified(outcome, work.tokens.size(), work.k);
         case Work::Kind::propose: break;
     }
-    const std::vector<py::ssize_t> shape{work.num_judged, work.k};
-    return py::make_tuple(py::array_t<int32_t>(shape, outcome.tokens.data()),
-                          py::array_t<float>(shape, outcome.scores.data()));
+    return to_candidates(outcome, work.num_judged, work.k);
 }
 
 py::list run_works(const py::object& works) {
@@ -568,16 +583,18 @@ PYBIND11_MODULE(_core, m) {
             py::arg("sampling"), py::arg("root") = 0)
         .def(
             "verify",
-            [](Session& self, const py::object& tokens, const py::object& parents, const Sampling& sampling) {
+            [](Session& self, const py::object& tokens, const py::object& parents, const Sampling& sampling,
+               int num_candidates) {
                 const std::vector<int32_t> ids = to_ints(tokens, "tokens"), before = to_ints(parents, "parents");
-                Followed followed;
+                check_num_candidates(self, num_candidates);
+                Outcome outcome;
                 {
                     const py::gil_scoped_release release;
-                    followed = self.verify(ids, before, sampling);
+                    outcome = self.verify(ids, before, sampling, num_candidates);
                 }
-                return to_tuple(followed);
+                return to_verified(outcome, ids.size(), num_candidates);
             },
-            py::arg("tokens"), py::arg("parents"), py::arg("sampling"))
+            py::arg("tokens"), py::arg("parents"), py::arg("sampling"), py::arg("num_candidates") = 0)
         .def(
             "commit",
             [](Session& self, const py::object& path) {
@@ -633,10 +650,14 @@ PYBIND11_MODULE(_core, m) {
             py::arg("session"), py::arg("tokens"), py::keep_alive<0, 1>())
         .def_static(
             "verify",
-            [](Session& session, const py::object& tokens, const py::object& parents, const Sampling& sampling) {
-                return Work::verify(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), sampling);
+            [](Session& session, const py::object& tokens, const py::object& parents, const Sampling& sampling,
+               int num_candidates) {
+                check_num_candidates(session, num_candidates);
+                return Work::verify(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), sampling,
+                                    num_candidates);
             },
-            py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("sampling"), py::keep_alive<0, 1>())
+            py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("sampling"),
+            py::arg("num_candidates") = 0, py::keep_alive<0, 1>())
         .def_static(
             "propose",
             [](Session& session, const py::object& tokens, const py::object& parents, int num_judged, int k,

@@ -16,8 +16,9 @@ namespace pystaged {
 
 namespace {
 
-// Greedy candidates in fewer logits are found faster than a second thread is woken.
-constexpr size_t kLogitsWorthSharing = 128 << 10;
+// Greedy candidates in fewer logits are found faster than a second thread is woken; so are the largest of many more,
+// for which most logits need not be read.
+constexpr size_t kLogitsWorthSharing = 128 << 10, kLargestWorthSharing = 16 * kLogitsWorthSharing;
 
 void check_finite(const float* x, size_t n) {
     if (!std::all_of(x, x + n, [](float value) { return std::isfinite(value); })) {
@@ -27,7 +28,9 @@ void check_finite(const float* x, size_t n) {
 
 // Whether a row comes several times, and some sampling changes it.
 bool changes_one_twice(const std::vector<Judged>& rows) {
-    const auto changes = [](const Judged& row) { return row.sampling && (row.sampling->rules || row.sampling->xtc_probability > 0); };
+    const auto changes = [](const Judged& row) {
+        return row.sampling && (row.sampling->rules || row.sampling->xtc_probability > 0);
+    };
     if (std::none_of(rows.begin(), rows.end(), changes)) {
         return false;
     }
@@ -152,16 +155,21 @@ LogitsRow Executor::shortlisted_row(const Logits& logits, int row, int shortlist
 }
 
 void Executor::find_candidates(const std::vector<Judged>& rows) {
-    const bool greedy =
-        std::all_of(rows.begin(), rows.end(), [](const Judged& row) { return row.sampling->temperature == 0; });
-    const bool quick = greedy && rows.size() * model_.numbers().logits_stride() < kLogitsWorthSharing;
+    const auto raw = [](const Judged& row) { return !row.sampling; };
+    const bool greedy = std::all_of(rows.begin(), rows.end(),
+                                    [&](const Judged& row) { return raw(row) || row.sampling->temperature == 0; });
+    const bool all_raw = std::all_of(rows.begin(), rows.end(), raw);
+    const size_t worth = all_raw ? kLargestWorthSharing : kLogitsWorthSharing;
+    const bool quick = greedy && rows.size() * model_.numbers().logits_stride() < worth;
     // One row is shared out by its logits, several are by rows, but for one that comes twice and is changed meanwhile.
     const int threads = quick || changes_one_twice(rows) ? 1 : model_.num_threads(),
               in_row = rows.size() == 1 ? threads : 1;
     ThreadPool::shared().run(static_cast<int>(rows.size()), threads, [&](int i, int worker) {
         const Judged& row = rows[i];
-        const auto& found =
-            samplers_[worker].candidates(*row.sampling, row.logits, row.position, row.k, in_row, row.prefix);
+        Sampler& sampler = samplers_[worker];
+        const auto& found = row.sampling
+                                ? sampler.candidates(*row.sampling, row.logits, row.position, row.k, in_row, row.prefix)
+                                : sampler.largest(row.logits, row.k);
         for (int j = 0; j < row.k; ++j) {
             const bool have = static_cast<size_t>(j) < found.size();
             row.tokens[j] = have ? found[j].token : -1;

@@ -28,8 +28,8 @@ struct Logits {
 // -1 and score -inf.
 struct Judged {
     LogitsRow logits;
-    int64_t position;  // of the next token
-    const Sampling* sampling;
+    int64_t position;          // of the next token
+    const Sampling* sampling;  // none for the largest logits as they are
     int k;
     int32_t* tokens;  // [k]
     float* scores;    // [k]

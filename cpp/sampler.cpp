@@ -412,6 +412,11 @@ const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const Logit
     return kept_;
 }
 
+const std::vector<Candidate>& Sampler::largest(const LogitsRow& row, int k) {
+    top_logits(row, std::min(k, row.size));
+    return kept_;
+}
+
 int32_t Sampler::choose(const Sampling& s, const LogitsRow& row, int64_t position, int num_threads,
                         const Prefix& prefix) {
     const Restored restored{ruled_};

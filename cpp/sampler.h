@@ -56,6 +56,8 @@ public:
                                              int num_threads, const Prefix& prefix = {});
     // Log-probabilities as the row itself has them, of a token and then of the k likeliest, best first.
     const std::vector<Candidate>& log_probabilities(const LogitsRow& row, int32_t token, int k, int num_threads);
+    // The k largest logits, best first; ties by the lower id.
+    const std::vector<Candidate>& largest(const LogitsRow& row, int k);
 
 private:
     // What there is to choose from: the likeliest token, all of them, or those in kept_.

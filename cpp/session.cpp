@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "error.h"
 #include "work.h"
@@ -121,10 +123,10 @@ void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int
     run({&work});
 }
 
-Followed Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
-                         const Sampling& sampling) {
-    const Work work = Work::verify(*this, tokens, parents, sampling);
-    return run({&work})[0].followed;
+Outcome Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
+                        const Sampling& sampling, int num_candidates) {
+    const Work work = Work::verify(*this, tokens, parents, sampling, num_candidates);
+    return std::move(run({&work})[0]);
 }
 
 void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
@@ -187,9 +189,10 @@ LogitsRow Session::logits_row(int row) {
     return executor_->row(*judged.logits, judged.slot);
 }
 
-Judged Session::judged(int row, const Sampling& sampling, int k, int32_t* tokens, float* scores) {
+Judged Session::judged(int row, const Sampling* sampling, int k, int32_t* tokens, float* scores) {
     const LogitsRow logits = logits_row(row);
-    return {logits, pending_[row].position + 1, &sampling, k, tokens, scores, prefix(sampling, row)};
+    return {
+        logits, pending_[row].position + 1, sampling, k, tokens, scores, sampling ? prefix(*sampling, row) : Prefix{}};
 }
 
 // The tokens up to and including a row's, for rules.
@@ -203,6 +206,28 @@ Prefix Session::prefix(const Sampling& sampling, int row) const {
         }
     }
     return result;
+}
+
+// The largest logits of a row, best first, where its shortlist holds so many.
+bool Session::largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const {
+    const int size = shortlist_size();
+    if (k > size) {
+        return false;
+    }
+    const Row& judged = judged_row(row);
+    const size_t first = judged.slot * size_t(size);
+    const int32_t* ids = &judged.logits->shortlist[first];
+    const float* values = &judged.logits->shortlist_values[first];
+    std::vector<int> order(size);
+    std::iota(order.begin(), order.end(), 0);
+    std::partial_sort(order.begin(), order.begin() + k, order.end(), [&](int a, int b) {
+        return values[a] > values[b] || (values[a] == values[b] && ids[a] < ids[b]);
+    });
+    for (int i = 0; i < k; ++i) {
+        tokens[i] = ids[order[i]];
+        logits[i] = values[order[i]];
+    }
+    return true;
 }
 
 // Where the shortlist holds all that the sampling can choose, it alone is needed.
@@ -228,7 +253,7 @@ void Session::candidates(const std::vector<Sampling>& sampling, const std::vecto
     std::vector<Judged> judged_rows;
     for (size_t i = 0; i < rows.size(); ++i) {
         judged_rows.push_back(
-            judged(rows[i], sampling[sampling.size() == 1 ? 0 : i], k, tokens + i * k, scores + i * k));
+            judged(rows[i], &sampling[sampling.size() == 1 ? 0 : i], k, tokens + i * k, scores + i * k));
     }
     executor_->find_candidates(judged_rows);
 }

@@ -28,6 +28,14 @@ struct Followed {
     std::vector<std::vector<Candidate>> logprobs;
 };
 
+// What came of a piece of work.
+struct Outcome {
+    Followed followed;  // of a tree that was verified
+    // Of rows, best first, [rows][k]: what was proposed, or of a verified tree the tokens of the largest logits.
+    std::vector<int32_t> tokens;
+    std::vector<float> scores;  // theirs, or these logits
+};
+
 class Session {
 public:
     static constexpr int kDefaultContext = 8192;
@@ -53,7 +61,9 @@ public:
 
     // One step: evaluates a tree whose first row is its root, follows it from there and commits the path. Needs a
     // session without pending rows, and leaves none behind, whatever happens.
-    Followed verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, const Sampling& sampling);
+    // Of each row of the tree it also brings the largest logits, as many as asked for.
+    Outcome verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, const Sampling& sampling,
+                   int num_candidates = 0);
 
     // Keeps these pending rows, a path from the committed end on, and drops the rest.
     void commit(const std::vector<int32_t>& path);
@@ -119,8 +129,9 @@ private:
     void read_logits();
     const Row& judged_row(int row) const;
     LogitsRow logits_row(int row);
-    Judged judged(int row, const Sampling& sampling, int k, int32_t* tokens, float* scores);
+    Judged judged(int row, const Sampling* sampling, int k, int32_t* tokens, float* scores);
     Prefix prefix(const Sampling& sampling, int row) const;
+    bool largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const;
     LogitsRow row_to_choose_from(const Sampling& sampling, int row);
 
     std::mutex mutex_;

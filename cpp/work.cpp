@@ -262,9 +262,15 @@ void Run::find_candidates(std::vector<Outcome>& outcomes) {
         outcome.scores.resize(outcome.tokens.size());
         for (int j = 0; work.k > 0 && j < work.num_judged; ++j) {
             const int row = static_cast<int>(work.session->pending_.size()) - work.num_judged + j;
-            rows.push_back(work.session->judged(row, work.samplings[work.samplings.size() == 1 ? 0 : j], work.k,
-                                                &outcome.tokens[size_t(j) * work.k],
-                                                &outcome.scores[size_t(j) * work.k]));
+            int32_t* tokens = &outcome.tokens[size_t(j) * work.k];
+            float* scores = &outcome.scores[size_t(j) * work.k];
+            const Sampling* sampling = nullptr;
+            if (work.kind == Work::Kind::propose) {
+                sampling = &work.samplings[work.samplings.size() == 1 ? 0 : j];
+            } else if (work.session->largest_of_shortlist(row, work.k, tokens, scores)) {
+                continue;
+            }
+            rows.push_back(work.session->judged(row, sampling, work.k, tokens, scores));
         }
     }
     executor_->find_candidates(rows);
@@ -276,10 +282,10 @@ Work Work::read(Session& session, std::vector<int32_t> tokens) {
     return {Kind::read, &session, std::move(tokens), std::move(parents), 0, 0, {}};
 }
 
-Work Work::verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents,
-                  const Sampling& sampling) {
+Work Work::verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, const Sampling& sampling,
+                  int num_candidates) {
     const int n = static_cast<int>(tokens.size());
-    return {Kind::verify, &session, std::move(tokens), std::move(parents), n, 0, {sampling}};
+    return {Kind::verify, &session, std::move(tokens), std::move(parents), n, num_candidates, {sampling}};
 }
 
 Work Work::propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged, int k,

@@ -19,21 +19,15 @@ struct Work {
     Kind kind = Kind::read;
     Session* session = nullptr;
     std::vector<int32_t> tokens, parents;  // parents[i]: the pending row before, or -1 for the last committed token
-    int num_judged = 0;                    // of propose: how many of the last rows get logits
-    int k = 0;                             // of propose: candidates after each, perhaps none
+    int num_judged = 0;                    // how many of the last rows get logits; of verify, all
+    int k = 0;                             // candidates after each judged row, perhaps none
     std::vector<Sampling> samplings;       // one, or of propose one for each judged row
 
     static Work read(Session& session, std::vector<int32_t> tokens);
     static Work verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents,
-                       const Sampling& sampling);
+                       const Sampling& sampling, int num_candidates = 0);
     static Work propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged,
                         int k, std::vector<Sampling> samplings);
-};
-
-struct Outcome {
-    Followed followed;            // of verify
-    std::vector<int32_t> tokens;  // of propose, [num_judged][k]
-    std::vector<float> scores;    // likewise
 };
 
 // Does all works in one pass, or in several where their rows are more than it takes or the backend does not mix texts.

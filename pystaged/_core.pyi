@@ -338,15 +338,17 @@ class Session:
             tokens; int32[m, k], the likeliest tokens at each place, best first; float32[m, k], theirs. They are natural
             ones of the logits as they are, without rules and filters, at temperature 1.
         """
-    def verify(self, tokens: _Ints, parents: _Ints, sampling: Sampling) -> tuple[Any, ...]:
+    def verify(self, tokens: _Ints, parents: _Ints, sampling: Sampling, num_candidates: int = 0) -> tuple[Any, ...]:
         """One step: evaluate a tree, int32[n] with the root in row 0, follow it from there and commit the path.
 
         Returns:
-            As follow.
+            As follow. Where num_candidates = k is above 0, of each row of the tree also the tokens of its k largest
+            logits, int32[n, k], best first, ties by the lower id; and these logits, float32[n, k].
 
         Raises:
             ContextFullError: as evaluate.
-            ValueError: there are pending rows. Whatever fails, the committed tokens stay and nothing is left pending.
+            ValueError: there are pending rows, or k is out of range. Whatever fails, the committed tokens stay and
+                nothing is left pending.
         """
     def commit(self, path: _Ints) -> None:
         """Keep these pending rows, a path from the committed end on, and drop the rest."""
@@ -400,8 +402,8 @@ class Work:
     def read(session: Session, tokens: _Ints) -> Work:
         """Evaluate and commit tokens, int[n], as Session.prefill; the result is None."""
     @staticmethod
-    def verify(session: Session, tokens: _Ints, parents: _Ints, sampling: Sampling) -> Work:
-        """As Session.verify, also the result."""
+    def verify(session: Session, tokens: _Ints, parents: _Ints, sampling: Sampling, num_candidates: int = 0) -> Work:
+        """As Session.verify, whose result it has."""
     @staticmethod
     def propose(
         session: Session,

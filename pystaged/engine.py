@@ -52,6 +52,7 @@ class LoadOptions(TypedDict, total=False):
     kv: str
     num_threads: int
     keep_packed: bool
+    memory: bool
     kv_memory: int | None
     policy: TreePolicy | None
     prompt_delay: float
@@ -83,6 +84,9 @@ class Engine:
         keep_packed: keep weights that run on "cpu" in the cache folder as the kernels read them, which takes as much of
             the disk as the models again: the next time they are there at once, and processes share the memory.
             `pystaged models` lists and removes them.
+        memory: remember what the target would have said next, by the last two tokens, to draft from in later texts, and
+            keep it in the cache folder, 10.2 MB at most: the more a model is used, the better its guesses, whatever
+            texts it wrote. No text depends on it. False where users must not share what speeds up their texts.
         kv_memory: bytes that the keys and values of all texts may take, of those too that have ended, which are kept
             for texts that begin alike. None for a quarter of what is free beside the weights, but enough for one full
             context; on devices, for 8. A text waits while it has no room beside others; alone, any text has.
@@ -110,6 +114,7 @@ class Engine:
         kv: str = "f16",
         num_threads: int = 0,
         keep_packed: bool = False,
+        memory: bool = True,
         kv_memory: int | None = None,
         policy: TreePolicy | None = None,
         prompt_delay: float = PROMPT_DELAY,
@@ -131,6 +136,7 @@ class Engine:
             draft_device=draft_device,
             kv=kv,
             keep_packed=keep_packed,
+            memory=memory,
         )
         self._warn = report or warnings.warn
         self._chat_format: ChatFormat | None = None

@@ -191,9 +191,9 @@ class RemoteSession:
         followed: tuple[Any, ...] = self._call("follow", sampling, root)
         return followed
 
-    def verify(self, tokens: object, parents: object, sampling: Sampling) -> tuple[Any, ...]:
-        followed: tuple[Any, ...] = self._call("verify", tokens, parents, sampling)
-        return followed
+    def verify(self, tokens: object, parents: object, sampling: Sampling, num_candidates: int = 0) -> tuple[Any, ...]:
+        verified: tuple[Any, ...] = self._call("verify", tokens, parents, sampling, num_candidates)
+        return verified
 
     def commit(self, path: object) -> None:
         self._call("commit", path)

@@ -25,6 +25,8 @@ class Contest:
     """What to measure; each field as the option of `pystaged bench`.
 
     accept: acceptance at depth 1, 2, ... of the synthetic mode; empty for the usual benchmark.
+    warm: so many other prompts of the file have been continued before, and are remembered by what drafts; else nothing
+    is.
     """
 
     model: str = "house"
@@ -38,6 +40,7 @@ class Contest:
     peers: str = "all"
     llama_cpp: Sequence[Path] = ()
     accept: list[float] = field(default_factory=list)
+    warm: int = 0
 
     def run(self, progress: Callable[[str, float, float], None]) -> Report:
         """Measure everything, until the time is over, or until Ctrl-C.
@@ -51,10 +54,15 @@ class Contest:
         """
         path = models.find(self.model, self.quantization, lambda what: progress(what, 0.0, 0.0))
         draft = models.find_draft(self.model, self.draft)
-        file, chosen = prompts.choose(path, self.prompts, self.limit)
+        most = None if self.limit is None else self.warm + self.limit
+        file, found_prompts = prompts.choose(path, self.prompts, most)
+        warm, chosen = found_prompts[: self.warm], found_prompts[self.warm :]
+        if not chosen:
+            raise ValueError(f"{file} has {len(warm)} prompts; choose a smaller --warm")
         misleading = [] if self.accept else prompts.misleading(path)
-        setup, kernel = self._setup(path, draft, max(len(prompt.tokens) for prompt in chosen + misleading))
-        taking_part = contenders.ours(setup, self.accept)
+        longest = max(len(prompt.tokens) for prompt in [*found_prompts, *misleading])
+        setup, kernel = self._setup(path, draft, longest)
+        taking_part = contenders.ours(setup | {"warm": [prompt.tokens.tolist() for prompt in warm]}, self.accept)
         if not self.accept:
             taking_part += contenders.peers(setup, self.llama_cpp, self.peers)
         progress("passes of the target", 0.0, 0.0)
@@ -77,6 +85,7 @@ class Contest:
             "max_tokens": self.max_tokens,
             "minutes": self.minutes,
             "accept": self.accept,
+            "warm": self.warm,
             "date": date.today().isoformat(),
             "command": shlex.join(["pystaged", *sys.argv[1:]]),
         }

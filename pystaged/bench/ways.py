@@ -22,6 +22,7 @@ from pystaged.decoding.requests import Requests, finish
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
+from pystaged.drafting.recycled import RecycledCandidates
 from pystaged.loading.pair import Pair
 from pystaged.stats import DrafterStats, GenerationStats
 
@@ -42,15 +43,19 @@ class Runner:
     """Decodes in the ways of Spector & Ré's Table 2, and some more.
 
     Args:
-        setup: model, draft (path or None), threads, n_ctx; accept: acceptance at depth for the way "synthetic".
+        setup: model, draft (path or None), threads, n_ctx; accept: acceptance at depth for the way "synthetic"; warm:
+            prompts, lists of tokens, that whatever drafts has continued before, and remembers; without any it has no
+            memory.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._pair = Pair(setup["model"], setup["draft"], setup["threads"], lambda _: None)
         self._n_ctx = setup["n_ctx"]
-        self._accept = setup["accept"]
+        self._accept, self._warm = setup["accept"], setup.get("warm", [])
         # Nothing learnt under one sampling helps another.
         self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
+        # Of such a decoder: in use, and as it was at first.
+        self._memories: dict[tuple[str, SamplingConfig], tuple[RecycledCandidates, RecycledCandidates]] = {}
         # Now, not while another way is being timed.
         self._pair.target_cost()
         self._pair.draft_cost()
@@ -58,13 +63,31 @@ class Runner:
     def run(self, job: dict[str, Any]) -> Measurement:
         key = job["way"], job["sampling"]
         if key not in self._decoders:
-            self._decoders[key] = self._decoder(job["way"])
+            self._decoders[key] = self._begin(job)
+        if key in self._memories:
+            memory, at_first = self._memories[key]
+            memory.become(at_first)
         return self._generate(self._decoders[key], job)
 
     def close(self) -> None:
         for decoder in self._decoders.values():
             decoder.close()
         self._decoders.clear()
+        self._memories.clear()
+
+    def _begin(self, job: dict[str, Any]) -> Decoder:
+        way = job["way"]
+        if not self._warm or way not in ("staged", "n-grams"):
+            return self._decoder(way)
+        memory = self._pair.recycled = RecycledCandidates()
+        decoder = self._decoder(way)
+        self._pair.recycled = None
+        for prompt in self._warm:
+            self._generate(decoder, job | {"prompt": prompt})
+        at_first = RecycledCandidates()
+        at_first.become(memory)
+        self._memories[way, job["sampling"]] = memory, at_first
+        return decoder
 
     def _decoder(self, way: str) -> Decoder:
         pair = self._pair
@@ -75,7 +98,8 @@ class Runner:
             return Decoder(target)
         if way == "n-grams":
             policy = GainPolicy(pair.target_cost(), pair.ngram_cost.lookup)
-            return _Ready(target, NgramDrafter(pair.table, policy, vocab_size))
+            drafter = NgramDrafter(pair.table, policy, vocab_size, recycled=pair.recycled)
+            return _Ready(target, drafter)
         draft = Session(pair.draft, self._n_ctx) if pair.draft else None
         draft_cost = pair.draft_cost() or (lambda *_: 0.0)
         if way == "synthetic":

@@ -74,6 +74,9 @@ def bench(
         str | None,
         typer.Option(help="Instead: what drafts with this acceptance at depth 1, 2, ... would gain; as 0.8,0.6,0.5."),
     ] = None,
+    warm: Annotated[
+        int, typer.Option(min=0, help="Draft with the memory of so many other prompts of the file; else with none.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.md, report.json and pictures.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -105,6 +108,7 @@ def bench(
         peers=peers,
         llama_cpp=llama_cpp or [],
         accept=_rates(accept) if accept is not None else [],
+        warm=warm,
     )
     if out:
         # Now, not after half an hour.

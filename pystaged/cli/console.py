@@ -132,6 +132,7 @@ def open_engine(model: str, options: LoadOptions) -> Engine:
         n_ctx=options.n_ctx,
         kv=options.kv,
         keep_packed=options.keep_packed,
+        memory=options.memory,
         kv_memory=options.kv_memory,
         report=report,
     )

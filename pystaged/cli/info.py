@@ -27,7 +27,7 @@ def info(
     """
     path = names.resolve(model_name(model))
     with pystaged.load(
-        path, draft=None, kv=kv, kv_memory=kv_memory, policy=FixedPolicy(width=1, depth=0, budget=0)
+        path, draft=None, kv=kv, kv_memory=kv_memory, memory=False, policy=FixedPolicy(width=1, depth=0, budget=0)
     ) as engine:
         loaded = engine.model
         rows = {

@@ -11,14 +11,18 @@ from rich.text import Text
 
 from pystaged import files
 from pystaged.cli.console import print_table, report
-from pystaged.loading import cache, names, packed
+from pystaged.loading import cache, memories, names, packed
+from pystaged.loading.kept import KeptFiles
 
-app = typer.Typer(help="List the models in the cache and packed weights, or remove some.", invoke_without_command=True)
+app = typer.Typer(
+    help="List the models in the cache, packed weights and memories, or remove some.", invoke_without_command=True
+)
 
 
 @app.callback()
 def models(context: typer.Context) -> None:
-    """List the models in the cache: size, type, shape and license; and the packed weights kept with --keep-packed.
+    """List the models in the cache: size, type, shape and license; the packed weights kept with --keep-packed; and
+    what models remember to draft from, unless --no-memory.
 
     Example: pystaged models
     """
@@ -35,14 +39,14 @@ def models(context: typer.Context) -> None:
         print_table(table)
     else:
         report(f"no models in {cache.folder()}; get one with: pystaged pull openai-community/gpt2")
-    weights = packed.packed_weights()
-    if weights:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("packed weights of", no_wrap=True)
-        table.add_column("MB", justify="right", no_wrap=True)
-        for each in weights:
-            table.add_row(Text(each.model), Text(f"{each.bytes / 1e6:.1f}"))
-        print_table(table)
+    for what, kept in (("packed weights of", packed.FILES), ("memory of", memories.FILES)):
+        if found_files := kept.all():
+            table = Table(box=None, pad_edge=False)
+            table.add_column(what, no_wrap=True)
+            table.add_column("MB", justify="right", no_wrap=True)
+            for each in found_files:
+                table.add_row(Text(each.model), Text(f"{each.bytes / 1e6:.1f}"))
+            print_table(table)
     leftovers = _leftovers()
     if leftovers:
         size = sum(part.stat().st_size for part in leftovers)
@@ -61,18 +65,26 @@ def remove(
     only_packed: Annotated[
         bool, typer.Option("--packed", help="Packed weights alone: of the model that is named, or all.")
     ] = False,
+    only_memory: Annotated[
+        bool, typer.Option("--memory", help="What models remember alone: of the model that is named, or all.")
+    ] = False,
 ) -> None:
-    """Remove a model from the cache, and its packed weights. What other programs put into Hugging Face's cache, or
-    still have there, stays.
+    """Remove a model from the cache, with its packed weights and memory. What other programs put into Hugging Face's
+    cache, or still have there, stays.
 
     Example: pystaged models remove openai-community/gpt2:q8_0
 
     Example: pystaged models remove --packed smollm2
+
+    Example: pystaged models remove --memory
     """
-    if (bool(name) or only_packed) == leftovers:
-        raise typer.BadParameter("name a model, --packed or --leftovers")
+    if (bool(name) or only_packed or only_memory) == leftovers:
+        raise typer.BadParameter("name a model, --packed, --memory or --leftovers")
     if only_packed:
-        report(_remove_packed(name))
+        report(_remove_kept(name, "packed weights", packed.FILES))
+    if only_memory:
+        report(_remove_kept(name, "memory", memories.FILES))
+    if only_packed or only_memory:
         return
     if leftovers:
         parts = _leftovers()
@@ -86,18 +98,18 @@ def remove(
 
 
 def _leftovers() -> list[Path]:
-    return [part for folder in (cache.folder(), packed.folder()) for part in files.leftovers(folder)]
+    return [part for folder in (cache.folder(), packed.folder(), memories.folder()) for part in files.leftovers(folder)]
 
 
-def _remove_packed(name: str) -> str:
-    """Remove packed weights of a model, "" for all; what is to be said of it."""
+def _remove_kept(name: str, what: str, kept: KeptFiles) -> str:
+    """Remove what is kept of a model, "" for all; what is to be said of it."""
     in_a_package = name in ("house", "smollm2")
     path = names.resolve(name) if in_a_package else cache.find(name) or Path(name).expanduser()
-    found = [each for each in packed.packed_weights() if not name or each.path == packed.packed_path(path)]
+    found = [each for each in kept.all() if not name or each.path == kept.path(path)]
     if name and not found:
-        raise FileNotFoundError(f"there are no packed weights of {name!r}; `pystaged models` lists whose there are")
-    freed = sum(packed.remove_packed(each.path) for each in found)
-    return f"removed packed weights of {len(found)} model{'' if len(found) == 1 else 's'}, {freed / 1e6:.1f} MB freed"
+        raise FileNotFoundError(f"no {what} of {name!r} in the cache; `pystaged models` lists what there is")
+    freed = sum(kept.remove(each.path) for each in found)
+    return f"removed {what} of {len(found)} model{'' if len(found) == 1 else 's'}, {freed / 1e6:.1f} MB freed"
 
 
 def _count(number: int) -> str:

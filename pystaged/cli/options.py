@@ -121,6 +121,12 @@ class LoadOptions(PairOptions):
         bool,
         typer.Option("--keep-packed", help="Load at once from now on, from a copy in the cache as large as the model."),
     ] = False
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory/--no-memory", help="Draft from what the model said before, kept in the cache, 10 MB at most."
+        ),
+    ] = True
 
 
 _RULES = "Penalties and other rules"

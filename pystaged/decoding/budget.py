@@ -158,6 +158,11 @@ class Budget:
         return self._chosen
 
     @property
+    def chosen(self) -> int | None:
+        """The drafter of the step in hand, None for none."""
+        return self._chosen
+
+    @property
     def seconds(self) -> float:
         """Seconds that the chosen drafter may use: what is left when verifying one node is paid."""
         return (self.credit - self._extra(2)) / self._texts if self._cost else math.inf

@@ -16,8 +16,33 @@ from pystaged.decoding.tree import TokenTree
 from pystaged.stats import DrafterStats
 
 
+class Memory(Protocol):
+    """Takes in what the target would go on with after each row of a tree that it verified."""
+
+    num_candidates: int
+    """The largest logits of a row that it wants."""
+
+    def learn(
+        self,
+        before: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        candidates: NDArray[np.int32],
+        logits: NDArray[np.float32],
+    ) -> None:
+        """Take in rows.
+
+        Args:
+            before: int32[n], the token before each row's, -1 for none; tokens: int32[n], each row's own.
+            candidates: int32[n, k], the tokens of the largest logits after each row, best first; logits: float32[n, k].
+        """
+        ...
+
+
 class Drafter(Protocol):
     """Proposes what comes after a context that it follows step by step; what may need passes is a generator of them."""
+
+    memory: Memory | None
+    """Is told what came of the trees that it drafted; None where nobody wants to know."""
 
     def work(self) -> dict[str, DrafterStats]:
         """What it and the drafters below it have done so far, by name."""

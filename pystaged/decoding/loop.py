@@ -55,7 +55,7 @@ class Decoder:
         self.budget = Budget(cost, uses or (lambda _: [(1.0, 1.0)] * len(drafters)), self.crowd)
         self._clock = self.crowd.clock
         self._drafting: Sequence[Drafter] = ()  # the drafters of this text: none where it is plain
-        self._root = -1
+        self._before = self._root = -1  # the last two tokens of the text
         self._length = 0
 
     def generate(
@@ -140,7 +140,8 @@ class Decoder:
         if progress:
             progress(read, read)
         seconds = self._clock() - begin
-        self._root, self._length = int(prompt[-1]), len(prompt) - 1
+        self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
+        self._length = len(prompt) - 1
         self._drafting = self.drafters if speculate else ()
         for drafter in self._drafting:
             drafter.start(prompt)
@@ -150,9 +151,17 @@ class Decoder:
     def step(self, sampling: SamplingConfig, max_tokens: int) -> Requests[Step]:
         """Draft, verify, emit, tell: at least one token, normally no more than max_tokens."""
         guesses = yield from self._draft(sampling, min(max_tokens, self.target.n_ctx - self._length) - 1)
-        verified = yield Verify(self.target, self._length, guesses, sampling.native)
-        tree, path, tokens, logprobs = verified.result
-        self._root, self._length = tokens[-1], self._length + len(path)
+        # What is plain stays as cheap as plain.
+        memory = self._drafting[self.budget.chosen].memory if self.budget.chosen is not None else None
+        wanted = memory.num_candidates if memory else 0
+        verified = yield Verify(self.target, self._length, guesses, sampling.native, wanted)
+        tree, path, tokens, logprobs, candidates = verified.result
+        if memory:
+            before = tree.tokens[tree.parents]
+            before[0] = self._before
+            memory.learn(before, tree.tokens, *candidates)
+        self._before, self._root = (self._root, *tokens)[-2:]
+        self._length += len(path)
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
         self._tell(tokens)
         plain_seconds = self.budget.record(len(tree), len(tokens), verified)

@@ -94,30 +94,35 @@ class Propose(_OfSession):
         return tokens.tolist(), scores.tolist()
 
 
+Verified = tuple[TokenTree, list[int], list[int], list[Logprobs] | None, tuple[NDArray[Any], ...]]
+
+
 @dataclass(slots=True, eq=False)
 class Verify(_OfSession):
     """Evaluate a tree, follow it and commit the path; the result is the tree, which whoever makes the pass may have
-    trimmed, its accepted nodes, root first, the target's own token after each, and where the sampling asks for them
-    their log-probabilities, else None."""
+    trimmed, its accepted nodes, root first, the target's own token after each, where the sampling asks for them their
+    log-probabilities, else None, and where num_candidates are asked for, what Session.verify says of all its nodes."""
 
     session: Session
     cells: int
     tree: TokenTree
     sampling: Sampling
+    num_candidates: int = 0
 
     @property
     def num_rows(self) -> int:
         return len(self.tree)
 
     def work(self) -> Work:
-        return Work.verify(self.session, self.tree.tokens, self.tree.parents, self.sampling)
+        return Work.verify(self.session, self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates)
 
     def perform(self) -> object:
-        return self.session.verify(self.tree.tokens, self.tree.parents, self.sampling)
+        return self.session.verify(self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates)
 
-    def result(self, found: Any) -> tuple[TokenTree, list[int], list[int], list[Logprobs] | None]:
+    def result(self, found: Any) -> Verified:
         path, tokens, *more = found
-        return self.tree, path.tolist(), tokens.tolist(), Logprobs.of(*more[0]) if more else None
+        logprobs = Logprobs.of(*more.pop(0)) if more and isinstance(more[0], tuple) else None
+        return self.tree, path.tolist(), tokens.tolist(), logprobs, tuple(more)
 
 
 Request = Read | Propose | Verify

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pystaged._core import Session
 from pystaged.decoding.calibration import Calibration
-from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.drafter import Drafter, Memory
 from pystaged.decoding.policy import CheckedPolicy, Growth, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.stats import DrafterStats
@@ -27,6 +27,7 @@ class TreeDrafter:
 
     def __init__(self, stage: Stage, policy: TreePolicy, clock: Callable[[], float] = time.perf_counter) -> None:
         self.stats = DrafterStats()
+        self.memory: Memory | None = None
         self._stage = stage
         self._policy = CheckedPolicy(policy)
         self._clock = clock
@@ -47,10 +48,18 @@ class TreeDrafter:
         if isinstance(other, TreeDrafter):
             self._calibrations = {greedy: learnt.copy() for greedy, learnt in other._calibrations.items()}
 
-    def _expand(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
-        """Add a node's candidates, best first, as its children."""
+    def _expand(
+        self,
+        builder: TreeBuilder,
+        node: int,
+        tokens: list[int],
+        scores: list[float],
+        children: int,
+        source: int | None = None,
+    ) -> None:
+        """Add a node's candidates, best first, as its children; their source is the stage unless it is told."""
         believed = builder.nodes[node].score
-        cells = self._calibration.cells(self._stage, scores)
+        cells = self._calibration.cells(self._stage if source is None else source, scores)
         for token, cell in zip(tokens[:children], cells, strict=False):
             builder.add(node, token, believed * self._calibration.rates[cell], self._stage, cell)
 

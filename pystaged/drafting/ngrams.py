@@ -1,9 +1,10 @@
-"""Drafts from n-grams: those of a table, and those of the running context."""
+"""Drafts from n-grams: those of the running context and of a table, and what the target said before."""
 
 from __future__ import annotations
 
 import math
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,16 @@ from pystaged.decoding.requests import Requests, finish
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.growing import CANDIDATES, TreeDrafter
+from pystaged.drafting.recycled import KEPT, RecycledCandidates
 from pystaged.drafting.table import NgramTable
 
 _TAIL = 4  # tokens an n-gram lookup can use
+# What the n-grams of the context count beside a table and beside recycled candidates: more the longer they are.
+_BESIDE_TABLE = (0.0, 0.25, 0.5, 0.75, 0.9)
+_BESIDE_RECYCLED = (0.0, 0.6, 0.8, 0.9, 0.95)
+_TABLE_BESIDE_RECYCLED = (1.0, 0.5, 0.2)  # by how many tokens those are known after
+# For calibration: who the chance mostly comes from. The n-grams of the context are sources 3 to 6 by their length.
+_OF_RECYCLED = (Stage.NGRAM, 7, 8)
 _MEASURED_TEXT = 64  # tokens
 
 
@@ -33,12 +41,14 @@ class NgramCost:
 
 
 class NgramDrafter(TreeDrafter):
-    """Drafts from a table of n-grams and from the n-grams of the running context, ranked under the target's own noise.
+    """Drafts from a table of n-grams, from those of the running context and from recycled candidates, ranked under the
+    target's own noise.
 
     Args:
         table: Katz trigram of the draft's text (Spector & Ré 2023), None for the context alone.
         policy: decides how a tree for the target grows; a "pass" is one lookup.
         vocab_size: tokens from here on are never proposed.
+        recycled: what the target has said of its tokens in all texts so far, None for nothing.
         cost: seconds of lookups and of reading, refined here; None for lookups that are free.
         clock: seconds.
     """
@@ -49,12 +59,14 @@ class NgramDrafter(TreeDrafter):
         policy: TreePolicy,
         vocab_size: int,
         *,
+        recycled: RecycledCandidates | None = None,
         cost: NgramCost | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(Stage.NGRAM, policy, clock)
         self._cost = cost
         self._table = table
+        self.memory = self._recycled = recycled
         self._vocab_size = min(vocab_size, table.vocab_size) if table else vocab_size
         self._grams = ContextNgrams()
         self._context: list[int] = []
@@ -90,13 +102,14 @@ class NgramDrafter(TreeDrafter):
         children = self._policy.children
         yield from self.prepare(sampling, max_depth, seconds)
         builder = TreeBuilder(self._context[-1])
-        leaves = [0]
+        scores: list[float] = []  # of all nodes but the root, negative, rising
+        leaves = [(-1.0, 0)]  # likewise, with their nodes
         passes = 0
         while True:
             spent = self._clock() - begin
             growth = Growth(
-                [builder.nodes[node].score for node in builder.best()],
-                [builder.nodes[leaf].score for leaf in leaves],
+                [-score for score in scores],
+                [-score for score, _ in leaves],
                 passes,
                 spent,
                 len(self._context) - 1,
@@ -108,14 +121,16 @@ class NgramDrafter(TreeDrafter):
             if width <= 0:
                 break
             batch, leaves = leaves[:width], leaves[width:]
-            for node in batch:
-                tokens, guesses = self._candidates(builder.path(node), max(CANDIDATES, children))
+            for _, node in batch:
+                tokens, guesses, source = self._candidates(builder.path(node), max(CANDIDATES, children))
                 if tokens:
-                    self._expand(builder, node, tokens, guesses, children)
-                    leaves += builder.children[node].values()
+                    self._expand(builder, node, tokens, guesses, children, source)
+                    for child in builder.children[node].values():
+                        score = -builder.nodes[child].score
+                        insort(scores, score)
+                        if builder.nodes[child].depth < max_depth:
+                            insort(leaves, (score, child))
             passes += len(batch)
-            leaves = [leaf for leaf in leaves if builder.nodes[leaf].depth < max_depth]
-            leaves.sort(key=lambda leaf: -builder.nodes[leaf].score)
             if self._cost:
                 self._cost.lookup.observe(len(batch), 0, self._clock() - begin - spent)
         self.stats.passes += passes
@@ -132,7 +147,7 @@ class NgramDrafter(TreeDrafter):
     def extend(self, path: list[int], length: int) -> list[int]:
         found: list[int] = []
         for _ in range(length):
-            tokens, _ = self._candidates(path + found, 1)
+            tokens, _, _ = self._candidates(path + found, 1)
             if not tokens:
                 break
             found.append(tokens[0])
@@ -148,22 +163,28 @@ class NgramDrafter(TreeDrafter):
         """Tokens of the text whose n-grams are not known yet."""
         return len(self._context) - len(self._grams)
 
-    def _candidates(self, path: list[int], k: int) -> tuple[list[int], list[float]]:
-        """The k best next tokens after the context and a path, with their scores, best first."""
+    def _candidates(self, path: list[int], k: int) -> tuple[list[int], list[float], int]:
+        """The k best next tokens after the context and a path, with their scores, best first; and their source."""
         tail = (self._context[-_TAIL:] + path)[-_TAIL:]
         chances: dict[int, float] = {}
-        order = 0
+        recycled: dict[int, float] = {}
+        order, known = 0, 0
+        if self._recycled:
+            recycled, known = self._recycled.chances(tail[-2] if len(tail) > 1 else -1, tail[-1])
         if len(self._grams):
             tokens, scores, order = self._grams.candidates(tail, 8)
-            # The longer the match, the more it counts beside the table.
-            weight = (0.0, 0.25, 0.5, 0.75, 0.9)[order] if self._table else 1.0
+            weight = _BESIDE_RECYCLED[order] if known else _BESIDE_TABLE[order] if self._table else 1.0
             for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):
                 chances[token] = weight * math.exp(score)
+        rest = 1 - _BESIDE_RECYCLED[order] if known else 1 - _BESIDE_TABLE[order]
         if self._table and max(tail[-2:]) < self._vocab_size:
-            weight = (1.0, 0.75, 0.5, 0.25, 0.1)[order]
+            weight = _TABLE_BESIDE_RECYCLED[known] * rest
             tokens, scores = self._table.candidates(tail, min(8, self._table.max_successors))
             for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):
                 chances[token] = chances.get(token, 0.0) + weight * math.exp(score)
+            rest -= weight
+        for token, chance in recycled.items():
+            chances[token] = chances.get(token, 0.0) + rest * chance
         ranked = [(math.log(chance), token) for token, chance in chances.items() if token < self._vocab_size]
         temperature = self._sampling.temperature
         if temperature > 0 and ranked:
@@ -171,15 +192,29 @@ class NgramDrafter(TreeDrafter):
             noise = gumbel(self._sampling.seed, len(self._context) + len(path), ids).tolist()
             ranked = [(score / temperature + g, token) for (score, token), g in zip(ranked, noise, strict=True)]
         ranked.sort(key=lambda item: (-item[0], item[1]))
-        return [token for _, token in ranked[:k]], [score for score, _ in ranked[:k]]
+        source = Stage.NGRAM + order if order else _OF_RECYCLED[known]
+        return [token for _, token in ranked[:k]], [score for score, _ in ranked[:k]], source
 
 
 def measure_ngrams(
-    table: NgramTable | None, vocab_size: int, clock: Callable[[], float] = time.perf_counter
+    table: NgramTable | None,
+    vocab_size: int,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    recycled: bool = False,
 ) -> NgramCost:
-    """Time lookups and reading on this machine; takes a few milliseconds."""
-    drafter = NgramDrafter(table, FixedPolicy(width=1, depth=1, budget=1), vocab_size, clock=clock)
+    """Time lookups and reading on this machine; takes a few milliseconds.
+
+    Args:
+        recycled: look for recycled candidates, too.
+    """
     text = np.arange(_MEASURED_TEXT, dtype=np.int32) % min(vocab_size, 16)
+    memory = RecycledCandidates(slots=16) if recycled else None
+    if memory:
+        candidates = np.tile(np.arange(min(vocab_size, KEPT), dtype=np.int32), (len(text), 1))
+        memory.learn(np.roll(text, 1), text, candidates, -candidates.astype(np.float32))
+    one = FixedPolicy(width=1, depth=1, budget=1)
+    drafter = NgramDrafter(table, one, vocab_size, recycled=memory, clock=clock)
 
     def read(*_: int) -> None:
         drafter.start(text)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pystaged.files import cache_folder, part_file, read_small
+from pystaged.loading.memories import memory_path, remove_memory
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.packed import packed_path, remove_packed
 from pystaged.loading.quantize import DEFAULT_TYPE
@@ -97,7 +98,7 @@ def models() -> list[CachedModel]:
 
 
 def remove(name: str) -> int:
-    """Remove a model, its packed weights, and the n-gram table of its name; returns the bytes freed.
+    """Remove a model, its packed weights, its memory, and the n-gram table of its name; returns the bytes freed.
 
     Of a link, what it leads to is removed too if it was downloaded for it into Hugging Face's cache and no other
     snapshot there has it.
@@ -115,7 +116,7 @@ def remove(name: str) -> int:
     else:
         freed = path.stat().st_size
     path.unlink()
-    freed += remove_packed(packed_path(path))
+    freed += remove_packed(packed_path(path)) + remove_memory(memory_path(path))
     path.with_suffix(".ngram.npz").unlink(missing_ok=True)
     source.files.pop(_file(path), None)
     source.downloaded.discard(_file(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,10 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
+from pystaged.drafting.recycled import RecycledCandidates
 from pystaged.loading import names
 from pystaged.loading.costs import Costs
+from pystaged.loading.memories import KeptMemory
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
 from pystaged.loading.tables import find_table
@@ -50,6 +53,7 @@ class Pair:
         draft_device: str = "cpu",
         kv: str = "f16",
         keep_packed: bool = False,
+        memory: bool = False,
     ) -> None:
         for name in (device, draft_device):
             check(name)
@@ -72,9 +76,15 @@ class Pair:
                 name: self._load(self._draft_path, draft_tokenizer, name) for name in candidates(draft_device, kv)
             }
         self.table = find_table(self._draft_path or self._path, ngrams, self.tokenizer, report)
-        self.ngram_cost = measure_ngrams(self.table, self.tokenizer.num_tokens)
+        self.ngram_cost = measure_ngrams(self.table, self.tokenizer.num_tokens, recycled=memory)
         self.device, self.draft_device = self._fastest(targets, drafts)
         self.target = targets[self.device]
+        self.recycled: RecycledCandidates | None = None
+        self._memory: KeptMemory | None = None
+        if memory:
+            self._memory = KeptMemory(self._path, self.tokenizer.fingerprint, self.target.vocab_size)
+            self.recycled = self._memory.candidates
+            weakref.finalize(self, self._memory.save)  # programs end without closing what they loaded
         self.draft = drafts[self.draft_device] if drafts else None
 
     @property
@@ -110,23 +120,30 @@ class Pair:
 
     def _decoder(self, target: Session, draft: Session | None, policy: TreePolicy | None) -> Decoder:
         if policy is not None:
-            drafter = self._model_drafter(draft, policy) if draft else self._ngram_drafter(policy)
+            drafter = self._model_drafter(draft, policy) if draft else self._ngram_drafter(policy, self.recycled)
             return Decoder(target, drafter)
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
         lookup = self.ngram_cost.lookup
         crowd = Crowd()
         by_ngrams = GainPolicy(target_cost, lookup, crowd=crowd)
-        drafters: list[Drafter] = [self._ngram_drafter(by_ngrams, self.ngram_cost, crowd)]
+        drafters: list[Drafter] = [self._ngram_drafter(by_ngrams, self.recycled, self.ngram_cost, crowd)]
         if draft and draft_cost:
             by_draft = GainPolicy(target_cost, draft_cost, crowd=crowd)
             drafters.insert(0, self._model_drafter(draft, by_draft, draft_cost, crowd))
         uses = partial(self._uses, target_cost, draft_cost, crowd=crowd)
         return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd)
 
+    def text_over(self) -> None:
+        """Keep what the target said of its tokens, now and then."""
+        if self._memory:
+            self._memory.save_now_and_then()
+
     def close(self) -> None:
-        """Keep what was learnt of costs, and hang up on RPC servers."""
+        """Keep what was learnt of costs and tokens, and hang up on RPC servers."""
         self._costs.save()
+        if self._memory:
+            self._memory.save()
         for model in (self.target, self.draft):
             if model is not None:
                 close_model(model)
@@ -181,16 +198,22 @@ class Pair:
         return model
 
     def _ngram_drafter(
-        self, policy: TreePolicy, cost: NgramCost | None = None, crowd: Crowd | None = None
+        self,
+        policy: TreePolicy,
+        recycled: RecycledCandidates | None = None,
+        cost: NgramCost | None = None,
+        crowd: Crowd | None = None,
     ) -> NgramDrafter:
         clock = (crowd or Crowd()).clock
-        return NgramDrafter(self.table, policy, self.target.vocab_size, cost=cost, clock=clock)
+        return NgramDrafter(self.table, policy, self.target.vocab_size, recycled=recycled, cost=cost, clock=clock)
 
     def _model_drafter(
         self, draft: Session, policy: TreePolicy, cost: PassCost | None = None, crowd: Crowd | None = None
     ) -> ModelDrafter:
-        # As the stage below it only extends paths, so no policy of its own matters.
-        below = self._ngram_drafter(FixedPolicy(width=1, depth=1, budget=1), self.ngram_cost if cost else None, crowd)
+        # As the stage below it only extends paths, so no policy of its own matters. It knows nothing recycled: a draft
+        # that knows the text is hardly ever helped by it, and rows of its passes are dear.
+        one = FixedPolicy(width=1, depth=1, budget=1)
+        below = self._ngram_drafter(one, None, self.ngram_cost if cost else None, crowd)
         return ModelDrafter(
             draft,
             policy,

@@ -217,6 +217,19 @@ def test_a_shortlist_chooses_as_all_logits_do(house_target: Path, sampling: Samp
     assert chosen == found[:, 0].tolist()
 
 
+@pytest.mark.parametrize("k", [1, 8, 100])
+def test_the_largest_logits_of_verified_rows(house_target: Path, k: int) -> None:
+    apart, session = open_session(house_target), open_session(house_target)
+    for each in (apart, session):
+        each.prefill(range(40, 60))
+    apart.evaluate([30, 31, 32, 33], [-1, 0, 0, 1])
+    logits = np.stack([apart.logits(row) for row in range(4)])
+    _, _, tokens, values = session.verify([30, 31, 32, 33], [-1, 0, 0, 1], Sampling(), k)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(tokens, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(logits, order, axis=1))
+
+
 def test_errors_leave_a_session_as_it_was(random_gguf: Callable[..., Path]) -> None:
     session = open_session(random_gguf("F32"), 8)
     session.prefill([1, 2, 3])

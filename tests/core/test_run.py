@@ -105,19 +105,22 @@ class Step:
         if self.kind == "read":
             return Work.read(session, self.tokens)
         if self.kind == "verify":
-            return Work.verify(session, self.tokens, self.parents, self.sampling)
+            return Work.verify(session, self.tokens, self.parents, self.sampling, self.k - 1)
         return Work.propose(session, self.tokens, self.parents, self.judged, self.k, self.sampling)
 
-    def alone(self, session: _core.Session) -> tuple[Any, Any] | None:
+    def alone(self, session: _core.Session) -> tuple[Any, ...] | None:
         """The same by a session's own calls."""
         if self.kind == "read":
             session.prefill(self.tokens)
             return None
         if self.kind == "verify":
             session.evaluate(self.tokens, self.parents)
-            followed = session.follow(self.sampling)
-            session.commit(followed[0])
-            return followed
+            values = logits(session, range(len(self.tokens)))
+            largest = np.argsort(-values, axis=1, kind="stable")[:, : self.k - 1].astype(np.int32)
+            path, tokens = session.follow(self.sampling)
+            session.commit(path)
+            candidates = (largest, np.take_along_axis(values, largest, axis=1)) if self.k > 1 else ()
+            return path, tokens, *candidates
         session.evaluate(self.tokens, self.parents, self.judged)
         end = session.num_pending
         return session.candidates(range(end - self.judged, end), self.k, self.sampling)

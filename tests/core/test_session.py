@@ -325,22 +325,33 @@ def remote(model: _core.Model) -> RemoteSession:
     return RemoteSession(cast(RemoteModel, stand_in), 0)
 
 
-@given(steps=st.lists(st.tuples(trees(12), st.sampled_from([0.0, 1.0])), min_size=1, max_size=5))
+def largest(logits: npt.NDArray[np.float32], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """The k largest of each row, best first, ties by the lower id."""
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
+    return order, np.take_along_axis(logits, order, axis=1)
+
+
+@given(steps=st.lists(st.tuples(trees(12), st.sampled_from([0.0, 1.0]), st.sampled_from([0, 1, 8, 300])), max_size=5))
 @examples
-def test_verify_is_evaluate_follow_commit(random_gguf: Callable[..., Path], steps: list[tuple[Tree, float]]) -> None:
+def test_verify_is_evaluate_follow_commit(
+    random_gguf: Callable[..., Path], steps: list[tuple[Tree, float, int]]
+) -> None:
     model = load(str(random_gguf("Q8_0")))
     apart, together, afar = _core.Session(model), _core.Session(model), remote(model)
     for session in (apart, together, afar):
         session.prefill(PREFIX[:5])
-    for tree, temperature in steps:
+    for tree, temperature, k in steps:
         sampling = _core.Sampling(temperature, seed=3)
         apart.evaluate(tree.tokens, tree.parents)
+        logits = np.stack([apart.logits(row) for row in range(len(tree.tokens))])
         expected = apart.follow(sampling)
         apart.commit(expected[0])
         before = afar._servers.calls
-        for path, tokens in (session.verify(tree.tokens, tree.parents, sampling) for session in (together, afar)):
-            np.testing.assert_array_equal(path, expected[0])
-            np.testing.assert_array_equal(tokens, expected[1])
+        for verified in (session.verify(tree.tokens, tree.parents, sampling, k) for session in (together, afar)):
+            assert len(verified) == (4 if k else 2)
+            for found, wanted in zip(verified, [*expected, *largest(logits, k)], strict=False):
+                assert found.dtype == wanted.dtype
+                np.testing.assert_array_equal(found, wanted)
         assert afar._servers.calls == before + 1
         np.testing.assert_array_equal(together.tokens, apart.tokens)
         assert together.num_pending == 0
@@ -389,6 +400,8 @@ BAD_CALLS: dict[str, tuple[Callable[[_core.Session], object], type[Exception], s
     "chain-past-the-context": (lambda s: s.evaluate([1] * 20, range(1, 21)), ContextFullError, "16 tokens"),
     "more-rows-than-cells": (lambda s: s.evaluate([1] * 600, [-1] * 600), ContextFullError, "more rows than"),
     "prefill-with-pending-rows": (lambda s: s.prefill([1]), ValueError, "pending rows"),
+    "verify-k": (lambda s: s.verify([1], [-1], GREEDY, 301), ValueError, "num_candidates"),
+    "verify-negative-k": (lambda s: s.verify([1], [-1], GREEDY, -1), ValueError, "num_candidates"),
     "verify-with-pending-rows": (lambda s: s.verify([1], [-1], GREEDY), ValueError, "pending rows"),
     "logits-without": (lambda s: s.logits(0), ValueError, "row 0 .*without logits"),
     "logits-row": (lambda s: s.logits(2), ValueError, "row 2"),

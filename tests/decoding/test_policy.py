@@ -326,6 +326,8 @@ class SimulatedDrafter:
     overshoot: what the last of its operations took beyond its price.
     """
 
+    memory = None
+
     def __init__(self, machine: Machine, price: float = 0.1, lag: float = 0.0, true_lag: float = 0.0) -> None:
         self._machine, self._price, self._lag, self._true_lag = machine, price, lag, true_lag
         self.behaviour = Behaviour([])
@@ -392,9 +394,9 @@ class SimulatedSession:
         self._machine.work(self._reading * len(tokens))
 
     def verify(
-        self, tokens: NDArray[np.int32], parents: NDArray[np.int32], sampling: object
+        self, tokens: NDArray[np.int32], parents: NDArray[np.int32], sampling: object, num_candidates: int
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        del parents, sampling
+        del parents, sampling, num_candidates
         behaviour, rows = self._text.behaviour, len(tokens)
         in_vain = rows == 1 and any(drafter.used for drafter in self._text.drafters)
         self._machine.work(self._curve(rows, self.cells) + (0.0 if in_vain else behaviour.interrupt))

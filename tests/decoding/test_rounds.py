@@ -31,6 +31,7 @@ from pystaged.decoding.rounds import LiveText, Rounds, best_rows
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
+from pystaged.drafting.recycled import RecycledCandidates
 from pystaged.stats import GenerationStats
 
 # Of random schedules; more by PYSTAGED_SCHEDULES.
@@ -51,7 +52,7 @@ PROMPTS = [
     np.concatenate([BEGINNING[:40], BEGINNING[::-1]]),
     np.tile(BEGINNING[:5], 60),
 ]
-DRAFTERS = ["plain", "draft", "draft and n-grams", "n-grams", "lies", "by gain"]
+DRAFTERS = ["plain", "draft", "draft and n-grams", "n-grams", "recycled", "lies", "by gain"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return Alone(tmp_path_factory.mktemp("rounds"))
 
 
-def decoder_of(kind: str, session: Session, draft: Model, cost: PassCost) -> Decoder:
+def decoder_of(
+    kind: str, session: Session, draft: Model, cost: PassCost, memory: RecycledCandidates | None = None
+) -> Decoder:
     """A context with a way of drafting."""
     crowd, vocab = Crowd(), session.vocab_size
     tree = FixedPolicy(width=3, depth=3, budget=10)
@@ -120,6 +123,8 @@ def decoder_of(kind: str, session: Session, draft: Model, cost: PassCost) -> Dec
         drafters = [ModelDrafter(Session(draft, 512), tree, below=below, vocab_size=vocab, clock=crowd.clock)]
     elif kind == "n-grams":
         drafters = [NgramDrafter(None, tree, vocab)]
+    elif kind == "recycled":
+        return Decoder(session, NgramDrafter(None, tree, vocab, recycled=memory), crowd=crowd)
     elif kind == "lies":
         drafters = [LyingDrafter(vocab)]
     elif kind == "by gain":
@@ -147,6 +152,7 @@ def test_every_text_of_a_crowd_is_what_it_is_alone(
     errors: list[BaseException | None] = []
     due = list(itertools.accumulate(arrival.after for arrival in schedule))
     before: Decoder | None = None
+    memory = RecycledCandidates(slots=64)
     for number in itertools.count():
         while len(live) < len(schedule) and due[len(live)] <= number:
             arrival = schedule[len(live)]
@@ -154,7 +160,7 @@ def test_every_text_of_a_crowd_is_what_it_is_alone(
             session = (
                 before.target.fork(len(before.target.tokens)) if before and arrival.forks else Session(target, 512)
             )
-            before = decoder_of(arrival.drafter, session, draft, cost)
+            before = decoder_of(arrival.drafter, session, draft, cost, memory)
             text = before.text(prompt, SAMPLINGS[arrival.sampling], arrival.max_tokens)
             said = written[len(live)]
             live.append(LiveText(before, text, lambda step, said=said: said.extend(step.tokens), errors.append))

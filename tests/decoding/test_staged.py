@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -24,10 +25,11 @@ from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, Growth
-from pystaged.decoding.requests import Requests, finish
+from pystaged.decoding.requests import Requests, Verify, finish, fulfil
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
+from pystaged.drafting.recycled import RecycledCandidates
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
 from pystaged.loading.pair import substitutes
@@ -86,6 +88,43 @@ def test_no_drafter_changes_the_text(
     for name, drafter in drafters(target, draft, table_of(prompts, tokenizer)).items():
         decoder = Decoder(session, drafter)
         assert [continuation(decoder, prompt, sampling, 40) for prompt in prompts] == expected, name
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_no_memory_changes_the_text_and_it_guesses_what_was_said_before(
+    sampling: SamplingConfig, target: Model, prompts: list[NDArray[np.int32]]
+) -> None:
+    session, memory = Session(target), RecycledCandidates()
+    plain = [continuation(Decoder(session), prompt, sampling, 24) for prompt in prompts[:2]]
+    steps = []
+    for _ in range(2):
+        drafter = NgramDrafter(None, FixedPolicy(1, 12, 12), target.vocab_size, recycled=memory)
+        decoder = Decoder(session, drafter)
+        texts = [list(decoder.generate(prompt, sampling, 24)) for prompt in prompts[:2]]
+        assert [[token for step in text for token in step.tokens] for text in texts] == plain
+        steps.append(sum(map(len, texts)))
+    assert steps[1] < steps[0]
+
+
+def test_what_fails_or_is_plain_teaches_nothing(random_gguf: Callable[..., Path]) -> None:
+    target, memory = Model(str(random_gguf("Q8_0"))), RecycledCandidates()
+    drafter = NgramDrafter(None, FixedPolicy(1, 4, 4), target.vocab_size, recycled=memory)
+    decoder = Decoder(Session(target), drafter)
+    prompt = np.array([3, 5, 7, 3, 5, 7, 3, 5], np.int32)
+    text = decoder.text(prompt, GREEDY, 4, speculate=False)
+    finish(text)  # type: ignore[arg-type]
+    assert memory.num_learnt == 0
+    text = decoder.text(prompt, GREEDY, 4)
+    request = next(text)
+    while not isinstance(request, Verify):
+        request = text.send(fulfil(request, time.perf_counter))  # type: ignore[arg-type]
+    assert request.num_candidates == memory.num_candidates
+    with pytest.raises(MemoryError):
+        text.throw(MemoryError())
+    assert memory.num_learnt == 0
+    continuation(decoder, prompt, GREEDY, 4)
+    assert memory.num_learnt > 0
+    assert memory.chances(3, 5)[1] == 2
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -339,7 +339,7 @@ void test_concurrent_sessions(const std::string& path) {
         session.prefill({seed, 2, 3}, [] {});
         std::vector<int32_t> tokens{5};
         for (int step = 0; step < 12; ++step) {
-            const Followed followed = session.verify({tokens.back(), 1, 2}, {-1, 0, 0}, {1, 0, 1, 0, 7});
+            const Followed followed = session.verify({tokens.back(), 1, 2}, {-1, 0, 0}, {1, 0, 1, 0, 7}).followed;
             tokens.insert(tokens.end(), followed.tokens.begin(), followed.tokens.end());
         }
         return tokens;
@@ -404,8 +404,8 @@ void test_works(const std::string& path, const Kernel& kernel) {
         alone[0]->candidates({sampling}, {2, 3, 4, 5}, 3, tokens.data(), scores.data());
         CHECK(outcomes[0].tokens == tokens && outcomes[0].scores == scores);
         alone[1]->prefill(piece, [] {});
-        CHECK(outcomes[2].followed.tokens == alone[2]->verify(tree, parents, sampling).tokens);
-        CHECK(outcomes[3].followed.path == alone[3]->verify(tree, parents, {}).path);
+        CHECK(outcomes[2].followed.tokens == alone[2]->verify(tree, parents, sampling).followed.tokens);
+        CHECK(outcomes[3].followed.path == alone[3]->verify(tree, parents, {}).followed.path);
         CHECK(crowd[4]->num_pending() == 6);
         crowd[4]->discard();
         for (size_t i = 0; i < crowd.size(); ++i) {

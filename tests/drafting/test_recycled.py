@@ -1,0 +1,140 @@
+"""Recycled candidates against a slow twin of dictionaries, and what the n-gram drafter makes of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pystaged._core import gumbel
+from pystaged.config import SamplingConfig
+from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.requests import finish
+from pystaged.drafting import recycled
+from pystaged.drafting.ngrams import NgramDrafter
+from pystaged.drafting.recycled import KEPT, RecycledCandidates
+
+VOCAB = 40
+Rows = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]
+
+
+def rows(n: int, seed: int, k: int = KEPT, vocab: int = VOCAB) -> Rows:
+    """Rows as a pass could bring them."""
+    random = np.random.default_rng(seed)
+    candidates = np.stack([random.permutation(vocab)[:k] for _ in range(n)]).astype(np.int32)
+    logits = -np.sort(-random.normal(0, 3, (n, k)), axis=1).astype(np.float32)
+    before, tokens = random.integers(-1, 5, n), random.integers(0, 5, n)
+    return before.astype(np.int32), tokens.astype(np.int32), candidates, logits
+
+
+class Twin:
+    """One dictionary, a row at a time."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, ...], dict[int, float]] = {}
+
+    def learn(self, before: object, tokens: object, candidates: object, logits: object) -> None:
+        was = dict(self.known)
+        taken: set[tuple[int, ...]] = set()
+        for each in zip(*(part.tolist() for part in (before, tokens, candidates, logits)), strict=True):  # type: ignore[attr-defined]
+            last, token, ids, scores = each
+            powers = [math.exp(score - scores[0]) for score in scores]
+            chances = {i: power / sum(powers) for i, power in zip(ids, powers, strict=True)}
+            for key in {(token,), (last, token)} - taken:
+                taken.add(key)
+                mixed = {i: recycled._NEWS * chance for i, chance in chances.items()}
+                for i, chance in was.get(key, {}).items():
+                    mixed[i] = mixed.get(i, 0.0) + (1 - recycled._NEWS) * chance
+                kept = dict(sorted(mixed.items(), key=lambda item: -item[1])[:KEPT])
+                self.known[key] = {i: chance / sum(kept.values()) for i, chance in kept.items()}
+
+    def chances(self, before: int, token: int) -> tuple[dict[int, float], int]:
+        single, pair = self.known.get((token,), {}), self.known.get((before, token))
+        if pair is None:
+            return single, int(bool(single))
+        weights = ((1 - recycled._PAIR, single), (recycled._PAIR, pair))
+        return {i: sum(w * each.get(i, 0.0) for w, each in weights) for i in single | pair}, 2
+
+
+@settings(derandomize=True, max_examples=30)
+@given(st.lists(st.tuples(st.integers(1, 13), st.integers(0, 99), st.sampled_from([1, 3, KEPT])), max_size=6))
+def test_what_was_learnt_is_found(batches: list[tuple[int, int, int]]) -> None:
+    memory, twin = RecycledCandidates(), Twin()
+    for n, seed, k in batches:
+        memory.learn(*rows(n, seed, k))
+        twin.learn(*rows(n, seed, k))
+    assert memory.num_learnt == sum(n for n, _, _ in batches)
+    for before in range(-1, 6):
+        for token in range(6):
+            chances, known = memory.chances(before, token)
+            expected, expected_known = twin.chances(before, token)
+            assert known == expected_known
+            assert chances == pytest.approx(expected, abs=1e-6)
+            if known:
+                assert sum(chances.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_what_is_restored_is_what_was_known() -> None:
+    memory, other = RecycledCandidates(), RecycledCandidates()
+    for seed in range(5):
+        memory.learn(*rows(13, seed, 5))
+    other.restore(*memory.entries())
+    for mine, restored in zip(memory.entries(), other.entries(), strict=True):
+        np.testing.assert_allclose(mine, restored, rtol=1e-6)
+    assert other.num_learnt == 0
+
+
+def test_the_newer_of_two_keys_has_a_slot() -> None:
+    memory = RecycledCandidates(slots=8)
+    one = np.array([1], np.int32)
+    ids, logits = np.arange(KEPT, dtype=np.int32)[None], np.zeros((1, KEPT), np.float32)
+    memory.learn(one, one, ids, logits)
+    memory.learn(one, one + 4, ids + 10, logits)
+    assert memory.chances(7, 5)[0].keys() == set(range(10, 10 + KEPT))
+    assert memory.chances(7, 1) == ({}, 0)
+    # However much is learnt, it takes no more room.
+    for seed in range(50):
+        memory.learn(*rows(13, seed))
+    keys, _, _ = memory.entries()
+    assert len(keys) <= 4 + 8
+    assert len(set(keys.tolist())) == len(keys)
+
+
+def drafted(memory: RecycledCandidates | None, context: list[int], sampling: SamplingConfig) -> list[int]:
+    drafter = NgramDrafter(None, FixedPolicy(1, 1, KEPT, KEPT), VOCAB, recycled=memory)
+    drafter.start(np.array(context, np.int32))
+    return finish(drafter.draft(sampling, 1)).tokens.tolist()[1:]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])
+def test_the_drafter_ranks_them_under_the_shared_noise(temperature: float) -> None:
+    memory, sampling = RecycledCandidates(), SamplingConfig(temperature=temperature, seed=3)
+    before, tokens, candidates, logits = rows(1, 4)
+    memory.learn(before, tokens, candidates, logits)
+    context = [9, int(before[0]), int(tokens[0])]
+    scores = logits[0].astype(np.float64)
+    if temperature:
+        scores = scores / temperature + gumbel(3, len(context), candidates[0])
+    assert drafted(memory, context, sampling) == candidates[0][np.argsort(-scores, kind="stable")].tolist()
+
+
+def test_what_the_text_said_itself_counts_more() -> None:
+    memory, greedy = RecycledCandidates(), SamplingConfig()
+    ids = np.arange(10, 10 + KEPT, dtype=np.int32)[None]
+    memory.learn(np.array([1], np.int32), np.array([2], np.int32), ids, -np.arange(KEPT, dtype=np.float32)[None])
+    context = [1, 2, 7, 1, 2]
+    assert drafted(None, context, greedy) == [7]
+    assert drafted(memory, context, greedy) == [7, *ids[0, :-1].tolist()]
+    assert drafted(memory, [5, 2], greedy) == ids[0].tolist()
+    assert drafted(memory, [2, 5], greedy) == []
+
+
+def test_tokens_beyond_the_vocabulary_are_not_proposed() -> None:
+    memory = RecycledCandidates()
+    before, tokens, candidates, logits = rows(1, 4)
+    memory.learn(before, tokens, candidates + VOCAB - 3, logits)
+    assert all(token < VOCAB for token in drafted(memory, [int(before[0]), int(tokens[0])], SamplingConfig()))

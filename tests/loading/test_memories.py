@@ -1,0 +1,167 @@
+"""What models said of their tokens, from run to run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.commands import assert_refused, run
+
+import pystaged
+from pystaged.drafting.recycled import KEPT, RecycledCandidates
+from pystaged.loading.memories import KeptMemory, folder, memories, memory_path
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"a model")
+    return path
+
+
+def kept(model: Path, vocabulary: str = "v", vocab_size: int = 100, clock: Callable[[], float] = lambda: 0.0) -> Any:
+    return KeptMemory(model, vocabulary, vocab_size, clock)
+
+
+def teach(candidates: RecycledCandidates, seed: int = 0, n: int = 13) -> None:
+    random = np.random.default_rng(seed)
+    before, tokens = (random.integers(0, 100, n, dtype=np.int32) for _ in range(2))
+    ids = np.stack([random.permutation(100)[:KEPT] for _ in range(n)]).astype(np.int32)
+    candidates.learn(before, tokens, ids, -np.sort(random.random((n, KEPT), np.float32), axis=1))
+
+
+def assert_same(one: RecycledCandidates, other: RecycledCandidates) -> None:
+    for a, b in zip(one.entries(), other.entries(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-6)
+
+
+def test_what_was_saved_is_there_again(model: Path) -> None:
+    memory = kept(model)
+    assert len(memory.candidates.entries()[0]) == 0
+    memory.save()
+    assert not memory_path(model).exists()  # nothing to keep
+    teach(memory.candidates)
+    memory.save()
+    assert_same(kept(model).candidates, memory.candidates)
+    # Of two writers the last wins, and nothing else is left.
+    other = kept(model)
+    teach(other.candidates, 1)
+    teach(memory.candidates, 2)
+    other.save()
+    memory.save()
+    assert_same(kept(model).candidates, memory.candidates)
+    assert list(folder().iterdir()) == [memory_path(model)]
+
+
+def test_a_memory_that_is_full_is_small(model: Path) -> None:
+    memory = kept(model, vocab_size=1 << 17)
+    random = np.random.default_rng(0)
+    n = 1 << 19
+    before, tokens = (random.integers(0, 1 << 17, n, dtype=np.int32) for _ in range(2))
+    ids = np.tile(np.arange(KEPT, dtype=np.int32), (n, 1))
+    memory.candidates.learn(before, tokens, ids, -ids.astype(np.float32))
+    memory.save()
+    assert 1e7 < memory_path(model).stat().st_size < 12e6
+    assert_same(kept(model, vocab_size=1 << 17).candidates, memory.candidates)
+
+
+def test_writes_are_rare_while_it_is_used(model: Path) -> None:
+    now = 0.0
+    memory = kept(model, clock=lambda: now)
+    teach(memory.candidates)
+    now = 9.0
+    memory.save_now_and_then()
+    assert not memory_path(model).exists()
+    now = 10.0
+    memory.save_now_and_then()
+    before = memory_path(model).stat().st_mtime_ns
+    now = 30.0
+    memory.save_now_and_then()  # nothing new
+    assert memory_path(model).stat().st_mtime_ns == before
+    teach(memory.candidates, 1)
+    memory.save_now_and_then()
+    assert_same(kept(model).candidates, memory.candidates)
+
+
+def spoil(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(path.read_bytes() + bytes(104)),
+        *(lambda path, at=at: path.write_bytes(spoil(path.read_bytes(), at)) for at in (0, 30, -1, -500, -900)),
+        lambda path: os.truncate(path, 1 << 30),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+)
+def test_damaged_files_are_as_good_as_none(model: Path, damage: Callable[[Path], object]) -> None:
+    memory = kept(model)
+    teach(memory.candidates)
+    memory.save()
+    damage(memory_path(model))
+    again = kept(model)
+    assert len(again.candidates.entries()[0]) == 0
+    teach(again.candidates)
+    again.save()  # where a folder stands it is not kept
+
+
+@pytest.mark.parametrize(("vocabulary", "vocab_size"), [("other", 100), ("v", 50)])
+def test_that_of_another_model_is_not_used(model: Path, vocabulary: str, vocab_size: int) -> None:
+    memory = kept(model)
+    teach(memory.candidates)
+    memory.save()
+    assert len(kept(model, vocabulary, vocab_size).candidates.entries()[0]) == 0
+    model.write_bytes(b"another model")
+    assert len(kept(model).candidates.entries()[0]) == 0
+
+
+def test_what_cannot_be_written_is_no_failure(model: Path) -> None:
+    folder().parent.mkdir(parents=True)
+    folder().write_bytes(b"no folder")
+    memory = kept(model)
+    teach(memory.candidates)
+    memory.save()
+
+
+def test_engines_remember_unless_they_are_told_not_to(
+    random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, policy = random_gguf("Q8_0"), pystaged.FixedPolicy(1, 8, 8)
+    prompt, texts = [5, 6, 7] * 6, []
+    for memory in (False, True, True):
+        with pystaged.load(path, draft=None, policy=policy, memory=memory) as engine:
+            texts.append(engine.generate(prompt, max_tokens=20))
+        assert [each.model for each in memories()] == ([str(path)] if memory else [])
+    assert texts[0].tokens == texts[1].tokens == texts[2].tokens
+    assert texts[2].stats.steps < texts[0].stats.steps
+    with pystaged.load(path, draft=None, policy=policy) as engine:
+        before = memory_path(path).stat().st_mtime_ns
+        engine.generate(prompt, max_tokens=20, speculate=False)
+    assert memory_path(path).stat().st_mtime_ns == before
+
+
+def test_commands(random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = random_gguf("Q8_0")
+    done = run("generate", "abcabcabcabc", "--model", path, "--max-tokens", "4", "--no-memory")
+    assert done.returncode == 0, done.stderr
+    assert memories() == []
+    memory = KeptMemory(path, "v", 100)
+    teach(memory.candidates)
+    memory.save()
+    listed = run("models").stdout.decode().splitlines()
+    assert [line.split() for line in listed] == [["memory", "of", "MB"], [str(path), "0.0"]]
+    assert_refused(run("models", "remove", "--memory", tmp_path / "no"), "no memory of")
+    assert b"removed memory of 1 model," in run("models", "remove", "--memory").stderr
+    assert memories() == []
