@@ -717,7 +717,7 @@ def test_builds_by_folder(build: Callable[[str, str], Path], random_gguf: Callab
 def test_a_server_of_llama_cpp_ends_with_its_worker(
     build: Callable[[str, str], Path], random_gguf: Callable[..., Path], says: str
 ) -> None:
-    """One that refuses to answer in one piece, as ik_llama.cpp if a text ends amid a character, is asked for several."""
+    """One that does not answer in one piece, as ik_llama.cpp if a text ends amid a character, is asked for several."""
     folder = build("a", says)
     found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), [folder])}
     child = Worker(*found["llama.cpp, draft"].setups)
