@@ -41,16 +41,19 @@ class Runner:
 
     def run(self, job: dict[str, Any]) -> Measurement:
         sampling = job["sampling"]
-        found = self._server.complete(
-            {
-                "prompt": job["prompt"],
-                "n_predict": job["max_tokens"],
-                **{name: getattr(sampling, name) for name in (*_SAMPLERS, "seed")},
-                "samplers": _SAMPLERS,
-                "cache_prompt": False,
-                "return_tokens": True,
-            }
-        )
+        request = {
+            "prompt": job["prompt"],
+            "n_predict": job["max_tokens"],
+            **{name: getattr(sampling, name) for name in (*_SAMPLERS, "seed")},
+            "samplers": _SAMPLERS,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
+        try:
+            found = self._server.complete(request)
+        except RuntimeError:
+            # ik_llama.cpp does not answer with a text that ends amid a character, unless in pieces.
+            *_, found = self._server.stream(request | {"stream": True})
         times, tokens = found["timings"], found.get("tokens", [])
         counted = times["predicted_n"] - 1  # the first token came with the prompt
         return Measurement(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ class Runner:
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._setup = setup
+        self._folder: TemporaryDirectory[str] | None = None
         options = {"INFERENCE_NUM_THREADS": setup["threads"], "PERFORMANCE_HINT": "LATENCY"}
         more: dict[str, Any] = {}
         if setup["way"] != "plain":
@@ -32,7 +35,11 @@ class Runner:
             scheduler.enable_prefix_caching = False
             more["scheduler_config"] = scheduler
         if setup["way"] == "draft":
-            more["draft_model"] = openvino_genai.draft_model(setup["draft"], "CPU", **options)
+            # A draft is not read from GGUF, but from what is kept of a model that is.
+            self._folder = TemporaryDirectory()
+            (link := Path(self._folder.name) / "draft.gguf").symlink_to(Path(setup["draft"]).resolve())
+            openvino_genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
+            more["draft_model"] = openvino_genai.draft_model(self._folder.name, "CPU", **options)
         if setup["way"] == "prompt lookup":
             more["prompt_lookup"] = True
         self._pipeline = openvino_genai.LLMPipeline(setup["model"], "CPU", **options, **more)
@@ -48,7 +55,8 @@ class Runner:
         return Measurement(len(raw.m_durations), seconds, first, list(found.tokens[0]), steps)
 
     def close(self) -> None:
-        pass
+        if self._folder:
+            self._folder.cleanup()
 
     def _config(self, job: dict[str, Any]) -> Any:
         sampling: SamplingConfig = job["sampling"]
