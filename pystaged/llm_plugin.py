@@ -5,6 +5,7 @@ Nothing that computes is imported before a model is used.
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import AsyncGenerator, Iterator
@@ -13,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import llm
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,12 +55,34 @@ class ModelOptions(llm.Options):
     top_p: float | None = Field(None, description="Keep the fewest tokens that have this probability together.")
     min_p: float | None = Field(None, description="Keep tokens at least this likely relative to the likeliest.")
     seed: int | None = Field(None, description="Same seed, same text; 0 by default, -1 draws one.")
+    typical_p: float | None = Field(None, description="Keep tokens about as surprising as expected; 1 keeps all.")
+    xtc_probability: float | None = Field(None, description="How often the likeliest of several good tokens go.")
+    xtc_threshold: float | None = Field(None, description="From which probability on a token is good for XTC.")
+    temperature_last: bool | None = Field(None, description="Filter before the temperature, as llama.cpp does.")
+    repeat_penalty: float | None = Field(None, description="Makes tokens that are there less likely; 1 is off.")
+    presence_penalty: float | None = Field(None, description="What such tokens' logits lose, once; 0 is off.")
+    frequency_penalty: float | None = Field(None, description="What such tokens' logits lose, each time; 0 is off.")
+    repeat_last_n: int | None = Field(None, description="Tokens that the penalties look back.")
+    dry_multiplier: float | None = Field(None, description="Penalty for making a repetition longer; 0 is off.")
+    dry_base: float | None = Field(None, description="Factor of that for each token of the repetition.")
+    dry_allowed_length: int | None = Field(None, description="Repetitions of so many tokens are free.")
+    dry_penalty_last_n: int | None = Field(None, description="Tokens that DRY looks back; -1 for all.")
+    dry_sequence_breakers: str | list[str] | None = Field(None, description="Texts that no repetition goes beyond.")
+    logit_bias: dict[int | str, float] | None = Field(None, description='JSON: what is added, such as {" the": -2}.')
+    min_tokens: int | None = Field(None, description="No end of text before so many tokens.")
+    ignore_eos: bool | None = Field(None, description="No end of text at all.")
     stop: str | list[str] | None = Field(None, description="A string, or several, that end the text before them.")
     speculate: bool | None = Field(None, description="False decodes plainly: the same text, slower.")
     think: bool | None = Field(None, description="Whether a model that can think first does.")
     draft: str | None = Field(None, description="A smaller model of the family that guesses; 'none' for n-grams alone.")
     device: str | None = Field(None, description="Where the model runs: cpu, metal, gpu, auto, ...")
     n_ctx: int | None = Field(None, description="Tokens of prompt and text; 8192 at most unless given.")
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def parse(cls, value: Any) -> Any:
+        """As the program gives it."""
+        return json.loads(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def check(self) -> ModelOptions:

@@ -165,7 +165,7 @@ def test_asynchronously(model: llm_plugin.Pystaged) -> None:
 
 
 def test_every_option_of_a_text_is_offered() -> None:
-    left_out = {"progress", "sampling"}  # no values that a command line could give
+    left_out = {"progress", "sampling", "logprobs"}  # what llm cannot give, or has no place for
     assert TextOptions.__annotations__.keys() - left_out <= llm_plugin.ModelOptions.model_fields.keys()
 
 
@@ -178,6 +178,8 @@ def test_every_option_of_a_text_is_offered() -> None:
         ({"min_p": "x"}, "valid number"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"seed": -2}, "seed must be between"),
+        ({"repeat_penalty": 0}, "repeat_penalty"),
+        ({"logit_bias": "{"}, "logit_bias"),
         ({"stop": ""}, "a stop string must not be empty"),
         ({"temprature": 1}, "Extra inputs are not permitted"),
     ],
@@ -186,6 +188,14 @@ def test_every_option_of_a_text_is_offered() -> None:
 def test_options_that_are_none(model: llm_plugin.Pystaged, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         model.prompt("Hello", **options)
+
+
+def test_a_bias_comes_as_json(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+    first = engine.chat(asked("Hello"), max_tokens=1).tokens[0]
+    texts = [model.prompt("Hello", max_tokens=8, logit_bias=bias).text() for bias in ({first: -100}, None)]
+    assert texts[0] == engine.chat(asked("Hello"), max_tokens=8, logit_bias={first: -100}).text != texts[1]
+    options = llm_plugin.ModelOptions(logit_bias='{"e": -100}')
+    assert options.of_text() == {"logit_bias": {"e": -100.0}}
 
 
 def test_a_seed_is_drawn(model: llm_plugin.Pystaged) -> None:
