@@ -104,11 +104,13 @@ class Chat(Turns):
         self._options = {} if think is None else {"enable_thinking": think}
         self._shows_stats = stats
         self._messages: list[dict[str, Any]] = []
-        self._last: GenerationResult | None = None
+        self._asked: tuple[list[dict[str, Any]], str] | None = None  # the last question, and what was before it
+        self._last: GenerationResult | None = None  # the last answer
+        self._made_with: object = None  # what may be set, and fixed that
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: errors.print(_HELP, style="dim", markup=False),
             "/system": self._set_system,
-            "/clear": lambda _: self._messages.clear(),
+            "/clear": lambda _: self._begin([]),
             "/retry": lambda _: self._retry(),
             "/seed": lambda words: self._set(["seed", words]),
             "/set": lambda words: self._set(words.split()),
@@ -145,39 +147,55 @@ class Chat(Turns):
         return self._engine.stream_chat([*begun, *messages], template_options=self._options, **options)
 
     def _ask(self, question: str) -> None:
-        messages = [*self._messages, {"role": "user", "content": question}]
+        before = self._messages
+        self._asked = before, question
+        messages, made_with = [*before, {"role": "user", "content": question}], self._fixed_by()
         pieces: list[Piece] = []
         result, about = self._write(lambda progress: self._stream(messages, progress), pieces.append)
-        if pieces or result:
+        is_done = result is not None and result.finish_reason != "cancelled"
+        if result and (pieces or is_done):
             tokens = [token for piece in pieces for token in piece.tokens]
             self._messages = [*messages, {"role": "assistant", "content": "".join(pieces), "tokens": tokens}]
-        if result:
+            self._last, self._made_with = result, made_with
+        if result and is_done:
             self._tell(result)
         else:
             errors.print(about)
 
+    def _fixed_by(self) -> object:
+        """What fixes the greedy answer to a question, besides what was said before it."""
+        return self._system, self._max_tokens, replace(self._sampling, seed=0)
+
+    def _begin(self, messages: list[dict[str, Any]]) -> None:
+        """Go on from these messages."""
+        self._messages, self._asked, self._last = messages, None, None
+        if messages:
+            self._asked = messages[:-2], messages[-2]["content"]
+
     def _tell(self, result: GenerationResult) -> None:
-        """Keep the numbers of an answer, and show them if that is wished."""
-        self._last = result
+        """Show the numbers of an answer if that is wished, and why it ends where it does."""
         if self._shows_stats:
             errors.print(speed(result.stats, self._color))
         if result.finish_reason == "length" and not self._max_tokens:
             report("the context is full: /clear begins again, --n-ctx allows more")
 
     def _retry(self) -> None:
-        if not self._messages:
+        if not self._asked:
             raise ValueError("there is no question to answer again")
-        if not self._sampling.temperature:
+        before, question = self._asked
+        kept = self._messages
+        is_done = len(kept) > len(before) and self._last is not None and self._last.finish_reason == "stop"
+        if not self._sampling.temperature and is_done and self._made_with == self._fixed_by():
             raise ValueError(
                 "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
             )
         if self._sampling.seed >= 0:
-            self._sampling = replace(self._sampling, seed=self._sampling.seed + 1)
-        kept, self._messages = self._messages, self._messages[:-2]
+            self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**64)
+        self._messages = before
         try:
-            self._ask(kept[-2]["content"])
+            self._ask(question)
         finally:
-            if len(self._messages) < len(kept):  # nothing was written
+            if len(self._messages) == len(before):  # nothing was written
                 self._messages = kept
 
     def _set_system(self, words: str) -> None:
@@ -219,7 +237,8 @@ class Chat(Turns):
         if not words:
             raise ValueError("write /load FILE")
         path = Path(words).expanduser()
-        self._system, self._messages = read_conversation(path, self._engine.tokenizer.fingerprint)
+        self._system, messages = read_conversation(path, self._engine.tokenizer.fingerprint)
+        self._begin(messages)
         report(f"loaded {path}: {len(self._messages)} messages")
 
 

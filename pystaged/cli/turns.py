@@ -68,28 +68,29 @@ class Turns:
             keep: called with each piece that was written.
 
         Returns:
-            The whole, None where Ctrl-C or a device that is lost ended it; and a line about it.
+            The whole, or what there was when Ctrl-C or a device that is lost ended it, None where it had not begun; and
+            a line about it.
         """
 
         def take(piece: Piece) -> None:
             keep(piece)
             self._interrupts.check()
 
-        result, about = None, Text("stopped", "dim")
+        stream, about = None, Text("stopped", "dim")
         try:
             with self._interrupts.allowed(), reading_bar() as progress:
-                written = show(
-                    open_stream(progress), self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=take
-                )
+                stream = open_stream(progress)
+                written = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=take)
                 about = summary(written.stats, self._color)
                 about.append(f"; read {written.stats.prompt_tokens - written.stats.reused_tokens} new tokens")
-                result = written
         except KeyboardInterrupt:
             pass
         except OSError as error:
             # Of a device that is lost, say; the text so far is not.
             about = Text(f"error: {error}", "red")
-        return result, about
+        if stream:
+            stream.close()
+        return stream and stream.result, about
 
     def _set(self, words: list[str]) -> None:
         try:

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,46 @@ def test_retry_takes_the_next_seed(
     result = engine.chat([asks(QUESTION)], max_tokens=6, temperature=1.0, seed=6)
     assert capsys.readouterr().out == result.text + "\n"
     assert made._messages == [asks(QUESTION), result.message]
+    made.take("/seed 18446744073709551615")
+    made.take("/retry")
+    made.take("/retry")
+    assert made._sampling.seed == 1
+    with pytest.raises(ValueError, match="seed must be between"):
+        made.take("/seed 18446744073709551616")
+
+
+def test_retry_without_chance(session: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is refused only where the answer is whole and nothing has changed."""
+    made = session(max_tokens=8, temperature=1.0)
+    made.take(QUESTION)
+    answer = made._messages[1]["content"]
     made.take("/set temperature 0")
+    for line in (None, "/system Be brief.", "/set max_tokens 7"):
+        if line:
+            made.take(line)
+        made.take("/retry")
+    assert made._messages[1]["content"] != answer
+    assert made._last
+    monkeypatch.setattr(made, "_last", replace(made._last, finish_reason="length"))
+    made.take("/retry")
+    monkeypatch.setattr(made, "_last", replace(made._last, finish_reason="stop"))
     with pytest.raises(ValueError, match="at temperature 0 the answer would be the same"):
+        made.take("/retry")
+    made.take("/set max_tokens 1")
+    made.take("/retry")
+    assert len(made._messages[1]["tokens"]) <= 1
+
+
+def test_retry_of_a_question_that_did_not_fit(session: Callable[..., Chat], engine: pystaged.Engine) -> None:
+    made = session()
+    made.take(QUESTION)
+    kept = made._messages
+    for line in ("x " * engine.n_ctx, "/retry"):
+        with pytest.raises(ValueError, match="context"):
+            made.take(line)
+        assert made._messages == kept
+    made.take("/clear")
+    with pytest.raises(ValueError, match="no question to answer again"):
         made.take("/retry")
 
 
@@ -108,6 +147,9 @@ def test_stats_and_color(session: Callable[..., Chat], capsys: pytest.CaptureFix
     made.take("/color on")
     made.take("again")
     assert "n-gram" in capsys.readouterr().err
+    made.take("/clear")
+    with pytest.raises(ValueError, match="there is no answer yet"):
+        made.take("/stats")
     for line in ("/stats maybe", "/color maybe"):
         with pytest.raises(ValueError, match="write /"):
             made.take(line)
@@ -152,7 +194,12 @@ def test_a_burst_of_ctrl_c_keeps_what_was_written(
     assert question == asks(QUESTION)
     assert shown.out == answer["content"] + "\n"
     assert 0 < len(answer["tokens"]) < 400
+    made.take("/stats")
+    assert f"{len(answer['tokens'])} tokens, " in capsys.readouterr().err
     made.take("/set max_tokens 3")
+    made.take("/set temperature 0")
+    made.take("/retry")
+    assert len(made._messages[1]["tokens"]) == 3
     made.take("go on")
     assert len(made._messages) == 4
 
