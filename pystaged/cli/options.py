@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -23,6 +24,15 @@ def check(value: Any) -> Any:
         if isinstance(each, int) and abs(each) >= 2**31:
             raise typer.BadParameter(f"{each} is out of range.")
     return value
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """What is wrong with options is wrong usage."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 _UNITS = {unit: 1024**i for i, unit in enumerate(("", "K", "M", "G", "T"))}

@@ -90,7 +90,7 @@ class Turns:
             about = Text(f"error: {error}", "red")
         if stream:
             stream.close()
-        return stream and stream.result, about
+        return stream.result if stream else None, about
 
     def _set(self, words: list[str]) -> None:
         try:

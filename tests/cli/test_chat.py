@@ -290,6 +290,18 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["prompt"] for each in found] == [question for question in questions for _ in range(2)]
     assert [each["tokens"] for each in found] == expected
+    conversations = tmp_path / "questions.jsonl"
+    messages = [asks("a = 1"), {"role": "assistant", "content": "b"}, asks("c")]
+    conversations.write_text(json.dumps({"messages": messages}) + '\n{"prompt": "def f(x):"}\n')
+    done = run("generate", "--chat", "--prompts", conversations, *given)
+    first, second = (json.loads(line) for line in done.stdout.splitlines())
+    answer = engine.chat([system, *messages], seed=3, **options)
+    assert (first["messages"], first["message"]) == (messages, answer.message)
+    assert second["tokens"] == expected[2]
+    conversations.write_text(json.dumps({"messages": [system, *messages]}))
+    done = run("generate", "--chat", "--prompts", conversations, *given)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert "line 1: the messages have a system message besides that of --system" in done.stderr.decode()
     # As many tokens as there is room for, and the stop string of models without a template.
     done = run("generate", "--chat", "a = 1", "--model", "house", "--n-ctx", "192", "--json")
     whole = json.loads(done.stdout)
