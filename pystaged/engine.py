@@ -313,7 +313,7 @@ class Engine:
             more = self.model.max_context
             raise ContextFullError(
                 f"the prompt has {len(tokens)} tokens, but the context holds {self.n_ctx}; shorten the prompt"
-                + (f", or ask for a longer context with n_ctx, up to {more}" if more > self.n_ctx else "")
+                + (f", or ask for a longer context with n_ctx (--n-ctx), up to {more}" if more > self.n_ctx else "")
             )
         return tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,13 @@ def print_table(table: Table) -> None:
 def report(line: str) -> None:
     """Say on standard error what is being done."""
     errors.print(line, style="dim", markup=False)
+
+
+def words(error: Exception) -> str:
+    """What went wrong; of the system's errors the file and the reason, without number and quotes."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
 
 
 @contextmanager

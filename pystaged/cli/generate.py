@@ -22,9 +22,9 @@ from pystaged.cli.options import (
     ModelName,
     SamplingOptions,
     ShowTree,
+    Stop,
     System,
     Think,
-    check,
     grouped,
     usage,
 )
@@ -61,9 +61,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt, by the model's chat template.")] = False,
     system: System = "",
     think: Think = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End the text before this string; may be repeated.", callback=check)
-    ] = None,
+    stop: Stop = None,
     sampling: SamplingOptions,
     loading: LoadOptions,
     speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,

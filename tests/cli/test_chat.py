@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -15,6 +16,7 @@ from support.commands import assert_refused, run
 
 import pystaged
 from pystaged.cli import chat as command
+from pystaged.cli import turns
 from pystaged.cli.chat import Chat, read_conversation
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
@@ -125,7 +127,7 @@ def test_retry_of_a_question_that_did_not_fit(session: Callable[..., Chat], engi
     made.take(QUESTION)
     kept = made._messages
     for line in ("x " * engine.n_ctx, "/retry"):
-        with pytest.raises(ValueError, match="context"):
+        with pytest.raises(ValueError, match=r"the conversation does not fit .*: /clear begins again"):
             made.take(line)
         assert made._messages == kept
     made.take("/clear")
@@ -170,8 +172,58 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
     assert not any(made.take(line) for line in ("/bye", "/exit", "/quit"))
     with pytest.raises(ValueError, match="there is no command /nonsense; /help shows"):
         made.take("/nonsense")
-    with pytest.raises(ValueError, match="write /set NAME VALUE"):
-        made.take("/seed")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/seed", "write /seed N"),
+        ("/seed abc", "seed must be an integer, not abc"),
+        ("/seed -5", "seed must be between"),
+        ("/set temperature", "write /set NAME VALUE"),
+        ("/set Temperature 0.3", "there is nothing called Temperature; what can be set is temperature, "),
+        ("/set top_k 5.5", "top_k must be an integer, not 5.5"),
+        ("/set top_p x", "top_p must be a number, not x"),
+        ("/set max_tokens -1", "max_tokens must be at least 0 and below"),
+    ],
+)
+def test_what_cannot_be_set(session: Callable[..., Chat], line: str, words: str) -> None:
+    made = session()
+    before = made._sampling, made._max_tokens
+    with pytest.raises(ValueError, match=words):
+        made.take(line)
+    assert (made._sampling, made._max_tokens) == before
+
+
+def test_a_system_message_can_be_taken_back(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+    made = session()
+    made.take("/system Be brief.")
+    made.take('/system ""')
+    assert made._system == ""
+    made.take("/system")
+    assert capsys.readouterr().err == "there is no system message\n"
+
+
+def test_nothing_in_quotes_is_a_command(session: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = session(max_tokens=2)
+    lines = ['"""/bye', 'x"""', '"""/etc/hosts"""', '"""', '"""', "/bye", "never"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    turns.take_lines(made, made._interrupts)
+    assert [message["content"] for message in made._messages[::2]] == ["/bye\nx", "/etc/hosts"]
+
+
+def test_a_cut_answer_says_so(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+    made = session(max_tokens=2)
+    made.take(QUESTION)
+    assert capsys.readouterr().err == "cut at 2 tokens; /set max_tokens allows more\n"
+
+
+def test_a_seed_that_was_drawn_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+    made = session(temperature=1.0, seed=-1)
+    made.take(QUESTION)
+    made.take("/stats")
+    assert made._last
+    assert f"; seed {made._last.seed}\n" in capsys.readouterr().err
 
 
 def test_a_burst_of_ctrl_c_keeps_what_was_written(
@@ -222,14 +274,26 @@ def test_save_and_load(
     other.take("next")
     assert other._messages == expected
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
-    _, messages = read_conversation(file, "another vocabulary")
+    for tokens, error in (
+        ("x", "no list of integers"),
+        ([1.0], "no list of"),
+        ([10**6], "token 1000000 is outside of"),
+    ):
+        kept = json.loads(file.read_text("utf-8"))
+        kept["messages"][1]["tokens"] = tokens
+        file.write_text(json.dumps(kept))
+        with pytest.raises(ValueError, match=f"holds no conversation that was saved with /save: .*{error}"):
+            made.take(f"/load {file}")
+        assert made._messages == expected
+    file.write_text(json.dumps(kept | {"vocabulary": "another"}))
+    _, messages = read_conversation(file, engine.tokenizer)
     assert [sorted(message) for message in messages] == [["content", "role"]] * 2
     with pytest.raises(OSError, match="there is no folder"):
         made.take(f"/save {tmp_path / 'nowhere' / 'talk.json'}")
     for line in ("/save", "/load"):
         with pytest.raises(ValueError, match=f"write {line} FILE"):
             made.take(line)
-    assert engine.tokenizer.fingerprint == json.loads(file.read_text("utf-8"))["vocabulary"]
+    assert engine.tokenizer.fingerprint == kept["vocabulary"]
 
 
 @pytest.mark.parametrize(
@@ -271,6 +335,11 @@ def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
     assert "no chat template; conversations are written as ChatML" in done.stderr.decode()
     assert "per second" in done.stderr.decode()
+    done = run("chat", "--max-tokens", "2", "--model", "house", stdin=question.encode())
+    assert "cut at 2 tokens; --max-tokens allows more" in done.stderr.decode()
+    end = expected.strip()[-1]
+    done = run("chat", "--model", "house", "--max-tokens", "8", "--stop", end, stdin=question.encode())
+    assert (done.returncode, done.stdout.decode()) == (0, expected.partition(end)[0] + "\n")
     done = run("generate", question, "--chat", "--max-tokens", "8")
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
 
@@ -318,6 +387,9 @@ def test_options_of_a_chat_without_one(options: list[str]) -> None:
 
 def test_wrong_usage() -> None:
     assert_refused(run("chat", "nothing.gguf", stdin=b"x"), "there is no model file nothing.gguf")
+    assert_refused(run("chat", "--model", "", stdin=b"x"), "the name of the model is empty; give the path")
+    assert_refused(run("chat", "house", stdin=b" \n\n"), "nothing is asked: standard input is empty")
+    assert_refused(run("chat", "house", stdin=b"\xff"), "standard input is not UTF-8")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
