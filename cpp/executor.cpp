@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <set>
 #include <stdexcept>
 
 #include "error.h"
@@ -24,19 +23,6 @@ void check_finite(const float* x, size_t n) {
     if (!std::all_of(x, x + n, [](float value) { return std::isfinite(value); })) {
         throw ModelError("the logits of a pass are not finite; the model's file is damaged, get it again");
     }
-}
-
-// Whether a row comes several times, and some sampling changes it.
-bool changes_one_twice(const std::vector<Judged>& rows) {
-    const auto changes = [](const Judged& row) {
-        return row.sampling && (row.sampling->rules || row.sampling->xtc_probability > 0);
-    };
-    if (std::none_of(rows.begin(), rows.end(), changes)) {
-        return false;
-    }
-    std::set<const float*> known;
-    return !std::all_of(rows.begin(), rows.end(),
-                        [&](const Judged& row) { return known.insert(row.logits.logits).second; });
 }
 
 // The form that fits where the weights are.
@@ -161,9 +147,8 @@ void Executor::find_candidates(const std::vector<Judged>& rows) {
     const bool all_raw = std::all_of(rows.begin(), rows.end(), raw);
     const size_t worth = all_raw ? kLargestWorthSharing : kLogitsWorthSharing;
     const bool quick = greedy && rows.size() * model_.numbers().logits_stride() < worth;
-    // One row is shared out by its logits, several are by rows, but for one that comes twice and is changed meanwhile.
-    const int threads = quick || changes_one_twice(rows) ? 1 : model_.num_threads(),
-              in_row = rows.size() == 1 ? threads : 1;
+    // One row is shared out by its logits, several are by rows.
+    const int threads = quick ? 1 : model_.num_threads(), in_row = rows.size() == 1 ? threads : 1;
     ThreadPool::shared().run(static_cast<int>(rows.size()), threads, [&](int i, int worker) {
         const Judged& row = rows[i];
         Sampler& sampler = samplers_[worker];

@@ -57,75 +57,81 @@ void check(const LogitRules& r) {
     }
 }
 
-void RuledRow::apply(const LogitRules& rules, const LogitsRow& row, const Prefix& prefix) {
+LogitsRow RuledRow::apply(const LogitRules& rules, const LogitsRow& row, const Prefix& prefix) {
+    copy(row);
     for (const auto& [token, bias] : rules.bias) {
-        if (token < row.size) {
-            change(row, token, row.logits[token] + bias);
+        if (token < size_) {
+            change(token, logits_[token] + bias);
         }
     }
     if (static_cast<int64_t>(prefix.size()) < rules.min_length) {
         for (const int32_t token : rules.late) {
-            if (token < row.size) {
-                change(row, token, kExcluded);
+            if (token < size_) {
+                change(token, kExcluded);
             }
         }
     }
     if (penalizes(rules)) {
-        penalize(rules, row, prefix);
+        penalize(rules, prefix);
     }
     if (rules.dry_multiplier > 0 && rules.dry_last_n != 0) {
-        penalize_repetitions(rules, row, prefix);
+        penalize_repetitions(rules, prefix);
     }
-    find_maxima(row);
+    return changed();
 }
 
-void RuledRow::exclude(const LogitsRow& row, const std::vector<int32_t>& tokens) {
+LogitsRow RuledRow::exclude(const LogitsRow& row, const std::vector<int32_t>& tokens) {
+    if (row.logits != logits_.data()) {
+        copy(row);
+    }
     for (const int32_t token : tokens) {
-        change(row, token, kExcluded);
+        change(token, kExcluded);
     }
-    find_maxima(row);
+    return changed();
 }
 
-void RuledRow::restore() {
-    for (; !saved_.empty(); saved_.pop_back()) {
-        *saved_.back().at = saved_.back().value;
+LogitsRow RuledRow::copy(const LogitsRow& row) {
+    logits_.assign(row.logits, row.logits + row.stride);
+    maxima_.assign(row.maxima, row.maxima + row.stride / kRun);
+    is_changed_.assign(maxima_.size(), false);
+    size_ = row.size;
+    return changed();
+}
+
+void RuledRow::change(int32_t token, float logit) {
+    logits_[token] = logit == kExcluded ? kExcluded : std::clamp(logit, -kMost, kMost);
+    const int run = token / kRun;
+    if (!is_changed_[run]) {
+        is_changed_[run] = true;
+        runs_.push_back(run);
     }
 }
 
-void RuledRow::change(const LogitsRow& row, int32_t token, float logit) {
-    float* at = const_cast<float*>(row.logits + token);
-    saved_.push_back({at, *at});
-    *at = logit == kExcluded ? kExcluded : std::clamp(logit, -kMost, kMost);
-    runs_.push_back(token / kRun);
-}
-
-void RuledRow::find_maxima(const LogitsRow& row) {
-    std::sort(runs_.begin(), runs_.end());
-    runs_.erase(std::unique(runs_.begin(), runs_.end()), runs_.end());
+LogitsRow RuledRow::changed() {
     for (const int run : runs_) {
-        float* at = const_cast<float*>(row.maxima + run);
-        saved_.push_back({at, *at});
-        kernel_.run_max(row.logits + size_t(run) * kRun, kRun, at);
+        kernel_.run_max(&logits_[size_t(run) * kRun], kRun, &maxima_[run]);
+        is_changed_[run] = false;
     }
     runs_.clear();
+    return {logits_.data(), maxima_.data(), size_, static_cast<int>(logits_.size())};
 }
 
-void RuledRow::penalize(const LogitRules& rules, const LogitsRow& row, const Prefix& prefix) {
-    counts_.resize(row.stride);
+void RuledRow::penalize(const LogitRules& rules, const Prefix& prefix) {
+    counts_.resize(logits_.size());
     const size_t length = window(prefix, rules.repeat_last_n);
     for (size_t i = 0; i < length; ++i) {
         const int32_t token = prefix.last(i);
-        if (token < row.size && counts_[token]++ == 0) {
+        if (token < size_ && counts_[token]++ == 0) {
             seen_.push_back(token);
         }
     }
     for (const int32_t token : seen_) {
         const int count = std::exchange(counts_[token], 0);
-        const float logit = row.logits[token];
+        const float logit = logits_[token];
         if (logit != kExcluded) {
             const float scaled = logit <= 0 ? logit * rules.repeat_penalty : logit / rules.repeat_penalty;
             const float lost = static_cast<float>(count) * rules.frequency_penalty + rules.presence_penalty;
-            change(row, token, std::clamp(scaled, -kMost, kMost) - std::clamp(lost, -kMost, kMost));
+            change(token, std::clamp(scaled, -kMost, kMost) - std::clamp(lost, -kMost, kMost));
         }
     }
     seen_.clear();
@@ -152,7 +158,7 @@ int RuledRow::repetition_limit(const LogitRules& rules, int length) const {
     return length;
 }
 
-void RuledRow::penalize_repetitions(const LogitRules& rules, const LogitsRow& row, const Prefix& prefix) {
+void RuledRow::penalize_repetitions(const LogitRules& rules, const Prefix& prefix) {
     const int n = static_cast<int>(window(prefix, rules.dry_last_n));
     if (n <= rules.dry_allowed_length) {
         return;
@@ -167,7 +173,7 @@ void RuledRow::penalize_repetitions(const LogitRules& rules, const LogitsRow& ro
     }
     // The Z algorithm: common_[k] is how many of the first tokens equal those from k on.
     common_.assign(n, 0);
-    counts_.resize(row.stride);
+    counts_.resize(logits_.size());
     for (int k = 1, left = 0, right = 0; k < n; ++k) {
         int same = k < right ? std::min(right - k, common_[k - left]) : 0;
         while (k + same < n && recent_[same] == recent_[k + same]) {
@@ -181,7 +187,7 @@ void RuledRow::penalize_repetitions(const LogitRules& rules, const LogitsRow& ro
         // The token that came next would make the repetition longer.
         const int32_t token = recent_[k - 1];
         const int length = std::min(same, limit);
-        if (length >= rules.dry_allowed_length && token < row.size) {
+        if (length >= rules.dry_allowed_length && token < size_) {
             if (counts_[token] == 0) {
                 seen_.push_back(token);
             }
@@ -192,13 +198,13 @@ void RuledRow::penalize_repetitions(const LogitRules& rules, const LogitsRow& ro
         const int length = std::exchange(counts_[token], 0) - 1;
         const auto [first, last] = rules.dry_breakers.equal_range(token);
         const bool breaks = std::any_of(first, last, [](const auto& breaker) { return breaker.second.empty(); });
-        if (!breaks && row.logits[token] != kExcluded) {
+        if (!breaks && logits_[token] != kExcluded) {
             // Multiplied up, because the C library's pow is not the same everywhere.
             double lost = rules.dry_multiplier;
             for (int i = rules.dry_allowed_length; i < length && lost < kMost && rules.dry_base > 1; ++i) {
                 lost *= rules.dry_base;
             }
-            change(row, token, row.logits[token] - static_cast<float>(std::min<double>(lost, kMost)));
+            change(token, logits_[token] - static_cast<float>(std::min<double>(lost, kMost)));
         }
     }
     seen_.clear();

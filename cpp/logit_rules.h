@@ -50,34 +50,30 @@ struct LogitRules {
 // Throws std::invalid_argument, naming the field.
 void check(const LogitRules& rules);
 
-// Changes a row where it lies and puts it back as it was: whoever else reads the row must wait for that.
+// A row under rules, with the memory that takes.
 class RuledRow {
 public:
     explicit RuledRow(const Kernel& kernel) : kernel_(kernel) {}
 
-    // Makes them the logits after `prefix`. None is above 1e30, and none but those excluded is below -1e30.
-    void apply(const LogitRules& rules, const LogitsRow& row, const Prefix& prefix);
-    // Excludes tokens, of the row that rules were applied to if they were.
-    void exclude(const LogitsRow& row, const std::vector<int32_t>& tokens);
-    void restore();
+    // The logits after `prefix`; until the next call. None is above 1e30, and none but those excluded is below -1e30.
+    LogitsRow apply(const LogitRules& rules, const LogitsRow& row, const Prefix& prefix);
+    // The same without some tokens; `row` may be what one of these calls gave.
+    LogitsRow exclude(const LogitsRow& row, const std::vector<int32_t>& tokens);
 
 private:
-    // What was there before.
-    struct Saved {
-        float* at;
-        float value;
-    };
-
-    void change(const LogitsRow& row, int32_t token, float logit);
-    void find_maxima(const LogitsRow& row);
-    void penalize(const LogitRules& rules, const LogitsRow& row, const Prefix& prefix);
-    void penalize_repetitions(const LogitRules& rules, const LogitsRow& row, const Prefix& prefix);
+    LogitsRow copy(const LogitsRow& row);
+    void change(int32_t token, float logit);
+    LogitsRow changed();
+    void penalize(const LogitRules& rules, const Prefix& prefix);
+    void penalize_repetitions(const LogitRules& rules, const Prefix& prefix);
     int repetition_limit(const LogitRules& rules, int length) const;
 
     const Kernel& kernel_;
-    std::vector<Saved> saved_;
-    std::vector<int> runs_;    // whose maxima are to be found
-    std::vector<int> counts_;  // by token, of those that `seen_` holds; else 0
+    std::vector<float> logits_, maxima_;
+    int size_ = 0;
+    std::vector<int> runs_;         // that are changed
+    std::vector<bool> is_changed_;  // by run
+    std::vector<int> counts_;       // by token, of those that `seen_` holds; else 0
     std::vector<int32_t> seen_;
     std::vector<int32_t> recent_;  // the last tokens, the last one first
     std::vector<int> common_;      // how many of them equal those from each of them on

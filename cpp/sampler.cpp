@@ -79,26 +79,15 @@ float gumbel(uint64_t seed, int64_t position, int32_t token) {
     return noise;
 }
 
-// A sum over the row, by the same parts whoever takes them.
-template <class Sum>
-double Sampler::sum(const LogitsRow& row, int num_threads, const Sum& sum) {
+// The sum of exp((logit - top) * factor), by the same parts whoever takes them.
+double Sampler::sum_exp(const LogitsRow& row, float top, float factor, int num_threads) {
     const int parts = (row.stride + kSumPart - 1) / kSumPart;
     sums_.resize(parts);
     ThreadPool::shared().run(parts, num_threads, [&](int i, int) {
         const int first = i * kSumPart;
-        sums_[i] = sum(row.logits + first, std::min(kSumPart, row.stride - first));
+        sums_[i] = kernel_.sum_exp(row.logits + first, std::min(kSumPart, row.stride - first), top, factor);
     });
     return std::accumulate(sums_.begin(), sums_.end(), 0.0);
-}
-
-// The sum of exp((logit - top) * factor).
-double Sampler::sum_exp(const LogitsRow& row, float top, float factor, int num_threads) {
-    return sum(row, num_threads, [&](const float* x, int n) { return kernel_.sum_exp(x, n, top, factor); });
-}
-
-// The same, each times (logit - top) * factor.
-double Sampler::sum_weighted(const LogitsRow& row, float top, float factor, int num_threads) {
-    return sum(row, num_threads, [&](const float* x, int n) { return kernel_.sum_weighted(x, n, top, factor); });
 }
 
 // kept_ = the k largest logits, best first.
@@ -160,15 +149,16 @@ bool Sampler::keep_top(double goal) {
     return true;
 }
 
-// Keeps those of kept_, best first, whose surprise, -log p, is nearest to its mean, until they have more than this
-// probability of the total. False where they are not all there are, and another one might be nearer.
-bool Sampler::keep_typical(float typical_p, double total, double entropy, bool are_all) {
-    if (kept_.empty()) {
-        return true;
+// Keeps those whose surprise, -log p, is nearest to the mean of it, until they have more than this probability.
+void Sampler::keep_typical(float typical_p) {
+    const double all = total(), log_all = std::log(all);
+    double entropy = 0;
+    for (const Candidate& c : kept_) {
+        if (c.score != kNothing) {
+            entropy += std::exp(static_cast<double>(c.score)) / all * (log_all - c.score);
+        }
     }
-    const double log_total = std::log(total);
-    const auto oddity = [&](const Candidate& c) { return std::abs(log_total - c.score - entropy); };
-    const double others = are_all ? std::numeric_limits<double>::infinity() : log_total - kept_.back().score - entropy;
+    const auto oddity = [&](const Candidate& c) { return std::abs(log_all - c.score - entropy); };
     // A heap, because often a few are enough.
     const auto later = [&](const Candidate& a, const Candidate& b) {
         const double x = oddity(a), y = oddity(b);
@@ -176,21 +166,12 @@ bool Sampler::keep_typical(float typical_p, double total, double entropy, bool a
     };
     std::make_heap(kept_.begin(), kept_.end(), later);
     auto end = kept_.end();
-    double sum = 0;
-    for (; end != kept_.begin() && sum <= typical_p * total; --end) {
+    for (double sum = 0; end != kept_.begin() && sum <= typical_p * all; --end) {
         std::pop_heap(kept_.begin(), end, later);
-        const Candidate& next = *(end - 1);
-        if (oddity(next) >= others) {
-            return false;
-        }
-        sum += std::exp(static_cast<double>(next.score));
-    }
-    if (!are_all && sum <= typical_p * total) {
-        return false;
+        sum += std::exp(static_cast<double>((end - 1)->score));
     }
     kept_.erase(kept_.begin(), end);
     std::sort(kept_.begin(), kept_.end(), better);
-    return true;
 }
 
 // The coin of XTC: uniform, as -log(-log u) of it is Gumbel noise.
@@ -212,8 +193,8 @@ size_t Sampler::count_top(float threshold, double total) const {
     return n;
 }
 
-// Excludes what XTC does from the whole row.
-void Sampler::exclude_top(const Sampling& s, const LogitsRow& row, float temperature, int num_threads) {
+// The row as XTC leaves it.
+LogitsRow Sampler::without_top(const Sampling& s, const LogitsRow& row, float temperature, int num_threads) {
     const float top = top_of(row), most = 1 / s.xtc_threshold;  // no more tokens can be as likely as that
     top_logits(row, most < static_cast<float>(row.size - 2) ? static_cast<int>(most) + 2 : row.size);
     scale(top, temperature);
@@ -222,7 +203,7 @@ void Sampler::exclude_top(const Sampling& s, const LogitsRow& row, float tempera
     for (const Candidate& c : kept_) {
         tokens_.push_back(c.token);
     }
-    ruled_.exclude(row, tokens_);
+    return tokens_.empty() ? row : ruled_.exclude(row, tokens_);
 }
 
 // kept_ = what the filters but XTC leave, score = (logit - top) / temperature.
@@ -230,25 +211,18 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, float t
     const int all = row.size;
     int k = s.top_k > 0 ? std::min(s.top_k, all) : all;
     if (s.typical_p < 1) {
-        const float factor = inverse(temperature);
-        const double all_exp = k == all ? sum_exp(row, top, factor, num_threads) : 0;
-        const double all_weighted = k == all ? sum_weighted(row, top, factor, num_threads) : 0;
-        for (int guess = k == all ? std::min(k, 128) : k;; guess = std::min(k, guess * 8)) {
-            top_logits(row, guess);
-            scale(top, temperature);
-            double sum = all_exp, weighted = all_weighted;
-            if (k < all) {
-                sum = weighted = 0;
-                for (const Candidate& c : kept_) {
-                    const double p = std::exp(static_cast<double>(c.score));
-                    sum += p;
-                    weighted += p > 0 ? p * c.score : 0;
+        if (k < all) {
+            top_logits(row, k);
+        } else {
+            kept_.clear();
+            for (int i = 0; i < all; ++i) {
+                if (row.logits[i] != kNothing) {
+                    kept_.push_back({i, row.logits[i]});
                 }
             }
-            if (keep_typical(s.typical_p, sum, std::log(sum) - weighted / sum, guess == k)) {
-                break;
-            }
         }
+        scale(top, temperature);
+        keep_typical(s.typical_p);
         if (s.top_p < 1) {
             keep_top(s.top_p * total());
         }
@@ -295,7 +269,7 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, float t
 }
 
 // Applies temperature and filters: what is left is in kept_, with score (logit - top) / temperature, or in the row.
-Sampler::Choice Sampler::narrow(const Sampling& s, const LogitsRow& row, int64_t position, int num_threads) {
+Sampler::Choice Sampler::narrow(const Sampling& s, LogitsRow& row, int64_t position, int num_threads) {
     const bool greedy = s.temperature == 0;
     if (greedy && !s.temperature_last) {
         return Choice::likeliest;
@@ -304,7 +278,7 @@ Sampler::Choice Sampler::narrow(const Sampling& s, const LogitsRow& row, int64_t
     const bool exclude = excludes_top(s, position);
     if (s.top_k == 0 && s.top_p == 1 && s.min_p == 0 && s.typical_p == 1) {
         if (exclude) {
-            exclude_top(s, row, temperature, num_threads);
+            row = without_top(s, row, temperature, num_threads);
         }
         return greedy ? Choice::likeliest : Choice::all;
     }
@@ -376,12 +350,9 @@ void Sampler::perturb_all(const Sampling& s, const LogitsRow& row, int64_t posit
     }
 }
 
-const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const LogitsRow& row, int64_t position, int k,
+const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const LogitsRow& logits, int64_t position, int k,
                                                   int num_threads, const Prefix& prefix) {
-    const Restored restored{ruled_};
-    if (s.rules) {
-        ruled_.apply(*s.rules, row, prefix);
-    }
+    LogitsRow row = s.rules ? ruled_.apply(*s.rules, logits, prefix) : logits;
     k = std::min(k, row.size);
     if (s.rules && top_of(row) == kNothing) {
         kept_.clear();
@@ -417,12 +388,9 @@ const std::vector<Candidate>& Sampler::largest(const LogitsRow& row, int k) {
     return kept_;
 }
 
-int32_t Sampler::choose(const Sampling& s, const LogitsRow& row, int64_t position, int num_threads,
+int32_t Sampler::choose(const Sampling& s, const LogitsRow& logits, int64_t position, int num_threads,
                         const Prefix& prefix) {
-    const Restored restored{ruled_};
-    if (s.rules) {
-        ruled_.apply(*s.rules, row, prefix);
-    }
+    LogitsRow row = s.rules ? ruled_.apply(*s.rules, logits, prefix) : logits;
     if (s.rules && top_of(row) == kNothing) {
         throw std::invalid_argument("logit_bias and min_tokens exclude all tokens there are; allow one at least");
     }

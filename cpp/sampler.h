@@ -45,8 +45,7 @@ class Sampler {
 public:
     explicit Sampler(const Kernel& kernel) : kernel_(kernel), ruled_(kernel) {}
 
-    // The token at `position`, given the logits of the row before it, which nobody else may read meanwhile where there
-    // are rules or XTC; the prefix is for rules. Inside a task of the
+    // The token at `position`, given the logits of the row before it; the prefix is for rules. Inside a task of the
     // thread pool `num_threads` must be 1. Throws std::invalid_argument where rules exclude all tokens.
     int32_t choose(const Sampling& sampling, const LogitsRow& row, int64_t position, int num_threads,
                    const Prefix& prefix = {});
@@ -63,27 +62,18 @@ private:
     // What there is to choose from: the likeliest token, all of them, or those in kept_.
     enum class Choice { likeliest, all, kept };
 
-    // Puts the row back as it was when it ends.
-    struct Restored {
-        RuledRow& row;
-        ~Restored() { row.restore(); }
-    };
-
-    Choice narrow(const Sampling& sampling, const LogitsRow& row, int64_t position, int num_threads);
+    Choice narrow(const Sampling& sampling, LogitsRow& row, int64_t position, int num_threads);
     bool excludes_top(const Sampling& sampling, int64_t position) const;
-    void exclude_top(const Sampling& sampling, const LogitsRow& row, float temperature, int num_threads);
+    LogitsRow without_top(const Sampling& sampling, const LogitsRow& row, float temperature, int num_threads);
     size_t count_top(float threshold, double total) const;
-    bool keep_typical(float typical_p, double total, double entropy, bool are_all);
+    void keep_typical(float typical_p);
     bool keep_top(double goal);
     void scale(float top, float temperature);
     void top_logits(const LogitsRow& row, int k);
     void filter(const Sampling& sampling, const LogitsRow& row, float top, float temperature, int num_threads);
     void add_noise(const Sampling& sampling, int64_t position, size_t first);
     void perturb_all(const Sampling& sampling, const LogitsRow& row, int64_t position, int k, float top);
-    template <class Sum>
-    double sum(const LogitsRow& row, int num_threads, const Sum& sum);
     double sum_exp(const LogitsRow& row, float top, float factor, int num_threads);
-    double sum_weighted(const LogitsRow& row, float top, float factor, int num_threads);
     double total() const;
     float log_total() const;
 

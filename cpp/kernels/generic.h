@@ -49,7 +49,6 @@ constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
         fold,
         run_max,
         sum_exp,
-        sum_weighted,
         noise,
         run_noise,
         read_bytes,

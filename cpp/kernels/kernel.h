@@ -243,8 +243,6 @@ struct Kernel {
     bool (*run_max)(const float* x, int n, float* maxima);
     // The sum of exp((x[i] - top) * factor) over x[n]; n is a multiple of 16.
     double (*sum_exp)(const float* x, int n, float top, float factor);
-    // The sum of y * exp(y) for the same y = (x[i] - top) * factor, at least -87 each.
-    double (*sum_weighted)(const float* x, int n, float top, float factor);
     // The noise of tokens[n], at least 0 each; see noise.h.
     void (*noise)(uint64_t seed, int64_t position, const int32_t* tokens, int n, float* out);
     // For each of the runs [0, n): what the noise of none of its tokens exceeds, and that of one of them all but

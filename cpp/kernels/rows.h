@@ -126,31 +126,18 @@ bool run_max(const float* x, int n, float* maxima) {
     return fold_sum(nothing) == 0;
 }
 
-template <class Term>
-inline double sum_of(const float* x, int n, const Term& term) {
+double sum_exp(const float* x, int n, float top, float factor) {
+    const Row t = Row::set(top), f = Row::set(factor);
     double total = 0;
     // Few enough at a time that float rounds nothing that matters.
     for (int i = 0; i < n;) {
         Row sum = Row::set(0);
         for (const int end = n - i < 32 * kLanes ? n : i + 32 * kLanes; i < end; i += kLanes) {
-            sum = sum + term(Row::load(x + i));
+            sum = sum + exp((Row::load(x + i) - t) * f);
         }
         total += static_cast<double>(fold_sum(sum));
     }
     return total;
-}
-
-double sum_exp(const float* x, int n, float top, float factor) {
-    const Row t = Row::set(top), f = Row::set(factor);
-    return sum_of(x, n, [&](Row values) { return exp((values - t) * f); });
-}
-
-double sum_weighted(const float* x, int n, float top, float factor) {
-    const Row t = Row::set(top), f = Row::set(factor), least = Row::set(-87.0f);  // exp() gives no less
-    return sum_of(x, n, [&](Row values) {
-        const Row scaled = max((values - t) * f, least);
-        return exp(scaled) * scaled;
-    });
 }
 
 uint64_t read_bytes(const uint8_t* data, size_t bytes) {

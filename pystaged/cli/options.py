@@ -261,9 +261,10 @@ def _biases(words: list[str]) -> dict[int | str, float]:
         by_number = re.fullmatch(r"(\d+)([+-].+)", word)
         token, bias = by_number.groups() if by_number else word.rpartition("=")[::2]
         try:
-            biases[int(token) if by_number else token] = float(bias)
+            number = float(bias if token else "")
         except ValueError:
             raise ValueError(f"--logit-bias is written 15043+1, 15043-1 or TEXT=BIAS, not {word!r}") from None
+        biases[int(token) if by_number else token] = number
     return biases
 
 

@@ -96,55 +96,6 @@ void test_sampler() {
     }
 }
 
-void test_rules() {
-    const Kernel& kernel = find_kernel("");
-    Sampler sampler(kernel);
-    std::vector<int32_t> text(200);
-    std::generate(text.begin(), text.end(), [] { return random_int(0, 5); });
-    const Prefix prefix{text.data(), text.size(), {3, 2, 3, 1}};
-    for (const int size : {1, 3, 65, 1000}) {
-        const Logits logits(size);
-        const LogitsRow row = logits.row(kernel);
-        const std::vector<float> before(row.logits, row.logits + row.stride);
-        const std::vector<float> maxima(row.maxima, row.maxima + row.stride / kRun);
-        for (const bool excludes : {false, true}) {
-            auto rules = std::make_shared<LogitRules>();
-            rules->bias = {{0, 1}, {size - 1, 2}, {size + 100, 3}, {0, -1e38f}};
-            rules->late = {1, size, size + 5};
-            rules->min_length = 300;
-            rules->repeat_penalty = 1.5f;
-            rules->frequency_penalty = 0.1f;
-            rules->repeat_last_n = -1;
-            rules->dry_multiplier = 2;
-            rules->dry_allowed_length = 0;
-            rules->dry_breakers = {{4, {}}, {5, {1, 2}}, {5, {1}}};
-            for (int token = 0; excludes && token < size; ++token) {
-                rules->bias.emplace_back(token, -INFINITY);
-            }
-            for (const float temperature : {0.0f, 0.5f, 3e38f}) {
-                for (const float typical : {1.0f, 0.5f}) {
-                    for (const float xtc : {0.0f, 1.0f}) {
-                        for (const bool last : {false, true}) {
-                            const Sampling sampling{temperature, 0, 1, 0, 7, typical, xtc, 0, last, rules, 2};
-                            check(sampling);
-                            if (excludes) {
-                                CHECK_THROWS(std::invalid_argument, sampler.choose(sampling, row, 9, 1, prefix));
-                                CHECK(sampler.candidates(sampling, row, 9, 4, 1, prefix).empty());
-                            } else {
-                                const int32_t chosen = sampler.choose(sampling, row, 9, 2, prefix);
-                                CHECK(sampler.candidates(sampling, row, 9, 4, 1, prefix).front().token == chosen);
-                                CHECK(sampler.log_probabilities(row, chosen, 3, 1).front().token == chosen);
-                            }
-                            CHECK(std::equal(before.begin(), before.end(), row.logits));
-                            CHECK(std::equal(maxima.begin(), maxima.end(), row.maxima));
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
 // ---- Sessions ----
 
 std::vector<float> logits_of(Session& session, int row) {
@@ -600,7 +551,6 @@ int main(int argc, char** argv) {
     const std::string path = argv[1];
 #ifndef __SANITIZE_THREAD__  // under which they take very long, and have no threads of their own
     test_sampler();
-    test_rules();
     for (const Kernel* kernel : available_kernels()) {
         test_session(path, *kernel);
         test_prompt(path, *kernel);
