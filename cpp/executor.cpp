@@ -147,7 +147,9 @@ void Executor::find_candidates(const std::vector<Judged>& rows) {
     const int threads = quick ? 1 : model_.num_threads(), in_row = rows.size() == 1 ? threads : 1;
     ThreadPool::shared().run(static_cast<int>(rows.size()), threads, [&](int i, int worker) {
         const Judged& row = rows[i];
-        const auto& found = samplers_[worker].candidates(*row.sampling, row.logits, row.position, row.k, in_row);
+        Sampler& sampler = samplers_[worker];
+        const auto& found =
+            sampler.candidates(*row.sampling, sampler.masked(row.logits, row.mask), row.position, row.k, in_row);
         for (int j = 0; j < row.k; ++j) {
             const bool have = static_cast<size_t>(j) < found.size();
             row.tokens[j] = have ? found[j].token : -1;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/kernel.h"
+#include "memory.h"
 
 namespace pystaged {
 
@@ -35,6 +36,23 @@ struct LogitsRow {
     int stride = 0;
 };
 
+// The tokens that a row may be followed by, a bit each; those beyond the last word may not. Without words all may.
+struct Mask {
+    const uint32_t* words = nullptr;
+    int num_words = 0;
+};
+
+// Of several rows.
+struct Masks {
+    std::vector<uint32_t> words;  // [rows][num_words]
+    int num_words = 0;
+
+    Mask row(size_t i) const { return num_words > 0 ? Mask{&words[i * num_words], num_words} : Mask{}; }
+};
+
+// Throws std::invalid_argument where there are masks, but not one for each row that allows a token of the vocabulary.
+void check(const Masks& masks, size_t num_rows, int vocab_size);
+
 struct Candidate {
     int32_t token;
     float score;
@@ -44,11 +62,13 @@ class Sampler {
 public:
     explicit Sampler(const Kernel& kernel) : kernel_(kernel) {}
 
+    // The row with -inf for what its mask forbids, before all else that the sampling does; until the next such call.
+    LogitsRow masked(const LogitsRow& row, const Mask& mask);
     // The token at `position`, given the logits of the row before it. Inside a task of the thread pool `num_threads`
     // must be 1.
     int32_t choose(const Sampling& sampling, const LogitsRow& row, int64_t position, int num_threads);
     // The k likeliest outcomes of choose() as this row sees it, best first: score is log p + g, or log p when greedy.
-    // Fewer than k where filters leave fewer.
+    // Fewer than k where filters or a mask leave fewer.
     const std::vector<Candidate>& candidates(const Sampling& sampling, const LogitsRow& row, int64_t position, int k,
                                              int num_threads);
 
@@ -61,6 +81,7 @@ private:
     float log_total() const;
 
     const Kernel& kernel_;
+    Lines<float> masked_logits_, masked_maxima_;
     std::vector<Candidate> kept_;  // score is the logit, then (logit - top) / temperature, then with noise
     std::vector<float> run_maxima_;
     std::vector<float> run_noise_;      // the most that a run's tokens have

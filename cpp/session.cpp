@@ -122,8 +122,8 @@ void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int
 }
 
 Followed Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
-                         const Sampling& sampling) {
-    const Work work = Work::verify(*this, tokens, parents, sampling);
+                         const Sampling& sampling, const Masks& masks) {
+    const Work work = Work::verify(*this, tokens, parents, sampling, masks);
     return run({&work})[0].followed;
 }
 
@@ -187,15 +187,15 @@ LogitsRow Session::logits_row(int row) {
     return executor_->row(*judged.logits, judged.slot);
 }
 
-Judged Session::judged(int row, const Sampling& sampling, int k, int32_t* tokens, float* scores) {
+Judged Session::judged(int row, const Sampling& sampling, const Mask& mask, int k, int32_t* tokens, float* scores) {
     const LogitsRow logits = logits_row(row);
-    return {logits, pending_[row].position + 1, &sampling, k, tokens, scores};
+    return {logits, mask, pending_[row].position + 1, &sampling, k, tokens, scores};
 }
 
 // Where the shortlist holds all that the sampling can choose, it alone is needed.
-LogitsRow Session::row_to_choose_from(const Sampling& sampling, int row) {
+LogitsRow Session::row_to_choose_from(const Sampling& sampling, bool masked, int row) {
     const int size = shortlist_size();
-    const bool enough = sampling.temperature == 0 || (sampling.top_k > 0 && sampling.top_k <= size);
+    const bool enough = !masked && (sampling.temperature == 0 || (sampling.top_k > 0 && sampling.top_k <= size));
     if (size == 0 || !enough) {
         return logits_row(row);
     }
@@ -204,17 +204,18 @@ LogitsRow Session::row_to_choose_from(const Sampling& sampling, int row) {
 }
 
 void Session::candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k,
-                         int32_t* tokens, float* scores) {
+                         int32_t* tokens, float* scores, const Masks& masks) {
     const Turn turn(*this);
     check_open();
     if (sampling.empty() || (sampling.size() != 1 && sampling.size() != rows.size())) {
         throw std::invalid_argument("candidates needs one sampling, or one for each row");
     }
+    check(masks, rows.size(), model_->numbers().vocab_size);
     const Executor::Turn computing(*executor_);
     std::vector<Judged> judged_rows;
     for (size_t i = 0; i < rows.size(); ++i) {
         judged_rows.push_back(
-            judged(rows[i], sampling[sampling.size() == 1 ? 0 : i], k, tokens + i * k, scores + i * k));
+            judged(rows[i], sampling[sampling.size() == 1 ? 0 : i], masks.row(i), k, tokens + i * k, scores + i * k));
     }
     executor_->find_candidates(judged_rows);
 }
@@ -223,15 +224,17 @@ Followed Session::follow(const Sampling& sampling, int root) {
     const Turn turn(*this);
     check_open();
     const Executor::Turn computing(*executor_);
-    return follow_from(sampling, root, 0, model_->num_threads());
+    return follow_from(sampling, {}, root, 0, model_->num_threads());
 }
 
-Followed Session::follow_from(const Sampling& sampling, int root, int worker, int num_threads) {
+Followed Session::follow_from(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads) {
     checked_row(root);
+    Sampler& sampler = executor_->sampler(worker);
     Followed result;
     for (int row = root; row >= 0;) {
-        const int32_t token = executor_->sampler(worker).choose(sampling, row_to_choose_from(sampling, row),
-                                                                pending_[row].position + 1, num_threads);
+        const Mask mask = masks.row(row);
+        const LogitsRow logits = sampler.masked(row_to_choose_from(sampling, mask.words != nullptr, row), mask);
+        const int32_t token = sampler.choose(sampling, logits, pending_[row].position + 1, num_threads);
         result.path.push_back(row);
         result.tokens.push_back(token);
         const int parent = row;

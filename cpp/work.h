@@ -22,12 +22,13 @@ struct Work {
     int num_judged = 0;                    // of propose: how many of the last rows get logits
     int k = 0;                             // of propose: candidates after each, perhaps none
     std::vector<Sampling> samplings;       // one, or of propose one for each judged row
+    Masks masks;                           // none, or one for each row of verify, or judged row of propose
 
     static Work read(Session& session, std::vector<int32_t> tokens);
     static Work verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents,
-                       const Sampling& sampling);
+                       const Sampling& sampling, Masks masks = {});
     static Work propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged,
-                        int k, std::vector<Sampling> samplings);
+                        int k, std::vector<Sampling> samplings, Masks masks = {});
 };
 
 struct Outcome {

@@ -28,12 +28,14 @@ from pystaged.result import GenerationResult, Score
 from pystaged.scheduler import Scheduler
 from pystaged.stats import PassStats
 from pystaged.streams import OwningStream, Stream, Writer
+from pystaged.text import going_on
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from pystaged.async_stream import AsyncStream
     from pystaged.chat.format import ChatFormat
+    from pystaged.grammars import GrammarConstraint, Grammars
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 # Not a sequence of strings, which a string is itself.
@@ -133,7 +135,8 @@ class Engine:
         )
         self._warn = report or warnings.warn
         self._chat_format: ChatFormat | None = None
-        self._chat_lock = threading.Lock()
+        self._grammars: Grammars | None = None
+        self._lazy_lock = threading.Lock()
         self._contexts = ContextPool(
             lambda source, length: pair.decoder(n_ctx, policy, source, length),
             kv_memory,
@@ -172,7 +175,7 @@ class Engine:
     @property
     def chat_format(self) -> ChatFormat:
         """How conversations are written for this model: by its own chat template."""
-        with self._chat_lock:
+        with self._lazy_lock:
             if self._chat_format is None:
                 from pystaged.chat.format import ChatFormat  # noqa: PLC0415  brings jinja2
 
@@ -266,7 +269,9 @@ class Engine:
             An iterator of Piece whose `result` is there once it is exhausted or closed.
 
         Raises:
-            ValueError: an empty prompt, or an option out of range.
+            ValueError: an empty prompt, or an option out of range; GrammarError, which is one, for a schema, expression
+                or grammar that cannot be used, or that gets too complex to follow in the middle of the text.
+            ModuleNotFoundError: a grammar without the extra that it needs.
             ContextFullError: the prompt is longer than the context.
             DeviceLostError: a device failed; it has the text so far.
         """
@@ -301,7 +306,7 @@ class Engine:
         """
         if isinstance(prompt, str):
             try:
-                tokens = self.tokenizer.encode(prompt) if add_special else self._going_on(prompt)
+                tokens = self.tokenizer.encode(prompt) if add_special else going_on(self.tokenizer, prompt)
             except UnicodeError as error:
                 raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
         else:
@@ -316,15 +321,16 @@ class Engine:
             )
         return tokens
 
-    def _going_on(self, text: str) -> NDArray[np.int32]:
-        """The tokens of a text that goes on with another: without the space that SentencePiece puts before texts."""
-        tokens = self.tokenizer.encode(text, add_special=False)
-        if text and self.tokenizer.decode(tokens, special=True) == f" {text}":
-            begun = self.tokenizer.encode("\n", add_special=False)
-            more = self.tokenizer.encode(f"\n{text}", add_special=False)
-            if (more[: len(begun)] == begun).all():
-                return more[len(begun) :]
-        return tokens
+    def _constraint(self, config: GenerationConfig) -> GrammarConstraint | None:
+        """What a text with these options must be. Raises as Grammars does."""
+        if config.grammar is None:
+            return None
+        with self._lazy_lock:
+            if self._grammars is None:
+                from pystaged.grammars import Grammars  # noqa: PLC0415  brings llguidance
+
+                self._grammars = Grammars(self.tokenizer)
+        return self._grammars.constraint(config.grammar)
 
     def score(self, text: Prompt) -> Score:
         """How likely the model finds a text, token by token.

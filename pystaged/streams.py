@@ -133,7 +133,7 @@ class Writer:
         is_end: whether a token ends the text; by default the tokens that the vocabulary says.
 
     Raises:
-        ValueError, TypeError: as in Engine.encode.
+        ValueError, TypeError: as in Engine.encode and Engine.stream.
     """
 
     def __init__(
@@ -145,6 +145,7 @@ class Writer:
     ) -> None:
         self.engine, self.prompt_tokens = engine, engine.encode(prompt)
         self._prompt, self._config, self._is_end = prompt, config, is_end
+        self._constraint = engine._constraint(config)
         self._buffer = TextBuffer(config.stop)
         self._stats = GenerationStats()
         self._text: list[str] = []
@@ -174,6 +175,7 @@ class Writer:
                 speculate=config.speculate,
                 stats=self._stats,
                 progress=config.progress,
+                constraint=self._constraint,
             )
         except BaseException:
             contexts.give_back(context)

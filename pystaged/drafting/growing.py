@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from pystaged._core import Session
 from pystaged.decoding.calibration import Calibration
+from pystaged.decoding.constraint import CERTAIN, Constraint
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.policy import CheckedPolicy, Growth, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
@@ -33,6 +34,7 @@ class TreeDrafter:
         self._calibrations = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
         self._calibration = self._calibrations[True]
         self._builder: TreeBuilder | None = None
+        self.constraint: Constraint | None = None
 
     def work(self) -> dict[str, DrafterStats]:
         return {self._stage.name.lower(): replace(self.stats)}
@@ -46,6 +48,13 @@ class TreeDrafter:
     def inherit(self, other: Drafter) -> None:
         if isinstance(other, TreeDrafter):
             self._calibrations = {greedy: learnt.copy() for greedy, learnt in other._calibrations.items()}
+
+    def _begin(self, root: int, max_depth: int) -> tuple[TreeBuilder, int]:
+        """A tree of the root and the tokens that must follow it, and the last of them, to grow from."""
+        builder, last = TreeBuilder(root), 0
+        for token in self.constraint.forced()[: max_depth - 1] if self.constraint else []:
+            last = builder.add(last, token, 1.0, Stage.GRAMMAR, CERTAIN)
+        return builder, last
 
     def _expand(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
         """Add a node's candidates, best first, as its children."""
@@ -66,7 +75,8 @@ class TreeDrafter:
         for chosen in tokens:
             children = self._builder.children[nodes[-1]]
             for token, child in children.items():
-                self._calibration.update(self._builder.nodes[child].cell, token == chosen)
+                if self._builder.nodes[child].stage is not Stage.GRAMMAR:
+                    self._calibration.update(self._builder.nodes[child].cell, token == chosen)
             if chosen not in children:
                 return nodes
             nodes.append(children[chosen])

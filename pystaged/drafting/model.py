@@ -25,6 +25,7 @@ _GUESSES = 3  # tokens the drafter below proposes for each pass
 _GUESS_GAIN = 0.25  # of a pass, what guesses from below are believed to save before they are tried
 _GUESS_BLEND = 0.02  # weight of a new observation of that
 _GUESS_CHECK = 64  # where they save nothing they are tried in one pass of so many
+_ANYTHING = 0xFFFFFFFF  # a word of a mask that allows all tokens
 _PIECE = 32  # tokens read at once while it is not known how long reading takes
 
 
@@ -88,6 +89,7 @@ class ModelDrafter(TreeDrafter):
         self._root = int(context[-1])
         self._builder = None
         if self.below:
+            self.below.constraint = self.constraint
             self.below.start(context)
 
     def lag(self) -> float:
@@ -152,12 +154,13 @@ class ModelDrafter(TreeDrafter):
             yield from self.catch_up(seconds - (self._clock() - begin))
             if len(self._missing) > _LONGEST_PREFIX_ROWS:
                 return TokenTree.root(self._root)
-        builder, batch, passes, expanded = TreeBuilder(self._root), [0], 0, 0
+        builder, last = self._begin(self._root, max_depth)
+        batch, passes, expanded = [last], 0, 0
         growth = Growth([], [], 0, 0.0)
         self._num_rows = 0
         try:
             while batch:
-                num_rows = len(batch) + self._guesses_below + (0 if passes else len(self._missing))
+                num_rows = len(batch) + self._guesses_below + (0 if passes else len(self._missing) + last)
                 if self._cost and self._clock() - begin + self._cost(num_rows, cells) > seconds:
                     break
                 yield from self._pass(builder, batch, sampling, max_depth, children)
@@ -202,6 +205,10 @@ class ModelDrafter(TreeDrafter):
         if self._num_rows == 0:
             tokens = list(self._missing)
             parents = list(range(-1, len(tokens) - 1))
+            for node in range(first):  # the root, and tokens that must follow it
+                builder.nodes[node].row = len(tokens)
+                parents.append(len(tokens) - 1)
+                tokens += self._spelled([builder.nodes[node].token])
         for node in batch:
             guess = builder.nodes[node]
             parents.append(len(tokens) - 1 if node == 0 else builder.nodes[guess.parent].row)
@@ -214,7 +221,10 @@ class ModelDrafter(TreeDrafter):
             tokens.append(token)
         judged = len(batch) + len(guesses)
         k = max(CANDIDATES, children)
-        done = yield Propose(self.session, self._length, tokens, parents, judged, k, sampling.native)
+        masks = self._masks(
+            [*map(builder.path, batch), *(builder.path(first) + guesses[: n + 1] for n in range(len(guesses)))]
+        )
+        done = yield Propose(self.session, self._length, tokens, parents, judged, k, sampling.native, masks)
         found, scores = done.result
         self._num_rows += len(tokens)
         rows = range(self._num_rows - judged, self._num_rows)
@@ -256,6 +266,21 @@ class ModelDrafter(TreeDrafter):
             return False
         self._unguessed = 0
         return True
+
+    def _masks(self, paths: Sequence[list[int]]) -> NDArray[np.uint32] | None:
+        """What may follow each path, uint32[paths, words]. What follows a forbidden one does not matter, nor what the
+        draft proposes where it has none of the tokens."""
+        if self.constraint is None:
+            return None
+        words = -(-self.session.vocab_size // 32)
+        masks = np.zeros((len(paths), words), np.uint32)
+        for row, path in zip(masks, paths, strict=True):
+            found = self.constraint.mask(path)
+            if found is not None:
+                row[: len(found)] = found[:words]
+            if not row[: self.session.vocab_size // 32].any():
+                row[:] = _ANYTHING
+        return masks
 
     def _add(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
         # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from pystaged._core import gumbel
 from pystaged.config import SamplingConfig
+from pystaged.decoding.constraint import allows
 from pystaged.decoding.cost import PassCost, measure
 from pystaged.decoding.policy import MAX_EXPANDED, FixedPolicy, Growth, TreePolicy
 from pystaged.decoding.requests import Requests, finish
-from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
+from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.growing import CANDIDATES, TreeDrafter
 from pystaged.drafting.table import NgramTable
@@ -89,8 +90,8 @@ class NgramDrafter(TreeDrafter):
         begin = self._clock()
         children = self._policy.children
         yield from self.prepare(sampling, max_depth, seconds)
-        builder = TreeBuilder(self._context[-1])
-        leaves = [0]
+        builder, last = self._begin(self._context[-1], max_depth)
+        leaves = [last]
         passes = 0
         while True:
             spent = self._clock() - begin
@@ -165,6 +166,9 @@ class NgramDrafter(TreeDrafter):
             for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):
                 chances[token] = chances.get(token, 0.0) + weight * math.exp(score)
         ranked = [(math.log(chance), token) for token, chance in chances.items() if token < self._vocab_size]
+        if self.constraint and ranked:
+            mask = self.constraint.mask(path)
+            ranked = [each for each in ranked if mask is not None and allows(mask, each[1])]
         temperature = self._sampling.temperature
         if temperature > 0 and ranked:
             ids = np.array([token for _, token in ranked], np.int32)
