@@ -303,7 +303,8 @@ class Session:
 
         Raises:
             ContextFullError: as evaluate.
-            ValueError: there are pending rows, or a mask allows no token. Whatever fails, the committed tokens stay and nothing is left pending.
+            ValueError: there are pending rows, or a mask allows no token. Whatever fails, the committed tokens stay and
+                nothing is left pending.
         """
     def commit(self, path: _Ints) -> None:
         """Keep these pending rows, a path from the committed end on, and drop the rest."""

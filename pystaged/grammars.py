@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 _MOST_KEPT = 16  # compiled grammars
 # As json.dumps writes it. White space that a schema leaves to the model is where small models lose themselves.
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MOST_FORCED = 1024  # characters that are known to come, of which the tokens are looked for
+_UNCERTAIN = 16  # tokens at the end of those, which what comes later may change
+_MOST_RULES = 16384
+_STACK = 64 << 20  # bytes; enough for so many rules, each in the one before
 _CONTROL = b"\xff"  # before the spelling of a token that is no text
 
 
@@ -49,7 +54,8 @@ class Grammars:
         if not self._ends:
             raise GrammarError("the model's vocabulary has no token that ends a text; a grammar needs one")
         ends = sorted(self._ends)
-        self._vocabulary = llguidance.LLTokenizer(_Vocabulary(tokenizer, ends[0]), eos_token=ends)
+        vocabulary = cast("llguidance.TokenizerWrapper", _Vocabulary(tokenizer, ends[0]))
+        self._vocabulary = llguidance.LLTokenizer(vocabulary, eos_token=ends)
         self._compiled: dict[Grammar, LLMatcher] = {}
         self._lock = threading.Lock()
 
@@ -70,12 +76,17 @@ class Grammars:
         import llguidance  # noqa: PLC0415
 
         limits = llguidance.LLParserLimits(verbose_errors=False)
-        try:
+
+        def build() -> LLMatcher:
             matcher = llguidance.LLMatcher(self._vocabulary, _definition(grammar), log_level=0, limits=limits)
             _check(matcher)
+            return matcher
+
+        try:
+            matcher = _with_deep_stack(build) if grammar.option == "grammar" else build()
             GrammarConstraint(matcher.deep_copy(), self._ends).mask([])
         except (ValueError, RecursionError) as error:
-            words = str(error) or "it is nested too deeply"
+            words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise GrammarError(f"{grammar.option} cannot be used: {words}") from None
         return matcher
 
@@ -157,8 +168,9 @@ class _Vocabulary:
         ]
 
     def __call__(self, text: str) -> list[int]:
-        tokens: list[int] = going_on(self._tokenizer, text, parse_special=False).tolist()
-        return tokens
+        """The tokens of a text that goes on with another; of a long one the first, which is all that is asked for."""
+        tokens: list[int] = going_on(self._tokenizer, text[:_MOST_FORCED], parse_special=False).tolist()
+        return tokens if len(text) <= _MOST_FORCED else tokens[:-_UNCERTAIN]
 
 
 def _definition(grammar: Grammar) -> str:
@@ -167,17 +179,82 @@ def _definition(grammar: Grammar) -> str:
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark  # noqa: PLC0415
 
     if grammar.option == "json_schema":
-        found = LLMatcher.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
-    elif grammar.option == "regex":
-        found = LLMatcher.grammar_from_regex(grammar.text)
-    else:
-        try:
-            found = LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
-        except GbnfToLarkError as error:
-            raise GrammarError(str(error)) from None
-    return str(found)
+        schema = json.loads(grammar.text)
+        if not isinstance(schema, (dict, bool)):
+            raise GrammarError(f"a schema is an object, not {grammar.text[:20]}")
+        if schema is False or not has_end(schema):
+            raise GrammarError("no text of finite length meets it")
+        return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON_STYLE)
+    if grammar.option == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.text.count("\n") >= _MOST_RULES:
+        raise GrammarError(f"it has more than {_MOST_RULES} lines")
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+    except GbnfToLarkError as error:
+        raise GrammarError(str(error)) from None
+
+
+def has_end(schema: Any) -> bool:
+    """Whether a schema that refers to itself can be met by a value of finite size; True where that cannot be told."""
+    finite: set[str] = set()
+    while True:
+        more = {ref for ref in _references(schema) if ref not in finite and _ends(_target(schema, ref), finite)}
+        if not more:
+            return _ends(schema, finite)
+        finite |= more
+
+
+def _references(schema: Any) -> set[str]:
+    """All pointers into the schema itself that it has."""
+    if isinstance(schema, list):
+        return set().union(*map(_references, schema))
+    if not isinstance(schema, dict):
+        return set()
+    ref = schema.get("$ref")
+    own = {ref} if isinstance(ref, str) and ref[:1] == "#" else set()
+    return own.union(*map(_references, schema.values()))
+
+
+def _target(schema: Any, ref: str) -> Any:
+    for step in ref[1:].strip("/").split("/") if ref[1:] else []:
+        name = step.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(name, {}) if isinstance(schema, dict) else {}
+    return schema
+
+
+def _ends(schema: Any, finite: set[str]) -> bool:
+    """Whether a value of finite size meets a schema, if those of these pointers have one."""
+    if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
+        return True
+    ref, properties = schema.get("$ref"), schema.get("properties")
+    needed = [] if not isinstance(ref, str) or ref[:1] != "#" or ref in finite else [False]
+    if schema.get("type") == "object" and isinstance(properties, dict) and isinstance(schema.get("required"), list):
+        needed += [_ends(properties.get(name), finite) for name in schema["required"] if isinstance(name, str)]
+    if schema.get("type") == "array" and isinstance(schema.get("minItems"), int) and schema["minItems"] > 0:
+        needed.append(_ends(schema.get("items"), finite))
+    for word, of in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+        if isinstance(schema.get(word), list) and schema[word]:
+            needed.append(of(_ends(each, finite) for each in schema[word]))
+    return all(needed)
 
 
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
-        raise GrammarError(matcher.get_error())
+        words = matcher.get_error().replace("<non-verbose/>", "").strip()
+        raise GrammarError("no text meets it" if words.startswith("NoExtension") else words)
+
+
+_T = TypeVar("_T")
+_starting = threading.Lock()  # a thread's stack is a setting of the process
+
+
+def _with_deep_stack(build: Callable[[], _T]) -> _T:
+    """What a function makes that recurs once for each rule that a rule refers to."""
+    with _starting, ThreadPoolExecutor(1) as pool:
+        before = threading.stack_size(_STACK)
+        try:
+            built = pool.submit(build)
+        finally:
+            threading.stack_size(before)
+        return built.result()

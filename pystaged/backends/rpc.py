@@ -182,9 +182,13 @@ class RemoteSession:
         self._call("evaluate", tokens, parents, num_logits)
 
     def candidates(
-        self, rows: Sequence[int], k: int, sampling: Sampling | Sequence[Sampling]
+        self,
+        rows: Sequence[int],
+        k: int,
+        sampling: Sampling | Sequence[Sampling],
+        masks: NDArray[np.uint32] | None = None,
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        found: tuple[NDArray[np.int32], NDArray[np.float32]] = self._call("candidates", rows, k, sampling)
+        found: tuple[NDArray[np.int32], NDArray[np.float32]] = self._call("candidates", rows, k, sampling, masks)
         return found
 
     def follow(self, sampling: Sampling, root: int = 0) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -192,9 +196,9 @@ class RemoteSession:
         return followed
 
     def verify(
-        self, tokens: object, parents: object, sampling: Sampling
+        self, tokens: object, parents: object, sampling: Sampling, masks: NDArray[np.uint32] | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        followed: tuple[NDArray[np.int32], NDArray[np.int32]] = self._call("verify", tokens, parents, sampling)
+        followed: tuple[NDArray[np.int32], NDArray[np.int32]] = self._call("verify", tokens, parents, sampling, masks)
         return followed
 
     def commit(self, path: object) -> None:

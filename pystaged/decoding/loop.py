@@ -117,7 +117,7 @@ class Decoder:
 
         Raises:
             ContextFullError: at once: the prompt is longer than the context.
-            ValueError: at once: an empty prompt, or max_tokens below 1; later: the constraint cannot tell what may follow.
+            ValueError: at once: an empty prompt, or max_tokens below 1; later: whatever the constraint raises.
         """
         if len(prompt) < 1 or max_tokens < 1:
             raise ValueError(f"the prompt needs a token at least, and max_tokens, {max_tokens}, must be at least 1")

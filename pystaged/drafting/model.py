@@ -221,9 +221,9 @@ class ModelDrafter(TreeDrafter):
             tokens.append(token)
         judged = len(batch) + len(guesses)
         k = max(CANDIDATES, children)
-        masks = self._masks(
-            [*map(builder.path, batch), *(builder.path(first) + guesses[: n + 1] for n in range(len(guesses)))]
-        )
+        paths = [builder.path(node) for node in batch]
+        paths += [paths[0] + guesses[:end] for end in range(1, len(guesses) + 1)]
+        masks = self._masks(paths)
         done = yield Propose(self.session, self._length, tokens, parents, judged, k, sampling.native, masks)
         found, scores = done.result
         self._num_rows += len(tokens)

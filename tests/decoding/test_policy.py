@@ -392,9 +392,9 @@ class SimulatedSession:
         self._machine.work(self._reading * len(tokens))
 
     def verify(
-        self, tokens: NDArray[np.int32], parents: NDArray[np.int32], sampling: object
+        self, tokens: NDArray[np.int32], parents: NDArray[np.int32], sampling: object, masks: object
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        del parents, sampling
+        del parents, sampling, masks
         behaviour, rows = self._text.behaviour, len(tokens)
         in_vain = rows == 1 and any(drafter.used for drafter in self._text.drafters)
         self._machine.work(self._curve(rows, self.cells) + (0.0 if in_vain else behaviour.interrupt))
