@@ -27,8 +27,10 @@ _MOST_KEPT = 16  # compiled grammars
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MOST_FORCED = 1024  # characters that are known to come, of which the tokens are looked for
 _UNCERTAIN = 16  # tokens at the end of those, which what comes later may change
+_LONGEST = 16384  # characters that a grammar may force at its beginning: what goes on for ever does
 _MOST_RULES = 16384
 _STACK = 64 << 20  # bytes; enough for so many rules, each in the one before
+_MOST_SHOWN = 100  # characters of an error's line, which may quote the grammar
 _CONTROL = b"\xff"  # before the spelling of a token that is no text
 
 
@@ -84,10 +86,13 @@ class Grammars:
 
         try:
             matcher = _with_deep_stack(build) if grammar.option == "grammar" else build()
+            if len(matcher.compute_ff_bytes()) > _LONGEST:
+                raise GrammarError(f"it forces a text of more than {_LONGEST} characters")
             GrammarConstraint(matcher.deep_copy(), self._ends).mask([])
         except (ValueError, RecursionError) as error:
             words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise GrammarError(f"{grammar.option} cannot be used: {words}") from None
+            lines = "\n".join(line[:_MOST_SHOWN] for line in words.splitlines()[:8])
+            raise GrammarError(f"{grammar.option} cannot be used: {lines}") from None
         return matcher
 
 
@@ -176,7 +181,7 @@ class _Vocabulary:
 def _definition(grammar: Grammar) -> str:
     """A grammar in llguidance's own form."""
     from llguidance import LLMatcher  # noqa: PLC0415
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark  # noqa: PLC0415
+    from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415
 
     if grammar.option == "json_schema":
         schema = json.loads(grammar.text)
@@ -191,7 +196,9 @@ def _definition(grammar: Grammar) -> str:
         raise GrammarError(f"it has more than {_MOST_RULES} lines")
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
-    except GbnfToLarkError as error:
+    except RecursionError:
+        raise
+    except Exception as error:  # which the converter raises as such
         raise GrammarError(str(error)) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -98,6 +99,10 @@ class GenerationResult:
     def message(self) -> dict[str, Any]:
         """The text as an answer in a conversation, with its tokens, so that going on reads nothing again."""
         return {"role": "assistant", "content": self.text, "tokens": list(self.tokens)}
+
+    def json(self) -> Any:
+        """The value that a text written to a JSON schema spells. Raises ValueError where it was cut, or is no JSON."""
+        return json.loads(self.text)
 
     def __str__(self) -> str:
         return self.text

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pystaged import Stage
 from pystaged._core import Model, Session
-from pystaged.bench.pairs import drafters
+from pystaged.bench.pairs import continuation, drafters
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import Constraint, allows, constrained
 from pystaged.decoding.loop import Decoder
@@ -143,9 +143,9 @@ def test_no_drafter_changes_a_constrained_text(target: Model, draft: Model, temp
 def test_a_text_without_constraint_follows_one_with(target: Model, draft: Model) -> None:
     sampling = SamplingConfig(1.0)
     decoder = Decoder(Session(target), drafters(target, draft, None)["tree"])
-    free = [step.tokens for step in decoder.generate(PROMPT, sampling, 30)]
+    free = continuation(decoder, PROMPT, sampling, 30)
     written(decoder, sampling, Language())
-    assert sum((step.tokens for step in decoder.generate(PROMPT, sampling, 30)), []) == sum(free, [])
+    assert continuation(decoder, PROMPT, sampling, 30) == free
 
 
 @pytest.mark.parametrize("speculate", [False, True])
