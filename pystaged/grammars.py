@@ -91,8 +91,7 @@ class Grammars:
             GrammarConstraint(matcher.deep_copy(), self._ends).mask([])
         except (ValueError, RecursionError) as error:
             words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-            lines = "\n".join(line[:_MOST_SHOWN] for line in words.splitlines()[:8])
-            raise GrammarError(f"{grammar.option} cannot be used: {lines}") from None
+            raise GrammarError(f"{grammar.option} cannot be used: {_one_line(words)}") from None
         return matcher
 
 
@@ -244,6 +243,12 @@ def _ends(schema: Any, finite: set[str]) -> bool:
         if isinstance(schema.get(word), list) and schema[word]:
             needed.append(of(_ends(each, finite) for each in schema[word]))
     return all(needed)
+
+
+def _one_line(words: str) -> str:
+    """An error without its drawing of where it is, and not too much of the grammar."""
+    lines = [line.strip()[:_MOST_SHOWN] for line in words.splitlines() if line.strip(" ^")]
+    return " ".join(line for line in lines[:8] if not line.startswith("1 |"))
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -96,7 +96,7 @@ def main() -> None:
         if status == _program.INTERRUPTED:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             _say("interrupted", "yellow")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ModuleNotFoundError) as error:
         status = 1
         _say("error: ", "bold red", _words(error))
     if status:
@@ -112,7 +112,7 @@ def _run() -> None:
         sys.stdout.flush()
 
 
-def _words(error: OSError | ValueError) -> str:
+def _words(error: Exception) -> str:
     """What went wrong; of the system's errors the file and the reason, without number and quotes."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"

@@ -25,8 +25,13 @@ from pystaged.result import GenerationResult, Piece
 from pystaged.stats import GenerationStats
 from pystaged.streams import Stream
 
-STAGE_STYLES = {Stage.TARGET: Style.null(), Stage.DRAFT: Style(color="green"), Stage.NGRAM: Style(color="yellow")}
-STAGE_NAMES = {Stage.TARGET: "target", Stage.DRAFT: "draft", Stage.NGRAM: "n-gram"}
+STAGE_STYLES = {
+    Stage.TARGET: Style.null(),
+    Stage.DRAFT: Style(color="green"),
+    Stage.NGRAM: Style(color="yellow"),
+    Stage.GRAMMAR: Style(color="cyan"),
+}
+STAGE_NAMES = {Stage.TARGET: "target", Stage.DRAFT: "draft", Stage.NGRAM: "n-gram", Stage.GRAMMAR: "grammar"}
 _LEAST_TREE_LINES = 4
 _NODE_STYLES = {True: Style(bold=True), False: Style(dim=True)}  # by whether the node is accepted
 
@@ -74,6 +79,8 @@ def summary(stats: GenerationStats, color: Color) -> Text:
     line.append(f", {stats.tokens_per_step:.2f} per step")
     if color is Color.STAGES:
         for stage, style in STAGE_STYLES.items():
+            if stage is Stage.GRAMMAR and not stats.stages["grammar"].drafted:
+                continue
             line.append("; " if stage is Stage.TARGET else ", ")
             line.append(f"{STAGE_NAMES[stage]} {stats.stages[stage.name.lower()].emitted}", style)
     return line
