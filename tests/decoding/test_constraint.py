@@ -16,6 +16,7 @@ from pystaged.bench.pairs import continuation, drafters
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import Constraint, allows, constrained
 from pystaged.decoding.loop import Decoder
+from pystaged.decoding.requests import finish
 from pystaged.decoding.tree import TokenTree, TreeBuilder
 from pystaged.stats import GenerationStats
 
@@ -28,7 +29,7 @@ def follows(text: tuple[int, ...]) -> list[int]:
     if len(text) == LENGTH:
         return [END]
     rng = random.Random(hash((len(text), *text[-2:])))
-    some = sorted(rng.sample(range(1, 257), 1 if len(text) % 3 == 2 else 7))
+    some = sorted(rng.sample(range(1, 300), 1 if len(text) % 3 == 2 else 7))
     return [END, *some] if len(text) == LENGTH - 2 else some
 
 
@@ -55,7 +56,7 @@ class Language:
             if token == END or token not in self._follows(text):
                 return None
             text += (token,)
-        mask = np.zeros(9, np.uint32)
+        mask = np.zeros(10, np.uint32)
         for token in self._follows(text):
             mask[token // 32] |= np.uint32(1 << token % 32)
         return mask
@@ -202,4 +203,51 @@ def test_what_a_constraint_leaves_of_a_tree() -> None:
     builder.add(0, 6, 0.5, Stage.DRAFT, (1, 0, 0))
     left, masks = constrained(builder.build([1, 2]), language, language.forced())
     assert left.tokens.tolist() == [5, 6]
-    assert masks.shape == (2, 9)
+    assert masks.shape == (2, 10)
+
+
+@pytest.mark.parametrize("way", ["n-grams of the context alone", "tree", "wide tree", "draft without n-grams"])
+def test_drafters_propose_what_may_follow(target: Model, draft: Model, way: str) -> None:
+    drafter, language = drafters(target, draft, None)[way], Language()
+    drafter.constraint = language
+    text: list[int] = []
+    drafter.start(PROMPT)
+    for _ in range(8):
+        tree = finish(drafter.draft(SamplingConfig(1.0), 8))
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True):
+            paths.append([*paths[parent], token])
+            assert token == END or language.mask(paths[-1]) is not None
+        step = language.forced() or [follows(tuple(text))[-1]]
+        drafter.advance(step)
+        language.advance(step)
+        text += step
+    drafter.close()
+
+
+@pytest.mark.parametrize("vocab_size", [260, 320])
+def test_a_draft_with_fewer_or_more_tokens(target: Model, random_gguf: Callable[..., Path], vocab_size: int) -> None:
+    draft = Model(str(random_gguf(vocab_size=vocab_size, seed=1)), "", 1)
+    lacking = dict.fromkeys(range(vocab_size, target.vocab_size), 7)
+    for sampling in (SamplingConfig(), SamplingConfig(1.0)):
+        plain = written(Decoder(Session(target)), sampling, Language(), speculate=False)
+        drafter = drafters(target, draft, None, lacking)["tree"]
+        assert written(Decoder(Session(target), drafter), sampling, Language()) == plain
+
+
+def test_on_devices_all_logits_are_looked_at(random_gguf: Callable[..., Path]) -> None:
+    """A pass there brings back the 64 largest, of which a mask may allow none."""
+    session = Session(Model(str(random_gguf()), "", 1, device="ggml-cpu"))
+    session.evaluate([5], [-1])
+    logits = session.logits(0)
+    session.discard()
+    worst = np.argsort(logits)[:3]
+    mask = np.zeros((1, 10), np.uint32)
+    for token in worst.tolist():
+        mask[0, token // 32] |= np.uint32(1 << token % 32)
+    for sampling in (SamplingConfig(), SamplingConfig(1.0, top_k=2)):
+        _, tokens = session.verify([5], [-1], sampling.native, mask)
+        session.truncate(0)
+        assert tokens[0] in worst
+    _, tokens = session.verify([5], [-1], SamplingConfig().native, mask)
+    assert tokens[0] == worst[logits[worst].argmax()]

@@ -32,7 +32,7 @@ def _value(rng: random.Random) -> dict[str, Any]:
         {"type": "string", "maxLength": rng.randrange(1, 10)},
         {"type": "string", "pattern": rng.choice(PATTERNS)},
         {"type": "integer", "minimum": least, "maximum": least + rng.choice((0, 7, 5000))},
-        {"type": "number", "minimum": 0, "maximum": 10},
+        {"type": "number", "enum": [0.5, 1e6, -3]},
         {"type": "boolean"},
         {"enum": rng.sample(("alpha", "beta", 1, 2.5, None, True, "delta gamma"), rng.randrange(1, 5))},
         {"const": rng.choice(("a long constant that is forced", 12345, None))},
