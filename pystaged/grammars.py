@@ -204,11 +204,14 @@ def _definition(grammar: Grammar) -> str:
 def has_end(schema: Any) -> bool:
     """Whether a schema that refers to itself can be met by a value of finite size; True where that cannot be told."""
     finite: set[str] = set()
-    while True:
-        more = {ref for ref in _references(schema) if ref not in finite and _ends(_target(schema, ref), finite)}
-        if not more:
-            return _ends(schema, finite)
-        finite |= more
+    references = _references(schema)
+    known = -1
+    while known < len(finite):
+        known = len(finite)
+        for reference in references - finite:
+            if _is_finite(_target(schema, reference), finite):
+                finite.add(reference)
+    return _is_finite(schema, finite)
 
 
 def _references(schema: Any) -> set[str]:
@@ -229,19 +232,19 @@ def _target(schema: Any, ref: str) -> Any:
     return schema
 
 
-def _ends(schema: Any, finite: set[str]) -> bool:
+def _is_finite(schema: Any, finite: set[str]) -> bool:
     """Whether a value of finite size meets a schema, if those of these pointers have one."""
     if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
         return True
     ref, properties = schema.get("$ref"), schema.get("properties")
     needed = [] if not isinstance(ref, str) or ref[:1] != "#" or ref in finite else [False]
     if schema.get("type") == "object" and isinstance(properties, dict) and isinstance(schema.get("required"), list):
-        needed += [_ends(properties.get(name), finite) for name in schema["required"] if isinstance(name, str)]
+        needed += [_is_finite(properties.get(name), finite) for name in schema["required"] if isinstance(name, str)]
     if schema.get("type") == "array" and isinstance(schema.get("minItems"), int) and schema["minItems"] > 0:
-        needed.append(_ends(schema.get("items"), finite))
+        needed.append(_is_finite(schema.get("items"), finite))
     for word, of in (("allOf", all), ("anyOf", any), ("oneOf", any)):
         if isinstance(schema.get(word), list) and schema[word]:
-            needed.append(of(_ends(each, finite) for each in schema[word]))
+            needed.append(of(_is_finite(each, finite) for each in schema[word]))
     return all(needed)
 
 

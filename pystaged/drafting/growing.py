@@ -10,7 +10,7 @@ from pystaged._core import Session
 from pystaged.decoding.calibration import Calibration
 from pystaged.decoding.constraint import CERTAIN, Constraint
 from pystaged.decoding.drafter import Drafter
-from pystaged.decoding.policy import CheckedPolicy, Growth, TreePolicy
+from pystaged.decoding.policy import MAX_NODES, CheckedPolicy, Growth, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.stats import DrafterStats
 
@@ -52,7 +52,7 @@ class TreeDrafter:
     def _begin(self, root: int, max_depth: int) -> tuple[TreeBuilder, int]:
         """A tree of the root and the tokens that must follow it, and the last of them, to grow from."""
         builder, last = TreeBuilder(root), 0
-        for token in self.constraint.forced()[: max_depth - 1] if self.constraint else []:
+        for token in self.constraint.forced()[: min(max_depth - 1, MAX_NODES)] if self.constraint else []:
             last = builder.add(last, token, 1.0, Stage.GRAMMAR, CERTAIN)
         return builder, last
 
