@@ -272,14 +272,15 @@ class ModelDrafter(TreeDrafter):
         draft proposes where it has none of the tokens."""
         if self.constraint is None:
             return None
-        words = -(-self.session.vocab_size // 32)
-        masks = np.zeros((len(paths), words), np.uint32)
-        for row, path in zip(masks, paths, strict=True):
+        words, rest = divmod(self.session.vocab_size, 32)
+        known = np.array([_ANYTHING] * words + [(1 << rest) - 1], np.uint32)  # the draft's tokens
+        masks = np.zeros((len(paths), words + 1), np.uint32)
+        for i, path in enumerate(paths):
             found = self.constraint.mask(path)
             if found is not None:
-                row[: len(found)] = found[:words]
-            if not row[: self.session.vocab_size // 32].any():
-                row[:] = _ANYTHING
+                masks[i, : len(found)] = found[: words + 1]
+        masks &= known
+        masks[~masks.any(axis=1)] = known
         return masks
 
     def _add(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
