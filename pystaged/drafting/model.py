@@ -25,7 +25,6 @@ _GUESSES = 3  # tokens the drafter below proposes for each pass
 _GUESS_GAIN = 0.25  # of a pass, what guesses from below are believed to save before they are tried
 _GUESS_BLEND = 0.02  # weight of a new observation of that
 _GUESS_CHECK = 64  # where they save nothing they are tried in one pass of so many
-_ANYTHING = 0xFFFFFFFF  # a word of a mask that allows all tokens
 _PIECE = 32  # tokens read at once while it is not known how long reading takes
 
 
@@ -273,7 +272,8 @@ class ModelDrafter(TreeDrafter):
         if self.constraint is None:
             return None
         words, rest = divmod(self.session.vocab_size, 32)
-        known = np.array([_ANYTHING] * words + [(1 << rest) - 1], np.uint32)  # the draft's tokens
+        known = np.full(words + 1, 0xFFFFFFFF, np.uint32)  # the draft's tokens
+        known[words] = (1 << rest) - 1
         masks = np.zeros((len(paths), words + 1), np.uint32)
         for i, path in enumerate(paths):
             found = self.constraint.mask(path)
