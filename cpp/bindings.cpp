@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string_view>
 #include <variant>
@@ -95,6 +96,19 @@ using Samplings = std::variant<Sampling, std::vector<Sampling>>;
 std::vector<Sampling> to_samplings(const Samplings& sampling) {
     const auto* one = std::get_if<Sampling>(&sampling);
     return one ? std::vector<Sampling>{*one} : std::get<1>(sampling);
+}
+
+// uint32[rows, words] or None.
+using MaskArray = std::optional<py::array_t<uint32_t, py::array::c_style | py::array::forcecast>>;
+
+Masks to_masks(const MaskArray& array) {
+    if (!array) {
+        return {};
+    }
+    if (array->ndim() != 2 || array->shape(1) < 1 || array->shape(1) > std::numeric_limits<int>::max()) {
+        throw py::value_error("masks must be two-dimensional: a row of words for each that is judged");
+    }
+    return {{array->data(), array->data() + array->size()}, static_cast<int>(array->shape(1))};
 }
 
 void check_k(const Session& session, int k) {
@@ -555,8 +569,9 @@ PYBIND11_MODULE(_core, m) {
             py::arg("tokens"), py::arg("parents"), py::arg("num_logits") = py::none())
         .def(
             "candidates",
-            [](Session& self, const py::object& rows, int k, const Samplings& sampling) {
+            [](Session& self, const py::object& rows, int k, const Samplings& sampling, const MaskArray& masks) {
                 const std::vector<Sampling> samplings = to_samplings(sampling);
+                const Masks allowed = to_masks(masks);
                 const std::vector<int32_t> indices = to_ints(rows, "rows");
                 check_k(self, k);
                 py::array_t<int32_t> tokens({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
@@ -565,11 +580,11 @@ PYBIND11_MODULE(_core, m) {
                 float* score_data = scores.mutable_data();
                 {
                     const py::gil_scoped_release release;
-                    self.candidates(samplings, indices, k, token_data, score_data);
+                    self.candidates(samplings, indices, k, token_data, score_data, allowed);
                 }
                 return py::make_tuple(tokens, scores);
             },
-            py::arg("rows"), py::arg("k"), py::arg("sampling"))
+            py::arg("rows"), py::arg("k"), py::arg("sampling"), py::arg("masks") = py::none())
         .def(
             "follow",
             [](Session& self, const Sampling& sampling, int root) {
@@ -584,17 +599,19 @@ PYBIND11_MODULE(_core, m) {
         .def(
             "verify",
             [](Session& self, const py::object& tokens, const py::object& parents, const Sampling& sampling,
-               int num_candidates) {
+               int num_candidates, const MaskArray& masks) {
                 const std::vector<int32_t> ids = to_ints(tokens, "tokens"), before = to_ints(parents, "parents");
                 check_num_candidates(self, num_candidates);
+                const Masks allowed = to_masks(masks);
                 Outcome outcome;
                 {
                     const py::gil_scoped_release release;
-                    outcome = self.verify(ids, before, sampling, num_candidates);
+                    outcome = self.verify(ids, before, sampling, num_candidates, allowed);
                 }
                 return to_verified(outcome, ids.size(), num_candidates);
             },
-            py::arg("tokens"), py::arg("parents"), py::arg("sampling"), py::arg("num_candidates") = 0)
+            py::arg("tokens"), py::arg("parents"), py::arg("sampling"), py::arg("num_candidates") = 0,
+            py::arg("masks") = py::none())
         .def(
             "commit",
             [](Session& self, const py::object& path) {
@@ -651,23 +668,23 @@ PYBIND11_MODULE(_core, m) {
         .def_static(
             "verify",
             [](Session& session, const py::object& tokens, const py::object& parents, const Sampling& sampling,
-               int num_candidates) {
+               int num_candidates, const MaskArray& masks) {
                 check_num_candidates(session, num_candidates);
                 return Work::verify(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), sampling,
-                                    num_candidates);
+                                    num_candidates, to_masks(masks));
             },
             py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("sampling"),
-            py::arg("num_candidates") = 0, py::keep_alive<0, 1>())
+            py::arg("num_candidates") = 0, py::arg("masks") = py::none(), py::keep_alive<0, 1>())
         .def_static(
             "propose",
             [](Session& session, const py::object& tokens, const py::object& parents, int num_judged, int k,
-               const Samplings& sampling) {
+               const Samplings& sampling, const MaskArray& masks) {
                 check_k(session, k);
                 return Work::propose(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), num_judged, k,
-                                     to_samplings(sampling));
+                                     to_samplings(sampling), to_masks(masks));
             },
             py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("num_judged"), py::arg("k"),
-            py::arg("sampling"), py::keep_alive<0, 1>())
+            py::arg("sampling"), py::arg("masks") = py::none(), py::keep_alive<0, 1>())
         .def_property_readonly(
             "session", [](const Work& self) { return self.session; }, py::return_value_policy::reference)
         .def_property_readonly("num_rows", [](const Work& self) { return self.tokens.size(); });

@@ -152,9 +152,9 @@ void Executor::find_candidates(const std::vector<Judged>& rows) {
     ThreadPool::shared().run(static_cast<int>(rows.size()), threads, [&](int i, int worker) {
         const Judged& row = rows[i];
         Sampler& sampler = samplers_[worker];
-        const auto& found = row.sampling
-                                ? sampler.candidates(*row.sampling, row.logits, row.position, row.k, in_row, row.prefix)
-                                : sampler.largest(row.logits, row.k);
+        const auto& found = row.sampling ? sampler.candidates(*row.sampling, sampler.masked(row.logits, row.mask),
+                                                              row.position, row.k, in_row, row.prefix)
+                                         : sampler.largest(row.logits, row.k);
         for (int j = 0; j < row.k; ++j) {
             const bool have = static_cast<size_t>(j) < found.size();
             row.tokens[j] = have ? found[j].token : -1;

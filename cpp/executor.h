@@ -28,6 +28,7 @@ struct Logits {
 // -1 and score -inf.
 struct Judged {
     LogitsRow logits;
+    Mask mask;
     int64_t position;          // of the next token
     const Sampling* sampling;  // none for the largest logits as they are
     int k;

@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 #include <stdexcept>
+#include <string>
 
 #include "thread_pool.h"
 
@@ -36,6 +37,19 @@ float relative(float logit, float top, float temperature) {
 // Finite for the smallest temperature too.
 float inverse(float temperature) {
     return std::min(1 / temperature, std::numeric_limits<float>::max());
+}
+
+// The tokens of a run that a mask allows, the first in the lowest bit.
+uint64_t run_bits(const Mask& mask, int run, int size) {
+    static_assert(kRun == 64, "two words of a mask are one run");
+    uint64_t bits = 0;
+    for (int half = 0; half < 2; ++half) {
+        if (2 * run + half < mask.num_words) {
+            bits |= uint64_t{mask.words[2 * run + half]} << (32 * half);
+        }
+    }
+    const int have = size - run * kRun;
+    return have < kRun ? bits & ((uint64_t{1} << have) - 1) : bits;
 }
 
 void keep_best(std::vector<Candidate>& candidates, size_t k) {
@@ -72,11 +86,60 @@ void check(const Sampling& s) {
     }
 }
 
+void check(const Masks& masks, size_t num_rows, int vocab_size) {
+    if (masks.num_words == 0) {
+        return;
+    }
+    if (masks.words.size() != num_rows * masks.num_words) {
+        throw std::invalid_argument("masks needs one for each of the " + std::to_string(num_rows) +
+                                    " rows that are judged");
+    }
+    for (size_t i = 0; i < num_rows; ++i) {
+        const Mask mask = masks.row(i);
+        bool any = false;
+        for (int run = 0; run * kRun < vocab_size && !any; ++run) {
+            any = run_bits(mask, run, vocab_size) != 0;
+        }
+        if (!any) {
+            throw std::invalid_argument("the mask of row " + std::to_string(i) + " allows no token");
+        }
+    }
+}
+
 float gumbel(uint64_t seed, int64_t position, int32_t token) {
     static const Kernel& kernel = find_kernel("");
     float noise;
     kernel.noise(seed, position, &token, 1, &noise);
     return noise;
+}
+
+LogitsRow Sampler::masked(const LogitsRow& row, const Mask& mask) {
+    if (mask.words == nullptr) {
+        return row;
+    }
+    constexpr float kNothing = -std::numeric_limits<float>::infinity();
+    masked_logits_.resize(row.stride);
+    masked_maxima_.resize(row.stride / kRun);
+    for (int run = 0; run < row.stride / kRun; ++run) {
+        const float* from = row.logits + run * kRun;
+        float* to = masked_logits_.data() + run * kRun;
+        uint64_t bits = run * kRun < row.size ? run_bits(mask, run, row.size) : 0;
+        float top = kNothing;
+        if (bits == ~uint64_t{0}) {
+            std::copy_n(from, kRun, to);
+            top = row.maxima[run];
+        } else {
+            std::fill_n(to, kRun, kNothing);
+            for (int i = 0; bits != 0; ++i, bits >>= 1) {
+                if (bits & 1) {
+                    to[i] = from[i];
+                    top = std::max(top, from[i]);
+                }
+            }
+        }
+        masked_maxima_[run] = top;
+    }
+    return {masked_logits_.data(), masked_maxima_.data(), row.size, row.stride};
 }
 
 // The sum of exp((logit - top) * factor), by the same parts whoever takes them.
@@ -93,12 +156,12 @@ double Sampler::sum_exp(const LogitsRow& row, float top, float factor, int num_t
 // kept_ = the k largest logits, best first.
 void Sampler::top_logits(const LogitsRow& row, int k) {
     const int num_runs = row.stride / kRun;
-    float least = -std::numeric_limits<float>::infinity();
+    float least = std::numeric_limits<float>::lowest();  // what is masked is less
     if (k < num_runs) {
         // k runs reach this, so at least k logits do.
         run_maxima_.assign(row.maxima, row.maxima + num_runs);
         std::nth_element(run_maxima_.begin(), run_maxima_.begin() + (k - 1), run_maxima_.end(), std::greater<float>());
-        least = run_maxima_[k - 1];
+        least = std::max(least, run_maxima_[k - 1]);
     }
     kept_.clear();
     for (int run = 0; run < num_runs; ++run) {
@@ -377,6 +440,9 @@ const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const Logit
         keep_best(kept_, static_cast<size_t>(k));
     }
     std::sort(kept_.begin(), kept_.end(), better);
+    while (!kept_.empty() && std::isinf(kept_.back().score)) {
+        kept_.pop_back();  // masked
+    }
     for (Candidate& c : kept_) {
         c.score -= total;
     }

@@ -11,6 +11,7 @@
 
 #include "kernels/kernel.h"
 #include "logit_rules.h"
+#include "memory.h"
 
 namespace pystaged {
 
@@ -36,6 +37,23 @@ void check(const Sampling& sampling);
 // Gumbel noise of one token, as kernels/noise.h defines it; within [-3.15, 27.04].
 float gumbel(uint64_t seed, int64_t position, int32_t token);
 
+// The tokens that a row may be followed by, a bit each; those beyond the last word may not. Without words all may.
+struct Mask {
+    const uint32_t* words = nullptr;
+    int num_words = 0;
+};
+
+// Of several rows.
+struct Masks {
+    std::vector<uint32_t> words;  // [rows][num_words]
+    int num_words = 0;
+
+    Mask row(size_t i) const { return num_words > 0 ? Mask{&words[i * num_words], num_words} : Mask{}; }
+};
+
+// Throws std::invalid_argument where there are masks, but not one for each row that allows a token of the vocabulary.
+void check(const Masks& masks, size_t num_rows, int vocab_size);
+
 struct Candidate {
     int32_t token;
     float score;
@@ -45,12 +63,14 @@ class Sampler {
 public:
     explicit Sampler(const Kernel& kernel) : kernel_(kernel), ruled_(kernel) {}
 
+    // The row with -inf for what its mask forbids, before all else that the sampling does; until the next such call.
+    LogitsRow masked(const LogitsRow& row, const Mask& mask);
     // The token at `position`, given the logits of the row before it; the prefix is for rules. Inside a task of the
     // thread pool `num_threads` must be 1. Throws std::invalid_argument where rules exclude all tokens.
     int32_t choose(const Sampling& sampling, const LogitsRow& row, int64_t position, int num_threads,
                    const Prefix& prefix = {});
     // The k likeliest outcomes of choose() as this row sees it, best first: score is log p + g, or log p when greedy.
-    // Fewer than k where filters leave fewer.
+    // Fewer than k where filters or a mask leave fewer.
     const std::vector<Candidate>& candidates(const Sampling& sampling, const LogitsRow& row, int64_t position, int k,
                                              int num_threads, const Prefix& prefix = {});
     // Log-probabilities as the row itself has them, of a token and then of the k likeliest, best first.
@@ -79,6 +99,7 @@ private:
 
     const Kernel& kernel_;
     RuledRow ruled_;
+    Lines<float> masked_logits_, masked_maxima_;
     std::vector<Candidate> kept_;  // score is the logit, then (logit - top) / temperature, then with noise
     std::vector<float> run_maxima_;
     std::vector<float> run_noise_;      // the most that a run's tokens have

@@ -124,8 +124,8 @@ void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int
 }
 
 Outcome Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
-                        const Sampling& sampling, int num_candidates) {
-    const Work work = Work::verify(*this, tokens, parents, sampling, num_candidates);
+                        const Sampling& sampling, int num_candidates, const Masks& masks) {
+    const Work work = Work::verify(*this, tokens, parents, sampling, num_candidates, masks);
     return std::move(run({&work})[0]);
 }
 
@@ -189,10 +189,16 @@ LogitsRow Session::logits_row(int row) {
     return executor_->row(*judged.logits, judged.slot);
 }
 
-Judged Session::judged(int row, const Sampling* sampling, int k, int32_t* tokens, float* scores) {
+Judged Session::judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores) {
     const LogitsRow logits = logits_row(row);
-    return {
-        logits, pending_[row].position + 1, sampling, k, tokens, scores, sampling ? prefix(*sampling, row) : Prefix{}};
+    return {logits,
+            mask,
+            pending_[row].position + 1,
+            sampling,
+            k,
+            tokens,
+            scores,
+            sampling ? prefix(*sampling, row) : Prefix{}};
 }
 
 // The tokens up to and including a row's, for rules.
@@ -231,10 +237,10 @@ bool Session::largest_of_shortlist(int row, int k, int32_t* tokens, float* logit
 }
 
 // Where the shortlist holds all that the sampling can choose, it alone is needed.
-LogitsRow Session::row_to_choose_from(const Sampling& sampling, int row) {
+LogitsRow Session::row_to_choose_from(const Sampling& sampling, bool masked, int row) {
     const int size = shortlist_size();
     const bool enough = sampling.temperature == 0 || (sampling.top_k > 0 && sampling.top_k <= size);
-    const bool needs_more = sampling.rules || sampling.temperature_last || sampling.logprobs >= 0;
+    const bool needs_more = masked || sampling.rules || sampling.temperature_last || sampling.logprobs >= 0;
     if (size == 0 || !enough || needs_more) {
         return logits_row(row);
     }
@@ -243,17 +249,18 @@ LogitsRow Session::row_to_choose_from(const Sampling& sampling, int row) {
 }
 
 void Session::candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k,
-                         int32_t* tokens, float* scores) {
+                         int32_t* tokens, float* scores, const Masks& masks) {
     const Turn turn(*this);
     check_open();
     if (sampling.empty() || (sampling.size() != 1 && sampling.size() != rows.size())) {
         throw std::invalid_argument("candidates needs one sampling, or one for each row");
     }
+    check(masks, rows.size(), model_->numbers().vocab_size);
     const Executor::Turn computing(*executor_);
     std::vector<Judged> judged_rows;
     for (size_t i = 0; i < rows.size(); ++i) {
         judged_rows.push_back(
-            judged(rows[i], &sampling[sampling.size() == 1 ? 0 : i], k, tokens + i * k, scores + i * k));
+            judged(rows[i], &sampling[sampling.size() == 1 ? 0 : i], masks.row(i), k, tokens + i * k, scores + i * k));
     }
     executor_->find_candidates(judged_rows);
 }
@@ -262,17 +269,18 @@ Followed Session::follow(const Sampling& sampling, int root) {
     const Turn turn(*this);
     check_open();
     const Executor::Turn computing(*executor_);
-    return follow_from(sampling, root, 0, model_->num_threads());
+    return follow_from(sampling, {}, root, 0, model_->num_threads());
 }
 
-Followed Session::follow_from(const Sampling& sampling, int root, int worker, int num_threads) {
+Followed Session::follow_from(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads) {
     checked_row(root);
+    Sampler& sampler = executor_->sampler(worker);
     Followed result;
     for (int row = root; row >= 0;) {
-        Sampler& sampler = executor_->sampler(worker);
-        const LogitsRow logits = row_to_choose_from(sampling, row);
-        const int32_t token =
-            sampler.choose(sampling, logits, pending_[row].position + 1, num_threads, prefix(sampling, row));
+        const Mask mask = masks.row(row);
+        const LogitsRow logits = row_to_choose_from(sampling, mask.words != nullptr, row);
+        const int32_t token = sampler.choose(sampling, sampler.masked(logits, mask), pending_[row].position + 1,
+                                             num_threads, prefix(sampling, row));
         result.path.push_back(row);
         result.tokens.push_back(token);
         if (sampling.logprobs >= 0) {

@@ -55,7 +55,7 @@ public:
     // The k likeliest next tokens after each of these rows, best first: [rows][k], short rows filled up with token -1.
     // One sampling for all rows, or one for each.
     void candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k, int32_t* tokens,
-                    float* scores);
+                    float* scores, const Masks& masks = {});
     // Walks from row `root` for as long as the model's own token is among a row's children.
     Followed follow(const Sampling& sampling, int root);
 
@@ -63,7 +63,7 @@ public:
     // session without pending rows, and leaves none behind, whatever happens.
     // Of each row of the tree it also brings the largest logits, as many as asked for.
     Outcome verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, const Sampling& sampling,
-                   int num_candidates = 0);
+                   int num_candidates = 0, const Masks& masks = {});
 
     // Keeps these pending rows, a path from the committed end on, and drops the rest.
     void commit(const std::vector<int32_t>& path);
@@ -122,17 +122,17 @@ private:
     const Row& checked_row(int row) const;
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
     void drop_from(size_t first);
-    Followed follow_from(const Sampling& sampling, int root, int worker, int num_threads);
+    Followed follow_from(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
     void move_up(const std::vector<int32_t>& path);
     void keep(const std::vector<int32_t>& path);
     int shortlist_size() const { return executor_->backend().shortlist_size(*cells_); }
     void read_logits();
     const Row& judged_row(int row) const;
     LogitsRow logits_row(int row);
-    Judged judged(int row, const Sampling* sampling, int k, int32_t* tokens, float* scores);
+    Judged judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores);
     Prefix prefix(const Sampling& sampling, int row) const;
     bool largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const;
-    LogitsRow row_to_choose_from(const Sampling& sampling, int row);
+    LogitsRow row_to_choose_from(const Sampling& sampling, bool masked, int row);
 
     std::mutex mutex_;
     std::atomic<std::thread::id> caller_{};  // whose turn it is

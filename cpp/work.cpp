@@ -92,6 +92,7 @@ void Run::append() {
         if (work->k > 0 && work->samplings.size() != 1 && work->samplings.size() != judged) {
             throw std::invalid_argument("propose needs one sampling, or one for each judged row");
         }
+        check(work->masks, judged, session.model().numbers().vocab_size);
     }
     starts_.reserve(works_.size());
     for (const Work* work : works_) {
@@ -249,7 +250,8 @@ void Run::follow(std::vector<Outcome>& outcomes) {
     const int threads = trees.size() > 1 && !greedy && executor_->backend().mixes_texts() ? all : 1;
     ThreadPool::shared().run(static_cast<int>(trees.size()), threads, [&](int i, int worker) {
         const Work& work = *works_[trees[i]];
-        outcomes[trees[i]].followed = work.session->follow_from(work.samplings[0], 0, worker, threads > 1 ? 1 : all);
+        outcomes[trees[i]].followed =
+            work.session->follow_from(work.samplings[0], work.masks, 0, worker, threads > 1 ? 1 : all);
     });
 }
 
@@ -270,7 +272,7 @@ void Run::find_candidates(std::vector<Outcome>& outcomes) {
             } else if (work.session->largest_of_shortlist(row, work.k, tokens, scores)) {
                 continue;
             }
-            rows.push_back(work.session->judged(row, sampling, work.k, tokens, scores));
+            rows.push_back(work.session->judged(row, sampling, work.masks.row(j), work.k, tokens, scores));
         }
     }
     executor_->find_candidates(rows);
@@ -279,18 +281,20 @@ void Run::find_candidates(std::vector<Outcome>& outcomes) {
 Work Work::read(Session& session, std::vector<int32_t> tokens) {
     std::vector<int32_t> parents(tokens.size());
     std::iota(parents.begin(), parents.end(), -1);
-    return {Kind::read, &session, std::move(tokens), std::move(parents), 0, 0, {}};
+    return {Kind::read, &session, std::move(tokens), std::move(parents), 0, 0, {}, {}};
 }
 
 Work Work::verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, const Sampling& sampling,
-                  int num_candidates) {
+                  int num_candidates, Masks masks) {
     const int n = static_cast<int>(tokens.size());
-    return {Kind::verify, &session, std::move(tokens), std::move(parents), n, num_candidates, {sampling}};
+    return {Kind::verify,   &session,   std::move(tokens), std::move(parents), n,
+            num_candidates, {sampling}, std::move(masks)};
 }
 
 Work Work::propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged, int k,
-                   std::vector<Sampling> samplings) {
-    return {Kind::propose, &session, std::move(tokens), std::move(parents), num_judged, k, std::move(samplings)};
+                   std::vector<Sampling> samplings, Masks masks) {
+    return {Kind::propose, &session, std::move(tokens),    std::move(parents),
+            num_judged,    k,        std::move(samplings), std::move(masks)};
 }
 
 std::vector<Outcome> run(const std::vector<const Work*>& works, const std::function<void()>& interrupted) {

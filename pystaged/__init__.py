@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
     from pystaged.decoding.tree import Stage, TokenTree
     from pystaged.engine import Engine, generate, load, stream
+    from pystaged.grammars import GrammarError
     from pystaged.result import DeviceLostError, GenerationResult, Piece, Score, TokenLogprob
     from pystaged.stats import GenerationStats, PassStats
 
@@ -42,6 +43,7 @@ __all__ = [
     "GainPolicy",
     "GenerationResult",
     "GenerationStats",
+    "GrammarError",
     "Growth",
     "ModelError",
     "PassStats",
@@ -67,6 +69,7 @@ _MODULES = {
     "decoding.policy": ("FixedPolicy", "GainPolicy", "Growth", "TreePolicy"),
     "decoding.tree": ("Stage", "TokenTree"),
     "engine": ("Engine", "generate", "load", "stream"),
+    "grammars": ("GrammarError",),
     "result": ("DeviceLostError", "GenerationResult", "Piece", "Score", "TokenLogprob"),
     "stats": ("GenerationStats", "PassStats"),
 }

@@ -320,14 +320,19 @@ class Session:
             ContextFullError: a row lies beyond the context, or the tree is too large for its spare cells.
         """
     def candidates(
-        self, rows: _Ints, k: int, sampling: Sampling | Sequence[Sampling]
+        self,
+        rows: _Ints,
+        k: int,
+        sampling: Sampling | Sequence[Sampling],
+        masks: NDArray[np.uint32] | None = None,
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """The k likeliest next tokens after rows, best first: int32[rows, k] and scores float32[rows, k].
 
-        One sampling for all rows, or one for each.
+        One sampling for all rows, or one for each. masks: uint32[rows, words], a bit for each token that may follow a
+        row, the first in the lowest; tokens beyond the last word may not. All else is as if the others were not there.
 
-        A score is log p plus the shared noise, log p alone when greedy (natural log). Where filters leave fewer than
-        k tokens the rest are -1 with score -inf.
+        A score is log p plus the shared noise, log p alone when greedy (natural log). Where filters or masks leave
+        fewer than k tokens the rest are -1 with score -inf.
         """
     def follow(self, sampling: Sampling, root: int = 0) -> tuple[Any, ...]:
         """Walk from row `root` while the model's own token is among a row's children.
@@ -338,8 +343,17 @@ class Session:
             tokens; int32[m, k], the likeliest tokens at each place, best first; float32[m, k], theirs. They are natural
             ones of the logits as they are, without rules and filters, at temperature 1.
         """
-    def verify(self, tokens: _Ints, parents: _Ints, sampling: Sampling, num_candidates: int = 0) -> tuple[Any, ...]:
+    def verify(
+        self,
+        tokens: _Ints,
+        parents: _Ints,
+        sampling: Sampling,
+        num_candidates: int = 0,
+        masks: NDArray[np.uint32] | None = None,
+    ) -> tuple[Any, ...]:
         """One step: evaluate a tree, int32[n] with the root in row 0, follow it from there and commit the path.
+
+        masks: uint32[n, words], as in candidates.
 
         Returns:
             As follow. Where num_candidates = k is above 0, of each row of the tree also the tokens of its k largest
@@ -347,8 +361,8 @@ class Session:
 
         Raises:
             ContextFullError: as evaluate.
-            ValueError: there are pending rows, or k is out of range. Whatever fails, the committed tokens stay and
-                nothing is left pending.
+            ValueError: there are pending rows, k is out of range, or a mask allows no token. Whatever fails, the
+                committed tokens stay and nothing is left pending.
         """
     def commit(self, path: _Ints) -> None:
         """Keep these pending rows, a path from the committed end on, and drop the rest."""
@@ -402,7 +416,14 @@ class Work:
     def read(session: Session, tokens: _Ints) -> Work:
         """Evaluate and commit tokens, int[n], as Session.prefill; the result is None."""
     @staticmethod
-    def verify(session: Session, tokens: _Ints, parents: _Ints, sampling: Sampling, num_candidates: int = 0) -> Work:
+    def verify(
+        session: Session,
+        tokens: _Ints,
+        parents: _Ints,
+        sampling: Sampling,
+        num_candidates: int = 0,
+        masks: NDArray[np.uint32] | None = None,
+    ) -> Work:
         """As Session.verify, whose result it has."""
     @staticmethod
     def propose(
@@ -412,6 +433,7 @@ class Work:
         num_judged: int,
         k: int,
         sampling: Sampling | Sequence[Sampling],
+        masks: NDArray[np.uint32] | None = None,
     ) -> Work:
         """Append pending rows, as Session.evaluate with num_logits = num_judged, and rank what may follow those judged.
 

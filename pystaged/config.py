@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import secrets
@@ -221,6 +222,9 @@ class TextOptions(TypedDict, total=False):
 
     max_tokens: new tokens at most, 128 unless given.
     stop: one string or several that end the text before they appear in it.
+    json_schema: a schema, as a dictionary or as JSON text, that the text meets; regex: an expression that it matches;
+        grammar: a grammar, in Lark's or llama.cpp's notation, that it follows. One of them; needs the extra "grammar".
+        The text ends where nothing more may follow, and is cut where max_tokens end.
     speculate: False decodes plainly; the text is the same.
     progress: called while the prompt is read, with how many of its tokens are and how many are to be: before the first
         few hundred and after each, so the last time with all of them; by who reads the text, as soon as it looks.
@@ -230,6 +234,9 @@ class TextOptions(TypedDict, total=False):
 
     max_tokens: int
     stop: str | Sequence[str]
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
     speculate: bool
     progress: Callable[[int, int], None] | None
     logprobs: int | None
@@ -268,6 +275,14 @@ def check_options(given: Iterable[str], options: type[Any]) -> None:
         raise TypeError(f"there is no option {min(unknown)!r}; the options are {', '.join(options.__annotations__)}")
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a text must be. option: which of json_schema, regex and grammar says so; text: what it says."""
+
+    option: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class GenerationConfig:
     """What TextOptions says, checked.
@@ -280,6 +295,7 @@ class GenerationConfig:
     sampling: SamplingConfig
     max_tokens: int
     stop: tuple[str, ...]
+    grammar: Grammar | None
     speculate: bool
     progress: Callable[[int, int], None] | None
     logprobs: int | None
@@ -289,6 +305,9 @@ class GenerationConfig:
         *,
         max_tokens: int = 128,
         stop: str | Sequence[str] = (),
+        json_schema: Mapping[str, Any] | str | None = None,
+        regex: str | None = None,
+        grammar: str | Grammar | None = None,
         speculate: bool = True,
         progress: Callable[[int, int], None] | None = None,
         logprobs: int | None = None,
@@ -314,6 +333,7 @@ class GenerationConfig:
         object.__setattr__(self, "logprobs", logprobs)
         object.__setattr__(self, "max_tokens", max_tokens)
         object.__setattr__(self, "stop", _texts("stop", stop))
+        object.__setattr__(self, "grammar", _grammar(json_schema, regex, grammar))
         object.__setattr__(self, "speculate", bool(speculate))
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be called with two numbers, which {type(progress).__name__} cannot be")
@@ -330,6 +350,32 @@ def _texts(name: str, given: object) -> tuple[str, ...]:
     if "" in strings:
         raise ValueError("a stop string must not be empty" if name == "stop" else f"{name} must not be empty")
     return strings
+
+
+def _grammar(json_schema: object, regex: object, grammar: object) -> Grammar | None:
+    given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+    given = {option: value for option, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise TypeError(f"give one of {', '.join(given)}, not {len(given)}")
+    if isinstance(grammar, Grammar):
+        return grammar  # of a config that is replaced
+    for option, value in given.items():
+        if isinstance(value, str):
+            text = value
+        elif option == "json_schema" and isinstance(value, Mapping):
+            try:
+                text = json.dumps(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"json_schema cannot be written as JSON: {error}") from None
+        else:
+            kind = "a dictionary or JSON text" if option == "json_schema" else "a string"
+            raise TypeError(f"{option} must be {kind}, not {type(value).__name__}")
+        try:
+            text.encode()
+        except UnicodeError:
+            raise ValueError(f"{option} is not valid Unicode text") from None
+        return Grammar(option, text)
+    return None
 
 
 def integer(name: str, value: object) -> int:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from pystaged.async_stream import AsyncStream
     from pystaged.chat.format import ChatFormat
+    from pystaged.grammars import GrammarConstraint, Grammars
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 # Not a sequence of strings, which a string is itself.
@@ -140,7 +141,8 @@ class Engine:
         )
         self._warn = report or _warn
         self._chat_format: ChatFormat | None = None
-        self._chat_lock = threading.Lock()
+        self._grammars: Grammars | None = None
+        self._lazy_lock = threading.Lock()
         self._contexts = ContextPool(
             lambda source, length: pair.decoder(n_ctx, policy, source, length),
             kv_memory,
@@ -179,7 +181,7 @@ class Engine:
     @property
     def chat_format(self) -> ChatFormat:
         """How conversations are written for this model: by its own chat template."""
-        with self._chat_lock:
+        with self._lazy_lock:
             if self._chat_format is None:
                 from pystaged.chat.format import ChatFormat  # noqa: PLC0415  brings jinja2
 
@@ -285,7 +287,9 @@ class Engine:
             An iterator of Piece whose `result` is there once it is exhausted or closed.
 
         Raises:
-            ValueError: an empty prompt, or an option out of range.
+            ValueError: an empty prompt, or an option out of range; GrammarError, which is one, for a schema, expression
+                or grammar that cannot be used, or that gets too complex to follow in the middle of the text.
+            ModuleNotFoundError: a grammar without the extra that it needs.
             ContextFullError: the prompt is longer than the context.
             DeviceLostError: a device failed; it has the text so far.
         """
@@ -348,6 +352,17 @@ class Engine:
                 + (f", or ask for a longer context with n_ctx (--n-ctx), up to {more}" if more > self.n_ctx else "")
             )
         return tokens
+
+    def _constraint(self, config: GenerationConfig) -> GrammarConstraint | None:
+        """What a text with these options must be. Raises as Grammars does."""
+        if config.grammar is None:
+            return None
+        with self._lazy_lock:
+            if self._grammars is None:
+                from pystaged.grammars import Grammars  # noqa: PLC0415  brings llguidance
+
+                self._grammars = Grammars(self.tokenizer)
+        return self._grammars.constraint(config.grammar)
 
     def score(self, text: Prompt) -> Score:
         """How likely the model finds a text, token by token.

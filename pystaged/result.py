@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import DeviceError
+from pystaged.chat.tools import split_tool_calls
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import GenerationStats
 
@@ -130,6 +132,15 @@ class GenerationResult:
     def message(self) -> dict[str, Any]:
         """The text as an answer in a conversation, with its tokens, so that going on reads nothing again."""
         return {"role": "assistant", "content": self.text, "tokens": list(self.tokens)}
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls of tools in an answer of the Hermes form, as OpenAI's interface has them; see split_tool_calls."""
+        return split_tool_calls(self.text)[1]
+
+    def json(self) -> Any:
+        """The value that a text written to a JSON schema spells. Raises ValueError where it was cut, or is no JSON."""
+        return json.loads(self.text)
 
     def __str__(self) -> str:
         return self.text

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 from pystaged.decoding.tree import Stage
 
-STAGE_NAMES = {Stage.TARGET: "target", Stage.DRAFT: "draft", Stage.NGRAM: "n-gram"}
-STAGE_COLORS = {Stage.TARGET: None, Stage.DRAFT: "green", Stage.NGRAM: "yellow"}
+STAGE_NAMES = {Stage.TARGET: "target", Stage.DRAFT: "draft", Stage.NGRAM: "n-gram", Stage.GRAMMAR: "grammar"}
+STAGE_COLORS = {Stage.TARGET: None, Stage.DRAFT: "green", Stage.NGRAM: "yellow", Stage.GRAMMAR: "cyan"}
 
 
 class StageSpans:

@@ -134,7 +134,7 @@ class Writer:
         is_end: whether a token ends the text; by default the tokens that the vocabulary says.
 
     Raises:
-        ValueError, TypeError: as in Engine.encode and sampling.bind.
+        ValueError, TypeError: as in Engine.encode, Engine.stream and sampling.bind.
     """
 
     def __init__(
@@ -147,6 +147,7 @@ class Writer:
         self.engine, self.prompt_tokens = engine, engine.encode(prompt)
         self._prompt, self._config, self._is_end = prompt, config, is_end
         self._sampling = bind(config.sampling, engine.tokenizer, len(self.prompt_tokens), config.logprobs)
+        self._constraint = engine._constraint(config)
         self._buffer = TextBuffer(config.stop)
         self._stats = GenerationStats()
         self._text: list[str] = []
@@ -188,6 +189,7 @@ class Writer:
                 speculate=config.speculate,
                 stats=self._stats,
                 progress=progress and (lambda tokens, of: entry.said.put(Reading(progress, tokens, of))),
+                constraint=self._constraint,
             )
         except BaseException:
             contexts.give_back(context)

@@ -1,4 +1,4 @@
-"""Bytes of tokens to text that can be shown as it comes; tokens of a text that goes on with another."""
+"""Between texts and tokens: bytes to text that can be shown as it comes, and texts that go on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
+
+
+def going_on(tokenizer: Tokenizer, text: str, *, parse_special: bool = True) -> NDArray[np.int32]:
+    """The tokens of a text that goes on with another, int32[n]: without what comes before texts, and without the space
+    that SentencePiece puts there. Errors as in Tokenizer.encode."""
+    tokens = tokenizer.encode(text, add_special=False, parse_special=parse_special)
+    if text and tokenizer.decode(tokens, special=True) == f" {text}":
+        begun = tokenizer.encode("\n", add_special=False)
+        more = tokenizer.encode(f"\n{text}", add_special=False, parse_special=parse_special)
+        if (more[: len(begun)] == begun).all():
+            return more[len(begun) :]
+    return tokens
 
 
 class TextBuffer:
@@ -58,18 +70,3 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
-
-
-def going_on(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
-    """The tokens of a text that goes on with another, int32[n]: without the space that SentencePiece puts before texts.
-
-    Raises:
-        UnicodeEncodeError, ValueError: as Tokenizer.encode.
-    """
-    tokens = tokenizer.encode(text, add_special=False)
-    if text and tokenizer.decode(tokens, special=True) == f" {text}":
-        begun = tokenizer.encode("\n", add_special=False)
-        more = tokenizer.encode(f"\n{text}", add_special=False)
-        if (more[: len(begun)] == begun).all():
-            return more[len(begun) :]
-    return tokens

@@ -182,17 +182,28 @@ class RemoteSession:
         self._call("evaluate", tokens, parents, num_logits)
 
     def candidates(
-        self, rows: Sequence[int], k: int, sampling: Sampling | Sequence[Sampling]
+        self,
+        rows: Sequence[int],
+        k: int,
+        sampling: Sampling | Sequence[Sampling],
+        masks: NDArray[np.uint32] | None = None,
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        found: tuple[NDArray[np.int32], NDArray[np.float32]] = self._call("candidates", rows, k, sampling)
+        found: tuple[NDArray[np.int32], NDArray[np.float32]] = self._call("candidates", rows, k, sampling, masks)
         return found
 
     def follow(self, sampling: Sampling, root: int = 0) -> tuple[Any, ...]:
         followed: tuple[Any, ...] = self._call("follow", sampling, root)
         return followed
 
-    def verify(self, tokens: object, parents: object, sampling: Sampling, num_candidates: int = 0) -> tuple[Any, ...]:
-        verified: tuple[Any, ...] = self._call("verify", tokens, parents, sampling, num_candidates)
+    def verify(
+        self,
+        tokens: object,
+        parents: object,
+        sampling: Sampling,
+        num_candidates: int = 0,
+        masks: NDArray[np.uint32] | None = None,
+    ) -> tuple[Any, ...]:
+        verified: tuple[Any, ...] = self._call("verify", tokens, parents, sampling, num_candidates, masks)
         return verified
 
     def commit(self, path: object) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pystaged._core import Session
 from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
+from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.loop import Decoder, Progress
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.decoding.requests import Requests, finish
@@ -31,9 +32,14 @@ class _Ready(Decoder):
     """Its drafters read the prompt before decoding is timed: they draft whatever it gains."""
 
     def start(
-        self, prompt: NDArray[np.int32], *, speculate: bool = True, progress: Progress | None = None
+        self,
+        prompt: NDArray[np.int32],
+        *,
+        speculate: bool = True,
+        progress: Progress | None = None,
+        constraint: Constraint | None = None,
     ) -> Requests[int]:
-        reused = yield from super().start(prompt, speculate=speculate, progress=progress)
+        reused = yield from super().start(prompt, speculate=speculate, progress=progress, constraint=constraint)
         for drafter in self.drafters:
             yield from drafter.catch_up()
         return reused

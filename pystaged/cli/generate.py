@@ -17,6 +17,7 @@ from pystaged.cli.console import errors, open_engine, reading_bar, report
 from pystaged.cli.options import (
     Color,
     Colors,
+    FormOptions,
     Json,
     LoadOptions,
     ModelName,
@@ -62,6 +63,7 @@ def generate(
     system: System = "",
     think: Think = None,
     stop: Stop = None,
+    form: FormOptions,
     sampling: SamplingOptions,
     loading: LoadOptions,
     speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
@@ -85,6 +87,8 @@ def generate(
 
     Example: pystaged generate --chat "Why is the sky blue?" --model smollm2
 
+    Example: pystaged generate --chat "Invent a person." --json-schema person.json --model smollm2
+
     Example: pystaged generate --prompts prompts.txt --n 4 --temperature 1 --json > texts.jsonl
 
     Example: pystaged generate - --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt > text.txt
@@ -97,6 +101,7 @@ def generate(
             speculate=speculate,
             sampling=sampling.config(),
             logprobs=logprobs,
+            **form.options(),
         )
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts with a file of them")
@@ -242,6 +247,8 @@ def stats_table(stats: pystaged.GenerationStats) -> Table:
     for heading in ("stage", "drafted", "accepted", "emitted", "passes", "seconds"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
     for name, stage in stats.stages.items():
+        if name == "grammar" and not stage.drafted:
+            continue
         work = stats.drafters.get(name)
         passes = stats.steps if name == "target" else work.passes if work else 0
         seconds = stats.target_seconds if name == "target" else work.seconds if work else 0.0

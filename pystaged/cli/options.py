@@ -43,6 +43,7 @@ def _check_kv(value: str) -> str:
 
 
 _SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
+_MOST_BYTES = 1 << 24  # of a schema or grammar
 
 
 def size(value: str | int) -> int:
@@ -266,6 +267,37 @@ def _biases(words: list[str]) -> dict[int | str, float]:
             raise ValueError(f"--logit-bias is written 15043+1, 15043-1 or TEXT=BIAS, not {word!r}") from None
         biases[int(token) if by_number else token] = number
     return biases
+
+
+@dataclass
+class FormOptions:
+    """What the text must be; one of them at most."""
+
+    json_schema: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|JSON", help="The text is JSON that meets this schema.", show_default=False),
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(help="The text matches this expression.", callback=check, show_default=False)
+    ] = None
+    grammar: Annotated[
+        Path | None, typer.Option(help="The text follows this grammar, Lark's or GBNF.", show_default=False)
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """The same for the engine. Raises OSError and ValueError for a file that cannot be read."""
+        from pystaged.files import read_small  # noqa: PLC0415
+
+        found: dict[str, Any] = {"regex": self.regex} if self.regex is not None else {}
+        if self.json_schema is not None:
+            found["json_schema"] = self.json_schema
+            if self.json_schema.lstrip()[:1] != "{":
+                found["json_schema"] = read_small(Path(self.json_schema), _MOST_BYTES).decode()
+        if self.grammar is not None:
+            found["grammar"] = read_small(self.grammar, _MOST_BYTES).decode()
+        if len(found) > 1:
+            raise typer.BadParameter("give one of --json-schema, --regex and --grammar")
+        return found
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

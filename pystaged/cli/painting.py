@@ -69,6 +69,8 @@ def summary(stats: GenerationStats, color: Color) -> Text:
     line = Text(str(stats), "dim")
     if color is Color.STAGES:
         for stage, style in STAGE_STYLES.items():
+            if stage is Stage.GRAMMAR and not stats.stages["grammar"].drafted:
+                continue
             line.append("; " if stage is Stage.TARGET else ", ")
             line.append(f"{STAGE_NAMES[stage]} {stats.stages[stage.name.lower()].emitted}", style)
     return line

@@ -178,8 +178,11 @@ class Budget:
             rows -= 1
         return tree.head(rows)
 
-    def record(self, num_rows: int, num_tokens: int, verified: Done) -> float:
+    def record(self, num_rows: int, num_tokens: int, verified: Done, certain: int = 0) -> float:
         """End the step: what it verified, wrote and took.
+
+        Args:
+            certain: how many of the tokens were accepted without anybody's drafting them.
 
         Returns:
             Seconds of plain decoding of the same tokens, in the same crowd; 0 without costs.
@@ -200,13 +203,14 @@ class Budget:
             self._earn(0.0, SHARE * min(seconds, self.plain_seconds))
         else:
             self._was_plain = False
-            plain = num_tokens * self.plain_seconds
+            drafted = num_tokens - certain
+            plain = drafted * self.plain_seconds
             seconds = told - self._begin
             if verified.share < 1:
                 seconds += self._part(num_rows, verified) - verified.share * verified.seconds
             gain = plain - self._texts * seconds
             self._earn(gain, SHARE * plain)
-            self._learn(self._chosen, num_tokens, gain)
+            self._learn(self._chosen, drafted, gain)
         return num_tokens * self.plain_seconds
 
     @property

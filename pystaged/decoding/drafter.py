@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pystaged._core import Session
 from pystaged.config import SamplingConfig
+from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import TokenTree
 from pystaged.stats import DrafterStats
@@ -39,7 +40,12 @@ class Memory(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes what comes after a context that it follows step by step; what may need passes is a generator of them."""
+    """Proposes what comes after a context that it follows step by step; what may need passes is a generator of them.
+
+    constraint: what the text must be, set before it starts; what it forbids is cut from trees, whoever heeds it or not.
+    """
+
+    constraint: Constraint | None
 
     memory: Memory | None
     """Is told what came of the trees that it drafted; None where nobody wants to know."""

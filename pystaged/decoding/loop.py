@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from pystaged._core import ContextFullError, Session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.budget import Budget
+from pystaged.decoding.constraint import Constraint, constrained
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter, common_prefix
+from pystaged.decoding.policy import MAX_NODES
 from pystaged.decoding.requests import Done, Read, Request, Requests, Verify, alone
 from pystaged.decoding.step import FinishReason, Step
 from pystaged.decoding.tree import Stage, TokenTree
@@ -55,6 +57,8 @@ class Decoder:
         self.budget = Budget(cost, uses or (lambda _: [(1.0, 1.0)] * len(drafters)), self.crowd)
         self._clock = self.crowd.clock
         self._drafting: Sequence[Drafter] = ()  # the drafters of this text: none where it is plain
+        self._constraint: Constraint | None = None  # of this text
+        self._is_plain = False
         self._before = self._root = -1  # the last two tokens of the text
         self._length = 0
 
@@ -68,11 +72,19 @@ class Decoder:
         speculate: bool = True,
         stats: GenerationStats | None = None,
         progress: Progress | None = None,
+        constraint: Constraint | None = None,
     ) -> Generator[Step, None, None]:
         """Continue a prompt step by step, alone: each request gets a pass of its own. Arguments, what it gives and
         errors as in `text`, but no requests; the context is read and written between `next` and its return only."""
         text = self.text(
-            prompt, sampling, max_tokens, is_end=is_end, speculate=speculate, stats=stats, progress=progress
+            prompt,
+            sampling,
+            max_tokens,
+            is_end=is_end,
+            speculate=speculate,
+            stats=stats,
+            progress=progress,
+            constraint=constraint,
         )
         return alone(text, self._clock)
 
@@ -86,6 +98,7 @@ class Decoder:
         speculate: bool = True,
         stats: GenerationStats | None = None,
         progress: Progress | None = None,
+        constraint: Constraint | None = None,
     ) -> Generator[Request | Step, Done | None, None]:
         """Continue a prompt step by step.
 
@@ -96,6 +109,7 @@ class Decoder:
             speculate: False decodes plainly; the tokens are the same.
             stats: filled while it goes, complete when the iterator is exhausted or closed.
             progress: as in start.
+            constraint: what the text must be; of this text alone.
 
         Returns:
             A generator of requests, to be answered, and of each Step; the last one, which may be without tokens, says
@@ -103,17 +117,21 @@ class Decoder:
 
         Raises:
             ContextFullError: at once: the prompt is longer than the context.
-            ValueError: at once: an empty prompt, or max_tokens below 1.
+            ValueError: at once: an empty prompt, or max_tokens below 1; later: whatever the constraint raises.
         """
         if len(prompt) < 1 or max_tokens < 1:
             raise ValueError(f"the prompt needs a token at least, and max_tokens, {max_tokens}, must be at least 1")
         self._check(prompt)
-        return self._text(
-            prompt, sampling, max_tokens, is_end, speculate, GenerationStats() if stats is None else stats, progress
-        )
+        stats = GenerationStats() if stats is None else stats
+        return self._text(prompt, sampling, max_tokens, is_end, speculate, stats, progress, constraint)
 
     def start(
-        self, prompt: NDArray[np.int32], *, speculate: bool = True, progress: Progress | None = None
+        self,
+        prompt: NDArray[np.int32],
+        *,
+        speculate: bool = True,
+        progress: Progress | None = None,
+        constraint: Constraint | None = None,
     ) -> Requests[int]:
         """Bring the context to a prompt, int32[n] with n >= 1; returns how many of its tokens were there already.
 
@@ -122,6 +140,7 @@ class Decoder:
         Args:
             speculate: False decodes plainly until the next start.
             progress: called before the first piece of the prompt and after each.
+            constraint: what the text must be, until the next start; whoever steps tells it of the text.
 
         Raises:
             ContextFullError: the prompt is longer than the context.
@@ -143,18 +162,21 @@ class Decoder:
         self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
         self._length = len(prompt) - 1
         self._drafting = self.drafters if speculate else ()
+        self._constraint, self._is_plain = constraint, not speculate
         for drafter in self._drafting:
+            drafter.constraint = constraint
             drafter.start(prompt)
         yield from self.budget.open(self._drafting, len(prompt), (read, seconds))
         return reused
 
     def step(self, sampling: SamplingConfig, max_tokens: int) -> Requests[Step]:
         """Draft, verify, emit, tell: at least one token, normally no more than max_tokens."""
-        guesses = yield from self._draft(sampling, min(max_tokens, self.target.n_ctx - self._length) - 1)
+        max_depth = min(max_tokens, self.target.n_ctx - self._length) - 1
+        guesses, masks = self._constrain((yield from self._draft(sampling, max_depth)), max_depth)
         # What is plain stays as cheap as plain.
         memory = self._drafting[self.budget.chosen].memory if self.budget.chosen is not None else None
         wanted = memory.num_candidates if memory else 0
-        verified = yield Verify(self.target, self._length, guesses, sampling.native, wanted)
+        verified = yield Verify(self.target, self._length, guesses, sampling.native, wanted, masks)
         tree, path, tokens, logprobs, candidates = verified.result
         if memory:
             before = tree.tokens[tree.parents]
@@ -164,7 +186,7 @@ class Decoder:
         self._length += len(path)
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
         self._tell(tokens)
-        plain_seconds = self.budget.record(len(tree), len(tokens), verified)
+        plain_seconds = self.budget.record(len(tree), len(tokens), verified, stages.count(Stage.GRAMMAR))
         return Step(
             tokens,
             stages,
@@ -222,17 +244,24 @@ class Decoder:
         speculate: bool,
         stats: GenerationStats,
         progress: Progress | None,
+        constraint: Constraint | None,
     ) -> Generator[Request | Step, Done | None, None]:
         # What a text's reader waits for, others' work included.
         before, left, begin = self.work(), max_tokens, self.crowd.wall()
         stats.prompt_tokens += len(prompt)
         try:
-            stats.reused_tokens += yield from self.start(prompt, speculate=speculate, progress=progress)
+            stats.reused_tokens += yield from self.start(
+                prompt, speculate=speculate, progress=progress, constraint=constraint
+            )
             stats.prefill_seconds += self.crowd.wall() - begin
             finished = False
             while not finished:
                 begin = self.crowd.wall()
                 step = self._cut((yield from self.step(sampling, left)), left, is_end)
+                if constraint:
+                    constraint.advance(step.tokens)
+                    if constraint.is_complete:
+                        step = replace(step, finish_reason="stop")
                 left -= len(step.tokens)
                 finished = step.finish_reason is not None
                 stats.record(step)
@@ -261,6 +290,13 @@ class Decoder:
         if chosen is None:
             return TokenTree.root(self._root)
         return self.budget.trim((yield from self._drafting[chosen].draft(sampling, max_depth, self.budget.seconds)))
+
+    def _constrain(self, tree: TokenTree, max_depth: int) -> tuple[TokenTree, NDArray[np.uint32] | None]:
+        """What the text's constraint leaves of a tree, with what must come first, and the masks of its nodes."""
+        if self._constraint is None:
+            return tree, None
+        forced = [] if self._is_plain else self._constraint.forced()[: max(0, min(max_depth, MAX_NODES))]
+        return constrained(tree, self._constraint, forced)
 
     def _tell(self, tokens: list[int]) -> None:
         try:

@@ -67,7 +67,8 @@ class Read(_OfSession):
 @dataclass(slots=True, eq=False)
 class Propose(_OfSession):
     """Evaluate rows, which stay pending; the result is the k best candidates after each of the last `judged` of them,
-    best first: their tokens, -1 where there are fewer, and their scores."""
+    best first: their tokens, -1 where there are fewer, and their scores. masks: what may follow each, uint32[judged,
+    words], None for anything."""
 
     session: Session
     cells: int
@@ -76,18 +77,19 @@ class Propose(_OfSession):
     judged: int
     k: int
     sampling: Sampling
+    masks: NDArray[np.uint32] | None = None
 
     @property
     def num_rows(self) -> int:
         return len(self.tokens)
 
     def work(self) -> Work:
-        return Work.propose(self.session, self.tokens, self.parents, self.judged, self.k, self.sampling)
+        return Work.propose(self.session, self.tokens, self.parents, self.judged, self.k, self.sampling, self.masks)
 
     def perform(self) -> object:
         first = self.session.num_pending + len(self.tokens) - self.judged
         self.session.evaluate(self.tokens, self.parents, self.judged)
-        return self.session.candidates(list(range(first, first + self.judged)), self.k, self.sampling)
+        return self.session.candidates(list(range(first, first + self.judged)), self.k, self.sampling, self.masks)
 
     def result(self, found: Any) -> tuple[list[list[int]], list[list[float]]]:
         tokens, scores = found
@@ -101,23 +103,32 @@ Verified = tuple[TokenTree, list[int], list[int], list[Logprobs] | None, tuple[N
 class Verify(_OfSession):
     """Evaluate a tree, follow it and commit the path; the result is the tree, which whoever makes the pass may have
     trimmed, its accepted nodes, root first, the target's own token after each, where the sampling asks for them their
-    log-probabilities, else None, and where num_candidates are asked for, what Session.verify says of all its nodes."""
+    log-probabilities, else None, and where num_candidates are asked for, what Session.verify says of all its nodes.
+    masks: what may follow each node, uint32[nodes, words], None for anything.
+    """
 
     session: Session
     cells: int
     tree: TokenTree
     sampling: Sampling
     num_candidates: int = 0
+    masks: NDArray[np.uint32] | None = None
 
     @property
     def num_rows(self) -> int:
         return len(self.tree)
 
     def work(self) -> Work:
-        return Work.verify(self.session, self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates)
+        return Work.verify(
+            self.session, self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates, self._masks
+        )
 
     def perform(self) -> object:
-        return self.session.verify(self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates)
+        return self.session.verify(self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates, self._masks)
+
+    @property
+    def _masks(self) -> NDArray[np.uint32] | None:
+        return None if self.masks is None else self.masks[: len(self.tree)]
 
     def result(self, found: Any) -> Verified:
         path, tokens, *more = found

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 
 class Stage(IntEnum):
-    """Who proposed a token: a model or a table. A further neural stage counts as DRAFT too."""
+    """Who proposed a token: a model, a table, or a grammar that allows no other one. A further neural stage counts as
+    DRAFT too."""
 
     TARGET = 0
     DRAFT = 1
     NGRAM = 2
+    GRAMMAR = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from pystaged._core import Session
 from pystaged.decoding.calibration import Calibration
+from pystaged.decoding.constraint import CERTAIN, Constraint
 from pystaged.decoding.drafter import Drafter, Memory
-from pystaged.decoding.policy import CheckedPolicy, Growth, TreePolicy
+from pystaged.decoding.policy import MAX_NODES, CheckedPolicy, Growth, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.stats import DrafterStats
 
@@ -34,6 +35,7 @@ class TreeDrafter:
         self._calibrations = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
         self._calibration = self._calibrations[True]
         self._builder: TreeBuilder | None = None
+        self.constraint: Constraint | None = None
 
     def work(self) -> dict[str, DrafterStats]:
         return {self._stage.name.lower(): replace(self.stats)}
@@ -47,6 +49,13 @@ class TreeDrafter:
     def inherit(self, other: Drafter) -> None:
         if isinstance(other, TreeDrafter):
             self._calibrations = {greedy: learnt.copy() for greedy, learnt in other._calibrations.items()}
+
+    def _begin(self, root: int, max_depth: int) -> tuple[TreeBuilder, int]:
+        """A tree of the root and the tokens that must follow it, and the last of them, to grow from."""
+        builder, last = TreeBuilder(root), 0
+        for token in self.constraint.forced()[: min(max_depth - 1, MAX_NODES)] if self.constraint else []:
+            last = builder.add(last, token, 1.0, Stage.GRAMMAR, CERTAIN)
+        return builder, last
 
     def _expand(
         self,
@@ -75,7 +84,8 @@ class TreeDrafter:
         for chosen in tokens:
             children = self._builder.children[nodes[-1]]
             for token, child in children.items():
-                self._calibration.update(self._builder.nodes[child].cell, token == chosen)
+                if self._builder.nodes[child].stage is not Stage.GRAMMAR:
+                    self._calibration.update(self._builder.nodes[child].cell, token == chosen)
             if chosen not in children:
                 return nodes
             nodes.append(children[chosen])

@@ -88,6 +88,7 @@ class ModelDrafter(TreeDrafter):
         self._root = int(context[-1])
         self._builder = None
         if self.below:
+            self.below.constraint = self.constraint
             self.below.start(context)
 
     def lag(self) -> float:
@@ -152,12 +153,13 @@ class ModelDrafter(TreeDrafter):
             yield from self.catch_up(seconds - (self._clock() - begin))
             if len(self._missing) > _LONGEST_PREFIX_ROWS:
                 return TokenTree.root(self._root)
-        builder, batch, passes, expanded = TreeBuilder(self._root), [0], 0, 0
+        builder, last = self._begin(self._root, max_depth)
+        batch, passes, expanded = [last], 0, 0
         growth = Growth([], [], 0, 0.0)
         self._num_rows = 0
         try:
             while batch:
-                num_rows = len(batch) + self._guesses_below + (0 if passes else len(self._missing))
+                num_rows = len(batch) + self._guesses_below + (0 if passes else len(self._missing) + last)
                 if self._cost and self._clock() - begin + self._cost(num_rows, cells) > seconds:
                     break
                 yield from self._pass(builder, batch, sampling, max_depth, children)
@@ -202,6 +204,10 @@ class ModelDrafter(TreeDrafter):
         if self._num_rows == 0:
             tokens = list(self._missing)
             parents = list(range(-1, len(tokens) - 1))
+            for node in range(first):  # the root, and tokens that must follow it
+                builder.nodes[node].row = len(tokens)
+                parents.append(len(tokens) - 1)
+                tokens += self._spelled([builder.nodes[node].token])
         for node in batch:
             guess = builder.nodes[node]
             parents.append(len(tokens) - 1 if node == 0 else builder.nodes[guess.parent].row)
@@ -214,7 +220,10 @@ class ModelDrafter(TreeDrafter):
             tokens.append(token)
         judged = len(batch) + len(guesses)
         k = max(CANDIDATES, children)
-        done = yield Propose(self.session, self._length, tokens, parents, judged, k, sampling.native)
+        paths = [builder.path(node) for node in batch]
+        paths += [paths[0] + guesses[:end] for end in range(1, len(guesses) + 1)]
+        masks = self._masks(paths)
+        done = yield Propose(self.session, self._length, tokens, parents, judged, k, sampling.native, masks)
         found, scores = done.result
         self._num_rows += len(tokens)
         rows = range(self._num_rows - judged, self._num_rows)
@@ -256,6 +265,23 @@ class ModelDrafter(TreeDrafter):
             return False
         self._unguessed = 0
         return True
+
+    def _masks(self, paths: Sequence[list[int]]) -> NDArray[np.uint32] | None:
+        """What may follow each path, uint32[paths, words]. What follows a forbidden one does not matter, nor what the
+        draft proposes where it has none of the tokens."""
+        if self.constraint is None:
+            return None
+        words, rest = divmod(self.session.vocab_size, 32)
+        known = np.full(words + 1, 0xFFFFFFFF, np.uint32)  # the draft's tokens
+        known[words] = (1 << rest) - 1
+        masks = np.zeros((len(paths), words + 1), np.uint32)
+        for i, path in enumerate(paths):
+            found = self.constraint.mask(path)
+            if found is not None:
+                masks[i, : len(found)] = found[: words + 1]
+        masks &= known
+        masks[~masks.any(axis=1)] = known
+        return masks
 
     def _add(self, builder: TreeBuilder, node: int, tokens: list[int], scores: list[float], children: int) -> None:
         # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from pystaged._core import gumbel
 from pystaged.config import SamplingConfig
+from pystaged.decoding.constraint import allows
 from pystaged.decoding.cost import PassCost, measure
 from pystaged.decoding.policy import MAX_EXPANDED, FixedPolicy, Growth, TreePolicy
 from pystaged.decoding.requests import Requests, finish
-from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
+from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.growing import CANDIDATES, TreeDrafter
 from pystaged.drafting.recycled import KEPT, RecycledCandidates
@@ -101,9 +102,9 @@ class NgramDrafter(TreeDrafter):
         begin = self._clock()
         children = self._policy.children
         yield from self.prepare(sampling, max_depth, seconds)
-        builder = TreeBuilder(self._context[-1])
-        scores: list[float] = []  # of all nodes but the root, negative, rising
-        leaves = [(-1.0, 0)]  # likewise, with their nodes
+        builder, last = self._begin(self._context[-1], max_depth)
+        scores = [-builder.nodes[node].score for node in range(1, len(builder.nodes))]  # negative, rising
+        leaves = [(-1.0, last)]  # likewise, with their nodes
         passes = 0
         while True:
             spent = self._clock() - begin
@@ -186,6 +187,9 @@ class NgramDrafter(TreeDrafter):
         for token, chance in recycled.items():
             chances[token] = chances.get(token, 0.0) + rest * chance
         ranked = [(math.log(chance), token) for token, chance in chances.items() if token < self._vocab_size]
+        if self.constraint and ranked:
+            mask = self.constraint.mask(path)
+            ranked = [each for each in ranked if mask is not None and allows(mask, each[1])]
         temperature = self._sampling.temperature
         if temperature > 0 and ranked:
             ids = np.array([token for _, token in ranked], np.int32)

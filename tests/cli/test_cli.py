@@ -606,3 +606,30 @@ def test_help() -> None:
         done = run(*arguments)
         assert (done.returncode, done.stderr) == (0, b"")
         assert b"Usage" in done.stdout
+
+
+# ---- Forms ----
+
+
+def test_a_text_of_a_form(tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["alpha", "beta"]}')
+    grammar.write_text('start: "yes" | "no"')
+    for options, texts in (
+        (["--json-schema", schema], ('"alpha"\n', '"beta"\n')),
+        (["--json-schema", schema.read_text()], ('"alpha"\n', '"beta"\n')),
+        (["--regex", "cat|dog"], ("cat\n", "dog\n")),
+        (["--grammar", grammar], ("yes\n", "no\n")),
+    ):
+        done = run("generate", "The answer is ", *options)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.decode() in texts
+    for arguments, words in (
+        (["--regex", "("], "regex cannot be used"),
+        (["--json-schema", tmp_path / "none"], "No such file"),
+        (["--grammar", tmp_path], "no regular file"),
+    ):
+        assert_refused(run("generate", "The answer is ", *arguments), words)
+    done = run("generate", "The answer is ", "--regex", "a", "--grammar", grammar)
+    assert done.returncode == 2
+    assert b"give one of" in done.stderr

@@ -465,3 +465,90 @@ def test_fractions_are_not_integers(field: str) -> None:
     ):
         with pytest.raises(TypeError, match=message):
             kind(**{field: 1.5})  # type: ignore[arg-type]
+
+
+# ---- Masks ----
+
+
+@dataclass(frozen=True)
+class MaskedRow(Row):
+    """The same where only some tokens may follow: to the twin, the logits of the others are -inf."""
+
+    allowed: npt.NDArray[np.bool_]
+    words: int  # of the mask; the tokens beyond are forbidden
+
+    @property
+    def masks(self) -> npt.NDArray[np.uint32]:
+        bits = np.zeros(32 * self.words, np.bool_)
+        count = min(len(bits), len(self.allowed))
+        bits[:count] = self.allowed[:count]
+        return np.packbits(bits, bitorder="little").view(np.uint32)[None]
+
+    def scores(self, sampling: SamplingConfig) -> Doubles:
+        allowed = self.allowed & (np.arange(len(self.allowed)) < 32 * self.words)
+        return MaskedRow(
+            self.session, np.where(allowed, self.logits, np.float32(-np.inf)), self.position, self.allowed, self.words
+        ).unmasked(sampling)
+
+    def unmasked(self, sampling: SamplingConfig) -> Doubles:
+        return super().scores(sampling)
+
+    def candidates(self, sampling: SamplingConfig, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        tokens, scores = self.session.candidates([0], k, native(sampling), self.masks)
+        return tokens[0], scores[0]
+
+    def follow(self, sampling: SamplingConfig) -> int:
+        length = len(self.session.tokens)
+        fork = self.session.fork(length)
+        return int(fork.verify([LAST], [-1], native(sampling), self.masks)[1][0])
+
+
+LAST = 198  # the house row's last token
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_mask_forbids_does_not_exist(house: Row, temperature: float, filters: dict[str, Any]) -> None:
+    rng = np.random.default_rng(1)
+    size = len(house.logits)
+    some = np.zeros(size, np.bool_)
+    some[rng.choice(size, 9, replace=False)] = True
+    runs = np.repeat(rng.random(-(-size // RUN)) < 0.5, RUN)[:size]
+    words = -(-size // 32)
+    for allowed, many in ((some, words), (rng.random(size) < 0.5, words), (runs, words // 2), (~some, words + 3)):
+        for seed in range(2):
+            MaskedRow(house.session, house.logits, house.position, allowed, many).check(
+                SamplingConfig(temperature, seed=seed, **filters), 12
+            )
+
+
+def test_a_mask_of_one_token_decides_whatever_the_logits_are(house: Row) -> None:
+    size = len(house.logits)
+    for token in (0, 31, 32, 63, 64, size - 1, int(house.logits.argmin())):
+        row = MaskedRow(house.session, house.logits, house.position, np.arange(size) == token, -(-size // 32))
+        for sampling in (SamplingConfig(), SamplingConfig(1.0, seed=3), SamplingConfig(0.7, top_p=0.5)):
+            assert row.follow(sampling) == token
+            tokens, scores = row.candidates(sampling, 3)
+            assert tokens.tolist() == [token, -1, -1]
+            assert scores[0] == pytest.approx(
+                noise(sampling.seed, row.position, [token])[0] if sampling.temperature else 0.0, abs=TOLERANCE
+            )
+
+
+def test_masks_that_are_none(random_gguf: Callable[..., Path]) -> None:
+    session = _core.Session(_core.Model(str(random_gguf()), "", 1))
+    greedy, size = _core.Sampling(), session.vocab_size
+    words = -(-size // 32)
+    beyond = np.zeros((1, words + 1), np.uint32)
+    beyond[0, size // 32 :] = np.uint32(0xFFFFFFFF) << np.uint32(size % 32)
+    for masks in (np.zeros((1, words), np.uint32), beyond):
+        with pytest.raises(ValueError, match="the mask of row 0 allows no token"):
+            session.verify([1], [-1], greedy, masks)
+        with pytest.raises(ValueError, match="the mask of row 0 allows no token"):
+            _core.run([_core.Work.propose(session, [1], [-1], 1, 2, greedy, masks)])
+    for rows in (0, 1, 3):
+        with pytest.raises(ValueError, match="one for each of the 2 rows"):
+            session.verify([1, 2], [-1, 0], greedy, np.ones((rows, words), np.uint32))
+    with pytest.raises(ValueError, match="two-dimensional"):
+        session.verify([1], [-1], greedy, np.ones(words, np.uint32))
+    assert (session.num_pending, len(session.tokens)) == (0, 0)

@@ -394,9 +394,14 @@ class SimulatedSession:
         self._machine.work(self._reading * len(tokens))
 
     def verify(
-        self, tokens: NDArray[np.int32], parents: NDArray[np.int32], sampling: object, num_candidates: int
+        self,
+        tokens: NDArray[np.int32],
+        parents: NDArray[np.int32],
+        sampling: object,
+        num_candidates: int,
+        masks: object,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        del parents, sampling, num_candidates
+        del parents, sampling, num_candidates, masks
         behaviour, rows = self._text.behaviour, len(tokens)
         in_vain = rows == 1 and any(drafter.used for drafter in self._text.drafters)
         self._machine.work(self._curve(rows, self.cells) + (0.0 if in_vain else behaviour.interrupt))

@@ -1,0 +1,53 @@
+"""Calls of tools in what models write."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_DECODER = json.JSONDecoder()
+
+
+def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """The calls in an answer of the Hermes form, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, which Qwen,
+    SmolLM3 and Granite write, and what the answer says beside them. A call that is malformed or cut stays text.
+
+    Returns:
+        The rest of the text, without white space around it; and the calls as OpenAI's interface has them, the
+        arguments as JSON text.
+    """
+    calls: list[dict[str, Any]] = []
+    rest, at = "", 0
+    while (begin := text.find(_BEGIN, at)) >= 0:
+        found = _call(text, begin + len(_BEGIN))
+        rest += text[at:begin]
+        if found is None:
+            rest, at = rest + _BEGIN, begin + len(_BEGIN)
+            continue
+        function, at = found
+        calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
+    return (rest + text[at:]).strip() if calls else text, calls
+
+
+def _call(text: str, begin: int) -> tuple[dict[str, str], int] | None:
+    """Name and arguments of the call that begins there, and where what follows it does."""
+    try:
+        call, end = _DECODER.raw_decode(text, begin + _space(text, begin))
+    except (ValueError, RecursionError):
+        return None
+    end += _space(text, end)
+    if not isinstance(call, dict) or not text.startswith(_END, end):
+        return None
+    name, arguments = call.get("name"), call.get("arguments", {})
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}, end + len(_END)
+
+
+def _space(text: str, begin: int) -> int:
+    """Characters of white space there."""
+    end = begin
+    while end < len(text) and text[end] in " \t\r\n":
+        end += 1
+    return end - begin

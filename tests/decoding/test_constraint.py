@@ -1,0 +1,253 @@
+"""A constrained text is the same however it is drafted, and what must come is guessed with certainty."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pystaged import Stage
+from pystaged._core import Model, Session
+from pystaged.bench.pairs import continuation, drafters
+from pystaged.config import SamplingConfig
+from pystaged.decoding.constraint import Constraint, allows, constrained
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.requests import finish
+from pystaged.decoding.tree import TokenTree, TreeBuilder
+from pystaged.stats import GenerationStats
+
+END, LENGTH = 0, 24
+PROMPT = np.array([5, 17, 256, 9], np.int32)
+
+
+def follows(text: tuple[int, ...]) -> list[int]:
+    """A language: two tokens of three are one of seven, which those before decide; the third is decided by them."""
+    if len(text) == LENGTH:
+        return [END]
+    rng = random.Random(hash((len(text), *text[-2:])))
+    some = sorted(rng.sample(range(1, 300), 1 if len(text) % 3 == 2 else 7))
+    return [END, *some] if len(text) == LENGTH - 2 else some
+
+
+class Language:
+    """That language as a constraint."""
+
+    def __init__(self, follows: Callable[[tuple[int, ...]], list[int]] = follows) -> None:
+        self._follows = follows
+        self.text: tuple[int, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._follows(self.text) == [END]
+
+    def forced(self) -> list[int]:
+        text = self.text
+        while len(found := self._follows(text)) == 1 and found != [END]:
+            text += (found[0],)
+        return list(text[len(self.text) :])
+
+    def mask(self, path: Sequence[int]) -> NDArray[np.uint32] | None:
+        text = self.text
+        for token in path:
+            if token == END or token not in self._follows(text):
+                return None
+            text += (token,)
+        mask = np.zeros(10, np.uint32)
+        for token in self._follows(text):
+            mask[token // 32] |= np.uint32(1 << token % 32)
+        return mask
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        assert self.mask(tokens) is not None
+        self.text += tuple(tokens)
+
+
+@pytest.fixture(scope="module")
+def target(random_gguf: Callable[..., Path]) -> Model:
+    return Model(str(random_gguf()), "", 1)
+
+
+@pytest.fixture(scope="module")
+def draft(random_gguf: Callable[..., Path]) -> Model:
+    return Model(str(random_gguf(seed=1)), "", 1)
+
+
+def written(
+    decoder: Decoder,
+    sampling: SamplingConfig,
+    constraint: Constraint,
+    max_tokens: int = 99,
+    *,
+    speculate: bool = True,
+    stats: GenerationStats | None = None,
+) -> tuple[list[int], str | None]:
+    """A text's tokens, and why it ended."""
+    tokens: list[int] = []
+    reason = None
+    for step in decoder.generate(
+        PROMPT,
+        sampling,
+        max_tokens,
+        is_end=lambda token: token == END,
+        speculate=speculate,
+        stats=stats,
+        constraint=constraint,
+    ):
+        assert len(step.tree) == 1 or speculate
+        tokens += step.tokens
+        reason = step.finish_reason
+    return tokens, reason
+
+
+def greedy_text(target: Model) -> list[int]:
+    """The likeliest allowed token, one by one."""
+    session, tokens = Session(target), []
+    session.prefill(PROMPT[:-1])
+    row = int(PROMPT[-1])
+    while True:
+        session.evaluate([row], [-1])
+        allowed = follows(tuple(tokens))
+        row = max(allowed, key=lambda token: session.logits(0)[token])
+        session.commit([0])
+        if row == END:
+            return tokens
+        tokens.append(row)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_drafter_changes_a_constrained_text(target: Model, draft: Model, temperature: float) -> None:
+    for seed in range(3):
+        sampling = SamplingConfig(temperature, seed=seed)
+        stats = GenerationStats()
+        plain = written(Decoder(Session(target)), sampling, Language(), speculate=False, stats=stats)
+        assert plain[1] == "stop"
+        assert stats.stages["grammar"].drafted == 0
+        assert stats.steps >= len(plain[0])
+        if temperature == 0:
+            assert plain[0] == greedy_text(target)
+        for name, drafter in ({"none": None} | drafters(target, draft, None)).items():
+            with_it = Decoder(Session(target), *([drafter] if drafter else []))
+            for _ in range(2):  # the second time n-grams and calibration know the text
+                stats = GenerationStats()
+                assert written(with_it, sampling, Language(), stats=stats) == plain, name
+                # What must come is in each tree, and always accepted.
+                certain = stats.stages["grammar"]
+                assert certain.drafted == certain.accepted == certain.emitted, name
+                assert stats.steps <= len(plain[0]) * 2 // 3 + 2, name
+            with_it.close()
+
+
+def test_a_text_without_constraint_follows_one_with(target: Model, draft: Model) -> None:
+    sampling = SamplingConfig(1.0)
+    decoder = Decoder(Session(target), drafters(target, draft, None)["tree"])
+    free = continuation(decoder, PROMPT, sampling, 30)
+    written(decoder, sampling, Language())
+    assert continuation(decoder, PROMPT, sampling, 30) == free
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_text_that_is_complete_stops_and_one_that_is_cut_does_not(target: Model, speculate: bool) -> None:
+    whole, _ = written(Decoder(Session(target)), SamplingConfig(), Language(), speculate=speculate)
+    for max_tokens in range(1, len(whole) + 3):
+        found = written(Decoder(Session(target)), SamplingConfig(), Language(), max_tokens, speculate=speculate)
+        done = max_tokens >= len(whole) and (len(whole) == LENGTH or max_tokens > len(whole))
+        assert found == (whole[:max_tokens], "stop" if done else "length")
+
+
+def test_the_empty_text(target: Model, draft: Model) -> None:
+    for drafter in drafters(target, draft, None).values():
+        decoder = Decoder(Session(target), drafter)
+        assert written(decoder, SamplingConfig(), Language(lambda _: [END])) == ([], "stop")
+
+
+def test_guesses_below_what_must_come(target: Model) -> None:
+    """A drafter of the target itself goes on behind the forced tokens, and everything is accepted."""
+    way = drafters(target, target, None)["chain"]
+    decoder, stats = Decoder(Session(target), way), GenerationStats()
+    steps = list(decoder.generate(PROMPT, SamplingConfig(), 20, stats=stats, constraint=Language()))
+    both = [step for step in steps if {Stage.GRAMMAR, Stage.DRAFT} <= set(step.stages)]
+    assert both
+    assert stats.accepted == stats.drafted
+    assert any(step.stages.index(Stage.GRAMMAR) < step.stages.index(Stage.DRAFT) for step in both)
+
+
+def test_what_a_constraint_leaves_of_a_tree() -> None:
+    language = Language(lambda text: [[1, 2, 3], [4], [5], [6, END], [7, 8]][len(text)])
+    builder = TreeBuilder(99)
+    one = builder.add(0, 1, 0.9, Stage.DRAFT, (1, 0, 0))
+    four = builder.add(one, 4, 0.8, Stage.NGRAM, (2, 0, 0))
+    builder.add(one, 9, 0.7, Stage.DRAFT, (1, 0, 0))  # forbidden, and what follows it
+    builder.add(4 - 1, 5, 0.6, Stage.DRAFT, (1, 0, 0))
+    builder.add(0, 3, 0.5, Stage.DRAFT, (1, 0, 0))
+    tree = builder.build(range(1, 6))
+    assert four == 2
+    left, masks = constrained(tree, language, [])
+    assert left.tokens.tolist() == [99, 1, 4, 3]
+    assert left.parents.tolist() == [-1, 0, 1, 0]
+    assert left.stages.tolist() == [Stage.TARGET, Stage.DRAFT, Stage.NGRAM, Stage.DRAFT]
+    np.testing.assert_array_equal(left.scores, np.array([1, 0.9, 0.8, 0.5], np.float32))
+    assert [[token for token in range(300) if allows(mask, token)] for mask in masks] == [[1, 2, 3], [4], [5], [4]]
+    language.advance([2])
+    left, masks = constrained(TokenTree.root(2), language, language.forced())
+    assert left.tokens.tolist() == [2, 4, 5]
+    assert left.stages.tolist() == [Stage.TARGET, Stage.GRAMMAR, Stage.GRAMMAR]
+    assert left.scores.tolist() == [1, 1, 1]
+    # The end of text is no node, and no mask comes after it.
+    language.advance([4, 5])
+    builder = TreeBuilder(5)
+    builder.add(0, END, 0.9, Stage.DRAFT, (1, 0, 0))
+    builder.add(0, 6, 0.5, Stage.DRAFT, (1, 0, 0))
+    left, masks = constrained(builder.build([1, 2]), language, language.forced())
+    assert left.tokens.tolist() == [5, 6]
+    assert masks.shape == (2, 10)
+
+
+@pytest.mark.parametrize("way", ["n-grams of the context alone", "tree", "wide tree", "draft without n-grams"])
+def test_drafters_propose_what_may_follow(target: Model, draft: Model, way: str) -> None:
+    drafter, language = drafters(target, draft, None)[way], Language()
+    drafter.constraint = language
+    text: list[int] = []
+    drafter.start(PROMPT)
+    for _ in range(8):
+        tree = finish(drafter.draft(SamplingConfig(1.0), 8))
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True):
+            paths.append([*paths[parent], token])
+            assert token == END or language.mask(paths[-1]) is not None
+        step = language.forced() or [follows(tuple(text))[-1]]
+        drafter.advance(step)
+        language.advance(step)
+        text += step
+    drafter.close()
+
+
+@pytest.mark.parametrize("vocab_size", [260, 320])
+def test_a_draft_with_fewer_or_more_tokens(target: Model, random_gguf: Callable[..., Path], vocab_size: int) -> None:
+    draft = Model(str(random_gguf(vocab_size=vocab_size, seed=1)), "", 1)
+    lacking = dict.fromkeys(range(vocab_size, target.vocab_size), 7)
+    for sampling in (SamplingConfig(), SamplingConfig(1.0)):
+        plain = written(Decoder(Session(target)), sampling, Language(), speculate=False)
+        drafter = drafters(target, draft, None, lacking)["tree"]
+        assert written(Decoder(Session(target), drafter), sampling, Language()) == plain
+
+
+def test_on_devices_all_logits_are_looked_at(random_gguf: Callable[..., Path]) -> None:
+    """A pass there brings back the 64 largest, of which a mask may allow none."""
+    session = Session(Model(str(random_gguf()), "", 1, device="ggml-cpu"))
+    session.evaluate([5], [-1])
+    logits = session.logits(0)
+    session.discard()
+    worst = np.argsort(logits)[:3]
+    mask = np.zeros((1, 10), np.uint32)
+    for token in worst.tolist():
+        mask[0, token // 32] |= np.uint32(1 << token % 32)
+    for sampling in (SamplingConfig(), SamplingConfig(1.0, top_k=2)):
+        _, tokens = session.verify([5], [-1], sampling.native, mask)
+        session.truncate(0)
+        assert tokens[0] in worst
+    _, tokens = session.verify([5], [-1], SamplingConfig().native, mask)
+    assert tokens[0] == worst[logits[worst].argmax()]

