@@ -72,6 +72,8 @@ class ModelOptions(llm.Options):
     min_tokens: int | None = Field(None, description="No end of text before so many tokens.")
     ignore_eos: bool | None = Field(None, description="No end of text at all.")
     stop: str | list[str] | None = Field(None, description="A string, or several, that end the text before them.")
+    regex: str | None = Field(None, description="An expression that the text matches.")
+    grammar: str | None = Field(None, description="A grammar that it follows, in Lark's or llama.cpp's notation.")
     speculate: bool | None = Field(None, description="False decodes plainly: the same text, slower.")
     think: bool | None = Field(None, description="Whether a model that can think first does.")
     draft: str | None = Field(None, description="A smaller model of the family that guesses; 'none' for n-grams alone.")
@@ -118,7 +120,7 @@ class _Common:
         name: as pystaged.load takes it.
     """
 
-    can_stream = True
+    can_stream = supports_schema = True
 
     def __init__(self, name: str) -> None:
         self.model_id, self._name = f"{_KEY}/{name}", name
@@ -195,7 +197,8 @@ def _arguments(engine: Engine, prompt: llm.Prompt) -> dict[str, Any]:
     """What Engine.stream_chat is to be called with."""
     options: Any = prompt.options
     messages = [_message(message, engine.tokenizer.fingerprint) for message in prompt.messages]
-    return {"messages": messages, "template_options": options.of_template(), **options.of_text()}
+    schema = {"json_schema": prompt.schema} if prompt.schema else {}
+    return {"messages": messages, "template_options": options.of_template(), **schema, **options.of_text()}
 
 
 def _message(message: Message, vocabulary: str) -> dict[str, Any]:

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from pystaged.result import GenerationResult, Score
 
 # Behind the text, and translucent: readable on light pages and on dark ones.
-_BACKGROUNDS = {None: "", "green": "rgba(46,160,67,.35)", "yellow": "rgba(234,179,8,.35)", "cyan": "rgba(6,182,212,.35)"}
+_BACKGROUNDS = {
+    None: "",
+    "green": "rgba(46,160,67,.35)",
+    "yellow": "rgba(234,179,8,.35)",
+    "cyan": "rgba(6,182,212,.35)",
+}
 _SURPRISING = "rgba(220,60,60,{:.2f})"
 _MOST_SURPRISING = 10.0  # nats, from where on the colour stays the same
 _TEXT_STYLE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"

@@ -165,7 +165,8 @@ def test_asynchronously(model: llm_plugin.Pystaged) -> None:
 
 
 def test_every_option_of_a_text_is_offered() -> None:
-    left_out = {"progress", "sampling", "logprobs"}  # what llm cannot give, or has no place for
+    # llm has schemas of its own; the others are no values, or have no place.
+    left_out = {"json_schema", "logprobs", "progress", "sampling"}
     assert TextOptions.__annotations__.keys() - left_out <= llm_plugin.ModelOptions.model_fields.keys()
 
 
@@ -196,6 +197,16 @@ def test_a_bias_comes_as_json(engine: pystaged.Engine, model: llm_plugin.Pystage
     assert texts[0] == engine.chat(asked("Hello"), max_tokens=8, logit_bias={first: -100}).text != texts[1]
     options = llm_plugin.ModelOptions(logit_bias='{"e": -100}')
     assert options.of_text() == {"logit_bias": {"e": -100.0}}
+
+
+def test_schemas_and_expressions(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+    schema = {"type": "object", "properties": {"age": {"enum": [7, 8]}}, "required": ["age"]}
+    response = model.prompt("How old?", schema=schema, max_tokens=64)
+    assert response.text() == engine.chat(asked("How old?"), json_schema=schema, max_tokens=64).text
+    assert json.loads(response.text())["age"] in (7, 8)
+    assert model.prompt("How old?", regex="[78] years", max_tokens=64).text() in ("7 years", "8 years")
+    with pytest.raises(llm.ModelError, match="regex"):
+        model.prompt("How old?", schema=schema, regex="[78]").text()
 
 
 def test_a_seed_is_drawn(model: llm_plugin.Pystaged) -> None:
