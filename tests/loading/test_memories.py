@@ -60,11 +60,11 @@ def test_what_was_saved_is_there_again(model: Path) -> None:
 
 def test_a_memory_that_is_full_is_small(model: Path) -> None:
     memory = kept(model, vocab_size=1 << 17)
-    random = np.random.default_rng(0)
-    n = 1 << 19
-    before, tokens = (random.integers(0, 1 << 17, n, dtype=np.int32) for _ in range(2))
-    ids = np.tile(np.arange(KEPT, dtype=np.int32), (n, 1))
-    memory.candidates.learn(before, tokens, ids, -ids.astype(np.float32))
+    pairs = np.random.default_rng(0).integers(1 << 33, 1 << 49, 1 << 19)
+    keys = np.concatenate([np.arange(1 << 17), pairs])
+    shape = (len(keys), KEPT)
+    memory.candidates.restore(keys, np.broadcast_to(np.arange(KEPT, dtype=np.int32), shape), np.ones(shape, np.float32))
+    teach(memory.candidates)
     memory.save()
     assert 1e7 < memory_path(model).stat().st_size < 12e6
     assert_same(kept(model, vocab_size=1 << 17).candidates, memory.candidates)
