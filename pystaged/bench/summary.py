@@ -106,7 +106,7 @@ def _fill(row: Row, mine: dict[_Text, Run], plain: dict[_Text, Run]) -> None:
     row.prompts = len({run.prompt for run in mine.values()})
     row.tokens_per_second = tokens_per_second(measured)
     row.speedup, row.interval = _ratio(mine, plain), _interval(mine, plain)
-    row.speedups = [ratio for text in mine if (ratio := _ratio({text: mine[text]}, plain)) is not None]
+    row.speedups = [ratio for text in mine if (ratio := _ratio({text: mine[text]}, plain))]
     row.least = min(row.speedups, default=None)
     row.tokens_per_step = sum(each.counted for each in measured) / steps if steps else None
     row.first_token_ms = 1e3 * statistics.median(each.first_token_seconds for each in measured)
@@ -143,7 +143,10 @@ def _interval(mine: Mapping[_Text, Run], others: Mapping[_Text, Run]) -> tuple[f
     tokens, seconds, base_tokens, base_seconds = np.moveaxis(sums[drawn].sum(axis=1), 1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = tokens / seconds / (base_tokens / base_seconds)
-    low, high = np.nanquantile(ratios, [0.025, 0.975])
+    ratios = ratios[np.isfinite(ratios)]  # others may have drawn nothing but texts that ended at once
+    if not len(ratios):
+        return None
+    low, high = np.quantile(ratios, [0.025, 0.975])
     return float(low), float(high)
 
 

@@ -343,6 +343,16 @@ def test_a_peer_that_ends_at_once_has_no_speed() -> None:
     runs = [run("plain", 0, 10, 1.0), run("peer", 0, 0, 0.0)]
     plain, peer = summary.rows(taking_part, outcome_of(taking_part, runs), runs)
     assert (peer.tokens_per_second, peer.speedup, plain.over_best_peer) == (0.0, 0.0, None)
+    assert peer.least is None
+
+
+def test_texts_that_end_at_once_leave_intervals_finite() -> None:
+    taking_part = [contender("plain", [], is_peer=False), contender("peer", [])]
+    runs = [run("plain", at, 10, 1.0) for at in range(3)]
+    runs += [run("peer", 0, 10, 2.0), run("peer", 1, 0, 0.0), run("peer", 2, 0, 0.0)]
+    plain, peer = summary.rows(taking_part, outcome_of(taking_part, runs), runs)
+    assert plain.over_best_peer_interval == (2.0, 2.0)
+    assert peer.least == 0.5
 
 
 # ---- Prompts ----
