@@ -500,7 +500,7 @@ class MaskedRow(Row):
     def follow(self, sampling: SamplingConfig) -> int:
         length = len(self.session.tokens)
         fork = self.session.fork(length)
-        return int(fork.verify([LAST], [-1], native(sampling), self.masks)[1][0])
+        return int(fork.verify([LAST], [-1], native(sampling), masks=self.masks)[1][0])
 
 
 LAST = 198  # the house row's last token
@@ -543,12 +543,12 @@ def test_masks_that_are_none(random_gguf: Callable[..., Path]) -> None:
     beyond[0, size // 32 :] = np.uint32(0xFFFFFFFF) << np.uint32(size % 32)
     for masks in (np.zeros((1, words), np.uint32), beyond):
         with pytest.raises(ValueError, match="the mask of row 0 allows no token"):
-            session.verify([1], [-1], greedy, masks)
+            session.verify([1], [-1], greedy, masks=masks)
         with pytest.raises(ValueError, match="the mask of row 0 allows no token"):
             _core.run([_core.Work.propose(session, [1], [-1], 1, 2, greedy, masks)])
     for rows in (0, 1, 3):
         with pytest.raises(ValueError, match="one for each of the 2 rows"):
-            session.verify([1, 2], [-1, 0], greedy, np.ones((rows, words), np.uint32))
+            session.verify([1, 2], [-1, 0], greedy, masks=np.ones((rows, words), np.uint32))
     with pytest.raises(ValueError, match="two-dimensional"):
-        session.verify([1], [-1], greedy, np.ones(words, np.uint32))
+        session.verify([1], [-1], greedy, masks=np.ones(words, np.uint32))
     assert (session.num_pending, len(session.tokens)) == (0, 0)
