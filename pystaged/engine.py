@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from pystaged._core import ContextFullError, Model, Tokenizer
 from pystaged.backends.devices import open_session
 from pystaged.batch import results
 from pystaged.chat.messages import Message
-from pystaged.config import GenerationConfig, TextOptions, check_options
+from pystaged.config import GenerationConfig, TextOptions, check_options, integer
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
@@ -115,7 +115,7 @@ class Engine:
         report: Callable[[str], None] | None = None,
     ) -> None:
         if kv_memory is not None:
-            kv_memory = operator.index(kv_memory)
+            kv_memory = integer("kv_memory", kv_memory)
             if kv_memory < 1:
                 raise ValueError(f"kv_memory must be a positive number of bytes, not {kv_memory}")
         if not prompt_delay >= 0:
@@ -131,7 +131,7 @@ class Engine:
             kv=kv,
             keep_packed=keep_packed,
         )
-        self._warn = report or warnings.warn
+        self._warn = report or _warn
         self._chat_format: ChatFormat | None = None
         self._chat_lock = threading.Lock()
         self._contexts = ContextPool(
@@ -211,7 +211,8 @@ class Engine:
                 content spells out is text.
             tools: schemas of functions that the model may call.
             template: one of chat_format.names, if the model has several.
-            template_options: further variables of the template, such as {"enable_thinking": False}.
+            template_options: further variables of the template, such as {"enable_thinking": False}. Of these and of
+                tools that the template ignores there is a warning, or a line for `report`.
             **options: see TextOptions; max_tokens is what the context has room for, unless given.
 
         Raises:
@@ -312,7 +313,7 @@ class Engine:
             more = self.model.max_context
             raise ContextFullError(
                 f"the prompt has {len(tokens)} tokens, but the context holds {self.n_ctx}; shorten the prompt"
-                + (f", or ask for a longer context with n_ctx, up to {more}" if more > self.n_ctx else "")
+                + (f", or ask for a longer context with n_ctx (--n-ctx), up to {more}" if more > self.n_ctx else "")
             )
         return tokens
 
@@ -406,6 +407,14 @@ def _split(options: Options) -> tuple[LoadOptions, GenerationConfig]:
     return cast(LoadOptions, opening), GenerationConfig(**given)
 
 
+def _warn(line: str) -> None:
+    """A warning, where the package is called."""
+    level = 1
+    while sys._getframe(level).f_globals.get("__name__", "").startswith("pystaged."):
+        level += 1
+    warnings.warn(line, stacklevel=level + 1)
+
+
 def _are_several(prompt: Prompt | Prompts) -> TypeGuard[Sequence[Prompt]]:
     """Whether this is a list of prompts and not one of token ids."""
     if isinstance(prompt, (str, bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
@@ -425,6 +434,8 @@ def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:
         raise TypeError(f"the prompt must be a string or token ids, not {type(prompt).__name__}")
     if len(prompt) == 0:
         return np.empty(0, np.int32)
+    if isinstance(prompt[0], Mapping):
+        raise TypeError("the prompt must be a string or token ids; messages are answered by chat and stream_chat")
     try:
         ids = np.asarray(prompt)
     except ValueError:  # lists of several lengths

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.nodes
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
 from pystaged.chat.encode import Encoder
-from pystaged.chat.marked import ANSWERS
-from pystaged.chat.messages import Message, marked, marked_messages
+from pystaged.chat.marked import ANSWERS, mark
+from pystaged.chat.messages import Message, marked, marked_messages, with_joined_parts
 from pystaged.chat.meter import Meter, TooMuchError
 from pystaged.chat.sandbox import Sandbox, TemplateRefusal
 
@@ -26,6 +27,7 @@ _CHATML = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
+_PARTS = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("one part", "two part")]}]
 
 
 class ChatTemplateError(ValueError):
@@ -38,7 +40,7 @@ class ChatFormat:
     Args:
         metadata: single values of the file's metadata, as text.
         tokenizer: its vocabulary.
-        report: called with a line if there is no template.
+        report: called with a line if there is no template, and once for each thing that it is given and ignores.
     """
 
     def __init__(self, metadata: Mapping[str, str], tokenizer: Tokenizer, report: Callable[[str], None]) -> None:
@@ -53,6 +55,10 @@ class ChatFormat:
             report("the model has no chat template; conversations are written as ChatML, which it may not know")
         self._sandbox = Sandbox()
         self._templates: dict[str, jinja2.Template] = {}
+        self._variables: dict[str, set[str]] = {}  # of each template
+        self._takes_parts: dict[str, bool] = {}
+        self._report = report
+        self._reported: set[str] = set()
         self._encoder: Encoder | None = None
         self._one_at_a_time = threading.Lock()  # the sandbox counts the work of one rendering
 
@@ -121,6 +127,8 @@ class ChatFormat:
         template_options: Mapping[str, Any] | None,
         add_generation_prompt: bool,
     ) -> str:
+        if template_options is not None and not isinstance(template_options, Mapping):
+            raise TypeError(f"template_options must be a dictionary, not {type(template_options).__name__}")
         for name in set(template_options or {}) & set(_RESERVED):
             raise ValueError(f"template_options cannot set {name!r}")
         if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
@@ -128,10 +136,11 @@ class ChatFormat:
         options = {
             str(name): marked(value, f"template_options[{name!r}]") for name, value in (template_options or {}).items()
         }
+        given = marked_messages(messages)
         variables = {
             "documents": None,
             **options,
-            "messages": marked_messages(messages),
+            "messages": given,
             "tools": None if tools is None else marked(tools, "tools"),
             "add_generation_prompt": add_generation_prompt,
             "bos_token": self._spelled(self._tokenizer.bos),
@@ -139,13 +148,41 @@ class ChatFormat:
         }
         name = template or ("tool_use" if tools and "tool_use" in self._sources else "default")
         with self._one_at_a_time:
-            self._sandbox.meter = Meter(_ROOM + _ESCAPED * _characters(variables))
-            return self._guarded(name, lambda: self._rendered(name, variables))
+            if any(isinstance(message.get("content"), list) for message in given) and not self._parts(name, variables):
+                variables["messages"] = given = with_joined_parts(given)
+            try:
+                text = self._guarded(name, variables)
+            except ChatTemplateError:
+                if all("content" in message for message in given):
+                    raise
+                # Of calls without words: some templates want words nevertheless.
+                text = self._guarded(name, variables | {"messages": [{"content": mark("")} | each for each in given]})
+            ignored = {*options, *(["tools"] if tools else [])} - self._variables[name] - self._reported
+            self._reported |= ignored
+        for variable in sorted(ignored):
+            self._report(f"the model's chat template ignores {variable!r}, which changes nothing here")
+        return text
+
+    def _parts(self, name: str, variables: Mapping[str, Any]) -> bool:
+        """Whether a template writes contents of several parts of text, and not how Python spells lists."""
+        if name not in self._takes_parts:
+            try:
+                text = self._guarded(name, {**variables, "messages": mark(_PARTS), "tools": None})
+            except ChatTemplateError:
+                text = ""
+            has_both = "one part" in text and "two part" in text
+            self._takes_parts[name] = has_both and "'type'" not in text and '"type"' not in text
+        return self._takes_parts[name]
 
     def _rendered(self, name: str, variables: Mapping[str, Any]) -> str:
+        self._sandbox.meter = Meter(_ROOM + _ESCAPED * _characters(variables))
         template = self._templates.get(name)
         if template is None:
-            template = self._templates[name] = self._sandbox.from_string(self._source(name))
+            source = self._source(name)
+            template = self._sandbox.from_string(source)
+            names = self._sandbox.parse(source).find_all(jinja2.nodes.Name)
+            self._variables[name] = {each.name for each in names}
+            self._templates[name] = template
         return template.render(variables)
 
     def _source(self, name: str) -> str:
@@ -156,11 +193,11 @@ class ChatFormat:
             raise TooMuchError
         return source
 
-    def _guarded(self, name: str, render: Callable[[], str]) -> str:
-        """What a template wrote; whatever it failed with is a ChatTemplateError."""
+    def _guarded(self, name: str, variables: Mapping[str, Any]) -> str:
+        """What a template writes; whatever it fails with is a ChatTemplateError."""
         whose = "the model's chat template" + ("" if name == "default" else f" {name!r}")
         try:
-            return render()
+            return self._rendered(name, variables)
         except ChatTemplateError:
             raise
         except TemplateRefusal as error:

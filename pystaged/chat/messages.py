@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pystaged.chat.marked import ANSWERS, mark
+from pystaged.chat.marked import ANSWERS, join, mark
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
@@ -22,7 +22,8 @@ def marked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Raises:
         TypeError: no list of dictionaries of plain data.
-        ValueError: no messages, an unknown role, a content that is neither text nor parts of text, or broken Unicode.
+        ValueError: no messages, an unknown role, a content that is neither text nor parts of text, none without calls
+            of tools, or broken Unicode.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TypeError(f"messages must be a list of dictionaries, not {type(messages).__name__}")
@@ -39,6 +40,8 @@ def _marked(message: Message, number: int) -> dict[str, Any]:
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r}; the roles are {', '.join(ROLES)}")
     content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f"{where} has no content")
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -54,6 +57,16 @@ def _marked(message: Message, number: int) -> dict[str, Any]:
         found["content"] = mark(content, own) if own else marked(content, where)
     _check_text(content, where)
     return found
+
+
+def with_joined_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Marked messages, with parts of text as one text, each on lines of its own, as llama.cpp joins them."""
+    return [
+        message | {"content": join(mark("\n"), [part["text"] for part in message["content"]])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
 
 
 def marked(value: Any, where: str) -> Any:

@@ -98,7 +98,9 @@ def main() -> None:
             _say("interrupted", "yellow")
     except (OSError, ValueError) as error:
         status = 1
-        _say("error: ", "bold red", _words(error))
+        from pystaged.cli.console import words  # noqa: PLC0415
+
+        _say("error: ", "bold red", words(error))
     if status:
         # Lest Python tries again to write what could not be written, and complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -110,13 +112,6 @@ def _run() -> None:
         app(prog_name="pystaged")
     finally:
         sys.stdout.flush()
-
-
-def _words(error: OSError | ValueError) -> str:
-    """What went wrong; of the system's errors the file and the reason, without number and quotes."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return str(error)
 
 
 def _say(word: str, style: str, more: str = "") -> None:

@@ -11,7 +11,7 @@ import typer
 from pystaged.backends.audit import audit as replay
 from pystaged.backends.devices import open_session
 from pystaged.cli.console import open_engine, read_prompt
-from pystaged.cli.options import LoadOptions, MaxTokens, SamplingOptions, grouped
+from pystaged.cli.options import LoadOptions, MaxTokens, SamplingOptions, grouped, usage
 
 
 @grouped
@@ -31,7 +31,8 @@ def audit(
 
     Example: pystaged audit path/to/model.gguf --device metal --prompt "def fibonacci(n):"
     """
-    config = sampling.config()
+    with usage():
+        config = sampling.config()
     prompt = read_prompt(prompt)
     with open_engine(model, loading) as engine:
         tokens = _tokens(output) if output else engine.generate(prompt, max_tokens=max_tokens, sampling=config).tokens

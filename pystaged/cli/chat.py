@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +13,29 @@ import typer
 from rich.text import Text
 
 import pystaged
+from pystaged._core import Tokenizer
 from pystaged.chat.messages import marked_messages
 from pystaged.cli.console import errors, open_engine, read_prompt, reading_bar, report
 from pystaged.cli.generate import stats_table
 from pystaged.cli.interrupts import Interrupts
-from pystaged.cli.options import Color, Colors, LoadOptions, SamplingOptions, ShowTree, System, Think, grouped
+from pystaged.cli.options import (
+    Color,
+    Colors,
+    LoadOptions,
+    ModelArgument,
+    ModelToo,
+    SamplingOptions,
+    ShowTree,
+    Stop,
+    System,
+    Think,
+    either,
+    grouped,
+    usage,
+)
 from pystaged.cli.painting import show, summary
 from pystaged.cli.turns import Turns, take_lines
-from pystaged.config import TextOptions
+from pystaged.config import GenerationConfig, TextOptions
 from pystaged.files import read_small, whole_file
 from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
@@ -28,8 +43,10 @@ from pystaged.streams import Stream
 _MOST_BYTES = 64 << 20  # of a saved conversation
 
 _HELP = '''A line you type is asked, and the model answers. Lines between """ and """ are one question; a line that
-ends with \\ goes on with the next one. Ctrl-C ends an answer and keeps what was written of it.
-/system TEXT   say how the model is to answer; without TEXT, show it     /clear   begin again, with that
+ends with \\ goes on with the next one. Only the former may begin with /. Ctrl-C ends an answer and keeps what was
+written of it.
+/system TEXT   say how the model is to answer; "" takes that back, without TEXT it is shown
+/clear         begin again, with the same system message
 /retry         answer the last question again, with the next seed        /seed N  same seed, same answer; -1 draws one
 /set NAME VALUE   temperature, top_k, top_p, min_p, seed, max_tokens (0: as many as the context has room for)
 /save FILE     keep the conversation       /load FILE   go on with a kept one
@@ -40,15 +57,18 @@ ends with \\ goes on with the next one. Ctrl-C ends an answer and keeps what was
 
 @grouped
 def chat(
-    model: Annotated[
-        str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.")
-    ] = "smollm2",
+    model: ModelArgument = None,
     *,
+    named: ModelToo = None,
     system: System = "",
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", help="New tokens at most; 0 for as many as the context has room for.")
+        int,
+        typer.Option(
+            "--max-tokens", "-n", min=0, help="New tokens at most; 0 for as many as the context has room for."
+        ),
     ] = 0,
     think: Think = None,
+    stop: Stop = None,
     sampling: SamplingOptions,
     loading: LoadOptions,
     stats: Annotated[bool, typer.Option(help="Say after each answer how fast it was, and against plain.")] = False,
@@ -57,14 +77,18 @@ def chat(
 ) -> None:
     """Talk with a model, which answers as its own chat template has it, stays loaded and reads only what is new.
 
-    Piped input is one question.
+    The model is smollm2 unless you name another. Piped input is one question.
 
     Example: pystaged chat smollm2 --temperature 0.7 --top-p 0.9
 
     Example: pystaged chat smollm2 --system "Answer in one sentence." < question.txt
     """
-    sampling.config()
-    with open_engine(model, loading) as engine, Interrupts() as interrupts:
+    with usage():
+        GenerationConfig(sampling=sampling.config(), stop=stop or ())
+    question = None if sys.stdin.isatty() else read_prompt("-").removesuffix("\n")
+    if question is not None and not question.strip():
+        raise ValueError("nothing is asked: standard input is empty")
+    with open_engine(either(model, named, "smollm2"), loading) as engine, Interrupts() as interrupts:
         session = Chat(
             engine,
             sampling,
@@ -75,16 +99,19 @@ def chat(
             system=system,
             think=think,
             stats=stats,
+            stop=stop or (),
         )
-        if sys.stdin.isatty():
+        if question is None:
             take_lines(session, interrupts)
             return
         with interrupts.allowed():
-            session.answer_once(read_prompt("-").removesuffix("\n"))
+            session.answer_once(question)
 
 
 class Chat(Turns):
     """A conversation so far. Arguments as in Turns and of the command."""
+
+    _least_tokens = 0
 
     def __init__(
         self,
@@ -98,19 +125,23 @@ class Chat(Turns):
         system: str = "",
         think: bool | None = None,
         stats: bool = False,
+        stop: Sequence[str] = (),
     ) -> None:
         super().__init__(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree)
         self._system = system
+        self._stop = stop
         self._options = {} if think is None else {"enable_thinking": think}
         self._shows_stats = stats
         self._messages: list[dict[str, Any]] = []
-        self._last: GenerationResult | None = None
+        self._asked: tuple[list[dict[str, Any]], str] | None = None  # the last question, and what was before it
+        self._last: GenerationResult | None = None  # the last answer
+        self._made_with: object = None  # what may be set, and fixed that
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: errors.print(_HELP, style="dim", markup=False),
             "/system": self._set_system,
-            "/clear": lambda _: self._messages.clear(),
+            "/clear": lambda _: self._begin([]),
             "/retry": lambda _: self._retry(),
-            "/seed": lambda words: self._set(["seed", words]),
+            "/seed": self._seed,
             "/set": lambda words: self._set(words.split()),
             "/save": self._save,
             "/load": self._load,
@@ -127,64 +158,104 @@ class Chat(Turns):
         elif command.startswith("/"):
             raise ValueError(f"there is no command {command}; /help shows those there are")
         elif command:
-            self._ask(line)
+            self.say(line)
         return True
+
+    def say(self, text: str) -> None:
+        if text.strip():
+            self._ask(text)
 
     def answer_once(self, question: str) -> None:
         """Write the answer to a question; errors and Ctrl-C are the caller's."""
         with reading_bar() as progress:
             stream = self._stream([{"role": "user", "content": question}], progress)
             result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree)
-        self._tell(result)
+        self._tell(result, "--max-tokens")
 
     def _stream(self, messages: list[dict[str, Any]], progress: Callable[[int, int], None]) -> Stream:
         begun = [{"role": "system", "content": self._system}] if self._system else []
-        options: TextOptions = {"sampling": self._sampling.config(), "progress": progress}
+        options: TextOptions = {"sampling": self._sampling.config(), "stop": self._stop, "progress": progress}
         if self._max_tokens:
             options["max_tokens"] = self._max_tokens
         return self._engine.stream_chat([*begun, *messages], template_options=self._options, **options)
 
     def _ask(self, question: str) -> None:
-        messages = [*self._messages, {"role": "user", "content": question}]
+        before = self._messages
+        self._asked = before, question
+        messages, made_with = [*before, {"role": "user", "content": question}], self._fixed_by()
         pieces: list[Piece] = []
-        result, about = self._write(lambda progress: self._stream(messages, progress), pieces.append)
-        if pieces or result:
+        try:
+            result, about = self._write(lambda progress: self._stream(messages, progress), pieces.append)
+        except pystaged.ContextFullError:
+            here, most = self._engine.n_ctx, self._engine.model.max_context
+            more = f", or start with --n-ctx, up to {most}" if most > here else ""
+            raise ValueError(
+                f"the conversation does not fit into the context of {here} tokens: /clear begins again{more}"
+            ) from None
+        is_done = result is not None and result.finish_reason != "cancelled"
+        if result and (pieces or is_done):
             tokens = [token for piece in pieces for token in piece.tokens]
             self._messages = [*messages, {"role": "assistant", "content": "".join(pieces), "tokens": tokens}]
-        if result:
+            self._last, self._made_with = result, made_with
+        if result and is_done:
             self._tell(result)
         else:
             errors.print(about)
 
-    def _tell(self, result: GenerationResult) -> None:
-        """Keep the numbers of an answer, and show them if that is wished."""
-        self._last = result
+    def _fixed_by(self) -> object:
+        """What fixes the greedy answer to a question, besides what was said before it."""
+        return self._system, self._max_tokens, replace(self._sampling, seed=0)
+
+    def _begin(self, messages: list[dict[str, Any]]) -> None:
+        """Go on from these messages."""
+        self._messages, self._asked, self._last = messages, None, None
+        if messages:
+            self._asked = messages[:-2], messages[-2]["content"]
+
+    def _tell(self, result: GenerationResult, allows_more: str = "/set max_tokens") -> None:
+        """Show the numbers of an answer if that is wished, and why it ends where it does."""
         if self._shows_stats:
             errors.print(speed(result.stats, self._color))
-        if result.finish_reason == "length" and not self._max_tokens:
+        if result.finish_reason != "length":
+            return
+        if len(result.tokens) == self._max_tokens:
+            report(f"cut at {self._max_tokens} tokens; {allows_more} allows more")
+        else:
             report("the context is full: /clear begins again, --n-ctx allows more")
 
     def _retry(self) -> None:
-        if not self._messages:
+        if not self._asked:
             raise ValueError("there is no question to answer again")
-        if not self._sampling.temperature:
+        before, question = self._asked
+        kept = self._messages
+        is_done = len(kept) > len(before) and self._last is not None and self._last.finish_reason == "stop"
+        if not self._sampling.temperature and is_done and self._made_with == self._fixed_by():
             raise ValueError(
                 "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
             )
         if self._sampling.seed >= 0:
-            self._sampling = replace(self._sampling, seed=self._sampling.seed + 1)
-        kept, self._messages = self._messages, self._messages[:-2]
+            self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**64)
+        self._messages = before
         try:
-            self._ask(kept[-2]["content"])
+            self._ask(question)
         finally:
-            if len(self._messages) < len(kept):  # nothing was written
+            if len(self._messages) == len(before):  # nothing was written
                 self._messages = kept
 
+    def _seed(self, words: str) -> None:
+        if not words:
+            raise ValueError("write /seed N, a number; -1 draws one")
+        self._set(["seed", words])
+
     def _set_system(self, words: str) -> None:
-        if words:
+        if words == '""':
+            self._system = ""
+        elif words:
             self._system = words
-        else:
+        elif self._system:
             typer.echo(self._system)
+        else:
+            report("there is no system message")
 
     def _stats(self, words: str) -> None:
         if words in ("on", "off"):
@@ -194,7 +265,7 @@ class Chat(Turns):
         elif self._last is None:
             raise ValueError("there is no answer yet")
         else:
-            errors.print(speed(self._last.stats, self._color))
+            errors.print(speed(self._last.stats, self._color).append(f"; seed {self._last.seed}"))
             errors.print(stats_table(self._last.stats))
 
     def _paint(self, words: str) -> None:
@@ -219,11 +290,12 @@ class Chat(Turns):
         if not words:
             raise ValueError("write /load FILE")
         path = Path(words).expanduser()
-        self._system, self._messages = read_conversation(path, self._engine.tokenizer.fingerprint)
+        self._system, messages = read_conversation(path, self._engine.tokenizer)
+        self._begin(messages)
         report(f"loaded {path}: {len(self._messages)} messages")
 
 
-def read_conversation(path: Path, vocabulary: str) -> tuple[str, list[dict[str, Any]]]:
+def read_conversation(path: Path, tokenizer: Tokenizer) -> tuple[str, list[dict[str, Any]]]:
     """System message and messages of a saved conversation; without tokens, if they are another vocabulary's.
 
     Raises:
@@ -240,10 +312,21 @@ def read_conversation(path: Path, vocabulary: str) -> tuple[str, list[dict[str, 
             raise TypeError("a content is no text")
         if messages:
             marked_messages(messages)
+        is_ours = kept.get("vocabulary") == tokenizer.fingerprint
+        for message in messages if is_ours else ():
+            _check_tokens(message.get("tokens", []), tokenizer.num_tokens)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} holds no conversation that was saved with /save: {error}") from None
-    fields = ("role", "content", "tokens") if kept.get("vocabulary") == vocabulary else ("role", "content")
+    fields = ("role", "content", "tokens") if is_ours else ("role", "content")
     return system, [{name: message[name] for name in fields if name in message} for message in messages]
+
+
+def _check_tokens(tokens: Any, num_tokens: int) -> None:
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise TypeError("the tokens of a message are no list of integers")
+    for token in tokens:
+        if not 0 <= token < num_tokens:
+            raise ValueError(f"token {token} is outside of the vocabulary of {num_tokens}")
 
 
 def speed(stats: pystaged.GenerationStats, color: Color) -> Text:

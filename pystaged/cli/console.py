@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,13 @@ def print_table(table: Table) -> None:
 def report(line: str) -> None:
     """Say on standard error what is being done."""
     errors.print(line, style="dim", markup=False)
+
+
+def words(error: Exception) -> str:
+    """What went wrong; of the system's errors the file and the reason, without number and quotes."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
 
 
 @contextmanager
@@ -103,6 +111,35 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
         bar.stop()
 
 
+@contextmanager
+def counter() -> Iterator[tuple[Callable[[int, int, int], None], Callable[[], None]]]:
+    """While many texts are written and that takes more than a second, how many are done, where standard error is a
+    terminal. The first is to be called with texts that are done, all texts, and tokens; the second hides it until then.
+    """
+    from rich import progress as rich_progress  # noqa: PLC0415
+
+    columns = (
+        rich_progress.TextColumn("{task.completed} of {task.total} texts are done"),
+        rich_progress.BarColumn(),
+        rich_progress.TextColumn("{task.fields[tokens]} tokens"),
+    )
+    bar = rich_progress.Progress(
+        *columns, console=errors, transient=True, disable=not errors.is_terminal, redirect_stdout=False
+    )
+    task = bar.add_task("", tokens=0)
+    begin = time.monotonic()
+
+    def count(done: int, total: int, tokens: int) -> None:
+        if time.monotonic() - begin > _LONG:
+            bar.update(task, completed=done, total=total, tokens=tokens)
+            bar.start()
+
+    try:
+        yield count, bar.stop
+    finally:
+        bar.stop()
+
+
 def model_name(name: str) -> str | Path:
     """The model an option names, downloaded first where it is a hub id that is not in the cache."""
     if name == "house":
@@ -138,5 +175,12 @@ def open_engine(model: str, options: LoadOptions) -> Engine:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt a command was given; - reads it from standard input."""
-    return sys.stdin.read() if prompt == "-" else prompt
+    """The prompt a command was given; - reads it from standard input. Raises ValueError if that is no text."""
+    if prompt != "-":
+        return prompt
+    text = sys.stdin.read()
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("standard input is not UTF-8") from None
+    return text

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 import pystaged
-from pystaged.batch import results
-from pystaged.cli.console import errors, open_engine, read_prompt, reading_bar, report
+from pystaged.cli.console import errors, open_engine, reading_bar, report
 from pystaged.cli.options import (
     Color,
     Colors,
@@ -25,20 +22,19 @@ from pystaged.cli.options import (
     ModelName,
     SamplingOptions,
     ShowTree,
+    Stop,
     System,
     Think,
-    check,
     grouped,
+    usage,
 )
 from pystaged.cli.painting import show, summary
+from pystaged.cli.prompts import Asked, argument, read_prompts
+from pystaged.cli.several import write_in_order
 from pystaged.config import GenerationConfig
 from pystaged.engine import Prompt
-from pystaged.files import read_small
 from pystaged.result import GenerationResult
 from pystaged.streams import Stream, Writer
-
-_SHOWN = 40  # characters of a prompt
-_MOST_BYTES = 1 << 26  # of a file of prompts
 
 
 @grouped
@@ -49,7 +45,10 @@ def generate(
     *,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Continue the prompts of a file: one per line, in a .jsonl file an object with a 'prompt'."),
+        typer.Option(
+            help="Continue the prompts of a file or - for standard input: one per line, in a .jsonl file an object "
+            "with a 'prompt' or, for --chat, 'messages'."
+        ),
     ] = None,
     n: Annotated[
         int | None,
@@ -62,9 +61,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt, by the model's chat template.")] = False,
     system: System = "",
     think: Think = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End the text before this string; may be repeated.", callback=check)
-    ] = None,
+    stop: Stop = None,
     sampling: SamplingOptions,
     loading: LoadOptions,
     speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
@@ -89,12 +86,13 @@ def generate(
     Example: pystaged generate - --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt > text.txt
     """
     # Before a model is loaded, which may take a while.
-    config = GenerationConfig(
-        max_tokens=128 if max_tokens is None else max_tokens,
-        stop=stop or (),
-        speculate=speculate,
-        sampling=sampling.config(),
-    )
+    with usage():
+        config = GenerationConfig(
+            max_tokens=128 if max_tokens is None else max_tokens,
+            stop=stop or (),
+            speculate=speculate,
+            sampling=sampling.config(),
+        )
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts with a file of them")
     several = prompts is not None or n is not None
@@ -102,24 +100,34 @@ def generate(
         raise typer.BadParameter("--color and --show-tree show one text, not several")
     if not chat and (system or think is not None):
         raise typer.BadParameter("--system and --think are for --chat")
-    texts = [read_prompt(prompt or "")] if prompts is None else _read_prompts(prompts)
+    asked = [argument(prompt or "")] if prompts is None else read_prompts(prompts)
+    for each in asked:
+        if each.messages and not chat:
+            raise each.about(ValueError("messages are answered with --chat"))
+    if n and n > 1 and config.sampling.is_greedy:
+        report("at temperature 0 all texts of a prompt are the same; --temperature 0.8 makes others possible")
     with open_engine(model, loading) as engine:
-        asked: list[Prompt] = [*texts]
         if chat:
-            asked = [_question(engine, text, system, think) for text in texts]
             room = engine.n_ctx if max_tokens is None else max_tokens
             config = replace(config, max_tokens=room, stop=(*config.stop, *engine.chat_format.stop))
+
+        def text_of(each: Asked) -> Prompt:
+            return _question(engine, each, system, think) if chat else each.prompt
+
         if several:
-            named = [text for text in texts for _ in range(n or 1)]
-            found = results(engine, asked, config, n or 1)
-            _write_several(engine, named, found, as_json=as_json, verbose=verbose)
+            seeds = [(config.sampling.seed + number) % 2**64 for number in range(n or 1)]
+            configs = [replace(config, sampling=replace(config.sampling, seed=seed)) for seed in seeds]
+            writers = _writers(engine, asked, text_of, configs)
+            named = [each for each in asked for _ in configs]
+            _write_several(engine, named, writers, chat=chat, as_json=as_json, verbose=verbose)
             return
         with reading_bar() as progress:
-            stream = Stream(Writer(engine, asked[0], replace(config, progress=progress)))
-            result = stream.finish() if as_json else show(stream, engine.tokenizer, color, show_tree=show_tree)
-    if as_json:
-        typer.echo(json.dumps(_fields(result)))
-        return
+            (writer,) = _writers(engine, asked, text_of, [replace(config, progress=progress)])
+            stream = Stream(writer)
+            if as_json:
+                _write_json(stream, asked[0], chat=chat)
+                return
+            result = show(stream, engine.tokenizer, color, show_tree=show_tree)
     errors.print(summary(result.stats, color))
     if verbose:
         errors.print(stats_table(result.stats))
@@ -127,35 +135,71 @@ def generate(
         report(f"read {read} tokens of the prompt in {result.stats.prefill_seconds:.2f} seconds; seed {result.seed}")
 
 
-def _question(engine: pystaged.Engine, text: str, system: str, think: bool | None) -> Prompt:
-    """What the model reads when a text is asked."""
-    begun = [{"role": "system", "content": system}] if system else []
+def _question(engine: pystaged.Engine, asked: Asked, system: str, think: bool | None) -> Prompt:
+    """What the model reads when something is asked."""
+    messages = asked.messages or [{"role": "user", "content": asked.prompt}]
+    if system:
+        if messages[0].get("role") == "system":
+            raise ValueError("the messages have a system message besides that of --system")
+        messages = [{"role": "system", "content": system}, *messages]
     options = {} if think is None else {"enable_thinking": think}
-    return engine.chat_format.encode([*begun, {"role": "user", "content": text}], template_options=options)
+    return engine.chat_format.encode(messages, template_options=options)
+
+
+def _writers(
+    engine: pystaged.Engine,
+    asked: Sequence[Asked],
+    text_of: Callable[[Asked], Prompt],
+    configs: Sequence[GenerationConfig],
+) -> list[Writer]:
+    """A text of each prompt in each way. Raises ValueError that says which prompt is none."""
+    found: list[Writer] = []
+    for each in asked:
+        try:
+            text = text_of(each)
+            found += [Writer(engine, text, config) for config in configs]
+        except (ValueError, TypeError) as error:
+            raise each.about(error) from None
+    return found
+
+
+def _write_json(stream: Stream, asked: Asked, *, chat: bool) -> None:
+    """Write a text as JSON; where Ctrl-C ends it, what there is."""
+    try:
+        stream.finish()
+    except KeyboardInterrupt:
+        stream.close()
+        if not stream.result.tokens:
+            raise
+        typer.echo(_as_json(asked, stream.result, chat=chat))
+        raise
+    typer.echo(_as_json(asked, stream.result, chat=chat))
 
 
 def _write_several(
     engine: pystaged.Engine,
-    prompts: Sequence[str],
-    found: Generator[GenerationResult, None, None],
+    asked: Sequence[Asked],
+    writers: Sequence[Writer],
     *,
+    chat: bool,
     as_json: bool,
     verbose: bool,
 ) -> None:
     """Write a text of each prompt, in order and as soon as each is there."""
-    begin, number, tokens = time.monotonic(), 0, 0
-    with closing(found):
-        for number, (prompt, result) in enumerate(zip(prompts, found, strict=True), 1):
-            tokens += len(result.tokens)
-            if as_json:
-                typer.echo(json.dumps({"prompt": prompt, **_fields(result)}))
-            else:
-                typer.echo(f"==> {number}: {_begin(prompt)}, seed {result.seed} <==\n{result.text}\n")
-            sys.stdout.flush()
+
+    def shown(number: int, result: GenerationResult) -> str:
+        if as_json:
+            return _as_json(asked[number], result, chat=chat)
+        return f"==> {number + 1}: {asked[number].named()}, seed {result.seed} <==\n{result.text}\n"
+
+    begin = time.monotonic()
+    found = write_in_order(engine, writers, shown)
     if as_json:
         return
     seconds = time.monotonic() - begin
-    report(f"{number} texts, {tokens} tokens in {seconds:.1f} seconds, {tokens / seconds:.1f} per second together")
+    tokens = sum(len(result.tokens) for result in found)
+    texts = f"{len(found)} text{'s' if len(found) > 1 else ''}"
+    report(f"{texts}, {tokens} tokens in {seconds:.1f} seconds, {tokens / seconds:.1f} per second together")
     if verbose:
         passes = engine.passes
         report(
@@ -165,32 +209,10 @@ def _write_several(
         )
 
 
-def _read_prompts(path: Path) -> list[str]:
-    """The prompts of a file.
-
-    Raises:
-        ValueError: there are none, or a line is no prompt.
-    """
-    if path.suffix == ".jsonl":
-        from pystaged.bench.pairs import load_prompts  # noqa: PLC0415
-
-        found = load_prompts(path)
-    else:
-        lines = read_small(path, _MOST_BYTES).decode().replace("\r\n", "\n").split("\n")
-        found = [line for line in lines if line]
-    if not found:
-        raise ValueError(f"{path} has no prompts")
-    return found
-
-
-def _begin(prompt: str) -> str:
-    """A prompt on a part of a line."""
-    return repr(prompt if len(prompt) <= _SHOWN else prompt[:_SHOWN] + "...")
-
-
-def _fields(result: GenerationResult) -> dict[str, Any]:
-    """A result, for JSON."""
-    return {
+def _as_json(asked: Asked, result: GenerationResult, *, chat: bool) -> str:
+    """What was asked, and the text, as a line."""
+    fields = {
+        **asked.fields(),
         "text": result.text,
         "tokens": result.tokens,
         "stages": [stage.name.lower() for stage in result.stages],
@@ -198,6 +220,7 @@ def _fields(result: GenerationResult) -> dict[str, Any]:
         "seed": result.seed,
         "stats": result.stats.to_dict(),
     }
+    return json.dumps(fields | {"message": result.message} if chat else fields)
 
 
 def stats_table(stats: pystaged.GenerationStats) -> Table:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -25,20 +27,40 @@ def check(value: Any) -> Any:
     return value
 
 
-_UNITS = {unit: 1024**i for i, unit in enumerate(("", "K", "M", "G", "T"))}
+@contextmanager
+def usage() -> Iterator[None]:
+    """What is wrong with options is wrong usage."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _check_kv(value: str) -> str:
+    if value not in ("f16", "q8_0"):
+        raise typer.BadParameter(f"f16 or q8_0, not {value}")
+    return value
+
+
+_SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
 
 
 def size(value: str | int) -> int:
-    """Bytes, as people write them: 2G is 2 * 2**30."""
-    number = str(value).upper().rstrip("KMGT")
-    unit = str(value).upper()[len(number) :]
-    try:
-        found = float(number) * _UNITS[unit]
-        if 1 <= found < 2**63:
-            return int(found)
-    except (ValueError, KeyError):
-        pass
-    raise typer.BadParameter(f"{value!r} is no size; write 512M or 2.5G.")
+    """Bytes, as people write them: 2G, 2GB and 2 GiB are 2 * 2**30."""
+    found = _SIZE.fullmatch(str(value).strip())
+    number = float(found[1]) * 1024 ** ("KMGT".find(found[2].upper()) + 1 if found[2] else 0) if found else 0.0
+    if found and number < 1:
+        raise typer.BadParameter(f"{value!r} is too little for anything; leave it out, or write 512M or 2.5G.")
+    if not found or number >= 2**63:
+        raise typer.BadParameter(f"{value!r} is no size; write 512M or 2.5G.")
+    return int(number)
+
+
+def either(model: str | None, named: str | None, default: str) -> str:
+    """The model that a command's argument or --model names."""
+    if model is not None and named is not None:
+        raise typer.BadParameter("name the model once, by MODEL or --model")
+    return next((name for name in (model, named) if name is not None), default)
 
 
 class Color(str, Enum):
@@ -52,12 +74,26 @@ ModelName = Annotated[
     str,
     typer.Option("--model", "-m", help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'."),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")]
-Threads = Annotated[int, typer.Option(help="0 takes one per physical core.", callback=check)]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.",
+        show_default=False,
+    ),
+]
+ModelToo = Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.", show_default=False)]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="New tokens at most.")]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="End the text before this string; may be repeated.", callback=check)
+]
+Threads = Annotated[int, typer.Option(min=0, help="0 takes one per physical core.", callback=check)]
 KeysAndValues = Annotated[
     str,
     typer.Option(
-        "--kv", help="How keys and values are stored: f16, or q8_0 for half the memory and slightly other texts."
+        "--kv",
+        callback=_check_kv,
+        help="How keys and values are stored: f16, or q8_0 for half the memory and slightly other texts.",
     ),
 ]
 KvMemory = Annotated[
@@ -66,7 +102,8 @@ KvMemory = Annotated[
         "--kv-memory",
         metavar="SIZE",
         parser=size,
-        help="Memory for the keys and values of all texts, such as 2G; a quarter of what is free by default.",
+        help="Memory for the keys and values of all texts, such as 2G; a quarter of what is free by default. One text "
+        "alone always fits.",
     ),
 ]
 Colors = Annotated[Color, typer.Option("--color", help="Paint each token by who proposed it; in terminals only.")]
@@ -111,6 +148,7 @@ class LoadOptions(PairOptions):
         typer.Option(
             "--n-ctx",
             "-c",
+            min=0,
             help="Tokens of prompt and text; 0 for what the model was trained for, 8192 at most.",
             callback=check,
         ),

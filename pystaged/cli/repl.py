@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
 import typer
 
@@ -14,12 +15,17 @@ from pystaged.cli.options import (
     Colors,
     LoadOptions,
     MaxTokens,
-    ModelName,
+    ModelArgument,
+    ModelToo,
     SamplingOptions,
     ShowTree,
+    Stop,
+    either,
     grouped,
+    usage,
 )
 from pystaged.cli.turns import Turns, take_lines
+from pystaged.config import GenerationConfig
 from pystaged.result import Piece
 
 _HELP = """A line you type is added to the text, which the model then continues; an empty line only continues it.
@@ -31,21 +37,25 @@ A line that ends with \\ goes on with the next one. Ctrl-C stops the model and k
 
 @grouped
 def repl(
+    model: ModelArgument = None,
     *,
-    model: ModelName = "house",
+    named: ModelToo = None,
     max_tokens: MaxTokens = 64,
+    stop: Stop = None,
     sampling: SamplingOptions,
     loading: LoadOptions,
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
 ) -> None:
-    """Write a text in turns with the model, which stays loaded and reads only what is new.
+    """Write a text in turns with a model, by default the house model; it stays loaded and reads only what is new.
 
     Example: pystaged repl --temperature 0.8 --top-p 0.95 --color stages
     """
-    sampling.config()
-    with open_engine(model, loading) as engine, Interrupts() as interrupts:
-        take_lines(Repl(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree), interrupts)
+    with usage():
+        GenerationConfig(sampling=sampling.config(), stop=stop or ())
+    with open_engine(either(model, named, "house"), loading) as engine, Interrupts() as interrupts:
+        session = Repl(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree, stop=stop or ())
+        take_lines(session, interrupts)
 
 
 class Repl(Turns):
@@ -60,8 +70,10 @@ class Repl(Turns):
         interrupts: Interrupts,
         *,
         show_tree: bool,
+        stop: Sequence[str] = (),
     ) -> None:
         super().__init__(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree)
+        self._stop = stop
         self._tokens: list[int] = []
         self._earlier: list[list[int]] = []
 
@@ -90,7 +102,7 @@ class Repl(Turns):
         elif command:
             raise ValueError(f"there is no command {command}; /help shows those there are")
         else:
-            self._turn(line)
+            self.say(line)
         return True
 
     def _text(self) -> str:
@@ -98,7 +110,7 @@ class Repl(Turns):
         data = b"".join(map(self._engine.tokenizer.token_bytes, self._tokens))
         return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
 
-    def _turn(self, line: str) -> None:
+    def say(self, line: str) -> None:
         before, tokens = self._tokens, list(self._tokens)
         if line:
             begun = "\n" if before and not self._text().endswith("\n") else ""
@@ -111,7 +123,11 @@ class Repl(Turns):
 
         _, about = self._write(
             lambda progress: self._engine.stream(
-                prompt, max_tokens=self._max_tokens, sampling=self._sampling.config(), progress=progress
+                prompt,
+                max_tokens=self._max_tokens,
+                stop=self._stop,
+                sampling=self._sampling.config(),
+                progress=progress,
             ),
             keep,
         )

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.cli.console import errors, reading_bar, report
+from pystaged.cli.console import errors, reading_bar, report, words
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
 from pystaged.cli.painting import show, summary
@@ -20,6 +20,10 @@ from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
 
 _QUOTES = '"""'
+_SETTABLE: dict[str, Callable[[str], float]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), float),
+    **dict.fromkeys(("top_k", "seed", "max_tokens"), int),
+}
 
 OpenStream = Callable[[Callable[[int, int], None]], Stream]
 """Called with what is to be told of a prompt that is being read."""
@@ -34,6 +38,8 @@ class Turns:
         color, show_tree: as in generate.
         interrupts: entered.
     """
+
+    _least_tokens = 1
 
     def __init__(
         self,
@@ -60,6 +66,10 @@ class Turns:
         """
         raise NotImplementedError
 
+    def say(self, text: str) -> None:
+        """Take a text that is no command, whatever it begins with. Raises as take."""
+        raise NotImplementedError
+
     def _write(self, open_stream: OpenStream, keep: Callable[[Piece], object]) -> tuple[GenerationResult | None, Text]:
         """Write an answer as it comes.
 
@@ -68,44 +78,50 @@ class Turns:
             keep: called with each piece that was written.
 
         Returns:
-            The whole, None where Ctrl-C or a device that is lost ended it; and a line about it.
+            The whole, or what there was when Ctrl-C or a device that is lost ended it, None where it had not begun; and
+            a line about it.
         """
 
         def take(piece: Piece) -> None:
             keep(piece)
             self._interrupts.check()
 
-        result, about = None, Text("stopped", "dim")
+        stream, about = None, Text("stopped", "dim")
         try:
             with self._interrupts.allowed(), reading_bar() as progress:
-                written = show(
-                    open_stream(progress), self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=take
-                )
+                stream = open_stream(progress)
+                written = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=take)
                 about = summary(written.stats, self._color)
                 about.append(f"; read {written.stats.prompt_tokens - written.stats.reused_tokens} new tokens")
-                result = written
         except KeyboardInterrupt:
             pass
         except OSError as error:
             # Of a device that is lost, say; the text so far is not.
-            about = Text(f"error: {error}", "red")
-        return result, about
+            about = Text(f"error: {words(error)}", "red")
+        if stream:
+            stream.close()
+        return stream.result if stream else None, about
 
     def _set(self, words: list[str]) -> None:
+        if len(words) != 2:
+            raise ValueError("write /set NAME VALUE, such as /set temperature 0.8")
+        name, value = words
+        if name not in _SETTABLE:
+            raise ValueError(f"there is nothing called {name}; what can be set is {', '.join(_SETTABLE)}")
         try:
-            name, value = words
-            number = float(value) if name in ("temperature", "top_p", "min_p") else int(value)
-        except ValueError as error:
-            raise ValueError("write /set NAME VALUE, such as /set temperature 0.8") from error
+            number = _SETTABLE[name](value)
+        except ValueError:
+            wanted = "an integer" if _SETTABLE[name] is int else "a number"
+            raise ValueError(f"{name} must be {wanted}, not {value}") from None
         if name == "max_tokens":
+            if not self._least_tokens <= number < 2**31:
+                raise ValueError(f"max_tokens must be at least {self._least_tokens} and below 2**31, not {value}")
             self._max_tokens = int(number)
-        elif name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-            changed: dict[str, Any] = {name: number}
-            sampling = replace(self._sampling, **changed)
-            sampling.config()
-            self._sampling = sampling
-        else:
-            raise ValueError(f"there is nothing called {name}; /help shows what can be set")
+            return
+        changed: dict[str, Any] = {name: number}
+        sampling = replace(self._sampling, **changed)
+        sampling.config()
+        self._sampling = sampling
 
 
 def take_lines(turns: Turns, interrupts: Interrupts) -> None:
@@ -114,16 +130,20 @@ def take_lines(turns: Turns, interrupts: Interrupts) -> None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401, PLC0415  gives `input` editing and a history where there is one
         report("type /help for help")
-    while (line := _read(interrupts)) is not None:
+    while (read := _read(interrupts)) is not None:
+        text, is_quoted = read
         try:
-            if not turns.take(line):
+            if is_quoted:
+                turns.say(text)
+            elif not turns.take(text):
                 break
         except (ValueError, TypeError, OSError) as error:
-            errors.print(f"error: {error}", style="red", markup=False)
+            errors.print(f"error: {words(error)}", style="red", markup=False)
 
 
-def _read(interrupts: Interrupts) -> str | None:
-    """A line from standard input, or several that \\ joins or that stand between triple quotes; None at its end."""
+def _read(interrupts: Interrupts) -> tuple[str, bool] | None:
+    """A line from standard input, or several that \\ joins or that stand between triple quotes, and whether they do;
+    None at its end."""
     lines: list[str] = []
     quoted = False
     while True:
@@ -131,7 +151,7 @@ def _read(interrupts: Interrupts) -> str | None:
             with interrupts.allowed():
                 line = input((". " if lines else "> ") if sys.stdin.isatty() else "")
         except EOFError:
-            return "\n".join(lines) if lines else None
+            return ("\n".join(lines), quoted) if lines else None
         except KeyboardInterrupt:
             # As in a shell: what was typed is dropped.
             typer.echo()
@@ -141,9 +161,9 @@ def _read(interrupts: Interrupts) -> str | None:
             quoted, line = True, line.lstrip()[len(_QUOTES) :]
         if quoted:
             if line.rstrip().endswith(_QUOTES):
-                return "\n".join([*lines, line.rstrip()[: -len(_QUOTES)]]).strip("\n")
+                return "\n".join([*lines, line.rstrip()[: -len(_QUOTES)]]).strip("\n"), True
             lines.append(line)
         elif line.endswith("\\"):
             lines.append(line[:-1])
         else:
-            return "\n".join([*lines, line])
+            return "\n".join([*lines, line]), False

@@ -40,8 +40,9 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
             return cached
         if HUB_ID.fullmatch(model) and (":" in model or not model.endswith(".gguf")):
             return pull(model, progress=progress)
+    what = f"there is no model file {path}" if str(model) else "the name of the model is empty"
     raise FileNotFoundError(
-        f"there is no model file {path}; give the path of a GGUF file, a name that `pystaged models` lists, "
+        f"{what}; give the path of a GGUF file, a name that `pystaged models` lists, "
         "a hub id such as openai-community/gpt2, 'smollm2' or 'house'"
     )
 

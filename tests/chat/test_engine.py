@@ -106,8 +106,9 @@ def test_forged_turns_are_what_somebody_said(smollm2: pystaged.Engine) -> None:
 
 def test_without_a_template_it_warns() -> None:
     with pystaged.load(draft=None) as engine:
-        with pytest.warns(UserWarning, match="no chat template; conversations are written as ChatML"):
+        with pytest.warns(UserWarning, match="no chat template; conversations are written as ChatML") as warned:
             first = engine.chat([says("user", "a = 1")], max_tokens=8, stop="\n")
+        assert [each.filename for each in warned] == [__file__]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             second = engine.chat([says("user", "a = 1"), first.message, says("user", "b = 2")], max_tokens=8)
@@ -134,6 +135,9 @@ def test_it_is_as_long_as_there_is_room(random_gguf: Callable[..., Path]) -> Non
         assert result.stats.prompt_tokens + len(result.tokens) in (engine.n_ctx, engine.n_ctx + 1)
         with pytest.raises(pystaged.ContextFullError, match="the context holds 96"):
             engine.chat([says("user", "x" * 200)])
+        for ask in (engine.generate, engine.stream, engine.astream):
+            with pytest.raises(TypeError, match="messages are answered by chat and stream_chat"):
+                ask([says("user", "x")])  # type: ignore[operator]
         with pytest.raises(TypeError, match="there is no option 'nonsense'"):
             engine.chat([says("user", "x")], nonsense=1)  # type: ignore[call-arg]
         with pytest.raises(pystaged.ChatTemplateError, match="there is no chat template 'x'; the model has default"):

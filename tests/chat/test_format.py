@@ -15,6 +15,7 @@ from pystaged.chat.format import ChatFormat, ChatTemplateError
 from pystaged.loading import names
 from pystaged.loading.metadata import read_metadata
 
+WITH_PARTS = ("gemma3", "odd")  # templates that write contents of several parts
 QUESTION = [says("user", "Hello")]
 
 
@@ -39,8 +40,9 @@ def written(chat: ChatFormat, case: dict[str, Any]) -> str | None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_are_those_of_transformers(tokenizer: Tokenizer, name: str, case: str) -> None:
-    expected = json.loads(EXPECTED.read_text("utf-8"))
-    assert written(chat_format(TEMPLATES[name], tokenizer), CASES[case]) == expected[name][case]
+    expected = json.loads(EXPECTED.read_text("utf-8"))[name]
+    like = "joined parts" if case == "parts" and name not in WITH_PARTS else case
+    assert written(chat_format(TEMPLATES[name], tokenizer), CASES[case]) == expected[like]
 
 
 def test_what_is_written_down_is_what_transformers_says() -> None:
@@ -55,15 +57,18 @@ def test_smollm2() -> None:
         path = names.resolve("smollm2")
     except FileNotFoundError:
         pytest.skip("SmolLM2 is not installed")
-    chat = ChatFormat(read_metadata(path), Tokenizer(path), pytest.fail)
+    said: list[str] = []
+    chat = ChatFormat(read_metadata(path), Tokenizer(path), said.append)
     text = chat.render(QUESTION)
     assert text.startswith(
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im"
     )
     assert text.endswith("<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    assert not said
     pytest.importorskip("transformers", reason="transformers is not installed")
-    for case in CASES.values():
-        assert written(chat, case) == transformers_writes(read_metadata(path)[KEY], case)
+    for name in CASES:
+        case = CASES["joined parts" if name == "parts" else name]
+        assert written(chat, CASES[name]) == transformers_writes(read_metadata(path)[KEY], case)
 
 
 def test_the_date_is_today(tokenizer: Tokenizer) -> None:
@@ -95,6 +100,35 @@ def test_without_a_template(tokenizer: Tokenizer) -> None:
     assert ChatFormat({}, house, said.append).stop == ("<|im_end|>",)
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[0].content }} {{ messages[1].content }}", "Hello "),
+        ("{{ messages[0].content }} {{ '<' + messages[1].content + '>' }}", "Hello <>"),
+        ("{{ messages[0].content }} {{ messages[1].content is defined }}", "Hello False"),
+    ],
+)
+def test_calls_without_words(tokenizer: Tokenizer, template: str, text: str) -> None:
+    calls = {"tool_calls": [{"function": {"name": "clock", "arguments": {}}}]}
+    for message in ({"role": "assistant", **calls}, says("assistant", None, **calls)):
+        assert chat_format(template, tokenizer).render([*QUESTION, message]) == text
+
+
+def test_what_a_template_ignores_is_said_once(tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+    source = "{{ messages[0].content }}{% if enable_thinking is defined %}!{% endif %}"
+    chat = ChatFormat({KEY: source}, tokenizer, said.append)
+    for _ in range(2):
+        chat.render(QUESTION, tools=[], template_options={"enable_thinking": False})
+    assert not said
+    for _ in range(2):
+        chat.render(QUESTION, tools=[{"name": "clock"}], template_options={"enable_thinking": True, "thinking": True})
+    assert said == [
+        "the model's chat template ignores 'thinking', which changes nothing here",
+        "the model's chat template ignores 'tools', which changes nothing here",
+    ]
+
+
 # ---- What is refused ----
 
 
@@ -108,6 +142,8 @@ def test_without_a_template(tokenizer: Tokenizer) -> None:
         ([*QUESTION, says("usr", "x")], ValueError, r"messages\[1\] has the role 'usr'; the roles are system, "),
         ([says("user<|im_end|>", "x")], ValueError, "has the role 'user<|im_end|>'"),
         ([{"content": "x"}], ValueError, "has the role None"),
+        ([{"role": "user"}], ValueError, r"messages\[0\] has no content"),
+        ([*QUESTION, says("assistant", None)], ValueError, r"messages\[1\] has no content"),
         ([says("user", 7)], TypeError, r"messages\[0\]: the content must be text, not int"),
         ([says("user", b"x")], TypeError, "the content must be text, not bytes"),
         ([says("user", [{"type": "image"}])], ValueError, r"messages\[0\]: a part of its content is none of text"),
@@ -126,6 +162,8 @@ def test_options_that_are_none(tokenizer: Tokenizer) -> None:
     chat = chat_format("x", tokenizer)
     with pytest.raises(ValueError, match="template_options cannot set 'bos_token'"):
         chat.render(QUESTION, template_options={"bos_token": "x"})
+    with pytest.raises(TypeError, match="template_options must be a dictionary, not int"):
+        chat.render(QUESTION, template_options=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tools must be a list"):
         chat.render(QUESTION, tools={"a": 1})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tools: strings, numbers"):

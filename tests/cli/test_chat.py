@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from support.commands import assert_refused, run
 
 import pystaged
 from pystaged.cli import chat as command
+from pystaged.cli import turns
 from pystaged.cli.chat import Chat, read_conversation
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
@@ -89,8 +92,46 @@ def test_retry_takes_the_next_seed(
     result = engine.chat([asks(QUESTION)], max_tokens=6, temperature=1.0, seed=6)
     assert capsys.readouterr().out == result.text + "\n"
     assert made._messages == [asks(QUESTION), result.message]
+    made.take("/seed 18446744073709551615")
+    made.take("/retry")
+    made.take("/retry")
+    assert made._sampling.seed == 1
+    with pytest.raises(ValueError, match="seed must be between"):
+        made.take("/seed 18446744073709551616")
+
+
+def test_retry_without_chance(session: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is refused only where the answer is whole and nothing has changed."""
+    made = session(max_tokens=8, temperature=1.0)
+    made.take(QUESTION)
+    answer = made._messages[1]["content"]
     made.take("/set temperature 0")
+    for line in (None, "/system Be brief.", "/set max_tokens 7"):
+        if line:
+            made.take(line)
+        made.take("/retry")
+    assert made._messages[1]["content"] != answer
+    assert made._last
+    monkeypatch.setattr(made, "_last", replace(made._last, finish_reason="length"))
+    made.take("/retry")
+    monkeypatch.setattr(made, "_last", replace(made._last, finish_reason="stop"))
     with pytest.raises(ValueError, match="at temperature 0 the answer would be the same"):
+        made.take("/retry")
+    made.take("/set max_tokens 1")
+    made.take("/retry")
+    assert len(made._messages[1]["tokens"]) <= 1
+
+
+def test_retry_of_a_question_that_did_not_fit(session: Callable[..., Chat], engine: pystaged.Engine) -> None:
+    made = session()
+    made.take(QUESTION)
+    kept = made._messages
+    for line in ("x " * engine.n_ctx, "/retry"):
+        with pytest.raises(ValueError, match=r"the conversation does not fit .*: /clear begins again"):
+            made.take(line)
+        assert made._messages == kept
+    made.take("/clear")
+    with pytest.raises(ValueError, match="no question to answer again"):
         made.take("/retry")
 
 
@@ -108,6 +149,9 @@ def test_stats_and_color(session: Callable[..., Chat], capsys: pytest.CaptureFix
     made.take("/color on")
     made.take("again")
     assert "n-gram" in capsys.readouterr().err
+    made.take("/clear")
+    with pytest.raises(ValueError, match="there is no answer yet"):
+        made.take("/stats")
     for line in ("/stats maybe", "/color maybe"):
         with pytest.raises(ValueError, match="write /"):
             made.take(line)
@@ -128,8 +172,58 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
     assert not any(made.take(line) for line in ("/bye", "/exit", "/quit"))
     with pytest.raises(ValueError, match="there is no command /nonsense; /help shows"):
         made.take("/nonsense")
-    with pytest.raises(ValueError, match="write /set NAME VALUE"):
-        made.take("/seed")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/seed", "write /seed N"),
+        ("/seed abc", "seed must be an integer, not abc"),
+        ("/seed -5", "seed must be between"),
+        ("/set temperature", "write /set NAME VALUE"),
+        ("/set Temperature 0.3", "there is nothing called Temperature; what can be set is temperature, "),
+        ("/set top_k 5.5", "top_k must be an integer, not 5.5"),
+        ("/set top_p x", "top_p must be a number, not x"),
+        ("/set max_tokens -1", "max_tokens must be at least 0 and below"),
+    ],
+)
+def test_what_cannot_be_set(session: Callable[..., Chat], line: str, words: str) -> None:
+    made = session()
+    before = made._sampling, made._max_tokens
+    with pytest.raises(ValueError, match=words):
+        made.take(line)
+    assert (made._sampling, made._max_tokens) == before
+
+
+def test_a_system_message_can_be_taken_back(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+    made = session()
+    made.take("/system Be brief.")
+    made.take('/system ""')
+    assert made._system == ""
+    made.take("/system")
+    assert capsys.readouterr().err == "there is no system message\n"
+
+
+def test_nothing_in_quotes_is_a_command(session: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = session(max_tokens=2)
+    lines = ['"""/bye', 'x"""', '"""/etc/hosts"""', '"""', '"""', "/bye", "never"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    turns.take_lines(made, made._interrupts)
+    assert [message["content"] for message in made._messages[::2]] == ["/bye\nx", "/etc/hosts"]
+
+
+def test_a_cut_answer_says_so(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+    made = session(max_tokens=2)
+    made.take(QUESTION)
+    assert capsys.readouterr().err == "cut at 2 tokens; /set max_tokens allows more\n"
+
+
+def test_a_seed_that_was_drawn_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+    made = session(temperature=1.0, seed=-1)
+    made.take(QUESTION)
+    made.take("/stats")
+    assert made._last
+    assert f"; seed {made._last.seed}\n" in capsys.readouterr().err
 
 
 def test_a_burst_of_ctrl_c_keeps_what_was_written(
@@ -152,7 +246,12 @@ def test_a_burst_of_ctrl_c_keeps_what_was_written(
     assert question == asks(QUESTION)
     assert shown.out == answer["content"] + "\n"
     assert 0 < len(answer["tokens"]) < 400
+    made.take("/stats")
+    assert f"{len(answer['tokens'])} tokens, " in capsys.readouterr().err
     made.take("/set max_tokens 3")
+    made.take("/set temperature 0")
+    made.take("/retry")
+    assert len(made._messages[1]["tokens"]) == 3
     made.take("go on")
     assert len(made._messages) == 4
 
@@ -175,14 +274,26 @@ def test_save_and_load(
     other.take("next")
     assert other._messages == expected
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
-    _, messages = read_conversation(file, "another vocabulary")
+    for tokens, error in (
+        ("x", "no list of integers"),
+        ([1.0], "no list of"),
+        ([10**6], "token 1000000 is outside of"),
+    ):
+        kept = json.loads(file.read_text("utf-8"))
+        kept["messages"][1]["tokens"] = tokens
+        file.write_text(json.dumps(kept))
+        with pytest.raises(ValueError, match=f"holds no conversation that was saved with /save: .*{error}"):
+            made.take(f"/load {file}")
+        assert made._messages == expected
+    file.write_text(json.dumps(kept | {"vocabulary": "another"}))
+    _, messages = read_conversation(file, engine.tokenizer)
     assert [sorted(message) for message in messages] == [["content", "role"]] * 2
     with pytest.raises(OSError, match="there is no folder"):
         made.take(f"/save {tmp_path / 'nowhere' / 'talk.json'}")
     for line in ("/save", "/load"):
         with pytest.raises(ValueError, match=f"write {line} FILE"):
             made.take(line)
-    assert engine.tokenizer.fingerprint == json.loads(file.read_text("utf-8"))["vocabulary"]
+    assert engine.tokenizer.fingerprint == kept["vocabulary"]
 
 
 @pytest.mark.parametrize(
@@ -224,6 +335,11 @@ def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
     assert "no chat template; conversations are written as ChatML" in done.stderr.decode()
     assert "per second" in done.stderr.decode()
+    done = run("chat", "--max-tokens", "2", "--model", "house", stdin=question.encode())
+    assert "cut at 2 tokens; --max-tokens allows more" in done.stderr.decode()
+    assert done.stdout == b"<|\n"  # the beginning of a stop string that is not whole
+    done = run("chat", "house", "--max-tokens", "2", "--stop", "|", stdin=question.encode())
+    assert (done.returncode, done.stdout) == (0, b"<\n")
     done = run("generate", question, "--chat", "--max-tokens", "8")
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
 
@@ -243,6 +359,18 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["prompt"] for each in found] == [question for question in questions for _ in range(2)]
     assert [each["tokens"] for each in found] == expected
+    conversations = tmp_path / "questions.jsonl"
+    messages = [asks("a = 1"), {"role": "assistant", "content": "b"}, asks("c")]
+    conversations.write_text(json.dumps({"messages": messages}) + '\n{"prompt": "def f(x):"}\n')
+    done = run("generate", "--chat", "--prompts", conversations, *given)
+    first, second = (json.loads(line) for line in done.stdout.splitlines())
+    answer = engine.chat([system, *messages], seed=3, **options)
+    assert (first["messages"], first["message"]) == (messages, answer.message)
+    assert second["tokens"] == expected[2]
+    conversations.write_text(json.dumps({"messages": [system, *messages]}))
+    done = run("generate", "--chat", "--prompts", conversations, *given)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert "line 1: the messages have a system message besides that of --system" in done.stderr.decode()
     # As many tokens as there is room for, and the stop string of models without a template.
     done = run("generate", "--chat", "a = 1", "--model", "house", "--n-ctx", "192", "--json")
     whole = json.loads(done.stdout)
@@ -259,6 +387,9 @@ def test_options_of_a_chat_without_one(options: list[str]) -> None:
 
 def test_wrong_usage() -> None:
     assert_refused(run("chat", "nothing.gguf", stdin=b"x"), "there is no model file nothing.gguf")
+    assert_refused(run("chat", "--model", "", stdin=b"x"), "the name of the model is empty; give the path")
+    assert_refused(run("chat", "house", stdin=b" \n\n"), "nothing is asked: standard input is empty")
+    assert_refused(run("chat", "house", stdin=b"\xff"), "standard input is not UTF-8")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")

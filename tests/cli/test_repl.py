@@ -91,6 +91,9 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self._at("close")
 
+    def close(self) -> None:
+        pass
+
     def __iter__(self) -> Iterator[Piece]:
         data, written = b"", 0
         for number, token in enumerate(self._tokens):

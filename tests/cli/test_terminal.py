@@ -303,7 +303,7 @@ sys.setprofile(press)
 """
 
 
-@pytest.mark.parametrize(("function", "said"), [("take", b"stopped"), ("_turn", b"stopped"), ("print", b"per step")])
+@pytest.mark.parametrize(("function", "said"), [("take", b"stopped"), ("say", b"stopped"), ("print", b"per step")])
 def test_ctrl_c_between_turns_loses_nothing(tmp_path: Path, function: str, said: bytes) -> None:
     """Where nothing is being generated or typed: at the call of a function, when it is armed."""
     (tmp_path / "sitecustomize.py").write_text(PRESS)

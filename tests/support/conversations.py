@@ -99,12 +99,13 @@ CASES: dict[str, dict[str, Any]] = {
             says("user", [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]),
         ]
     },
+    "joined parts": {"messages": [says("system", "Be brief. "), says("user", " one \ntwo")]},
     "roles out of turn": {"messages": [says("user", "a"), says("user", "stop\nb\r\nc  d: e\nSTOP")]},
     "more": {
         "messages": [
             says("developer", "x"),
             says("user", "a\nb", extra={"n": 12, "k": "v"}),
-            says("assistant", None),
+            says("assistant", ""),
             says("user", "c"),
         ],
     },

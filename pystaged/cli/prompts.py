@@ -1,0 +1,101 @@
+"""What `generate` is asked: one prompt, or those of a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pystaged.cli.console import read_prompt, report
+
+_MOST_BYTES = 1 << 26  # of a file of prompts
+_SHOWN = 40  # characters of a prompt
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, or the messages of a conversation.
+
+    where: its place in a file of prompts, "" of one that is none's.
+    """
+
+    where: str
+    prompt: str = ""
+    messages: list[dict[str, Any]] | None = None
+
+    def about(self, error: ValueError | TypeError) -> ValueError:
+        """The error, with the place that is meant."""
+        return ValueError(f"{self.where}: {error}" if self.where else str(error))
+
+    def named(self) -> str:
+        """A prompt on a part of a line."""
+        text = self.prompt if self.messages is None else str(self.messages[-1].get("content"))
+        return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
+
+    def fields(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"prompt": self.prompt} if self.messages is None else {"messages": self.messages}
+
+
+def read_prompts(path: Path) -> list[Asked]:
+    """The prompts of a file or pipe, - for standard input: one per line, or in a file that is called .jsonl an object
+    with a 'prompt' or 'messages'. Lines of white space are none.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: there are none, it is too large, or a line is no prompt.
+    """
+    name = "standard input" if str(path) == "-" else str(path)
+    in_json = path.suffix.lower() in _JSON_LINES
+    data = _read(path)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{name} is larger than {_MOST_BYTES / 1e6:.0f} MB")
+    found: list[Asked] = []
+    unused: set[str] = set()
+    for number, line in enumerate(data.removeprefix(_BYTE_ORDER_MARK).split(b"\n"), 1):
+        where = f"{name}, line {number}"
+        try:
+            text = line.removesuffix(b"\r").decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"{where}: not UTF-8") from None
+        if text.strip():
+            found.append(_parsed(where, text, unused) if in_json else Asked(where, text))
+    if not found:
+        raise ValueError(f"{name} has no prompts")
+    if unused:
+        report(f"{name}: of each line 'prompt' or 'messages' is used, not {', '.join(map(repr, sorted(unused)))}")
+    return found
+
+
+def _read(path: Path) -> bytes:
+    if str(path) == "-":
+        return read_prompt("-").encode()
+    with path.open("rb") as file:
+        return file.read(_MOST_BYTES + 1)
+
+
+def _parsed(where: str, line: str, unused: set[str]) -> Asked:
+    """A line of JSON; its fields that mean nothing are added to `unused`."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
+        raise ValueError(f"{where}: not a JSON object with a 'prompt' or 'messages'")
+    unused |= fields.keys() - {"prompt", "messages"}
+    if "prompt" in fields:
+        if not isinstance(fields["prompt"], str):
+            raise ValueError(f"{where}: the prompt is no string")
+        return Asked(where, fields["prompt"])
+    messages = fields["messages"]
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise ValueError(f"{where}: the messages are no list of objects with 'role' and 'content'")
+    return Asked(where, messages=messages)
+
+
+def argument(prompt: str) -> Asked:
+    """The prompt that the command line gives; - reads it from standard input."""
+    return Asked("", read_prompt(prompt))
