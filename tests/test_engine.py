@@ -318,7 +318,10 @@ def test_long_prompts(engine: Engine) -> None:
 
 
 def test_a_context_shorter_than_the_models_says_how_to_have_more(path: Path) -> None:
-    for n_ctx, more in ((16, rf"16; shorten .*n_ctx, up to {CONTEXT}$"), (CONTEXT, rf"{CONTEXT}; shorten the prompt$")):
+    for n_ctx, more in (
+        (16, rf"16; shorten .*n_ctx \(--n-ctx\), up to {CONTEXT}$"),
+        (CONTEXT, rf"{CONTEXT}; shorten the prompt$"),
+    ):
         with pystaged.load(path, n_ctx=n_ctx) as short, pytest.raises(ContextFullError, match=more):
             short.generate([1] * (CONTEXT + 1))
 
@@ -449,8 +452,12 @@ def test_no_draft_by_both_names() -> None:
 
 
 def test_models(tmp_path: Path, path: Path) -> None:
-    for model in (tmp_path / "none.gguf", str(tmp_path / "none.gguf"), ""):
-        with pytest.raises(FileNotFoundError, match="there is no model file"):
+    for model, words in (
+        (tmp_path / "none.gguf", "no model file"),
+        (f"{tmp_path}/none.gguf", "no model file"),
+        ("", "empty"),
+    ):
+        with pytest.raises(FileNotFoundError, match=words):
             pystaged.load(model)
     with pytest.raises(IsADirectoryError, match=r"is a folder; .* pystaged quantize"):
         pystaged.load(tmp_path)

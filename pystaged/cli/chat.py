@@ -85,10 +85,11 @@ def chat(
     """
     with usage():
         GenerationConfig(sampling=sampling.config(), stop=stop or ())
+    name = either(model, named, "smollm2")
     question = None if sys.stdin.isatty() else read_prompt("-").removesuffix("\n")
     if question is not None and not question.strip():
         raise ValueError("nothing is asked: standard input is empty")
-    with open_engine(either(model, named, "smollm2"), loading) as engine, Interrupts() as interrupts:
+    with open_engine(name, loading) as engine, Interrupts() as interrupts:
         session = Chat(
             engine,
             sampling,
