@@ -9,6 +9,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from pystaged.decoding.tree import Stage
 from pystaged.stages import STAGE_COLORS, STAGE_NAMES, StageSpans
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _SURPRISING = "rgba(220,60,60,{:.2f})"
 _MOST_SURPRISING = 10.0  # nats, from where on the colour stays the same
 _TEXT_STYLE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 _LINE_STYLE = "font-size:smaller;margin-top:.3em"
+_NO_MATH = "tex2jax_ignore mathjax_ignore"  # notebooks would typeset what is between dollars
 
 
 def result_html(result: GenerationResult) -> str:
@@ -37,6 +39,7 @@ def result_html(result: GenerationResult) -> str:
     legend = [
         _span(f"{STAGE_NAMES[stage]} {counts[stage.name.lower()].emitted}", "", _BACKGROUNDS[color])
         for stage, color in STAGE_COLORS.items()
+        if stage is not Stage.GRAMMAR or counts[stage.name.lower()].drafted
     ]
     figures = escape(f"{result.stats}; finish_reason {result.finish_reason!r}, seed {result.seed}")
     return _shown(parts, f"{', '.join(legend)}; {figures}")
@@ -66,7 +69,7 @@ def score_html(score: Score) -> str:
 
 def _shown(parts: Iterable[str], line: str) -> str:
     text = f'<div dir="auto" style="{_TEXT_STYLE}">{"".join(parts)}</div>'
-    return f'<div>{text}<div style="{_LINE_STYLE}">{line}</div></div>'
+    return f'<div class="{_NO_MATH}">{text}<div style="{_LINE_STYLE}">{line}</div></div>'
 
 
 def _span(text: str, title: str, background: str) -> str:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import pystaged
 from pystaged import Score, Stage
 from pystaged.result import GenerationResult, Results
-from pystaged.stages import STAGE_COLORS, STAGE_NAMES
+from pystaged.stages import STAGE_NAMES
 from pystaged.stats import GenerationStats
 
 HOSTILE = [
@@ -89,13 +89,18 @@ def test_hostile_text_is_text(text: str, cuts: list[int]) -> None:
     html = result_of(text, cuts)._repr_html_()
     assert shown(html)[0] == text
     assert {tag for tag, _ in Page(html).elements} <= {"div", "span"}
-    assert {name for _, attributes in Page(html).elements for name in attributes} <= {"dir", "style", "title"}
+    assert {name for _, attributes in Page(html).elements for name in attributes} <= {"class", "dir", "style", "title"}
     assert "\r" not in html  # a page reads it as a line's end, and takes none from &#13;
 
 
 @given(st.text(), st.lists(st.integers(0, 200)), st.sampled_from([b"", "\N{GRINNING FACE}".encode()[:3]]))
 def test_any_text_is_shown_exactly(text: str, cuts: list[int], end: bytes) -> None:
     assert shown(result_of(text, cuts, end)._repr_html_())[0] == text
+
+
+def test_no_formula_is_typeset() -> None:
+    html = result_of("$x$ costs \\(2\\)", [])._repr_html_()
+    assert Page(html).elements[0] == ("div", {"class": "tex2jax_ignore mathjax_ignore"})
 
 
 def test_text_before_a_stop_string() -> None:
@@ -134,7 +139,9 @@ def test_colours_and_figures_are_those_of_the_text(engine: pystaged.Engine) -> N
         expected[STAGE_NAMES[stage]] += len(piece)
     assert by_title == expected
     assert len(by_title) > 1
-    counts = {name: result.stats.stages[stage.name.lower()].emitted for stage, name in STAGE_NAMES.items()}
+    # The grammar is in the legend of what it took part in only.
+    there = [stage for stage in Stage if stage is not Stage.GRAMMAR]
+    counts = {STAGE_NAMES[stage]: result.stats.stages[stage.name.lower()].emitted for stage in there}
     assert sum(counts.values()) == 60
     assert line.startswith(", ".join(f"{name} {count}" for name, count in counts.items()))
     assert str(result.stats) in line
@@ -144,7 +151,9 @@ def test_colours_and_figures_are_those_of_the_text(engine: pystaged.Engine) -> N
     for words, attributes in page.spans[:-3]:
         assert attributes.get("style") == legend[str(attributes["title"])], words
     assert legend["target"] is None
-    assert len(set(legend.values())) == len(STAGE_COLORS)
+    assert len(set(legend.values())) == len(there)
+    formed = engine.generate("Yes or no? ", regex="(yes|no), of course")
+    assert ", grammar " in Page(formed._repr_html_()).boxes[2]
 
 
 def test_the_colours_go_with_any_page(engine: pystaged.Engine) -> None:
