@@ -94,6 +94,7 @@ def generate(
     Example: pystaged generate - --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt > text.txt
     """
     # Before a model is loaded, which may take a while.
+    forms = form.options()
     with usage():
         config = GenerationConfig(
             max_tokens=128 if max_tokens is None else max_tokens,
@@ -101,7 +102,7 @@ def generate(
             speculate=speculate,
             sampling=sampling.config(),
             logprobs=logprobs,
-            **form.options(),
+            **forms,
         )
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts with a file of them")

@@ -57,6 +57,6 @@ def test_what_is_malformed_stays_text(text: str) -> None:
 
 
 def test_a_result_has_its_calls_and_its_message_the_text_as_it_was_written() -> None:
-    result = GenerationResult(WEATHER, [1, 2], "stop", 0, GenerationStats(), [])
+    result = GenerationResult(WEATHER, [1, 2], "stop", 0, GenerationStats(), [], [])
     assert result.tool_calls == [call(0, "weather", {"city": "Köln", "days": 2})]
     assert result.message == {"role": "assistant", "content": WEATHER, "tokens": [1, 2]}
