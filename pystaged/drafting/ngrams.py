@@ -186,7 +186,9 @@ class NgramDrafter(TreeDrafter):
             rest -= weight
         for token, chance in recycled.items():
             chances[token] = chances.get(token, 0.0) + rest * chance
-        ranked = [(math.log(chance), token) for token, chance in chances.items() if token < self._vocab_size]
+        ranked = [
+            (math.log(chance), token) for token, chance in chances.items() if token < self._vocab_size and chance > 0
+        ]
         if self.constraint and ranked:
             mask = self.constraint.mask(path)
             ranked = [each for each in ranked if mask is not None and allows(mask, each[1])]

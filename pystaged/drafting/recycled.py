@@ -91,12 +91,15 @@ class RecycledCandidates:
         """All that is known: keys int64[n], candidates int32[n, KEPT], -1 for none, and their chances float32[n, KEPT];
         those of tokens first."""
         used = np.nonzero(self._keys >= 0)[0]
-        return self._keys[used], self._tokens[used], self._chances[used]
+        found = self._keys[used], self._tokens[used], self._chances[used]
+        whole = found[2].sum(1) > 0  # others are being written by another thread
+        return found[0][whole], found[1][whole], found[2][whole]
 
     def restore(self, keys: NDArray[np.int64], candidates: NDArray[np.int32], chances: NDArray[np.float32]) -> None:
         """Take in what `entries` gave."""
         slots = self._slots_of(keys)
-        self._keys[slots], self._tokens[slots] = keys, candidates
+        # Chances that were too small for how they were kept are 0.
+        self._keys[slots], self._tokens[slots] = keys, np.where(chances > 0, candidates, -1)
         self._chances[slots] = chances / chances.sum(1, keepdims=True)
 
     def _blend(self, keys: NDArray[np.int64], ids: NDArray[np.int32], chances: NDArray[np.float32]) -> None:
@@ -122,4 +125,4 @@ class RecycledCandidates:
         if self._keys[slot] != key:
             return None
         ids, chances = self._tokens[slot].tolist(), self._chances[slot].tolist()
-        return {token: chance for token, chance in zip(ids, chances, strict=True) if token >= 0}
+        return {token: chance for token, chance in zip(ids, chances, strict=True) if token >= 0} or None

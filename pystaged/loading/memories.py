@@ -57,6 +57,7 @@ class KeptMemory:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with part_file(self._path) as part:
+                part.chmod(0o600)  # it tells of texts
                 part.write_bytes(self._head + _digest(payload) + b"\n" + payload)
                 part.replace(self._path)
         except OSError:

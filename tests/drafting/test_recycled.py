@@ -138,3 +138,29 @@ def test_tokens_beyond_the_vocabulary_are_not_proposed() -> None:
     before, tokens, candidates, logits = rows(1, 4)
     memory.learn(before, tokens, candidates + VOCAB - 3, logits)
     assert all(token < VOCAB for token in drafted(memory, [int(before[0]), int(tokens[0])], SamplingConfig()))
+
+
+def test_chances_that_were_too_small_to_keep_are_none() -> None:
+    memory = RecycledCandidates()
+    ids = np.arange(10, 10 + KEPT, dtype=np.int32)
+    chances = np.zeros((2, KEPT), np.float32)
+    chances[:, 3] = 1
+    keys = np.array([2, 5])
+    memory.restore(keys, np.tile(ids, (2, 1)), chances)
+    assert memory.chances(-1, 2) == ({13: 1.0}, 1)
+    assert drafted(memory, [5, 2], SamplingConfig()) == [13]
+    # A chance of 0 is no chance, wherever it comes from; and a row of no candidates is none.
+    memory._tokens[2], memory._tokens[5] = ids, -1
+    assert drafted(memory, [5, 2], SamplingConfig()) == [13]
+    assert memory.chances(-1, 5) == ({}, 0)
+
+
+def test_rows_that_another_thread_writes_are_left_out() -> None:
+    memory, other = RecycledCandidates(), RecycledCandidates()
+    memory.learn(*rows(13, 0))
+    before = memory.entries()
+    memory._keys[39], memory._tokens[39] = 39, 1
+    for mine, again in zip(before, memory.entries(), strict=True):
+        np.testing.assert_array_equal(mine, again)
+    other.restore(*memory.entries())
+    assert np.isfinite(other.entries()[2]).all()
