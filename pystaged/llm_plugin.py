@@ -6,10 +6,13 @@ Nothing that computes is imported before a model is used.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +24,15 @@ if TYPE_CHECKING:
 
     from llm.parts import Message, StreamEvent
 
+    from pystaged._core import Tokenizer
     from pystaged.engine import Engine
     from pystaged.result import GenerationResult
 
 _KEY = "pystaged"
 _LOADING = ("draft", "device", "n_ctx")
 
-_engines: dict[str, tuple[dict[str, Any], Engine]] = {}
-_one_at_a_time = threading.Lock()
+_engines: dict[str, _Loaded] = {}
+_one_at_a_time = threading.RLock()  # responses that nobody reads on end wherever garbage is collected
 
 
 @llm.hookimpl
@@ -68,7 +72,9 @@ class ModelOptions(llm.Options):
     dry_allowed_length: int | None = Field(None, description="Repetitions of so many tokens are free.")
     dry_penalty_last_n: int | None = Field(None, description="Tokens that DRY looks back; -1 for all.")
     dry_sequence_breakers: str | list[str] | None = Field(None, description="Texts that no repetition goes beyond.")
-    logit_bias: dict[int | str, float] | None = Field(None, description='JSON: what is added, such as {" the": -2}.')
+    logit_bias: dict[int | str, float] | None = Field(
+        None, description='JSON: what is added, by text or token id: {" the": -2, "5": 1}.'
+    )
     min_tokens: int | None = Field(None, description="No end of text before so many tokens.")
     ignore_eos: bool | None = Field(None, description="No end of text at all.")
     stop: str | list[str] | None = Field(None, description="A string, or several, that end the text before them.")
@@ -83,8 +89,11 @@ class ModelOptions(llm.Options):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def parse(cls, value: Any) -> Any:
-        """As the program gives it."""
-        return json.loads(value) if isinstance(value, str) else value
+        """As the program gives it; what is digits alone is a token id, for JSON has no other keys than texts."""
+        value = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(value, dict):
+            return value
+        return {int(key) if re.fullmatch("[0-9]+", str(key)) else key: bias for key, bias in value.items()}
 
     @model_validator(mode="after")
     def check(self) -> ModelOptions:
@@ -140,8 +149,8 @@ class Pystaged(_Common, llm.Model):
     ) -> Iterator[str | StreamEvent]:
         """The answer, piece by piece."""
         del stream, conversation
-        with _errors():
-            engine = _engine(self._name, prompt.options)
+        with _errors(), closing(_User()) as user:
+            engine = user.engine(self._name, prompt.options)
             with engine.stream_chat(**_arguments(engine, prompt)) as pieces:
                 for piece in pieces:
                     yield piece.text
@@ -164,29 +173,58 @@ class AsyncPystaged(_Common, llm.AsyncModel):
         import asyncio  # noqa: PLC0415
 
         del stream, conversation
-        with _errors():
-            engine = await asyncio.to_thread(_engine, self._name, prompt.options)
+        with _errors(), closing(_User()) as user:
+            engine = await asyncio.to_thread(user.engine, self._name, prompt.options)
             async with engine.astream_chat(**_arguments(engine, prompt)) as pieces:
                 async for piece in pieces:
                     yield piece.text
             yield _end(engine, pieces.result, response)
 
 
-def _engine(name: str, options: Any) -> Engine:
-    """The engine of a model, which stays loaded until other options of loading are asked for."""
-    import pystaged  # noqa: PLC0415
+class _User:
+    """Who uses an engine until it is closed."""
 
-    wanted = options.of_loading()
-    with _one_at_a_time:
-        loaded, engine = _engines.get(name, ({}, None))
-        if engine and loaded != wanted:
-            del _engines[name]
-            engine.close()
-            engine = None
-        if not engine:
-            engine = pystaged.load(name, report=_report, **wanted)
-            _engines[name] = (wanted, engine)
-        return engine
+    def __init__(self) -> None:
+        self._loaded: _Loaded | None = None
+
+    def engine(self, name: str, options: Any) -> Engine:
+        """That of a model, which stays loaded until other options of loading are asked for and nobody uses it."""
+        import pystaged  # noqa: PLC0415
+
+        wanted = options.of_loading()
+        with _one_at_a_time:
+            loaded = _engines.get(name)
+            if loaded and loaded.options != wanted:
+                del _engines[name]
+                loaded.is_old = True
+                loaded.close_if_done()
+                loaded = None
+            if not loaded:
+                loaded = _engines[name] = _Loaded(wanted, pystaged.load(name, report=_report, **wanted))
+            loaded.users.add(self)
+            self._loaded = loaded
+            return loaded.engine
+
+    def close(self) -> None:
+        """Use it no more."""
+        with _one_at_a_time:
+            if self._loaded:
+                self._loaded.users.discard(self)
+                self._loaded.close_if_done()
+
+
+@dataclass
+class _Loaded:
+    """An engine, the options it was loaded with, and who uses it; who is cancelled while it loads need not close."""
+
+    options: dict[str, Any]
+    engine: Engine
+    users: weakref.WeakSet[_User] = field(default_factory=weakref.WeakSet)
+    is_old: bool = False
+
+    def close_if_done(self) -> None:
+        if self.is_old and not self.users:
+            self.engine.close()
 
 
 def _report(line: str) -> None:
@@ -196,12 +234,12 @@ def _report(line: str) -> None:
 def _arguments(engine: Engine, prompt: llm.Prompt) -> dict[str, Any]:
     """What Engine.stream_chat is to be called with."""
     options: Any = prompt.options
-    messages = [_message(message, engine.tokenizer.fingerprint) for message in prompt.messages]
+    messages = [_message(message, engine.tokenizer) for message in prompt.messages]
     schema = {"json_schema": prompt.schema} if prompt.schema else {}
     return {"messages": messages, "template_options": options.of_template(), **schema, **options.of_text()}
 
 
-def _message(message: Message, vocabulary: str) -> dict[str, Any]:
+def _message(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
     """As pystaged takes it; an answer of our own with its tokens, so that it is not read again.
 
     Raises:
@@ -215,10 +253,21 @@ def _message(message: Message, vocabulary: str) -> dict[str, Any]:
             raise ValueError(f"a message of the role {message.role!r} holds a {type(part).__name__}, which is no text")
     made: dict[str, Any] = {"role": message.role, "content": "".join(part.text for part in texts)}
     if message.role == "assistant" and len(texts) == 1:
-        ours = (texts[0].provider_metadata or {}).get(_KEY, {})
-        if ours.get("vocabulary") == vocabulary:
-            made["tokens"] = ours.get("tokens")
+        tokens = _tokens((texts[0].provider_metadata or {}).get(_KEY), tokenizer)
+        if tokens is not None:
+            made["tokens"] = tokens
     return made
+
+
+def _tokens(ours: Any, tokenizer: Tokenizer) -> list[int] | None:
+    """Those kept with an answer; None where they are not of this vocabulary, whoever wrote them."""
+    if not isinstance(ours, dict) or ours.get("vocabulary") != tokenizer.fingerprint:
+        return None
+    tokens = ours.get("tokens")
+    is_sound = isinstance(tokens, list) and all(
+        type(each) is int and 0 <= each < tokenizer.num_tokens for each in tokens
+    )
+    return tokens if is_sound else None
 
 
 def _end(engine: Engine, result: GenerationResult, response: Any) -> StreamEvent:

@@ -51,8 +51,8 @@ def model_file(random_gguf: Callable[..., Path]) -> Iterator[Path]:
     path.parent.mkdir(parents=True)
     shutil.copy(random_gguf("Q8_0", context=512), path)
     yield path
-    for _, engine in llm_plugin._engines.values():
-        engine.close()
+    for loaded in llm_plugin._engines.values():
+        loaded.engine.close()
     llm_plugin._engines.clear()
     shutil.rmtree(path.parent.parent)
 
@@ -151,6 +151,58 @@ def test_tokens_of_another_vocabulary_are_not_taken(engine: pystaged.Engine, mod
     assert model.prompt("Go on", messages=messages, max_tokens=16).text() == plain.text
 
 
+@pytest.mark.parametrize(
+    "ours",
+    [
+        None,
+        [],
+        {},
+        *({"vocabulary": "", "tokens": tokens} for tokens in (None, [10**6], [-1], ["a"], [True], 5)),
+    ],
+    ids=str,
+)
+def test_what_was_kept_with_an_answer_may_be_anything(
+    engine: pystaged.Engine, model: llm_plugin.Pystaged, ours: Any
+) -> None:
+    if ours:
+        ours["vocabulary"] = engine.tokenizer.fingerprint
+    answer = Message("assistant", [TextPart("Red", provider_metadata={"pystaged": ours})])
+    plain = engine.chat([*asked("Hello"), {"role": "assistant", "content": "Red"}, *asked("Go on")], max_tokens=4)
+    messages = [Message("user", [TextPart("Hello")]), answer]
+    assert model.prompt("Go on", messages=messages, max_tokens=4).text() == plain.text
+
+
+def test_an_engine_that_is_used_is_not_closed(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+    expected = engine.chat(asked("Hello"), max_tokens=24).text
+    first = iter(model.prompt("Hello", max_tokens=24))
+    text = next(first)
+    old = llm_plugin._engines[NAME].engine
+    assert model.prompt("Hello", max_tokens=24, n_ctx=128).text() == expected
+    assert text + "".join(first) == expected
+    with pytest.raises(ValueError, match="closed"):
+        old.generate("Hello")
+    # So is one of a response that nobody reads on.
+    first = iter(model.prompt("Hello", max_tokens=24, n_ctx=128))
+    next(first)
+    old = llm_plugin._engines[NAME].engine
+    model.prompt("Hello", max_tokens=1).text()
+    assert old.generate("Hello", max_tokens=1).tokens
+    first.close()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="closed"):
+        old.generate("Hello")
+
+
+def test_two_ways_to_load_at_once(engine: pystaged.Engine) -> None:
+    async def both() -> list[str]:
+        model = llm_plugin.AsyncPystaged(NAME)
+        responses = [model.prompt("Hello", max_tokens=24, n_ctx=n_ctx) for n_ctx in (128, 200)]
+        return await asyncio.gather(*(response.text() for response in responses))
+
+    assert asyncio.run(both()) == [engine.chat(asked("Hello"), max_tokens=24).text] * 2
+    with llm_plugin._one_at_a_time:
+        assert len(llm_plugin._engines) == 1
+
+
 def test_asynchronously(model: llm_plugin.Pystaged) -> None:
     async def converse() -> list[str]:
         conversation = llm_plugin.AsyncPystaged(NAME).conversation()
@@ -197,6 +249,9 @@ def test_a_bias_comes_as_json(engine: pystaged.Engine, model: llm_plugin.Pystage
     assert texts[0] == engine.chat(asked("Hello"), max_tokens=8, logit_bias={first: -100}).text != texts[1]
     options = llm_plugin.ModelOptions(logit_bias='{"e": -100}')
     assert options.of_text() == {"logit_bias": {"e": -100.0}}
+    # Keys of JSON are texts.
+    options = llm_plugin.ModelOptions(logit_bias=f'{{"{first}": -100, "e": 1}}')
+    assert options.of_text() == {"logit_bias": {first: -100.0, "e": 1.0}}
 
 
 def test_schemas_and_expressions(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
@@ -231,7 +286,7 @@ def test_what_is_wrong_is_an_error_of_llms(model: llm_plugin.Pystaged, monkeypat
 def test_one_engine_stays_loaded(model: llm_plugin.Pystaged) -> None:
     def loaded(**options: Any) -> pystaged.Engine:
         model.prompt("Hello", max_tokens=1, **options).text()
-        return llm_plugin._engines[NAME][1]
+        return llm_plugin._engines[NAME].engine
 
     first = loaded()
     assert loaded(temperature=1) is first
