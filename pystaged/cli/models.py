@@ -80,11 +80,9 @@ def remove(
     """
     if (bool(name) or only_packed or only_memory) == leftovers:
         raise typer.BadParameter("name a model, --packed, --memory or --leftovers")
-    if only_packed:
-        report(_remove_kept(name, "packed weights", packed.FILES))
-    if only_memory:
-        report(_remove_kept(name, "memory", memories.FILES))
     if only_packed or only_memory:
+        kinds = {"packed weights": packed.FILES} if only_packed else {}
+        _remove_kept(name, kinds | ({"memory": memories.FILES} if only_memory else {}))
         return
     if leftovers:
         parts = _leftovers()
@@ -101,15 +99,20 @@ def _leftovers() -> list[Path]:
     return [part for folder in (cache.folder(), packed.folder(), memories.folder()) for part in files.leftovers(folder)]
 
 
-def _remove_kept(name: str, what: str, kept: KeptFiles) -> str:
-    """Remove what is kept of a model, "" for all; what is to be said of it."""
+def _remove_kept(name: str, kinds: dict[str, KeptFiles]) -> None:
+    """Remove what is kept of a model, "" for all. Raises FileNotFoundError where there is nothing of any kind."""
     in_a_package = name in ("house", "smollm2")
     path = names.resolve(name) if in_a_package else cache.find(name) or Path(name).expanduser()
-    found = [each for each in kept.all() if not name or each.path == kept.path(path)]
-    if name and not found:
-        raise FileNotFoundError(f"no {what} of {name!r} in the cache; `pystaged models` lists what there is")
-    freed = sum(kept.remove(each.path) for each in found)
-    return f"removed {what} of {len(found)} model{'' if len(found) == 1 else 's'}, {freed / 1e6:.1f} MB freed"
+    found = {
+        what: [each for each in kept.all() if not name or each.path == kept.path(path)] for what, kept in kinds.items()
+    }
+    if name and not any(found.values()):
+        nothing = " and no ".join(kinds)
+        raise FileNotFoundError(f"no {nothing} of {name!r} in the cache; `pystaged models` lists what there is")
+    for what, those in found.items():
+        if those or not name:
+            freed = sum(kinds[what].remove(each.path) for each in those)
+            report(f"removed {what} of {len(those)} model{'' if len(those) == 1 else 's'}, {freed / 1e6:.1f} MB freed")
 
 
 def _count(number: int) -> str:

@@ -48,6 +48,7 @@ def test_what_was_saved_is_there_again(model: Path) -> None:
     teach(memory.candidates)
     memory.save()
     assert_same(kept(model).candidates, memory.candidates)
+    assert memory_path(model).stat().st_mode & 0o777 == 0o600
     # Of two writers the last wins, and nothing else is left.
     other = kept(model)
     teach(other.candidates, 1)
@@ -164,4 +165,11 @@ def test_commands(random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch:
     assert [line.split() for line in listed] == [["memory", "of", "MB"], [str(path), "0.0"]]
     assert_refused(run("models", "remove", "--memory", tmp_path / "no"), "no memory of")
     assert b"removed memory of 1 model," in run("models", "remove", "--memory").stderr
+    assert memories() == []
+    memory = KeptMemory(path, "v", 100)
+    teach(memory.candidates)
+    memory.save()
+    done = run("models", "remove", "--packed", "--memory", path)
+    assert (done.returncode, done.stderr) == (0, b"removed memory of 1 model, 0.0 MB freed\n")
+    assert_refused(run("models", "remove", "--packed", "--memory", path), "no packed weights and no memory of")
     assert memories() == []
