@@ -57,9 +57,18 @@ def _installed(package: str) -> str | None:
 
 
 def _load(package: str) -> None:
-    """Load the very file that `import llama_cpp` loads, without the rest of that package, which takes longer."""
+    """Load the very file that `import llama_cpp` loads, without the rest of that package, which takes longer.
+
+    Raises:
+        ImportError: it is not there.
+    """
     files = [os.path.join(package, "lib", name) for name in ("libllama.so", "libllama.dylib")]  # noqa: PTH118
-    ctypes.CDLL(next(file for file in files if os.path.exists(file)))  # noqa: PTH110
+    found = next((file for file in files if os.path.exists(file)), None)  # noqa: PTH110
+    if not found:
+        raise ImportError(
+            f"there is no libllama in {package}; run: pip install --force-reinstall llama-cpp-python=={VERSION}"
+        )
+    ctypes.CDLL(found)
 
 
 _folder = _package()

@@ -96,7 +96,7 @@ def main() -> None:
         if status == _program.INTERRUPTED:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             _say("interrupted", "yellow")
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, ImportError) as error:
         status = 1
         from pystaged.cli.console import words  # noqa: PLC0415
 

@@ -634,3 +634,17 @@ def test_a_text_of_a_form(tmp_path: Path) -> None:
     done = run("generate", "The answer is ", "--regex", "a", "--grammar", grammar)
     assert done.returncode == 2
     assert b"give one of" in done.stderr
+
+
+def test_a_library_that_cannot_be_used_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise ImportError("LLAMA_CPP_LIB_PATH is set")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "error: LLAMA_CPP_LIB_PATH is set\n"

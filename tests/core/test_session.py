@@ -851,6 +851,8 @@ def test_one_version_of_llama_cpp() -> None:
 
 def test_llama_cpp_that_fits() -> None:
     _llama.check(_llama.VERSION, None)
+    with pytest.raises(ImportError, match=r"no libllama in .*; run: pip install"):
+        _llama._load("/nowhere")
     done = run_python("import pystaged; pystaged.load", LLAMA_CPP_LIB_PATH="/opt/llama")
     assert done.returncode == 1
     assert "ImportError: LLAMA_CPP_LIB_PATH is set to /opt/llama" in done.stderr
