@@ -83,15 +83,19 @@ def peers(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> list[C
 
     Raises:
         FileNotFoundError: there is no such folder, or no llama-server in it.
-        ValueError: no name begins so.
+        ValueError: no name begins so, or one is empty.
     """
     if names == "none":
         return []
     found = _llama_cpp_python(setup) + _transformers(setup) + _openvino(setup)
     for folder in llama_cpp:
         found += _server(setup, find_server(folder), {each.key for each in found})
-    words = ("",) if names == "all" else tuple(map(str.strip, names.split(",")))
+    if names == "all":
+        return found
+    words = tuple(map(str.strip, names.split(",")))
     for word in words:
+        if not word:
+            raise ValueError(f"an empty name in {names!r}; name peers with single commas between them")
         if not any(each.key.startswith(word) for each in found):
             raise ValueError(f"no peer's name begins with {word}; there are {', '.join(each.key for each in found)}")
     return [each for each in found if each.key.startswith(words)]

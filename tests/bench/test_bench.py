@@ -739,6 +739,8 @@ def test_builds_by_folder(build: Callable[[str, str], Path], random_gguf: Callab
     some = contenders.peers(setup(random_gguf()), folders[:1], "openvino,llama.cpp")
     assert [each.key.partition(",")[0] for each in some] == ["openvino-genai"] * 2 + ["llama.cpp"] * 2
     assert contenders.peers(setup(random_gguf()), folders, "none") == []
+    with pytest.raises(ValueError, match="an empty name in"):
+        contenders.peers(setup(random_gguf()), folders, "llama.cpp,")
 
 
 @pytest.mark.parametrize("says", ["--spec-type", "refuses the whole"])
