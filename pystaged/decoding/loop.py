@@ -175,7 +175,7 @@ class Decoder:
         guesses, masks = self._constrain((yield from self._draft(sampling, max_depth)), max_depth)
         # What is plain stays as cheap as plain.
         memory = self._drafting[self.budget.chosen].memory if self.budget.chosen is not None else None
-        wanted = memory.num_candidates if memory else 0
+        wanted = min(memory.num_candidates, self.target.vocab_size) if memory else 0
         verified = yield Verify(self.target, self._length, guesses, sampling.native, wanted, masks)
         tree, path, tokens, logprobs, candidates = verified.result
         if memory:

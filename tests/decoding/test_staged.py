@@ -29,7 +29,7 @@ from pystaged.decoding.requests import Requests, Verify, finish, fulfil
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
-from pystaged.drafting.recycled import RecycledCandidates
+from pystaged.drafting.recycled import KEPT, RecycledCandidates
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
 from pystaged.loading.pair import substitutes
@@ -125,6 +125,16 @@ def test_what_fails_or_is_plain_teaches_nothing(random_gguf: Callable[..., Path]
     continuation(decoder, prompt, GREEDY, 4)
     assert memory.num_learnt > 0
     assert memory.chances(3, 5)[1] == 2
+
+
+def test_a_vocabulary_may_be_smaller_than_what_is_remembered_of_a_token(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", RandomModel("llama", vocab_size=KEPT - 4, vocabulary=lambda *_: None))
+    target, memory = Model(str(tmp_path / "m.gguf")), RecycledCandidates()
+    drafter = NgramDrafter(None, FixedPolicy(1, 4, 4), target.vocab_size, recycled=memory)
+    prompt = np.array([3, 5, 7, 3, 5], np.int32)
+    plain = continuation(Decoder(Session(target)), prompt, GREEDY, 12)
+    assert continuation(Decoder(Session(target), drafter), prompt, GREEDY, 12) == plain
+    assert len(memory.chances(-1, 5)[0]) == target.vocab_size
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
