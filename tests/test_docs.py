@@ -39,8 +39,8 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     manager.add_hookspecs(hookspecs)
     manager.register(llm_plugin)
     yield
-    for _, engine in llm_plugin._engines.values():
-        engine.close()
+    for loaded in llm_plugin._engines.values():
+        loaded.engine.close()
     llm_plugin._engines.clear()
 
 
