@@ -224,7 +224,8 @@ class TextOptions(TypedDict, total=False):
     stop: one string or several that end the text before they appear in it.
     json_schema: a schema, as a dictionary or as JSON text, that the text meets; regex: an expression that it matches;
         grammar: a grammar, in Lark's or llama.cpp's notation, that it follows. One of them; needs the extra "grammar".
-        The text ends where nothing more may follow, and is cut where max_tokens end.
+        The text ends where nothing more may follow, whatever min_tokens and ignore_eos say, and is cut where max_tokens
+        end.
     speculate: False decodes plainly; the text is the same.
     progress: called while the prompt is read, with how many of its tokens are and how many are to be: before the first
         few hundred and after each, so the last time with all of them; by who reads the text, as soon as it looks.

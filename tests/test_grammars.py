@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import re
 import sys
@@ -97,6 +98,36 @@ def test_texts_of_several_forms_in_a_crowd_are_what_they_are_alone(engine: Engin
     for seed, result in zip([0, 1] * 3, several, strict=True):
         expected = engine.generate("The answer is ", temperature=1.0, max_tokens=60, seed=seed, **FORMS["person"])
         assert result.text == expected.text
+
+
+RULED: list[dict[str, Any]] = [
+    {"regex": "yes|no", "ignore_eos": True},
+    {"regex": "yes|no", "min_tokens": 20},
+    {"regex": "yes|no", "ignore_eos": True, "temperature": 1.0, "logprobs": 2},
+    {
+        "regex": r"there was a little girl named Lily\. She X",
+        "stop": " named",
+        "logit_bias": {"X": -math.inf, " X": -math.inf},
+    },
+]
+
+
+@pytest.mark.parametrize("options", RULED, ids=str)
+def test_a_text_ends_where_its_form_does_whatever_rules_exclude_after_it(
+    engine: Engine, options: dict[str, Any]
+) -> None:
+    plain = engine.generate("Once upon a time", speculate=False, **options)
+    staged = engine.generate("Once upon a time", **options)
+    assert plain.finish_reason == staged.finish_reason == "stop"
+    assert (staged.tokens, staged.text, staged.logprobs) == (plain.tokens, plain.text, plain.logprobs)
+
+
+def test_rules_that_leave_nothing_of_a_form_fail_however_it_is_drafted(engine: Engine) -> None:
+    for speculate in (False, True):
+        stream = engine.stream("Once upon a time", regex="(12){9}X", logit_bias={"X": -math.inf}, speculate=speculate)
+        with pytest.raises(ValueError, match="together exclude all tokens"):
+            stream.finish()
+        assert stream.result.text == "12" * 9
 
 
 def test_streams_and_chat_take_them_too(engine: Engine) -> None:
