@@ -476,6 +476,11 @@ def test_rules_that_leave_nothing_fail_where_they_are_followed(model: _core.Mode
     assert text.session.tokens.tolist() == [5]
 
 
+def test_tokens_that_no_vocabulary_has_are_no_rules() -> None:
+    with pytest.raises(ValueError, match="late must be tokens"):
+        _core.LogitRules(late=[3, -5], min_length=9)
+
+
 def test_what_needs_a_text_must_be_bound_to_one(tokenizer: _core.Tokenizer) -> None:
     for options in ({"min_tokens": 1}, {"ignore_eos": True}, {"dry_multiplier": 1.0}, {"logit_bias": {"a": 1.0}}):
         sampling = SamplingConfig(**options)  # type: ignore[arg-type]
