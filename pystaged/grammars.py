@@ -32,6 +32,7 @@ _MOST_RULES = 16384
 _STACK = 64 << 20  # bytes; enough for so many rules, each in the one before
 _MOST_SHOWN = 100  # characters of an error's line, which may quote the grammar
 _CONTROL = b"\xff"  # before the spelling of a token that is no text
+_T = TypeVar("_T")
 
 
 class GrammarError(ValueError):
@@ -99,61 +100,76 @@ class GrammarConstraint:
     """The grammar of one text.
 
     Raises:
-        GrammarError: every member, where the grammar became too complex to follow.
+        GrammarError: the mask after the text, `advance`: the grammar became too complex to follow.
     """
 
     def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
-        self._matcher = matcher
+        self._matcher = matcher  # has read the text alone, as in plain decoding
         self._ends = ends
-        self._path: list[int] = []  # tokens after the text that the matcher has read
+        self._guesser: LLMatcher | None = None  # a copy that has read a path after the text, too
+        self._path: list[int] = []
         self._masks: dict[tuple[int, ...], Mask | None] = {}  # of paths after the text
         self._forced: list[int] | None = None
 
     @property
     def is_complete(self) -> bool:
-        self._go_to([])
         return bool(self._matcher.is_stopped())
 
     def forced(self) -> list[int]:
         if self._forced is None:
-            self._go_to([])
-            self._forced = self._matcher.compute_ff_tokens()
-            _check(self._matcher)
+            self._forced = self._guess([], lambda matcher: matcher.compute_ff_tokens()) or []
         return self._forced
 
     def mask(self, path: Sequence[int]) -> Mask | None:
         key = tuple(path)
         if key not in self._masks:
-            self._masks[key] = self._mask(key)
+            self._masks[key] = self._mask_after(key) if key else _mask(self._matcher)
         return self._masks[key]
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self._go_to(tokens)
+        if self._guesser is not None:
+            self._guess(tokens, lambda _: None)
         self._path, self._masks, self._forced = [], {}, None
-
-    def _mask(self, path: tuple[int, ...]) -> Mask | None:
-        if path:
-            before = self.mask(path[:-1])
-            if before is None or path[-1] in self._ends or not allows(before, path[-1]):
-                return None
-        self._go_to(path)
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        self._matcher.consume_tokens(list(tokens))
         _check(self._matcher)
-        if not mask.any():
-            raise GrammarError("no token may follow: no text goes on from here")
-        return mask
 
-    def _go_to(self, path: Sequence[int]) -> None:
-        """Have the matcher read a path that is allowed, and no more."""
+    def _mask_after(self, path: tuple[int, ...]) -> Mask | None:
+        before = self.mask(path[:-1])
+        if before is None or path[-1] in self._ends or not allows(before, path[-1]):
+            return None
+        return self._guess(path, _mask)
+
+    def _guess(self, path: Sequence[int], look: Callable[[LLMatcher], _T]) -> _T | None:
+        """What is found after a path that is allowed; None where that is too complex, which ends no text."""
+        if self._guesser is None:
+            self._guesser, self._path = self._matcher.deep_copy(), []
+        try:
+            self._go_to(self._guesser, path)
+            found = look(self._guesser)
+            _check(self._guesser)
+        except GrammarError:
+            self._guesser = None
+            return None
+        return found
+
+    def _go_to(self, matcher: LLMatcher, path: Sequence[int]) -> None:
         common = 0
         while common < min(len(path), len(self._path)) and path[common] == self._path[common]:
             common += 1
         if common < len(self._path):
-            self._matcher.rollback(len(self._path) - common)
+            matcher.rollback(len(self._path) - common)
         if common < len(path):
-            self._matcher.consume_tokens(list(path[common:]))
+            matcher.consume_tokens(list(path[common:]))
         self._path = list(path)
-        _check(self._matcher)
+        _check(matcher)
+
+
+def _mask(matcher: LLMatcher) -> Mask:
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+    _check(matcher)
+    if not mask.any():
+        raise GrammarError("no token may follow: no text goes on from here")
+    return mask
 
 
 class _Vocabulary:
@@ -260,7 +276,6 @@ def _check(matcher: LLMatcher) -> None:
         raise GrammarError("no text meets it" if words.startswith("NoExtension") else words)
 
 
-_T = TypeVar("_T")
 _starting = threading.Lock()  # a thread's stack is a setting of the process
 
 

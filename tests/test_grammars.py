@@ -20,7 +20,7 @@ import pystaged
 from pystaged import Engine, GrammarError
 from pystaged.config import GenerationConfig, Grammar
 from pystaged.decoding.constraint import Mask, allows
-from pystaged.grammars import Grammars, has_end
+from pystaged.grammars import GrammarConstraint, Grammars, has_end
 
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}]
 PERSON = {
@@ -308,6 +308,53 @@ def test_what_is_forced_is_all_that_its_masks_allow(engine: Engine) -> None:
         assert mask is not None
         assert np.unpackbits(mask.view(np.uint8)).sum() == 1
         assert allows(mask, token)
+
+
+class Fragile:
+    """A matcher for which texts of more than two tokens are too complex, for ever."""
+
+    def __init__(self, matcher: Any, length: int = 0) -> None:
+        self._matcher, self._length, self._broken = matcher, length, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def consume_tokens(self, tokens: list[int]) -> None:
+        self._matcher.consume_tokens(tokens)
+        self._length += len(tokens)
+        self._broken |= self._length > 2
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+        self._length -= count
+
+    def is_error(self) -> bool:
+        return self._broken or bool(self._matcher.is_error())
+
+    def get_error(self) -> str:
+        return "too complex"
+
+    def deep_copy(self) -> Fragile:
+        return Fragile(self._matcher.deep_copy(), self._length)
+
+
+def test_a_guess_that_is_too_complex_ends_no_text(engine: Engine) -> None:
+    compiled = Grammars(engine.tokenizer).constraint(Grammar("regex", "[ab]{9}c"))
+    ends = frozenset(engine.tokenizer.end_tokens.tolist())
+    constraint = GrammarConstraint(Fragile(compiled._matcher), ends)  # type: ignore[arg-type]
+    a, b = (int(engine.tokenizer.encode(letter, add_special=False)[-1]) for letter in "ab")
+    expected = constraint.mask([a, b])
+    assert expected is not None
+    assert constraint.mask([a, b, a]) is None
+    assert constraint.mask([a, b, a, b]) is None
+    assert constraint.mask([b, a]) is not None
+    constraint.advance([a, b])
+    assert not constraint.is_complete
+    assert constraint.forced() == []
+    np.testing.assert_array_equal(constraint.mask([]), expected)  # type: ignore[arg-type]
+    assert constraint.mask([a]) is None
+    with pytest.raises(GrammarError, match="too complex"):
+        constraint.advance([a])
 
 
 @pytest.mark.parametrize(
