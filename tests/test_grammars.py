@@ -7,7 +7,9 @@ import json
 import math
 import random
 import re
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -249,6 +251,83 @@ def test_rules_within_rules_do_not_end_the_process(engine: Engine) -> None:
     rules = [f"r{i}: r{i + 1}" for i in range(count)]
     grammar = "\n".join(["start: r0", *rules, f'r{count}: "the end"'])
     assert engine.generate("The answer is ", grammar=grammar).text == "the end"
+
+
+IN_A_SMALL_THREAD = """
+import json, sys, threading
+import pystaged
+
+def chain(count):
+    rules = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(count)}
+    return {"$ref": "#/$defs/a0", "$defs": rules | {f"a{count}": {"type": "null"}}}
+
+forms = [
+    {"json_schema": chain(3000)},
+    {"json_schema": chain(50_000)},
+    {"json_schema": '{"type":"array","items":' * 60 + "{}" + "}" * 60},
+    {"regex": "(" * 200 + "a" + ")*" * 200},
+]
+
+def use():
+    with pystaged.load("house", n_ctx=64) as engine:
+        for form in forms:
+            try:
+                engine.stream("The answer is ", **form)
+                print("usable")
+            except pystaged.GrammarError as error:
+                print(error)
+
+threading.stack_size(256 << 10)
+thread = threading.Thread(target=use)
+thread.start()
+thread.join()
+"""
+
+
+def test_forms_within_forms_do_not_end_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_SMALL_THREAD], capture_output=True, text=True, check=True)
+    chain, long, nested, _ = done.stdout.splitlines()
+    assert (chain, nested) == ("usable", "usable")
+    assert long.startswith("json_schema cannot be used: its 50001 references in 4 levels may nest")
+
+
+def test_what_needs_much_of_much_is_told_to_end_at_once() -> None:
+    """Each of many needs all after it: half a million needs."""
+    names = [f"a{i}" for i in range(1000)]
+    rules = {
+        name: {"type": "object", "properties": {other: {"$ref": f"#/$defs/{other}"} for other in names[i + 1 :]}}
+        | {"required": names[i + 1 :]}
+        for i, name in enumerate(names)
+    }
+    schema: dict[str, Any] = {"$ref": "#/$defs/a0", "$defs": rules}
+    assert has_end(schema)
+    rules["a999"] = {"$ref": "#/$defs/a0"}
+    assert not has_end(schema)
+
+
+def test_a_grammar_that_is_compiled_does_not_keep_others_waiting(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(engine.tokenizer)
+    compile_one, begun, go_on = grammars._compile, threading.Event(), threading.Event()
+
+    def compiled(grammar: Grammar) -> Any:
+        if grammar.text == "a":
+            begun.set()
+            assert go_on.wait(60)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", compiled)
+    slow = threading.Thread(target=grammars.constraint, args=[Grammar("regex", "a")], daemon=True)
+    slow.start()
+    assert begun.wait(60)
+    fast = threading.Thread(target=grammars.constraint, args=[Grammar("regex", "b")], daemon=True)
+    fast.start()
+    fast.join(60)
+    waited = fast.is_alive()
+    go_on.set()
+    slow.join()
+    assert not waited
 
 
 def test_more_is_forced_than_is_asked_for(engine: Engine) -> None:
