@@ -6,7 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -474,6 +474,23 @@ def test_rules_that_leave_nothing_fail_where_they_are_followed(model: _core.Mode
         text.session.verify([1, 2], [-1, 0], _core.Sampling(1.0, rules=rules))
     assert text.session.num_pending == 0
     assert text.session.tokens.tolist() == [5]
+
+
+def test_a_bias_is_checked_once_and_does_not_change(
+    tokenizer: _core.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[int | str, float] = {5: 1.0, 7: -math.inf}
+    sampling = SamplingConfig(logit_bias=given, min_tokens=2)
+    monkeypatch.setattr("pystaged.config._biases", None)
+    bound = bind(sampling, tokenizer, 3)
+    copies = (pickle.loads(pickle.dumps(bound)), copy.deepcopy(bound), copy.copy(bound), sampling)
+    given[5] = 9.0
+    for each in (bound, *copies):
+        assert each.logit_bias == asdict(each)["logit_bias"] == {5: 1.0, 7: -math.inf}
+        with pytest.raises(TypeError, match="does not change"):
+            each.logit_bias[5] = 2.0  # type: ignore[index]
+        with pytest.raises(TypeError, match="does not change"):
+            each.logit_bias.update({5: 2.0})  # type: ignore[attr-defined]
 
 
 def test_tokens_that_no_vocabulary_has_are_no_rules() -> None:
