@@ -19,7 +19,7 @@ from support.logits import llama_context
 from support.sampling import Doubles, Floats, kept, llama_chain, llama_dry, ruled
 
 from pystaged import SamplingConfig, _core
-from pystaged.sampling import bind
+from pystaged.sampling import _known, bind
 
 VOCAB_SIZE = 300
 TOLERANCE = 2e-4
@@ -474,6 +474,15 @@ def test_rules_that_leave_nothing_fail_where_they_are_followed(model: _core.Mode
         text.session.verify([1, 2], [-1, 0], _core.Sampling(1.0, rules=rules))
     assert text.session.num_pending == 0
     assert text.session.tokens.tolist() == [5]
+
+
+def test_breakers_are_kept_up_to_a_bound(tokenizer: _core.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pystaged.sampling._MOST_KNOWN", 4, raising=False)
+    texts = tuple("abcdefghij")
+    for first in range(9):
+        bind(SamplingConfig(dry_multiplier=1.0, dry_sequence_breakers=texts[first : first + 2]), tokenizer, 3)
+    bind(SamplingConfig(dry_multiplier=1.0, dry_sequence_breakers=texts), tokenizer, 3)
+    assert len(_known[tokenizer]) <= 4
 
 
 def test_a_bias_is_checked_once_and_does_not_change(
