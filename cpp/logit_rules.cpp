@@ -31,6 +31,9 @@ void check(const LogitRules& r) {
             refuse("logit_bias must be finite numbers, or -inf to exclude a token");
         }
     }
+    if (std::any_of(r.late.begin(), r.late.end(), [](int32_t token) { return token < 0; })) {
+        refuse("late must be tokens, which are numbers from 0 up");
+    }
     if (!(r.repeat_penalty > 0) || std::isinf(r.repeat_penalty)) {
         refuse("repeat_penalty must be above 0; 1 is off");
     }

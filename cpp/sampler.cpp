@@ -458,7 +458,7 @@ int32_t Sampler::choose(const Sampling& s, const LogitsRow& logits, int64_t posi
                         const Prefix& prefix) {
     LogitsRow row = s.rules ? ruled_.apply(*s.rules, logits, prefix) : logits;
     if (s.rules && top_of(row) == kNothing) {
-        throw std::invalid_argument("logit_bias and min_tokens exclude all tokens there are; allow one at least");
+        return -1;
     }
     const Choice choice = narrow(s, row, position, num_threads);
     if (choice == Choice::likeliest) {

@@ -66,7 +66,7 @@ public:
     // The row with -inf for what its mask forbids, before all else that the sampling does; until the next such call.
     LogitsRow masked(const LogitsRow& row, const Mask& mask);
     // The token at `position`, given the logits of the row before it; the prefix is for rules. Inside a task of the
-    // thread pool `num_threads` must be 1. Throws std::invalid_argument where rules exclude all tokens.
+    // thread pool `num_threads` must be 1. -1 where rules and a mask exclude all tokens.
     int32_t choose(const Sampling& sampling, const LogitsRow& row, int64_t position, int num_threads,
                    const Prefix& prefix = {});
     // The k likeliest outcomes of choose() as this row sees it, best first: score is log p + g, or log p when greedy.

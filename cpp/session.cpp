@@ -281,6 +281,14 @@ Followed Session::follow_from(const Sampling& sampling, const Masks& masks, int 
         const LogitsRow logits = row_to_choose_from(sampling, mask.words != nullptr, row);
         const int32_t token = sampler.choose(sampling, sampler.masked(logits, mask), pending_[row].position + 1,
                                              num_threads, prefix(sampling, row));
+        if (token < 0) {
+            if (row == root) {
+                throw std::invalid_argument(
+                    "logit_bias, min_tokens, ignore_eos and the form of the text together exclude all tokens there "
+                    "are; allow one at least");
+            }
+            break;  // the text may end before this row is judged, so that it is the root's turn to throw
+        }
         result.path.push_back(row);
         result.tokens.push_back(token);
         if (sampling.logprobs >= 0) {

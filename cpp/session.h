@@ -56,7 +56,8 @@ public:
     // One sampling for all rows, or one for each.
     void candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k, int32_t* tokens,
                     float* scores, const Masks& masks = {});
-    // Walks from row `root` for as long as the model's own token is among a row's children.
+    // Walks from row `root` for as long as the model's own token is among a row's children, and has one after it.
+    // Throws std::invalid_argument where rules and masks leave none after the root.
     Followed follow(const Sampling& sampling, int root);
 
     // One step: evaluates a tree whose first row is its root, follows it from there and commits the path. Needs a

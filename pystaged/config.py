@@ -8,7 +8,7 @@ import operator
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsFloat, TypedDict
+from typing import Any, NoReturn, SupportsFloat, TypedDict
 
 from pystaged._core import LogitRules, Sampling
 
@@ -113,7 +113,7 @@ class SamplingConfig:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, not {seed}")
         values |= {name: bool(given[name]) for name in ("temperature_last", "ignore_eos")}
         values["dry_sequence_breakers"] = _texts("dry_sequence_breakers", dry_sequence_breakers)
-        values["logit_bias"] = _biases(logit_bias)
+        values["logit_bias"] = _Biases(_biases(logit_bias))
         for name in fields:
             object.__setattr__(self, name, values.get(name))
         # C++'s form of the same, which checks the ranges; of what only a vocabulary knows too.
@@ -184,7 +184,7 @@ class SamplingConfig:
 
     def bound(self, native: Sampling) -> SamplingConfig:
         """The same with C++'s form for a certain text."""
-        return _restore({name: getattr(self, name) for name in self.__dataclass_fields__ if name != "_native"}, native)
+        return _restore({name: getattr(self, name) for name in self.__dataclass_fields__}, native)
 
     @property
     def _has_dry(self) -> bool:
@@ -195,9 +195,23 @@ class SamplingConfig:
 _COUNTS = {"top_k": 0, "repeat_last_n": -1, "dry_allowed_length": 0, "dry_penalty_last_n": -1, "min_tokens": 0}
 
 
+class _Biases(dict[Any, Any]):
+    """A dictionary that does not change."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("the logit_bias of a SamplingConfig does not change; make another one by dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, tuple[dict[Any, Any]]]:
+        return _Biases, (dict(self),)
+
+
 def _restore(values: dict[str, Any], native: Sampling | None) -> SamplingConfig:
-    config = SamplingConfig(**values)
-    object.__setattr__(config, "_native", native)
+    """The config of fields that were checked when they were given first."""
+    config = object.__new__(SamplingConfig)
+    for name, value in (values | {"_native": native}).items():
+        object.__setattr__(config, name, value)
     return config
 
 
@@ -212,8 +226,7 @@ def _biases(given: object) -> dict[int | str, float]:
         token = key if isinstance(key, str) else integer("a token of logit_bias", key)
         if isinstance(token, int) and not 0 <= token < 2**31:
             raise ValueError(f"logit_bias names token {token}, which no vocabulary has")
-        is_excluded = isinstance(value, SupportsFloat) and float(value) == -math.inf
-        biases[token] = -math.inf if is_excluded else _number("logit_bias", value)
+        biases[token] = -math.inf if value == -math.inf else _number("logit_bias", value)
     return biases
 
 
@@ -224,7 +237,8 @@ class TextOptions(TypedDict, total=False):
     stop: one string or several that end the text before they appear in it.
     json_schema: a schema, as a dictionary or as JSON text, that the text meets; regex: an expression that it matches;
         grammar: a grammar, in Lark's or llama.cpp's notation, that it follows. One of them; needs the extra "grammar".
-        The text ends where nothing more may follow, and is cut where max_tokens end.
+        The text ends where nothing more may follow, whatever min_tokens and ignore_eos say, and is cut where max_tokens
+        end.
     speculate: False decodes plainly; the text is the same.
     progress: called while the prompt is read, with how many of its tokens are and how many are to be: before the first
         few hundred and after each, so the last time with all of them; by who reads the text, as soon as it looks.
@@ -390,7 +404,11 @@ def integer(name: str, value: object) -> int:
 
 def _number(name: str, value: object) -> float:
     """As a float, of numpy's too."""
-    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+    if (
+        type(value) is not float
+        and type(value) is not int
+        and (isinstance(value, bool) or not isinstance(value, SupportsFloat))
+    ):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     if abs(value) > _LARGEST_FLOAT:  # type: ignore[arg-type]
         raise ValueError(f"{name} must be at most {_LARGEST_FLOAT:g}")

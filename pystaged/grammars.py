@@ -29,9 +29,11 @@ _MOST_FORCED = 1024  # characters that are known to come, of which the tokens ar
 _UNCERTAIN = 16  # tokens at the end of those, which what comes later may change
 _LONGEST = 16384  # characters that a grammar may force at its beginning: what goes on for ever does
 _MOST_RULES = 16384
-_STACK = 64 << 20  # bytes; enough for so many rules, each in the one before
+_MOST_LEVELS = 16384  # of a schema, its references followed
+_STACK = 256 << 20  # bytes; enough for so many rules, each in the one before
 _MOST_SHOWN = 100  # characters of an error's line, which may quote the grammar
 _CONTROL = b"\xff"  # before the spelling of a token that is no text
+_T = TypeVar("_T")
 
 
 class GrammarError(ValueError):
@@ -68,7 +70,10 @@ class Grammars:
             GrammarError: the grammar cannot be used.
         """
         with self._lock:
-            compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
+            compiled = self._compiled.pop(grammar, None)
+        if compiled is None:
+            compiled = self._compile(grammar)  # which others need not wait for
+        with self._lock:
             self._compiled[grammar] = compiled
             while len(self._compiled) > _MOST_KEPT:
                 del self._compiled[next(iter(self._compiled))]
@@ -85,7 +90,7 @@ class Grammars:
             return matcher
 
         try:
-            matcher = _with_deep_stack(build) if grammar.option == "grammar" else build()
+            matcher = _with_deep_stack(build)
             if len(matcher.compute_ff_bytes()) > _LONGEST:
                 raise GrammarError(f"it forces a text of more than {_LONGEST} characters")
             GrammarConstraint(matcher.deep_copy(), self._ends).mask([])
@@ -99,61 +104,76 @@ class GrammarConstraint:
     """The grammar of one text.
 
     Raises:
-        GrammarError: every member, where the grammar became too complex to follow.
+        GrammarError: the mask after the text, `advance`: the grammar became too complex to follow.
     """
 
     def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
-        self._matcher = matcher
+        self._matcher = matcher  # has read the text alone, as in plain decoding
         self._ends = ends
-        self._path: list[int] = []  # tokens after the text that the matcher has read
+        self._guesser: LLMatcher | None = None  # a copy that has read a path after the text, too
+        self._path: list[int] = []
         self._masks: dict[tuple[int, ...], Mask | None] = {}  # of paths after the text
         self._forced: list[int] | None = None
 
     @property
     def is_complete(self) -> bool:
-        self._go_to([])
         return bool(self._matcher.is_stopped())
 
     def forced(self) -> list[int]:
         if self._forced is None:
-            self._go_to([])
-            self._forced = self._matcher.compute_ff_tokens()
-            _check(self._matcher)
+            self._forced = self._guess([], lambda matcher: matcher.compute_ff_tokens()) or []
         return self._forced
 
     def mask(self, path: Sequence[int]) -> Mask | None:
         key = tuple(path)
         if key not in self._masks:
-            self._masks[key] = self._mask(key)
+            self._masks[key] = self._mask_after(key) if key else _mask(self._matcher)
         return self._masks[key]
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self._go_to(tokens)
+        if self._guesser is not None:
+            self._guess(tokens, lambda _: None)
         self._path, self._masks, self._forced = [], {}, None
-
-    def _mask(self, path: tuple[int, ...]) -> Mask | None:
-        if path:
-            before = self.mask(path[:-1])
-            if before is None or path[-1] in self._ends or not allows(before, path[-1]):
-                return None
-        self._go_to(path)
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        self._matcher.consume_tokens(list(tokens))
         _check(self._matcher)
-        if not mask.any():
-            raise GrammarError("no token may follow: no text goes on from here")
-        return mask
 
-    def _go_to(self, path: Sequence[int]) -> None:
-        """Have the matcher read a path that is allowed, and no more."""
+    def _mask_after(self, path: tuple[int, ...]) -> Mask | None:
+        before = self.mask(path[:-1])
+        if before is None or path[-1] in self._ends or not allows(before, path[-1]):
+            return None
+        return self._guess(path, _mask)
+
+    def _guess(self, path: Sequence[int], look: Callable[[LLMatcher], _T]) -> _T | None:
+        """What is found after a path that is allowed; None where that is too complex, which ends no text."""
+        if self._guesser is None:
+            self._guesser, self._path = self._matcher.deep_copy(), []
+        try:
+            self._go_to(self._guesser, path)
+            found = look(self._guesser)
+            _check(self._guesser)
+        except GrammarError:
+            self._guesser = None
+            return None
+        return found
+
+    def _go_to(self, matcher: LLMatcher, path: Sequence[int]) -> None:
         common = 0
         while common < min(len(path), len(self._path)) and path[common] == self._path[common]:
             common += 1
         if common < len(self._path):
-            self._matcher.rollback(len(self._path) - common)
+            matcher.rollback(len(self._path) - common)
         if common < len(path):
-            self._matcher.consume_tokens(list(path[common:]))
+            matcher.consume_tokens(list(path[common:]))
         self._path = list(path)
-        _check(self._matcher)
+        _check(matcher)
+
+
+def _mask(matcher: LLMatcher) -> Mask:
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+    _check(matcher)
+    if not mask.any():
+        raise GrammarError("no token may follow: no text goes on from here")
+    return mask
 
 
 class _Vocabulary:
@@ -186,6 +206,7 @@ def _definition(grammar: Grammar) -> str:
         schema = json.loads(grammar.text)
         if not isinstance(schema, (dict, bool)):
             raise GrammarError(f"a schema is an object, not {grammar.text[:20]}")
+        _check_depth(schema)
         if schema is False or not has_end(schema):
             raise GrammarError("no text of finite length meets it")
         return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON_STYLE)
@@ -201,51 +222,80 @@ def _definition(grammar: Grammar) -> str:
         raise GrammarError(str(error)) from None
 
 
+def _check_depth(schema: Any) -> None:
+    """Refuse what may recur too deeply: each reference leads at most through as many levels as the schema has."""
+    references, deepest = set(), 0
+    parts = [(schema, 1)]
+    while parts:
+        part, depth = parts.pop()
+        deepest = max(deepest, depth)
+        if isinstance(part, dict) and isinstance(part.get("$ref"), str):
+            references.add(part["$ref"])
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        parts += [(each, depth + 1) for each in inner if isinstance(each, (dict, list))]
+    if (len(references) + 1) * deepest > _MOST_LEVELS:
+        raise GrammarError(
+            f"its {len(references)} references in {deepest} levels may nest more than {_MOST_LEVELS} levels deep"
+        )
+
+
 def has_end(schema: Any) -> bool:
     """Whether a schema that refers to itself can be met by a value of finite size; True where that cannot be told."""
-    finite: set[str] = set()
-    references = _references(schema)
-    known = -1
-    while known < len(finite):
-        known = len(finite)
-        for reference in references - finite:
-            if _is_finite(_target(schema, reference), finite):
-                finite.add(reference)
-    return _is_finite(schema, finite)
+    targets: dict[str, Any] = {}
+    missing: dict[int, int] = {}  # of each part that was seen, how many of its needs are not met yet
+    waiting: dict[int, list[list[int]]] = {}  # by part, the needs that it would meet: each the part that has it, once
+    met: list[int] = []
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if id(part) in missing or not isinstance(part, dict):
+            continue
+        needs = [need for need in _needs(part, schema, targets) if all(isinstance(each, dict) for each in need)]
+        missing[id(part)] = len(needs)
+        met += [] if needs else [id(part)]
+        for need in needs:
+            owner = [id(part)]
+            for each in need:
+                waiting.setdefault(id(each), []).append(owner)
+            parts += need
+    finite = set(met)
+    while met:
+        for owner in waiting.get(met.pop(), ()):
+            if owner:
+                has_it = owner.pop()
+                missing[has_it] -= 1
+                if not missing[has_it]:
+                    finite.add(has_it)
+                    met.append(has_it)
+    return not isinstance(schema, dict) or id(schema) in finite
 
 
-def _references(schema: Any) -> set[str]:
-    """All pointers into the schema itself that it has."""
-    if isinstance(schema, list):
-        return set().union(*map(_references, schema))
-    if not isinstance(schema, dict):
-        return set()
-    ref = schema.get("$ref")
-    own = {ref} if isinstance(ref, str) and ref[:1] == "#" else set()
-    return own.union(*map(_references, schema.values()))
+def _needs(part: dict[str, Any], schema: Any, targets: dict[str, Any]) -> list[list[Any]]:
+    """Parts of which one of each list must have a value of finite size, so that this one has."""
+    if "const" in part or "enum" in part:
+        return []
+    needs = []
+    ref, properties, required = part.get("$ref"), part.get("properties"), part.get("required")
+    if isinstance(ref, str) and ref[:1] == "#":
+        if ref not in targets:
+            targets[ref] = _target(schema, ref)
+        needs.append([targets[ref]])
+    if part.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
+        needs += [[properties.get(name)] for name in required if isinstance(name, str)]
+    if part.get("type") == "array" and isinstance(part.get("minItems"), int) and part["minItems"] > 0:
+        needs.append([part.get("items")])
+    if isinstance(part.get("allOf"), list):
+        needs += [[each] for each in part["allOf"]]
+    needs += [part[word] for word in ("anyOf", "oneOf") if isinstance(part.get(word), list) and part[word]]
+    return needs
 
 
 def _target(schema: Any, ref: str) -> Any:
+    """What a pointer into a schema names, None for nothing."""
     for step in ref[1:].strip("/").split("/") if ref[1:] else []:
         name = step.replace("~1", "/").replace("~0", "~")
-        schema = schema.get(name, {}) if isinstance(schema, dict) else {}
+        schema = schema.get(name) if isinstance(schema, dict) else None
     return schema
-
-
-def _is_finite(schema: Any, finite: set[str]) -> bool:
-    """Whether a value of finite size meets a schema, if those of these pointers have one."""
-    if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
-        return True
-    ref, properties = schema.get("$ref"), schema.get("properties")
-    needed = [] if not isinstance(ref, str) or ref[:1] != "#" or ref in finite else [False]
-    if schema.get("type") == "object" and isinstance(properties, dict) and isinstance(schema.get("required"), list):
-        needed += [_is_finite(properties.get(name), finite) for name in schema["required"] if isinstance(name, str)]
-    if schema.get("type") == "array" and isinstance(schema.get("minItems"), int) and schema["minItems"] > 0:
-        needed.append(_is_finite(schema.get("items"), finite))
-    for word, of in (("allOf", all), ("anyOf", any), ("oneOf", any)):
-        if isinstance(schema.get(word), list) and schema[word]:
-            needed.append(of(_is_finite(each, finite) for each in schema[word]))
-    return all(needed)
 
 
 def _one_line(words: str) -> str:
@@ -260,16 +310,16 @@ def _check(matcher: LLMatcher) -> None:
         raise GrammarError("no text meets it" if words.startswith("NoExtension") else words)
 
 
-_T = TypeVar("_T")
 _starting = threading.Lock()  # a thread's stack is a setting of the process
 
 
 def _with_deep_stack(build: Callable[[], _T]) -> _T:
     """What a function makes that recurs once for each rule that a rule refers to."""
-    with _starting, ThreadPoolExecutor(1) as pool:
-        before = threading.stack_size(_STACK)
-        try:
-            built = pool.submit(build)
-        finally:
-            threading.stack_size(before)
+    with ThreadPoolExecutor(1) as pool:
+        with _starting:
+            before = threading.stack_size(_STACK)
+            try:
+                built = pool.submit(build)
+            finally:
+                threading.stack_size(before)
         return built.result()

@@ -60,13 +60,20 @@ def _token(tokenizer: Tokenizer, key: int | str) -> int:
     return int(tokens[0])
 
 
+_MOST_KNOWN = 256  # texts of a vocabulary
 _known: weakref.WeakKeyDictionary[Tokenizer, dict[str, list[list[int]]]] = weakref.WeakKeyDictionary()
 
 
 def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[list[int]]:
-    """The sequences of tokens that DRY's breakers may begin in; found once for each vocabulary."""
+    """The sequences of tokens that DRY's breakers may begin in; kept for each vocabulary."""
     known = _known.setdefault(tokenizer, {})
+    breakers = []
     for text in texts:
-        if text not in known:
-            known[text] = tokenizer.sequences_of(text)
-    return [sequence for text in texts for sequence in known[text]]
+        sequences = known.get(text)
+        if sequences is None:
+            sequences = tokenizer.sequences_of(text)
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known[text] = sequences
+        breakers += sequences
+    return breakers

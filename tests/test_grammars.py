@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import re
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +22,7 @@ import pystaged
 from pystaged import Engine, GrammarError
 from pystaged.config import GenerationConfig, Grammar
 from pystaged.decoding.constraint import Mask, allows
-from pystaged.grammars import Grammars, has_end
+from pystaged.grammars import GrammarConstraint, Grammars, has_end
 
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}]
 PERSON = {
@@ -97,6 +100,36 @@ def test_texts_of_several_forms_in_a_crowd_are_what_they_are_alone(engine: Engin
     for seed, result in zip([0, 1] * 3, several, strict=True):
         expected = engine.generate("The answer is ", temperature=1.0, max_tokens=60, seed=seed, **FORMS["person"])
         assert result.text == expected.text
+
+
+RULED: list[dict[str, Any]] = [
+    {"regex": "yes|no", "ignore_eos": True},
+    {"regex": "yes|no", "min_tokens": 20},
+    {"regex": "yes|no", "ignore_eos": True, "temperature": 1.0, "logprobs": 2},
+    {
+        "regex": r"there was a little girl named Lily\. She X",
+        "stop": " named",
+        "logit_bias": {"X": -math.inf, " X": -math.inf},
+    },
+]
+
+
+@pytest.mark.parametrize("options", RULED, ids=str)
+def test_a_text_ends_where_its_form_does_whatever_rules_exclude_after_it(
+    engine: Engine, options: dict[str, Any]
+) -> None:
+    plain = engine.generate("Once upon a time", speculate=False, **options)
+    staged = engine.generate("Once upon a time", **options)
+    assert plain.finish_reason == staged.finish_reason == "stop"
+    assert (staged.tokens, staged.text, staged.logprobs) == (plain.tokens, plain.text, plain.logprobs)
+
+
+def test_rules_that_leave_nothing_of_a_form_fail_however_it_is_drafted(engine: Engine) -> None:
+    for speculate in (False, True):
+        stream = engine.stream("Once upon a time", regex="(12){9}X", logit_bias={"X": -math.inf}, speculate=speculate)
+        with pytest.raises(ValueError, match="together exclude all tokens"):
+            stream.finish()
+        assert stream.result.text == "12" * 9
 
 
 def test_streams_and_chat_take_them_too(engine: Engine) -> None:
@@ -220,6 +253,83 @@ def test_rules_within_rules_do_not_end_the_process(engine: Engine) -> None:
     assert engine.generate("The answer is ", grammar=grammar).text == "the end"
 
 
+IN_A_SMALL_THREAD = """
+import json, sys, threading
+import pystaged
+
+def chain(count):
+    rules = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(count)}
+    return {"$ref": "#/$defs/a0", "$defs": rules | {f"a{count}": {"type": "null"}}}
+
+forms = [
+    {"json_schema": chain(3000)},
+    {"json_schema": chain(50_000)},
+    {"json_schema": '{"type":"array","items":' * 60 + "{}" + "}" * 60},
+    {"regex": "(" * 200 + "a" + ")*" * 200},
+]
+
+def use():
+    with pystaged.load("house", n_ctx=64) as engine:
+        for form in forms:
+            try:
+                engine.stream("The answer is ", **form)
+                print("usable")
+            except pystaged.GrammarError as error:
+                print(error)
+
+threading.stack_size(256 << 10)
+thread = threading.Thread(target=use)
+thread.start()
+thread.join()
+"""
+
+
+def test_forms_within_forms_do_not_end_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_SMALL_THREAD], capture_output=True, text=True, check=True)
+    chain, long, nested, _ = done.stdout.splitlines()
+    assert (chain, nested) == ("usable", "usable")
+    assert long.startswith("json_schema cannot be used: its 50001 references in 4 levels may nest")
+
+
+def test_what_needs_much_of_much_is_told_to_end_at_once() -> None:
+    """Each of many needs all after it: half a million needs."""
+    names = [f"a{i}" for i in range(1000)]
+    rules = {
+        name: {"type": "object", "properties": {other: {"$ref": f"#/$defs/{other}"} for other in names[i + 1 :]}}
+        | {"required": names[i + 1 :]}
+        for i, name in enumerate(names)
+    }
+    schema: dict[str, Any] = {"$ref": "#/$defs/a0", "$defs": rules}
+    assert has_end(schema)
+    rules["a999"] = {"$ref": "#/$defs/a0"}
+    assert not has_end(schema)
+
+
+def test_a_grammar_that_is_compiled_does_not_keep_others_waiting(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(engine.tokenizer)
+    compile_one, begun, go_on = grammars._compile, threading.Event(), threading.Event()
+
+    def compiled(grammar: Grammar) -> Any:
+        if grammar.text == "a":
+            begun.set()
+            assert go_on.wait(60)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", compiled)
+    slow = threading.Thread(target=grammars.constraint, args=[Grammar("regex", "a")], daemon=True)
+    slow.start()
+    assert begun.wait(60)
+    fast = threading.Thread(target=grammars.constraint, args=[Grammar("regex", "b")], daemon=True)
+    fast.start()
+    fast.join(60)
+    waited = fast.is_alive()
+    go_on.set()
+    slow.join()
+    assert not waited
+
+
 def test_more_is_forced_than_is_asked_for(engine: Engine) -> None:
     result = engine.generate("The answer is ", max_tokens=80, regex="(ab){3000}c")
     assert len(result.tokens) == 80
@@ -277,6 +387,53 @@ def test_what_is_forced_is_all_that_its_masks_allow(engine: Engine) -> None:
         assert mask is not None
         assert np.unpackbits(mask.view(np.uint8)).sum() == 1
         assert allows(mask, token)
+
+
+class Fragile:
+    """A matcher for which texts of more than two tokens are too complex, for ever."""
+
+    def __init__(self, matcher: Any, length: int = 0) -> None:
+        self._matcher, self._length, self._broken = matcher, length, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def consume_tokens(self, tokens: list[int]) -> None:
+        self._matcher.consume_tokens(tokens)
+        self._length += len(tokens)
+        self._broken |= self._length > 2
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+        self._length -= count
+
+    def is_error(self) -> bool:
+        return self._broken or bool(self._matcher.is_error())
+
+    def get_error(self) -> str:
+        return "too complex"
+
+    def deep_copy(self) -> Fragile:
+        return Fragile(self._matcher.deep_copy(), self._length)
+
+
+def test_a_guess_that_is_too_complex_ends_no_text(engine: Engine) -> None:
+    compiled = Grammars(engine.tokenizer).constraint(Grammar("regex", "[ab]{9}c"))
+    ends = frozenset(engine.tokenizer.end_tokens.tolist())
+    constraint = GrammarConstraint(Fragile(compiled._matcher), ends)  # type: ignore[arg-type]
+    a, b = (int(engine.tokenizer.encode(letter, add_special=False)[-1]) for letter in "ab")
+    expected = constraint.mask([a, b])
+    assert expected is not None
+    assert constraint.mask([a, b, a]) is None
+    assert constraint.mask([a, b, a, b]) is None
+    assert constraint.mask([b, a]) is not None
+    constraint.advance([a, b])
+    assert not constraint.is_complete
+    assert constraint.forced() == []
+    np.testing.assert_array_equal(constraint.mask([]), expected)  # type: ignore[arg-type]
+    assert constraint.mask([a]) is None
+    with pytest.raises(GrammarError, match="too complex"):
+        constraint.advance([a])
 
 
 @pytest.mark.parametrize(

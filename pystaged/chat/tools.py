@@ -42,7 +42,12 @@ def _call(text: str, begin: int) -> tuple[dict[str, str], int] | None:
     name, arguments = call.get("name"), call.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}, end + len(_END)
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + written).encode()
+    except ValueError:  # what Python reads and JSON has not: infinity, half a character
+        return None
+    return {"name": name, "arguments": written}, end + len(_END)
 
 
 def _space(text: str, begin: int) -> int:

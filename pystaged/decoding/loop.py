@@ -162,9 +162,9 @@ class Decoder:
         self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
         self._length = len(prompt) - 1
         self._drafting = self.drafters if speculate else ()
-        self._constraint, self._is_plain = constraint, not speculate
+        self._is_plain = not speculate
+        self._constrain_by(constraint)
         for drafter in self._drafting:
-            drafter.constraint = constraint
             drafter.start(prompt)
         yield from self.budget.open(self._drafting, len(prompt), (read, seconds))
         return reused
@@ -268,6 +268,7 @@ class Decoder:
                 stats.decode_seconds += self.crowd.wall() - begin
                 yield step
         finally:
+            self._constrain_by(None)
             stats.finish(before, self.work(), self.target.weight_bytes)
 
     def _cut(self, step: Step, max_tokens: int, is_end: Callable[[int], bool]) -> Step:
@@ -290,6 +291,11 @@ class Decoder:
         if chosen is None:
             return TokenTree.root(self._root)
         return self.budget.trim((yield from self._drafting[chosen].draft(sampling, max_depth, self.budget.seconds)))
+
+    def _constrain_by(self, constraint: Constraint | None) -> None:
+        self._constraint = constraint
+        for drafter in self.drafters:
+            drafter.constraint = constraint
 
     def _constrain(self, tree: TokenTree, max_depth: int) -> tuple[TokenTree, NDArray[np.uint32] | None]:
         """What the text's constraint leaves of a tree, with what must come first, and the masks of its nodes."""

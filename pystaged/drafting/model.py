@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pystaged._core import Session
 from pystaged.config import SamplingConfig
+from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.cost import PassCost, surprise
 from pystaged.decoding.drafter import Drafter, common_prefix
 from pystaged.decoding.policy import MAX_EXPANDED, Growth, TreePolicy
@@ -56,9 +57,9 @@ class ModelDrafter(TreeDrafter):
         substitutes: Mapping[int, int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.below = below  # which is told of constraints, so first
         super().__init__(Stage.DRAFT, policy, clock)
         self.session = session
-        self.below = below
         self._cost = cost
         self._vocab_size = vocab_size
         self._substitutes = substitutes or {}
@@ -69,6 +70,16 @@ class ModelDrafter(TreeDrafter):
         self._missing: list[int] = []  # tokens of the context that the session has not seen
         self._root = 0
         self._num_rows = 0
+
+    @property
+    def constraint(self) -> Constraint | None:
+        return self._constraint
+
+    @constraint.setter
+    def constraint(self, constraint: Constraint | None) -> None:
+        self._constraint = constraint
+        if self.below:
+            self.below.constraint = constraint
 
     def sessions(self) -> list[Session]:
         return [self.session, *(self.below.sessions() if self.below else [])]
@@ -88,7 +99,6 @@ class ModelDrafter(TreeDrafter):
         self._root = int(context[-1])
         self._builder = None
         if self.below:
-            self.below.constraint = self.constraint
             self.below.start(context)
 
     def lag(self) -> float:

@@ -6,7 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from support.logits import llama_context
 from support.sampling import Doubles, Floats, kept, llama_chain, llama_dry, ruled
 
 from pystaged import SamplingConfig, _core
-from pystaged.sampling import bind
+from pystaged.sampling import _known, bind
 
 VOCAB_SIZE = 300
 TOLERANCE = 2e-4
@@ -474,6 +474,37 @@ def test_rules_that_leave_nothing_fail_where_they_are_followed(model: _core.Mode
         text.session.verify([1, 2], [-1, 0], _core.Sampling(1.0, rules=rules))
     assert text.session.num_pending == 0
     assert text.session.tokens.tolist() == [5]
+
+
+def test_breakers_are_kept_up_to_a_bound(tokenizer: _core.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pystaged.sampling._MOST_KNOWN", 4, raising=False)
+    texts = tuple("abcdefghij")
+    for first in range(9):
+        bind(SamplingConfig(dry_multiplier=1.0, dry_sequence_breakers=texts[first : first + 2]), tokenizer, 3)
+    bind(SamplingConfig(dry_multiplier=1.0, dry_sequence_breakers=texts), tokenizer, 3)
+    assert len(_known[tokenizer]) <= 4
+
+
+def test_a_bias_is_checked_once_and_does_not_change(
+    tokenizer: _core.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[int | str, float] = {5: 1.0, 7: -math.inf}
+    sampling = SamplingConfig(logit_bias=given, min_tokens=2)
+    monkeypatch.setattr("pystaged.config._biases", None)
+    bound = bind(sampling, tokenizer, 3)
+    copies = (pickle.loads(pickle.dumps(bound)), copy.deepcopy(bound), copy.copy(bound), sampling)
+    given[5] = 9.0
+    for each in (bound, *copies):
+        assert each.logit_bias == asdict(each)["logit_bias"] == {5: 1.0, 7: -math.inf}
+        with pytest.raises(TypeError, match="does not change"):
+            each.logit_bias[5] = 2.0  # type: ignore[index]
+        with pytest.raises(TypeError, match="does not change"):
+            each.logit_bias.update({5: 2.0})  # type: ignore[attr-defined]
+
+
+def test_tokens_that_no_vocabulary_has_are_no_rules() -> None:
+    with pytest.raises(ValueError, match="late must be tokens"):
+        _core.LogitRules(late=[3, -5], min_length=9)
 
 
 def test_what_needs_a_text_must_be_bound_to_one(tokenizer: _core.Tokenizer) -> None:

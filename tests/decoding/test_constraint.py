@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -147,6 +149,18 @@ def test_a_text_without_constraint_follows_one_with(target: Model, draft: Model)
     free = continuation(decoder, PROMPT, sampling, 30)
     written(decoder, sampling, Language())
     assert continuation(decoder, PROMPT, sampling, 30) == free
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_nobody_holds_a_constraint_after_its_text(target: Model, draft: Model, speculate: bool) -> None:
+    for drafter in drafters(target, draft, None).values():
+        decoder = Decoder(Session(target), drafter)
+        constraint = Language()
+        held = weakref.ref(constraint)
+        written(decoder, SamplingConfig(), constraint, speculate=speculate)
+        del constraint
+        gc.collect()
+        assert held() is None
 
 
 @pytest.mark.parametrize("speculate", [False, True])
