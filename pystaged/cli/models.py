@@ -92,7 +92,7 @@ def _leftovers() -> list[Path]:
 def _remove_packed(name: str) -> str:
     """Remove packed weights of a model, "" for all; what is to be said of it."""
     in_a_package = name in ("house", "smollm2")
-    path = names.resolve(name) if in_a_package else cache.find(name) or Path(name).expanduser()
+    path = names.resolve(name) if in_a_package else cache.find(name) or files.expanded(name)
     found = [each for each in packed.packed_weights() if not name or each.path == packed.packed_path(path)]
     if name and not found:
         raise FileNotFoundError(f"there are no packed weights of {name!r}; `pystaged models` lists whose there are")
