@@ -51,7 +51,10 @@ def destination(path: Path) -> Path:
     Raises:
         OSError: a folder or a device stands there, or there is no folder to put it in.
     """
-    target = path.resolve()
+    try:
+        target = path.resolve()
+    except RuntimeError:  # of a loop, before Python 3.13
+        raise OSError(f"{path} is a link that leads back to itself") from None
     if target.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file in it")
     if target.exists() and not target.is_file():
@@ -59,6 +62,14 @@ def destination(path: Path) -> Path:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write {path.name} in")
     return target
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with ~ or ~NAME replaced by a home folder. Raises FileNotFoundError: there is none of that name."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise FileNotFoundError(f"there is no home folder for {path}") from None
 
 
 def leftovers(folder: Path) -> list[Path]:

@@ -222,7 +222,7 @@ def _figures(
     found: dict[str, list[Figures]] = {way.name: [] for way in ways}
     expected: list[list[int]] = []
     for _ in range(repeats):
-        for way in ways:
+        for way in list(ways):
             progress(
                 f"{len(prompts)} texts, {way.name}" + (", and a prompt beside them" if newcomer is not None else "")
             )
@@ -356,9 +356,11 @@ class LlamaServer:
                     time.sleep(0.001)
                 texts.append(Written([], [(time.perf_counter() - begin, 0)]))
                 asked.append(threads.submit(self._ask, newcomer, texts[-1], begin, is_done))
-            while any(len(text.tokens) < self._least for text in texts) and not all(each.done() for each in asked):
-                time.sleep(0.001)
-            is_done.set()
+            try:
+                while any(len(text.tokens) < self._least for text in texts) and not all(each.done() for each in asked):
+                    time.sleep(0.001)
+            finally:
+                is_done.set()  # or Ctrl-C would wait for whole texts
             for each in asked:
                 each.result()
         return texts, None

@@ -36,7 +36,7 @@ from pystaged.cli.options import (
 from pystaged.cli.painting import show, summary
 from pystaged.cli.turns import Turns, take_lines
 from pystaged.config import GenerationConfig, TextOptions
-from pystaged.files import read_small, whole_file
+from pystaged.files import expanded, read_small, whole_file
 from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
 
@@ -277,7 +277,7 @@ class Chat(Turns):
     def _save(self, words: str) -> None:
         if not words:
             raise ValueError("write /save FILE")
-        path = Path(words).expanduser()
+        path = expanded(words)
         kept = {
             "vocabulary": self._engine.tokenizer.fingerprint,
             "system": self._system,
@@ -290,7 +290,7 @@ class Chat(Turns):
     def _load(self, words: str) -> None:
         if not words:
             raise ValueError("write /load FILE")
-        path = Path(words).expanduser()
+        path = expanded(words)
         self._system, messages = read_conversation(path, self._engine.tokenizer)
         self._begin(messages)
         report(f"loaded {path}: {len(self._messages)} messages")

@@ -102,7 +102,7 @@ def _leftovers() -> list[Path]:
 def _remove_kept(name: str, kinds: dict[str, KeptFiles]) -> None:
     """Remove what is kept of a model, "" for all. Raises FileNotFoundError where there is nothing of any kind."""
     in_a_package = name in ("house", "smollm2")
-    path = names.resolve(name) if in_a_package else cache.find(name) or Path(name).expanduser()
+    path = names.resolve(name) if in_a_package else cache.find(name) or files.expanded(name)
     found = {
         what: [each for each in kept.all() if not name or each.path == kept.path(path)] for what, kept in kinds.items()
     }

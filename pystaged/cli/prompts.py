@@ -41,21 +41,21 @@ class Asked:
 
 
 def read_prompts(path: Path) -> list[Asked]:
-    """The prompts of a file or pipe, - for standard input: one per line, or in a file that is called .jsonl an object
-    with a 'prompt' or 'messages'. Lines of white space are none.
+    """The prompts of a file or pipe, - for standard input: one per line, or an object with a 'prompt' or
+    'messages' in a file that is called .jsonl, and in a pipe that begins with one. Lines of white space are none.
 
     Raises:
         OSError: it cannot be read.
         ValueError: there are none, it is too large, or a line is no prompt.
     """
     name = "standard input" if str(path) == "-" else str(path)
-    in_json = path.suffix.lower() in _JSON_LINES
-    data = _read(path)
+    data = _read(path).removeprefix(_BYTE_ORDER_MARK)
+    in_json = path.suffix.lower() in _JSON_LINES or (not path.suffix and _begins_with_object(data))
     if len(data) > _MOST_BYTES:
         raise ValueError(f"{name} is larger than {_MOST_BYTES / 1e6:.0f} MB")
     found: list[Asked] = []
     unused: set[str] = set()
-    for number, line in enumerate(data.removeprefix(_BYTE_ORDER_MARK).split(b"\n"), 1):
+    for number, line in enumerate(data.split(b"\n"), 1):
         where = f"{name}, line {number}"
         try:
             text = line.removesuffix(b"\r").decode()
@@ -68,6 +68,15 @@ def read_prompts(path: Path) -> list[Asked]:
     if unused:
         report(f"{name}: of each line 'prompt' or 'messages' is used, not {', '.join(map(repr, sorted(unused)))}")
     return found
+
+
+def _begins_with_object(data: bytes) -> bool:
+    """Whether what has no name that tells holds objects, one per line."""
+    try:
+        first = json.loads(data.lstrip().split(b"\n", 1)[0])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and bool(first.keys() & {"prompt", "messages"})
 
 
 def _read(path: Path) -> bytes:

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import typer
 
-from pystaged import DeviceError, Engine, GenerationResult
+from pystaged import Engine, GenerationResult
 from pystaged.batch import MOST_AT_ONCE, Batch
 from pystaged.cli.console import counter, report
 from pystaged.cli.interrupts import uninterrupted
@@ -19,8 +19,8 @@ from pystaged.streams import Writer
 def write_in_order(
     engine: Engine, writers: Sequence[Writer], shown: Callable[[int, GenerationResult], str]
 ) -> list[GenerationResult]:
-    """Write texts at once, and each to standard output as soon as it and those before it are done. Where Ctrl-C or a
-    device that is lost ends that, all that are done.
+    """Write texts at once, and each to standard output as soon as it and those before it are done. Where something
+    ends that, Ctrl-C too, all that are done.
 
     Args:
         shown: called with a text's number, from 0, and the text; what is to be written of it.
@@ -55,7 +55,7 @@ def write_in_order(
                     while left and left[0] in done:
                         write(left[0])
                     count(len(done), len(writers), tokens)
-        except (KeyboardInterrupt, DeviceError):
+        except BaseException:
             for number in sorted(done.keys() & set(left)):
                 write(number)
             report(f"{len(done)} of {len(writers)} texts are done")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pystaged.files import expanded
 from pystaged.loading import cache
 from pystaged.loading.hub import HUB_ID, pull
 from pystaged.loading.progress import Progress
@@ -29,7 +30,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         return house(_HOUSE_TARGET)
     if model == "smollm2":
         return _smollm2()
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_file():
         return path
     if str(model) and path.is_dir():

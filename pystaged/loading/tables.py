@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pystaged._core import Tokenizer
 from pystaged.drafting.table import NgramTable
+from pystaged.files import expanded
 from pystaged.loading import names
 
 
@@ -35,7 +36,7 @@ def find_table(
         ValueError: it is damaged, or for another vocabulary.
     """
     if ngrams is not None:
-        return NgramTable.load(Path(ngrams).expanduser(), vocab_hash=tokenizer.fingerprint)
+        return NgramTable.load(expanded(ngrams), vocab_hash=tokenizer.fingerprint)
     house = names.house(names.HOUSE_TABLE)
     beside = [table_path(model), model.with_name(names.HOUSE_TABLE)] if model else []
     for path in dict.fromkeys((*beside, house)):

@@ -290,6 +290,9 @@ def test_save_and_load(
     assert [sorted(message) for message in messages] == [["content", "role"]] * 2
     with pytest.raises(OSError, match="there is no folder"):
         made.take(f"/save {tmp_path / 'nowhere' / 'talk.json'}")
+    for line in ("/save ~nobody-at-all/talk.json", "/load ~nobody-at-all/talk.json"):
+        with pytest.raises(FileNotFoundError, match="no home folder"):
+            made.take(line)
     for line in ("/save", "/load"):
         with pytest.raises(ValueError, match=f"write {line} FILE"):
             made.take(line)

@@ -199,13 +199,12 @@ def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["prompt"] for each in found] == [PROMPT, "her hat\u2028é"]
     assert (f"{file}: of each line 'prompt' or 'messages' is used, not 'id'" in done.stderr.decode()) == in_json
-    if not in_json:
-        again = run("generate", "--prompts", "-", *options, stdin=file.read_bytes())
-        command = ["bash", "-c", '"$@" --prompts <(cat "$0")', file, *PROGRAM, "generate", *options]
-        piped = subprocess.run(command, capture_output=True, check=False, env=environment(), timeout=60)
-        for other in (again, piped):
-            tokens = [json.loads(line)["tokens"] for line in other.stdout.splitlines()]
-            assert tokens == [each["tokens"] for each in found]
+    again = run("generate", "--prompts", "-", *options, stdin=file.read_bytes())
+    command = ["bash", "-c", '"$@" --prompts <(cat "$0")', file, *PROGRAM, "generate", *options]
+    piped = subprocess.run(command, capture_output=True, check=False, env=environment(), timeout=60)
+    for other in (again, piped):
+        tokens = [json.loads(line)["tokens"] for line in other.stdout.splitlines()]
+        assert tokens == [each["tokens"] for each in found]
 
 
 @pytest.mark.parametrize(
