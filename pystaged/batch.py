@@ -87,9 +87,24 @@ def results(
     """
     if integer("n", n) < 1:
         raise ValueError(f"n must be at least 1, not {n}")
+    return _results(engine, [Writer(engine, prompt, each) for prompt in prompts for each in seeded(config, n)])
+
+
+def seeded(config: GenerationConfig, n: int) -> list[GenerationConfig]:
+    """The same with its seed and those that follow, modulo 2**64."""
     seeds = [(config.sampling.seed + i) % 2**64 for i in range(n)]
-    configs = [replace(config, sampling=replace(config.sampling, seed=seed)) for seed in seeds]
-    return _results(engine, [Writer(engine, prompt, each) for prompt in prompts for each in configs])
+    return [replace(config, sampling=replace(config.sampling, seed=seed)) for seed in seeds]
+
+
+def pieces(engine: Engine, writers: Sequence[Writer]) -> Generator[tuple[Writer, Piece | None], None, None]:
+    """What texts say, as Batch.next gives it, until all have ended; no more than 64 are written at once. Closing it
+    ends those that have not."""
+    waiting = deque(writers)
+    with closing(Batch(engine._scheduler)) as batch:
+        while waiting or len(batch):
+            while waiting and len(batch) < MOST_AT_ONCE:
+                batch.open(waiting.popleft())
+            yield batch.next()
 
 
 def _results(engine: Engine, writers: Sequence[Writer]) -> Generator[GenerationResult, None, None]:
@@ -97,13 +112,10 @@ def _results(engine: Engine, writers: Sequence[Writer]) -> Generator[GenerationR
         # A policy waits for these texts, and the thread for the policy.
         yield from (Stream(writer).finish() for writer in writers)
         return
-    waiting, left, ended = deque(writers), deque(writers), set[Writer]()
-    with closing(Batch(engine._scheduler)) as batch:
-        while left:
-            while waiting and len(batch) < MOST_AT_ONCE:
-                batch.open(waiting.popleft())
-            writer, said = batch.next()
-            if said is None:
+    left, ended = deque(writers), set[Writer]()
+    with closing(pieces(engine, writers)) as said:
+        for writer, piece in said:
+            if piece is None:
                 ended.add(writer)
             while left and left[0] in ended:
                 yield left.popleft().result()

@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 import pystaged
+from pystaged.batch import seeded
 from pystaged.cli.console import errors, open_engine, reading_bar, report
 from pystaged.cli.options import (
     Color,
@@ -128,8 +129,7 @@ def generate(
             return _question(engine, each, system, think) if chat else each.prompt
 
         if several:
-            seeds = [(config.sampling.seed + number) % 2**64 for number in range(n or 1)]
-            configs = [replace(config, sampling=replace(config.sampling, seed=seed)) for seed in seeds]
+            configs = seeded(config, n or 1)
             writers = _writers(engine, asked, text_of, configs)
             named = [each for each in asked for _ in configs]
             _write_several(engine, named, writers, chat=chat, as_json=as_json, verbose=verbose)

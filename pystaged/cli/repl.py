@@ -78,11 +78,6 @@ class Repl(Turns):
         self._earlier: list[list[int]] = []
 
     def take(self, line: str) -> bool:
-        """Do what a line says; False when it says to leave.
-
-        Raises:
-            ValueError, TypeError: it cannot be done.
-        """
         command, *words = line.split() if line.startswith("/") else [""]
         if command == "/quit":
             return False

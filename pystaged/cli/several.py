@@ -10,7 +10,7 @@ from contextlib import closing
 import typer
 
 from pystaged import Engine, GenerationResult
-from pystaged.batch import MOST_AT_ONCE, Batch
+from pystaged.batch import pieces
 from pystaged.cli.console import counter, report
 from pystaged.cli.interrupts import uninterrupted
 from pystaged.streams import Writer
@@ -32,7 +32,7 @@ def write_in_order(
         Exception: what ended a text.
     """
     numbers = {writer: number for number, writer in enumerate(writers)}
-    waiting, left, done, tokens = deque(writers), deque(range(len(writers))), dict[int, GenerationResult](), 0
+    left, done, tokens = deque(range(len(writers))), dict[int, GenerationResult](), 0
 
     def write(number: int) -> None:
         with uninterrupted():  # all of it, and once
@@ -43,11 +43,8 @@ def write_in_order(
 
     with counter() as (count, hide):
         try:
-            with closing(Batch(engine._scheduler)) as batch:
-                while left:
-                    while waiting and len(batch) < MOST_AT_ONCE:
-                        batch.open(waiting.popleft())
-                    writer, piece = batch.next()
+            with closing(pieces(engine, writers)) as said:
+                for writer, piece in said:
                     if piece is None:
                         done[numbers[writer]] = writer.result()
                     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,7 @@ OpenStream = Callable[[Callable[[int, int], None]], Stream]
 """Called with what is to be told of a prompt that is being read."""
 
 
-class Turns:
+class Turns(ABC):
     """A model that is told things in turns.
 
     Args:
@@ -59,17 +60,17 @@ class Turns:
         self._interrupts = interrupts
         self._show_tree = show_tree
 
+    @abstractmethod
     def take(self, line: str) -> bool:
         """Do what a line says; False when it says to leave.
 
         Raises:
             ValueError, TypeError, OSError: it cannot be done.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def say(self, text: str) -> None:
         """Take a text that is no command, whatever it begins with. Raises as take."""
-        raise NotImplementedError
 
     def _write(self, open_stream: OpenStream, keep: Callable[[Piece], object]) -> tuple[GenerationResult | None, Text]:
         """Write an answer as it comes.

@@ -5,9 +5,11 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${1:-python3}
 version=$(sed -n 's/.*llama-cpp-python==\([0-9.]*\)",$/\1/p' pyproject.toml)
-mapfile -t headers < <("$python" -c "
+headers=$("$python" -c "
 import sysconfig, pybind11
-print(sysconfig.get_path('include'), pybind11.get_include(), sysconfig.get_path('purelib') + '/include', sep='\n')")
+for folder in sysconfig.get_path('include'), pybind11.get_include(), sysconfig.get_path('purelib') + '/include':
+    print('-isystem' + folder)")
+mapfile -t headers <<<"$headers"
 
 object=$(mktemp --suffix=.o)
 trap 'rm -f "$object"' EXIT
@@ -22,7 +24,7 @@ compile() {
     echo "$1"
     "$python" -m ziglang c++ -target aarch64-macos -std=c++17 -Wall -Wextra -ffp-contract=off -fvisibility=hidden \
         -DPYSTAGED_ARM -DLLAMA_CPP_PYTHON_VERSION="\"$version\"" "${options[@]}" -Icpp \
-        "${headers[@]/#/-isystem}" -c "$1" -o "$object"
+        "${headers[@]}" -c "$1" -o "$object"
 }
 while read -r file; do
     compile "$file"
