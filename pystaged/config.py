@@ -244,6 +244,10 @@ class TextOptions(TypedDict, total=False):
         few hundred and after each, so the last time with all of them; by who reads the text, as soon as it looks.
     logprobs: say how likely the model itself found each token, unfiltered at temperature 1 and before any penalty or
         bias, and which so many tokens were the likeliest; None says nothing, and costs nothing.
+    prompt_logprobs: the same of the prompt's tokens, which are then read anew.
+    reuse: begin with what other texts have left of the prompt; without, the text is the same, only later.
+    prediction: text or token ids that the text will largely repeat, such as code that is to be changed a little, to
+        guess from. The text is the same.
     """
 
     max_tokens: int
@@ -254,6 +258,9 @@ class TextOptions(TypedDict, total=False):
     speculate: bool
     progress: Callable[[int, int], None] | None
     logprobs: int | None
+    prompt_logprobs: int | None
+    reuse: bool
+    prediction: str | Sequence[int]
     sampling: SamplingConfig
     temperature: float
     top_k: int
@@ -313,6 +320,9 @@ class GenerationConfig:
     speculate: bool
     progress: Callable[[int, int], None] | None
     logprobs: int | None
+    prompt_logprobs: int | None
+    reuse: bool
+    prediction: str | tuple[int, ...]
 
     def __init__(
         self,
@@ -325,6 +335,9 @@ class GenerationConfig:
         speculate: bool = True,
         progress: Callable[[int, int], None] | None = None,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        reuse: bool = True,
+        prediction: str | Sequence[int] = (),
         sampling: SamplingConfig | None = None,
         **fields: Any,
     ) -> None:
@@ -339,12 +352,11 @@ class GenerationConfig:
         sampling = sampling or SamplingConfig(**fields)
         if sampling.min_tokens > max_tokens:
             raise ValueError(f"min_tokens, {sampling.min_tokens}, must be at most max_tokens, {max_tokens}")
-        if logprobs is not None:
-            logprobs = integer("logprobs", logprobs)
-            if logprobs < 0:
-                raise ValueError(f"logprobs must be None (off) or a number of tokens from 0 up, not {logprobs}")
         object.__setattr__(self, "sampling", sampling)
-        object.__setattr__(self, "logprobs", logprobs)
+        object.__setattr__(self, "logprobs", _number_of_top("logprobs", logprobs))
+        object.__setattr__(self, "prompt_logprobs", _number_of_top("prompt_logprobs", prompt_logprobs))
+        object.__setattr__(self, "reuse", bool(reuse))
+        object.__setattr__(self, "prediction", _prediction(prediction))
         object.__setattr__(self, "max_tokens", max_tokens)
         object.__setattr__(self, "stop", _texts("stop", stop))
         object.__setattr__(self, "grammar", _grammar(json_schema, regex, grammar))
@@ -352,6 +364,24 @@ class GenerationConfig:
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be called with two numbers, which {type(progress).__name__} cannot be")
         object.__setattr__(self, "progress", progress)
+
+
+def _number_of_top(name: str, given: object) -> int | None:
+    """How many likeliest tokens are to be named, None for none of it."""
+    if given is None:
+        return None
+    number = integer(name, given)
+    if number < 0:
+        raise ValueError(f"{name} must be None (off) or a number of tokens from 0 up, not {number}")
+    return number
+
+
+def _prediction(given: object) -> str | tuple[int, ...]:
+    if isinstance(given, str):
+        return given
+    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+        raise TypeError(f"prediction must be text or token ids, not {type(given).__name__}")
+    return tuple(integer("a token of the prediction", token) for token in given)
 
 
 def _texts(name: str, given: object) -> tuple[str, ...]:

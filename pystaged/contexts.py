@@ -103,7 +103,9 @@ class ContextPool:
         """Bytes that texts may come to fill, and contexts at rest hold."""
         return sum(loan.num_bytes for loan in self._lent) + sum(held.num_bytes for held in self._at_rest.values())
 
-    def take(self, prompt: NDArray[np.int32], max_tokens: int, *, must: bool = False) -> Decoder | Wait:
+    def take(
+        self, prompt: NDArray[np.int32], max_tokens: int, *, must: bool = False, reuse: bool = True
+    ) -> Decoder | Wait:
         """A context for a prompt, int32[n], and as many tokens after it, or what to wait for: ask again later.
 
         It begins with as much of the prompt as any context does, lent ones included, whose texts must be between steps.
@@ -111,6 +113,7 @@ class ContextPool:
 
         Args:
             must: at once, and beyond the bound if there is no room within.
+            reuse: begin with what other contexts hold; False for an empty one.
 
         Raises:
             ValueError: the pool is closed.
@@ -123,8 +126,8 @@ class ContextPool:
             need = self._needed(len(prompt) + max_tokens)
             if self._lent and not must and sum(loan.num_bytes for loan in self._lent) + need > self.memory:
                 return Wait.MEMORY
-            source, length = self._most_like(prompt[:-1])
-            if not must and self._is_being_read(prompt, length):
+            source, length = self._most_like(prompt[: -1 if reuse else 0])
+            if reuse and not must and self._is_being_read(prompt, length):
                 return Wait.PROMPT
             held = self._at_rest.get(source) if source else None
             if source and held and _survives(len(held.tokens), length):

@@ -364,6 +364,17 @@ class Engine:
                 self._grammars = Grammars(self.tokenizer)
         return self._grammars.constraint(config.grammar)
 
+    def _prediction(self, config: GenerationConfig) -> list[int]:
+        """The tokens that a text is expected to have. Raises ValueError for what is no text, or no token."""
+        if not isinstance(config.prediction, str):
+            tokens: list[int] = _token_ids(config.prediction, self.tokenizer.num_tokens).tolist()
+            return tokens
+        try:
+            tokens = going_on(self.tokenizer, config.prediction, parse_special=False).tolist()
+        except UnicodeError as error:
+            raise ValueError("the prediction is not valid Unicode text: it cannot be written as UTF-8") from error
+        return tokens
+
     def score(self, text: Prompt) -> Score:
         """How likely the model finds a text, token by token.
 

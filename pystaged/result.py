@@ -116,7 +116,7 @@ class GenerationResult:
     finish_reason: "stop" for end of text or a stop string, "length" for max_tokens or a full context, "cancelled" for a
     stream that was closed early.
     seed: of the sampling, given or drawn.
-    logprobs: of each token, None where they were not asked for.
+    logprobs: of each token, None where they were not asked for; prompt_logprobs: of each of the prompt's but the first.
     """
 
     text: str
@@ -127,6 +127,7 @@ class GenerationResult:
     stages: list[Stage] = field(repr=False)
     pieces: list[bytes] = field(repr=False)
     logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
+    prompt_logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
 
     @property
     def message(self) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pystaged._core import DeviceError
 from pystaged.config import GenerationConfig
 from pystaged.contexts import Wait
+from pystaged.decoding.opening import Opening
 from pystaged.decoding.rounds import LiveText
 from pystaged.decoding.step import Logprobs, Step
 from pystaged.decoding.tree import Stage
@@ -155,7 +156,13 @@ class Writer:
         self._stages: list[Stage] = []
         self._pieces: list[bytes] = []
         self._logprobs: list[TokenLogprob] | None = None if config.logprobs is None else []
+        self._opening = Opening(config.reuse, engine._prediction(config), config.prompt_logprobs)
         self._finish: FinishReason | None = None
+
+    @property
+    def prediction(self) -> Sequence[int]:
+        """Tokens that the text is expected to have."""
+        return self._opening.prediction
 
     def result(self) -> GenerationResult:
         """What is written by now."""
@@ -170,6 +177,7 @@ class Writer:
             self._stages,
             self._pieces,
             self._logprobs,
+            self._prompt_logprobs(),
         )
 
     def admit(self, entry: Entry, must: bool) -> LiveText | Wait:
@@ -177,7 +185,7 @@ class Writer:
         ContextPool.take."""
         config, contexts = self._config, self.engine._contexts
         progress = config.progress
-        context = contexts.take(self.prompt_tokens, config.max_tokens, must=must)
+        context = contexts.take(self.prompt_tokens, config.max_tokens, must=must, reuse=self._opening.reuse)
         if isinstance(context, Wait):
             return context
         try:
@@ -190,6 +198,7 @@ class Writer:
                 stats=self._stats,
                 progress=progress and (lambda tokens, of: entry.said.put(Reading(progress, tokens, of))),
                 constraint=self._constraint,
+                opening=self._opening,
             )
         except BaseException:
             contexts.give_back(context)
@@ -238,6 +247,13 @@ class Writer:
             logprobs = tuple(map(self._logprob, step.tokens[:new], step.logprobs[:new]))
             self._logprobs += logprobs
         return Piece(text, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path), logprobs)
+
+    def _prompt_logprobs(self) -> list[TokenLogprob] | None:
+        if self._opening.num_top is None:
+            return None
+        found = self._opening.logprobs
+        tokens = self.prompt_tokens[1 : 1 + len(found)].tolist()
+        return [self._logprob(token, logprobs) for token, logprobs in zip(tokens, found, strict=True)]
 
     def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:
         """The same with the tokens' texts."""

@@ -218,7 +218,7 @@ def test_asynchronously(model: llm_plugin.Pystaged) -> None:
 
 def test_every_option_of_a_text_is_offered() -> None:
     # llm has schemas of its own; the others are no values, or have no place.
-    left_out = {"json_schema", "logprobs", "progress", "sampling"}
+    left_out = {"json_schema", "logprobs", "prediction", "progress", "prompt_logprobs", "reuse", "sampling"}
     assert TextOptions.__annotations__.keys() - left_out <= llm_plugin.ModelOptions.model_fields.keys()
 
 

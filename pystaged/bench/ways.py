@@ -18,6 +18,7 @@ from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.loop import Decoder, Progress
+from pystaged.decoding.opening import Opening
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.decoding.requests import Requests, finish
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
@@ -38,8 +39,11 @@ class _Ready(Decoder):
         speculate: bool = True,
         progress: Progress | None = None,
         constraint: Constraint | None = None,
+        opening: Opening | None = None,
     ) -> Requests[int]:
-        reused = yield from super().start(prompt, speculate=speculate, progress=progress, constraint=constraint)
+        reused = yield from super().start(
+            prompt, speculate=speculate, progress=progress, constraint=constraint, opening=opening
+        )
         for drafter in self.drafters:
             yield from drafter.catch_up()
         return reused

@@ -43,9 +43,11 @@ class Drafter(Protocol):
     """Proposes what comes after a context that it follows step by step; what may need passes is a generator of them.
 
     constraint: what the text must be, set before it starts; what it forbids is cut from trees, whoever heeds it or not.
+    prediction: tokens that its user expects, or the like of them; set before it starts, and no part of the text.
     """
 
     constraint: Constraint | None
+    prediction: Sequence[int]
 
     memory: Memory | None
     """Is told what came of the trees that it drafted; None where nobody wants to know."""

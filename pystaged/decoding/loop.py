@@ -18,8 +18,9 @@ from pystaged.decoding.constraint import Constraint, constrained
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter, common_prefix
+from pystaged.decoding.opening import Opening
 from pystaged.decoding.policy import MAX_NODES
-from pystaged.decoding.requests import Done, Read, Request, Requests, Verify, alone
+from pystaged.decoding.requests import Done, Request, Requests, Verify, alone
 from pystaged.decoding.step import FinishReason, Step
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import DrafterStats, GenerationStats
@@ -99,6 +100,7 @@ class Decoder:
         stats: GenerationStats | None = None,
         progress: Progress | None = None,
         constraint: Constraint | None = None,
+        opening: Opening | None = None,
     ) -> Generator[Request | Step, Done | None, None]:
         """Continue a prompt step by step.
 
@@ -110,6 +112,7 @@ class Decoder:
             stats: filled while it goes, complete when the iterator is exhausted or closed.
             progress: as in start.
             constraint: what the text must be; of this text alone.
+            opening: how its prompt is read; of this text alone.
 
         Returns:
             A generator of requests, to be answered, and of each Step; the last one, which may be without tokens, says
@@ -123,7 +126,8 @@ class Decoder:
             raise ValueError(f"the prompt needs a token at least, and max_tokens, {max_tokens}, must be at least 1")
         self._check(prompt)
         stats = GenerationStats() if stats is None else stats
-        return self._text(prompt, sampling, max_tokens, is_end, speculate, stats, progress, constraint)
+        opening = opening or Opening()
+        return self._text(prompt, sampling, max_tokens, is_end, speculate, stats, progress, constraint, opening)
 
     def start(
         self,
@@ -132,6 +136,7 @@ class Decoder:
         speculate: bool = True,
         progress: Progress | None = None,
         constraint: Constraint | None = None,
+        opening: Opening | None = None,
     ) -> Requests[int]:
         """Bring the context to a prompt, int32[n] with n >= 1; returns how many of its tokens were there already.
 
@@ -141,12 +146,14 @@ class Decoder:
             speculate: False decodes plainly until the next start.
             progress: called before the first piece of the prompt and after each.
             constraint: what the text must be, until the next start; whoever steps tells it of the text.
+            opening: how the prompt is read.
 
         Raises:
             ContextFullError: the prompt is longer than the context.
         """
         self._check(prompt)
-        reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1)
+        opening = opening or Opening()
+        reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1) if opening.reuse else 0
         begin = self._clock()
         self.target.truncate(reused)
         missing = prompt[reused:-1]
@@ -154,8 +161,7 @@ class Decoder:
         while read < len(missing):
             if progress:
                 progress(read, len(missing))
-            done = yield Read(self.target, reused + read, missing[read:])
-            read += done.result
+            read += yield from opening.read(self.target, prompt[:-1], prompt[1:], reused + read)
         if progress:
             progress(read, read)
         seconds = self._clock() - begin
@@ -165,6 +171,7 @@ class Decoder:
         self._is_plain = not speculate
         self._constrain_by(constraint)
         for drafter in self._drafting:
+            drafter.prediction = opening.prediction
             drafter.start(prompt)
         yield from self.budget.open(self._drafting, len(prompt), (read, seconds))
         return reused
@@ -245,13 +252,14 @@ class Decoder:
         stats: GenerationStats,
         progress: Progress | None,
         constraint: Constraint | None,
+        opening: Opening,
     ) -> Generator[Request | Step, Done | None, None]:
         # What a text's reader waits for, others' work included.
         before, left, begin = self.work(), max_tokens, self.crowd.wall()
         stats.prompt_tokens += len(prompt)
         try:
             stats.reused_tokens += yield from self.start(
-                prompt, speculate=speculate, progress=progress, constraint=constraint
+                prompt, speculate=speculate, progress=progress, constraint=constraint, opening=opening
             )
             stats.prefill_seconds += self.crowd.wall() - begin
             finished = False

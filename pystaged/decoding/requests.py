@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,7 +51,7 @@ class Read(_OfSession):
     session: Session
     cells: int
     tokens: NDArray[np.int32]
-    num_rows: int = 0
+    num_rows: int = field(default=0, kw_only=True)
 
     def work(self) -> Work:
         return Work.read(self.session, self.tokens[: self.num_rows])
@@ -60,7 +60,38 @@ class Read(_OfSession):
         self.session.prefill(self.tokens[: self.num_rows])
         return None
 
-    def result(self, _: Any) -> int:
+    def result(self, found: Any) -> int:
+        del found
+        return self.num_rows
+
+
+@dataclass(slots=True, eq=False)
+class Score(Read):
+    """The same, and say how likely the model finds each token after those that are read.
+
+    following: int32[n], the token after each. logprobs: what was said, of each row that was read.
+    """
+
+    following: NDArray[np.int32]
+    sampling: Sampling
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+    def work(self) -> Work:
+        return Work.verify(self.session, self.tokens[: self.num_rows], *self._chain)
+
+    def perform(self) -> object:
+        return self.session.verify(self.tokens[: self.num_rows], *self._chain)
+
+    @property
+    def _chain(self) -> tuple[NDArray[np.int32], Sampling, int, NDArray[np.uint32]]:
+        """A path of a tree that cannot but be followed."""
+        rows, following = np.arange(self.num_rows, dtype=np.int32), self.following[: self.num_rows]
+        masks = np.zeros((self.num_rows, int(following.max()) // 32 + 1), np.uint32)
+        masks[rows, following // 32] = np.left_shift(np.uint32(1), (following % 32).astype(np.uint32))
+        return rows - 1, self.sampling, 0, masks
+
+    def result(self, found: Any) -> int:
+        self.logprobs = Logprobs.of(*found[2])
         return self.num_rows
 
 

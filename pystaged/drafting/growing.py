@@ -36,6 +36,7 @@ class TreeDrafter:
         self._calibration = self._calibrations[True]
         self._builder: TreeBuilder | None = None
         self.constraint: Constraint | None = None
+        self.prediction: Sequence[int] = ()
 
     def work(self) -> dict[str, DrafterStats]:
         return {self._stage.name.lower(): replace(self.stats)}

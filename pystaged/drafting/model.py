@@ -99,6 +99,7 @@ class ModelDrafter(TreeDrafter):
         self._root = int(context[-1])
         self._builder = None
         if self.below:
+            self.below.prediction = self.prediction
             self.below.start(context)
 
     def lag(self) -> float:

@@ -70,11 +70,12 @@ class NgramDrafter(TreeDrafter):
         self.memory = self._recycled = recycled
         self._vocab_size = min(vocab_size, table.vocab_size) if table else vocab_size
         self._grams = ContextNgrams()
-        self._context: list[int] = []
+        self._context: list[int] = []  # what is predicted, then the text
+        self._begin_of_text = 0
         self._sampling = SamplingConfig()
 
     def start(self, context: NDArray[np.int32]) -> None:
-        self._context = context.tolist()
+        self._context, self._begin_of_text = [*self.prediction, *context.tolist()], len(self.prediction)
         self._grams = ContextNgrams()
         self._builder = None
 
@@ -113,7 +114,7 @@ class NgramDrafter(TreeDrafter):
                 [-score for score, _ in leaves],
                 passes,
                 spent,
-                len(self._context) - 1,
+                len(self._context) - self._begin_of_text - 1,
             )
             room = MAX_EXPANDED - passes
             if self._cost and seconds < math.inf:
@@ -195,7 +196,8 @@ class NgramDrafter(TreeDrafter):
         temperature = self._sampling.temperature
         if temperature > 0 and ranked:
             ids = np.array([token for _, token in ranked], np.int32)
-            noise = gumbel(self._sampling.seed, len(self._context) + len(path), ids).tolist()
+            position = len(self._context) - self._begin_of_text + len(path)
+            noise = gumbel(self._sampling.seed, position, ids).tolist()
             ranked = [(score / temperature + g, token) for (score, token), g in zip(ranked, noise, strict=True)]
         ranked.sort(key=lambda item: (-item[0], item[1]))
         source = Stage.NGRAM + order if order else _OF_RECYCLED[known]
