@@ -18,7 +18,8 @@ USES = {
     "chat": {"chat"},
     "loading": {"backends", "decoding", "drafting", "loading"},
     "bench": {"backends", "bench", "chat", "decoding", "drafting", "loading"},
-    "cli": {"backends", "bench", "chat", "cli", "decoding", "drafting", "loading"},
+    "server": {"chat", "decoding", "loading", "server"},
+    "cli": {"backends", "bench", "chat", "cli", "decoding", "drafting", "loading", "server"},
 }
 
 

@@ -67,6 +67,14 @@ class ChatFormat:
         """The templates there are; "default" is the usual one, and "tool_use", if there is one, for tools."""
         return list(self._sources)
 
+    def variables(self, template: str = "default") -> set[str]:
+        """The names of what a template makes use of; none where it cannot be read, which rendering says."""
+        with self._one_at_a_time:
+            try:
+                return self._variables_of(template)
+            except Exception:
+                return set()
+
     def render(
         self,
         messages: Sequence[Message],
@@ -180,10 +188,15 @@ class ChatFormat:
         if template is None:
             source = self._source(name)
             template = self._sandbox.from_string(source)
-            names = self._sandbox.parse(source).find_all(jinja2.nodes.Name)
-            self._variables[name] = {each.name for each in names}
+            self._variables_of(name)
             self._templates[name] = template
         return template.render(variables)
+
+    def _variables_of(self, name: str) -> set[str]:
+        if name not in self._variables:
+            names = self._sandbox.parse(self._source(name)).find_all(jinja2.nodes.Name)
+            self._variables[name] = {each.name for each in names}
+        return self._variables[name]
 
     def _source(self, name: str) -> str:
         if name not in self._sources:

@@ -19,6 +19,7 @@ from pystaged import _program
 _COMMANDS = {
     "generate": "Continue a prompt.",
     "chat": "Talk with a model.",
+    "serve": "Serve a model to clients of OpenAI's interface, and a page to talk with it.",
     "pull": "Download a model into the cache and print its path.",
     "quantize": "Write a model in another type, with llama.cpp's quantizer.",
     "repl": "Write a text in turns with the model, which stays loaded and reads only what is new.",

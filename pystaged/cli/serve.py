@@ -1,0 +1,203 @@
+"""`pystaged serve`: a server that OpenAI's clients speak to."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pystaged.cli.console import errors, open_engine, report
+from pystaged.cli.options import LoadOptions, ModelArgument, ModelToo, SamplingOptions, check, either, grouped, usage
+from pystaged.engine import Engine
+from pystaged.files import read_small
+
+_KEY_VARIABLE = "PYSTAGED_API_KEY"
+_MOST_KEYS = 1 << 20  # bytes of a file
+_GIB = 1 << 30
+
+
+@dataclass
+class AddressOptions:
+    """Where the server listens, and to whom."""
+
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is reachable from this machine only.", callback=check)
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Requests need this key, or another one of several; also in {_KEY_VARIABLE}.",
+            callback=check,
+            show_default=False,
+        ),
+    ] = None
+    api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one per line.", show_default=False)] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name that the server may be called by; may be repeated.", callback=check, show_default=False
+        ),
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Site whose pages may use the server, such as https://example.com, or * for all; may be repeated.",
+            callback=check,
+            show_default=False,
+        ),
+    ] = None
+
+    def keys(self) -> list[str]:
+        """All keys there are. Raises OSError and ValueError for a file that cannot be read, or an empty key."""
+        from pystaged.server.security import read_keys  # noqa: PLC0415
+
+        given = list(self.api_key or [])
+        if os.environ.get(_KEY_VARIABLE):
+            given.append(os.environ[_KEY_VARIABLE])
+        if self.api_key_file is not None:
+            given += [line for line in read_small(self.api_key_file, _MOST_KEYS).decode().splitlines() if line.strip()]
+            if not given:
+                raise ValueError(f"{self.api_key_file} has no keys")
+        return read_keys(given)
+
+
+@dataclass
+class QueueOptions:
+    """How much the server takes on."""
+
+    parallel: Annotated[int, typer.Option(min=1, help="Texts that are written at once.", callback=check)] = 16
+    queue: Annotated[
+        int, typer.Option(min=0, help="Texts that may wait beyond that; more are refused.", callback=check)
+    ] = 64
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a request may take in all.")] = 3600.0
+    queue_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a text may wait.")] = 600.0
+    grace: Annotated[int, typer.Option(min=0, help="Seconds for texts in progress when the server ends.")] = 30
+
+
+@dataclass
+class SharedOptions(LoadOptions):
+    """The same, for users who need not know each other."""
+
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory/--no-memory",
+            help="Draft from what the model said before, to anybody; the time that texts take may tell of others.",
+        ),
+    ] = False
+
+
+@dataclass
+class ServedSampling(SamplingOptions):
+    """The same, with OpenAI's defaults."""
+
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0
+    seed: Annotated[int, typer.Option(help="Same seed, same text; -1 draws one for each request.")] = -1
+
+
+@grouped
+def serve(
+    model: ModelArgument = None,
+    *,
+    named: ModelToo = None,
+    address: AddressOptions,
+    waiting: QueueOptions,
+    alias: Annotated[
+        str | None, typer.Option(help="What clients call the model; its name by default.", callback=check)
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Requests must name the model.")] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", min=1, help="New tokens of a text, by default and at most.")
+    ] = None,
+    sampling: ServedSampling,
+    loading: SharedOptions,
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="Print a line for each request.")] = False,
+    metrics_prefix: Annotated[str, typer.Option(help="What names in /metrics begin with.", callback=check)] = (
+        "pystaged:"
+    ),
+) -> None:
+    """Serve a model to clients of OpenAI's interface, and a page to talk with it.
+
+    Texts share passes, and each is what it would be alone. The sampling options are for requests that do not say
+    otherwise. Ctrl-C ends it when the texts in progress are done, pressed twice at once.
+
+    Example: pystaged serve smollm2
+
+    Example: pystaged serve model.gguf --draft small.gguf --parallel 8 --kv-memory 4G
+
+    Example: PYSTAGED_API_KEY=secret pystaged serve smollm2 --host 0.0.0.0 --port 8000
+    """
+    try:
+        from pystaged.server.app import application  # noqa: PLC0415
+        from pystaged.server.run import address as address_of  # noqa: PLC0415
+        from pystaged.server.run import bound, serve  # noqa: PLC0415
+        from pystaged.server.security import is_loopback  # noqa: PLC0415
+        from pystaged.server.settings import Settings  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'serving needs {error.name}: pip install "pystaged[server]"', name=error.name
+        ) from None
+    name = either(model, named, "house")
+    keys = address.keys()
+    with usage():
+        defaults = _defaults(sampling, max_tokens)
+        if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", metrics_prefix):
+            raise ValueError(f"--metrics-prefix must be letters, digits, _ and :, not {metrics_prefix!r}")
+    with bound(address.host, address.port) as listener:
+        if not is_loopback(address.host) and not keys:
+            errors.print(
+                f"[bold yellow]warning:[/bold yellow] whoever reaches {address.host}:{address.port} can use this "
+                "server; --api-key asks for a key"
+            )
+        with open_engine(name, loading) as engine:
+            settings = Settings(
+                alias or _name_of(name),
+                strict=strict,
+                defaults=defaults,
+                api_keys=keys,
+                allowed_hosts=[*(address.allowed_host or []), address.host],
+                cors_origins=address.cors_origin or [],
+                parallel=waiting.parallel,
+                queue=waiting.queue,
+                timeout=waiting.timeout,
+                queue_timeout=waiting.queue_timeout,
+                metrics_prefix=metrics_prefix,
+                log=report if log_requests else None,
+            )
+            serve(
+                application(engine, settings),
+                listener,
+                grace=waiting.grace,
+                ready=lambda: _greet(engine, settings.name, address_of(listener)),
+            )
+
+
+def _greet(engine: Engine, name: str, where: str) -> None:
+    model = engine.model
+    draft = f"{engine.draft.name or 'a model'} and n-grams draft" if engine.draft else "n-grams draft"
+    report(f"{name}: {model.architecture}, {model.file_bytes / _GIB:.2f} GiB on {model.devices or 'cpu'}; {draft}")
+    room = engine.kv_memory // max(1, engine.context_bytes)
+    memory = f"{engine.kv_memory / _GIB:.2f} GiB for keys and values"
+    report(f"texts of {engine.n_ctx} tokens; {memory}, {room} such texts at once")
+    report(f"listening on {where}, for OpenAI's clients at {where}/v1; Ctrl-C ends it")
+
+
+def _defaults(sampling: SamplingOptions, max_tokens: int | None) -> dict[str, Any]:
+    """The options that were given, for requests that do not say otherwise. Raises ValueError for what is wrong."""
+    config = sampling.config()
+    changed = {each.name for each in fields(sampling) if getattr(sampling, each.name) != each.default}
+    names = {"dry_sequence_breaker": "dry_sequence_breakers"}
+    found = {names.get(name, name): getattr(config, names.get(name, name)) for name in changed}
+    if max_tokens is not None:
+        found["max_tokens"] = max_tokens
+    return found
+
+
+def _name_of(model: str) -> str:
+    """What clients call a model: a hub id or a name as it is, of a file its name without the folder."""
+    return Path(model).stem if model.endswith(".gguf") else model

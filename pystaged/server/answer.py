@@ -1,0 +1,195 @@
+"""A request's texts on their way to a client: what completions and chats have in common."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pystaged.decoding.tree import Stage
+from pystaged.result import GenerationResult, Piece
+from pystaged.server import answers
+from pystaged.server.figures import timings, usage
+from pystaged.server.reply import Sender, encoded
+from pystaged.server.state import State
+from pystaged.server.wire import StreamOptions, TextRequest
+from pystaged.server.writing import write
+from pystaged.stages import STAGE_NAMES, StageSpans
+from pystaged.streams import Writer
+
+
+class Answer(ABC):
+    """One request's texts.
+
+    Args:
+        writers: of each prompt as many, one prompt after the other.
+        seed: of the first.
+        num_prompts: how many there are.
+    """
+
+    prefix: str  # of its id
+    whole_kind: str
+    part_kind: str
+
+    def __init__(
+        self, state: State, request: TextRequest, writers: Sequence[Writer], seed: int, num_prompts: int = 1
+    ) -> None:
+        self.state, self.request, self.writers = state, request, writers
+        self.key = secrets.token_hex(12)
+        self.tokenizer = state.engine.tokenizer
+        self._seed, self._num_prompts = seed, num_prompts
+        self._created = int(time.time())
+        self._begun = time.monotonic()
+        self._first: dict[int, float] = {}  # seconds until the first token of each
+        self._spans = [StageSpans() for _ in writers]
+        self._sender: Sender
+
+    @abstractmethod
+    def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
+        """Text i as a whole."""
+
+    @abstractmethod
+    def first_parts(self, i: int) -> list[dict[str, Any]]:
+        """What comes before the first piece of text i."""
+
+    @abstractmethod
+    def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
+        """What a piece adds to text i; None for nothing."""
+
+    @abstractmethod
+    def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        """What comes behind the last piece of text i; the last part has the reason."""
+
+    def results(self) -> list[GenerationResult]:
+        """The texts, as far as they are written."""
+        return [writer.result() for writer in self.writers]
+
+    async def send(self, sender: Sender) -> None:
+        """Write the texts and send what they become."""
+        self._sender = sender
+        settings = self.state.settings
+        try:
+            await write(self.state.gate, self.writers, self, settings.queue_timeout)
+        finally:
+            for i, result in enumerate(self.results()):
+                self.state.metrics.text_over(result, self._first.get(i))
+        results = self.results()
+        if not self.request.stream:
+            choices = [self.choice(i, result) for i, result in enumerate(results)]
+            await sender.whole(encoded(self._envelope(self.whole_kind, choices) | self._figures(results)))
+            return
+        if self._options.include_usage:
+            await sender.event(self._envelope(self.part_kind, []) | self._figures(results))
+        await sender.end()
+
+    async def piece(self, i: int, piece: Piece) -> None:
+        if i not in self._first:
+            self._first[i] = time.monotonic() - self._begun
+            await self._begin(i)
+        if not self.request.stream:
+            return
+        part = self.part(i, piece)
+        if part is not None:
+            await self._sender.event(self._envelope(self.part_kind, [part]) | self._so_far())
+
+    async def ended(self, i: int) -> None:
+        if i not in self._first:
+            await self._begin(i)
+        if not self.request.stream:
+            return
+        *parts, last = self.last_parts(i, self.writers[i].result())
+        for each in parts:
+            await self._sender.event(self._envelope(self.part_kind, [each]) | self._so_far())
+        figures = self._so_far()
+        if not self._options.include_usage:
+            figures = figures | {"timings": timings(self.results())}
+        await self._sender.event(self._envelope(self.part_kind, [last]) | figures)
+
+    async def _begin(self, i: int) -> None:
+        for each in self.first_parts(i) if self.request.stream else []:
+            await self._sender.event(self._envelope(self.part_kind, [each]) | self._nothing_yet())
+
+    def ours(self, result: GenerationResult) -> dict[str, Any]:
+        """What a choice has besides, for a request that wants to know who proposed what."""
+        if not self.request.pystaged:
+            return {}
+        spans = StageSpans().split(result.text, result.pieces, result.stages)
+        stats = result.stats
+        found: answers.Ours = {
+            "pieces": [(text, STAGE_NAMES[stage]) for text, stage in spans],
+            "texts": stats.texts_per_pass,
+            "rows": stats.rows_per_pass,
+            "speedup": stats.speedup_estimate,
+        }
+        return {"token_ids": list(result.tokens), "pystaged": found}
+
+    def ours_of(self, i: int, piece: Piece) -> dict[str, Any]:
+        """The same of a piece."""
+        if not self.request.pystaged:
+            return {}
+        words = [self.tokenizer.token_bytes(token) for token in piece.tokens]
+        stats = self.writers[i].result().stats
+        found: answers.Ours = {
+            "pieces": [(text, STAGE_NAMES[stage]) for text, stage in self._spans[i].split(piece, words, piece.stages)],
+            "tree": self._tree(piece),
+            "texts": float(self.state.gate.num_inside),
+            "speedup": stats.speedup_estimate,
+        }
+        return {"token_ids": list(piece.tokens), "pystaged": found}
+
+    def _tree(self, piece: Piece) -> list[answers.Node]:
+        tree, path = piece.tree, set(piece.path)
+        return [
+            {
+                "text": self.tokenizer.token_bytes(token, special=True).decode("utf-8", "replace"),
+                "parent": parent,
+                "stage": STAGE_NAMES[Stage(stage)],
+                "accepted": node in path,
+            }
+            for node, (token, parent, stage) in enumerate(
+                zip(tree.tokens.tolist(), tree.parents.tolist(), tree.stages.tolist(), strict=True)
+            )
+        ]
+
+    @property
+    def _options(self) -> StreamOptions:
+        return self.request.stream_options or StreamOptions()
+
+    def _envelope(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}-{self.key}",
+            "object": kind,
+            "created": self._created,
+            "model": self.state.settings.name,
+            "system_fingerprint": self.state.fingerprint,
+            "choices": choices,
+        }
+
+    def _figures(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """What the end has besides the texts."""
+        return {
+            "usage": usage(results, self._num_prompts, self.writers[0].prediction),
+            "timings": timings(results),
+            "seed": self._seed,
+        }
+
+    def _nothing_yet(self) -> dict[str, Any]:
+        return {"usage": None} if self._options.include_usage else {}
+
+    def _so_far(self) -> dict[str, Any]:
+        """What a part has besides, as it was asked for."""
+        found = self._nothing_yet()
+        if self._options.continuous_usage_stats:
+            found["usage"] = usage(self.results(), self._num_prompts, self.writers[0].prediction)
+        if self.request.timings_per_token:
+            found["timings"] = timings(self.results())
+        return found
+
+    def summary(self) -> str:
+        """What was written, for a line in a log."""
+        stats = [result.stats for result in self.results()]
+        prompt, new = sum(each.prompt_tokens for each in stats), sum(each.new_tokens for each in stats)
+        cached = sum(each.reused_tokens for each in stats)
+        return f", {len(stats)} texts, {prompt} tokens of prompts ({cached} were there), {new} written"

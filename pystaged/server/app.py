@@ -1,0 +1,235 @@
+"""The application: what is served where."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn, TypeVar
+
+import anyio
+from anyio.to_thread import run_sync
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+import pystaged
+from pystaged.engine import Engine
+from pystaged.loading.metadata import read_metadata
+from pystaged.server import chats, completions, tokens
+from pystaged.server.errors import ApiError, explained
+from pystaged.server.openapi import describe
+from pystaged.server.options import renamed
+from pystaged.server.page import page
+from pystaged.server.reply import Reply, Sender, encoded
+from pystaged.server.security import Guard
+from pystaged.server.settings import Settings
+from pystaged.server.state import State
+from pystaged.server.wire import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ModelRequest,
+    TextRequest,
+    TokenizeRequest,
+)
+
+R = TypeVar("R", bound=BaseModel)
+
+
+def application(engine: Engine, settings: Settings, on_close: Callable[[], None] = lambda: None) -> Starlette:
+    """An ASGI application that answers with the texts of an engine.
+
+    Args:
+        on_close: called when the server ends, after the last request.
+    """
+    server = _Endpoints(State(engine, settings))
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> Any:
+        yield
+        on_close()
+
+    both = [
+        ("/models", server.models, "GET"),
+        ("/health", server.health, "GET"),
+        ("/completions", server.completions, "POST"),
+        ("/chat/completions", server.chats, "POST"),
+    ]
+    routes = [Route(prefix + path, run, methods=[method]) for path, run, method in both for prefix in ("/v1", "")]
+    routes += [
+        Route("/", server.page),
+        Route("/props", server.props),
+        Route("/metrics", server.metrics),
+        Route("/tokenizer_info", server.tokenizer_info),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
+        Route("/openapi.json", server.openapi),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, settings=settings)],
+        exception_handlers={404: _nowhere, 405: _nowhere, ApiError: _refused, Exception: _refused},
+        lifespan=lifespan,
+    )
+
+
+class _Endpoints:
+    """What is done at each address."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._metadata = read_metadata(state.engine._pair.path)
+        self._version = pystaged.__version__
+        self._openapi = encoded(describe(self._version))
+        self._page = page()
+
+    async def page(self, request: Request) -> Response:
+        del request
+        return self._page
+
+    async def models(self, request: Request) -> Response:
+        del request
+        engine = self._state.engine
+        card = {
+            "id": self._state.settings.name,
+            "object": "model",
+            "created": self._state.created,
+            "owned_by": "pystaged",
+            "meta": {
+                "n_vocab": engine.tokenizer.num_tokens,
+                "n_ctx": engine.n_ctx,
+                "n_ctx_train": engine.model.max_context,
+                "n_embd": engine.model.width,
+                "size": engine.model.file_bytes,
+            },
+        }
+        return _json({"object": "list", "data": [card]})
+
+    async def health(self, request: Request) -> Response:
+        del request
+        return _json({"status": "ok"})
+
+    async def props(self, request: Request) -> Response:
+        del request
+        return _json(tokens.properties(self._state, self._metadata, self._version))
+
+    async def metrics(self, request: Request) -> Response:
+        del request
+        text = self._state.metrics.text(self._state)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        del request
+        return _json(tokens.tokenizer_info(self._state, self._metadata))
+
+    async def openapi(self, request: Request) -> Response:
+        del request
+        return Response(self._openapi, media_type="application/json")
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await self._read(request, TokenizeRequest)
+        return _json(await run_sync(tokens.tokenize, self._state, asked))
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await self._read(request, DetokenizeRequest)
+        return _json(await run_sync(tokens.detokenize, self._state, asked))
+
+    async def completions(self, request: Request) -> Reply:
+        return await self._text(request, CompletionRequest, completions.begin)
+
+    async def chats(self, request: Request) -> Reply:
+        return await self._text(request, ChatRequest, chats.begin)
+
+    async def _text(self, request: Request, kind: type[Any], begin: Callable[[State, Any], Any]) -> Reply:
+        asked = await self._read(request, kind)
+        self._state.gate.check()
+        begun = time.monotonic()
+        answers: list[Any] = []
+
+        async def work(sender: Sender) -> None:
+            answers.append(await run_sync(begin, self._state, asked))
+            await answers[0].send(sender)
+
+        def over(status: int) -> None:
+            self._state.metrics.request_over(request.url.path, status)
+            if self._state.settings.log:
+                words = answers[0].summary() if answers else ""
+                took = time.monotonic() - begun
+                self._state.settings.log(f"{request.url.path} {status or 'left'} {took:.2f} s{words}")
+
+        settings = self._state.settings
+        return Reply(work, pings=bool(asked.stream), timeout=settings.timeout, stall=settings.stall_timeout, over=over)
+
+    async def _read(self, request: Request, kind: type[R]) -> R:
+        """A request's body, checked. Raises ApiError."""
+        body = await self._body(request)
+        try:
+            value = json.loads(body, parse_constant=_no_number)
+        except (ValueError, RecursionError):
+            raise ApiError(400, "the body is not valid JSON") from None
+        if not isinstance(value, dict):
+            raise ApiError(400, "the body must be a JSON object")
+        if issubclass(kind, TextRequest):
+            value = renamed(value)
+        try:
+            asked = kind.model_validate(value)
+        except ValidationError as error:
+            raise _invalid(error) from None
+        if isinstance(asked, ModelRequest):
+            self._state.check_model(asked)
+        return asked
+
+    async def _body(self, request: Request) -> bytes:
+        settings = self._state.settings
+        body = bytearray()
+        try:
+            with anyio.fail_after(settings.stall_timeout):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > settings.max_body:
+                        most = settings.max_body
+                        message = f"the request is larger than {most} bytes"
+                        raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+        except TimeoutError:
+            raise ApiError(408, "the request did not come in time", headers={"Connection": "close"}) from None
+        except ClientDisconnect:
+            raise ApiError(400, "the request was not finished") from None
+        return bytes(body)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """What is wrong with a request, of the first member that is."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    # Members of unions are named by their types, too.
+    name = str(first["loc"][0]) if first["loc"] else None
+    return ApiError(400, f"{param or 'the request'}: {first['msg']}", param=name)
+
+
+def _json(value: Any) -> Response:
+    return Response(encoded(value), media_type="application/json")
+
+
+def _error(error: ApiError) -> Response:
+    return Response(error.json(), error.status, error.headers, media_type="application/json")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    del request
+    return _error(explained(error))
+
+
+async def _nowhere(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    return _error(
+        ApiError(status, f"there is no {request.method} {request.url.path}", headers=getattr(error, "headers", None))
+    )

@@ -1,0 +1,148 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pystaged.batch import seeded
+from pystaged.chat.format import ChatTemplateError
+from pystaged.config import GenerationConfig
+from pystaged.result import GenerationResult, Piece
+from pystaged.server.answer import Answer
+from pystaged.server.answers import Call, Delta
+from pystaged.server.errors import ApiError, too_long, unsupported
+from pystaged.server.logprobs import of_chat
+from pystaged.server.options import begun, checked, text_options
+from pystaged.server.state import State
+from pystaged.server.tools import CallReader, grammar, has_calls, knows_tools, messages_with, offered
+from pystaged.server.wire import ChatRequest
+from pystaged.streams import Writer
+
+
+def begin(state: State, request: ChatRequest) -> ChatAnswer:
+    """Take in a request. May take a while.
+
+    Raises:
+        ApiError: what cannot be answered.
+        ValueError: likewise.
+    """
+    engine, tools = state.engine, offered(request)
+    n = request.n or 1
+    if n > state.settings.most_texts:
+        raise ApiError(400, f"n may be at most {state.settings.most_texts}", param="n")
+    messages = [message.model_dump(exclude_none=True, exclude={"tokens"}) for message in request.messages]
+    given = [tool.model_dump(exclude_none=True) for tool in tools]
+    chat_format = engine.chat_format
+    if (given or has_calls(messages)) and not knows_tools(chat_format):
+        messages, given = messages_with(messages, given), []
+    try:
+        prompt = chat_format.encode(messages, tools=given or None, template_options=request.chat_template_kwargs)
+    except ChatTemplateError:
+        raise
+    except (ValueError, TypeError) as error:
+        param = "chat_template_kwargs" if str(error).startswith("template_options") else "messages"
+        raise ApiError(400, str(error), param=param) from None
+    if len(prompt) > engine.n_ctx:
+        raise too_long(len(prompt), engine.n_ctx, "messages")
+    of_calls = grammar(request, tools)
+    config = _config(state, request, of_calls)
+    config = replace(config, stop=(*config.stop, *chat_format.stop))
+    writers = begun(engine, [prompt], seeded(config, n), "tools" if of_calls else _form(request))
+    return ChatAnswer(state, request, writers, config.sampling.seed, bool(tools))
+
+
+def _config(state: State, request: ChatRequest, of_calls: str | None) -> GenerationConfig:
+    asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    if asked == 0:
+        raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
+    room = state.engine.n_ctx
+    options = text_options(request.model_copy(update={"max_tokens": asked}), state.settings.defaults, room, room)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    if request.logprobs:
+        options["logprobs"] = request.top_logprobs or 0
+    if request.prediction:
+        content = request.prediction.content
+        options["prediction"] = content if isinstance(content, str) else "".join(part.text or "" for part in content)
+    schema = _schema(request)
+    if schema is not None:
+        options["json_schema"] = schema
+    if of_calls is not None:
+        if any(options.get(name) is not None for name in ("json_schema", "grammar")):
+            raise unsupported("tool_choice", "an answer that must be a call cannot have another form, too")
+        options["grammar"] = of_calls
+    return checked(options)
+
+
+def _form(request: ChatRequest) -> str:
+    """The part of a request that says what form the answer has."""
+    if request.grammar is not None:
+        return "grammar"
+    return "json_schema" if request.json_schema is not None else "response_format"
+
+
+def _schema(request: ChatRequest) -> dict[str, Any] | None:
+    """What the answer meets."""
+    given = request.response_format
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return given.schema_ if given.schema_ is not None else {"type": "object"}
+    if given.json_schema is None or given.json_schema.schema_ is None:
+        message = "response_format of type json_schema needs json_schema.schema"
+        raise ApiError(400, message, param="response_format")
+    return given.json_schema.schema_
+
+
+class ChatAnswer(Answer):
+    """Answers of a conversation."""
+
+    prefix, whole_kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, state: State, request: ChatRequest, writers: list[Writer], seed: int, has_tools: bool) -> None:
+        super().__init__(state, request, writers, seed)
+        self._with_logprobs = bool(request.logprobs)
+        self._has_tools = has_tools
+        self._readers = [CallReader(f"{self.key[:8]}{i}", has_tools) for i in range(len(writers))]
+
+    def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
+        reader = self._readers[i]
+        words = reader.push(result.text)
+        rest, calls = reader.finish()
+        message: dict[str, Any] = {"role": "assistant", "content": words + rest, "refusal": None}
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        logprobs = of_chat(self.tokenizer, result.logprobs or []) if self._with_logprobs else None
+        return {
+            "index": i,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": _reason(result, calls),
+        } | self.ours(result)
+
+    def first_parts(self, i: int) -> list[dict[str, Any]]:
+        return [_part(i, {"role": "assistant", "content": None})]
+
+    def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
+        words = self._readers[i].push(piece.text)
+        logprobs = of_chat(self.tokenizer, piece.logprobs or []) if self._with_logprobs else None
+        ours = self.ours_of(i, piece)
+        if not (words or logprobs or ours):
+            return None
+        return _part(i, {"content": words} if words else {}) | {"logprobs": logprobs} | ours
+
+    def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        words, calls = self._readers[i].finish()
+        parts = [_part(i, {"content": words})] if words else []
+        if calls:
+            parts.append(_part(i, {"tool_calls": [{"index": j, **call} for j, call in enumerate(calls)]}))
+        return [*parts, _part(i, {}) | {"finish_reason": _reason(result, calls)}]
+
+
+def _part(i: int, delta: Delta) -> dict[str, Any]:
+    return {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _reason(result: GenerationResult, calls: list[Call]) -> str:
+    return "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason

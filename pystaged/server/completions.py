@@ -1,0 +1,121 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pystaged._core import ContextFullError
+from pystaged.batch import seeded
+from pystaged.decoding.tree import Stage
+from pystaged.engine import Prompt
+from pystaged.result import GenerationResult, Piece
+from pystaged.server.answer import Answer
+from pystaged.server.answers import CompletionLogprobs as Found
+from pystaged.server.errors import ApiError, too_long, unsupported
+from pystaged.server.logprobs import CompletionLogprobs, joined
+from pystaged.server.options import begun, checked, text_options
+from pystaged.server.state import State
+from pystaged.server.wire import CompletionRequest
+from pystaged.streams import Writer
+
+_USUAL = 16  # tokens, as OpenAI has it
+
+
+def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
+    """Take in a request. May take a while.
+
+    Raises:
+        ApiError: what cannot be answered.
+        ValueError: likewise.
+    """
+    n, engine = request.n or 1, state.engine
+    if request.suffix:
+        raise unsupported("suffix", "suffix is not supported: the model writes what follows a text only")
+    if request.best_of is not None and request.best_of > n:
+        raise unsupported("best_of", "best_of above n is not supported; ask for n texts")
+    prompts = _prompts(request)
+    if len(prompts) * n > state.settings.most_texts:
+        most = state.settings.most_texts
+        raise ApiError(400, f"{len(prompts) * n} texts are asked for; a request may have {most}", param="n")
+    if request.max_tokens == 0 and not request.echo:
+        raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens")
+    options = text_options(request, state.settings.defaults, engine.n_ctx, _USUAL)
+    options["max_tokens"] = max(1, options["max_tokens"])  # of a text that is only echoed, one is dropped
+    if request.logprobs is not None:
+        options["logprobs"] = request.logprobs
+        options["prompt_logprobs"] = request.logprobs if request.echo else None
+    config = checked(options)
+    tokens = []
+    for prompt in prompts:
+        try:
+            tokens.append(engine.encode(prompt))
+        except ContextFullError:
+            count = len(engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+            raise too_long(count, engine.n_ctx, "prompt") from None
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, str(error), param="prompt") from None
+    form = "grammar" if request.grammar is not None else "json_schema"
+    writers = begun(engine, tokens, seeded(config, n), form)
+    return CompletionAnswer(state, request, writers, prompts, config.sampling.seed)
+
+
+def _prompts(request: CompletionRequest) -> list[Prompt]:
+    """One or several."""
+    prompt: Any = request.prompt
+    return list(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+
+
+class CompletionAnswer(Answer):
+    """Texts that go on with prompts."""
+
+    prefix, whole_kind, part_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, state: State, request: CompletionRequest, writers: list[Writer], prompts: list[Prompt], seed: int
+    ) -> None:
+        super().__init__(state, request, writers, seed, len(prompts))
+        self._echo, self._is_silent = bool(request.echo), request.max_tokens == 0
+        self._with_logprobs = request.logprobs is not None
+        self._prompts = prompts
+        self._logprobs = [CompletionLogprobs(self.tokenizer) for _ in writers]
+
+    def results(self) -> list[GenerationResult]:
+        found = super().results()
+        for result in found if self._is_silent else []:
+            result.stats.cut([Stage.TARGET] * result.stats.new_tokens)
+        return found
+
+    def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
+        text, parts = self._echoed(i, result)
+        if not self._is_silent:
+            text += result.text
+            parts += [self._logprobs[i].more(result.logprobs or [])] if self._with_logprobs else []
+        reason = "length" if self._is_silent else result.finish_reason
+        return self._choice(i, text, parts, reason) | self.ours(result)
+
+    def first_parts(self, i: int) -> list[dict[str, Any]]:
+        text, parts = self._echoed(i, self.writers[i].result())
+        return [self._choice(i, text, parts)] if text or parts else []
+
+    def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
+        ours = self.ours_of(i, piece)
+        if self._is_silent or not (piece or piece.logprobs or ours):
+            return None
+        parts = [self._logprobs[i].more(piece.logprobs or [])] if self._with_logprobs else []
+        return self._choice(i, piece.text, parts) | ours
+
+    def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        return [self._choice(i, "", [], "length" if self._is_silent else result.finish_reason)]
+
+    def _echoed(self, i: int, result: GenerationResult) -> tuple[str, list[Found]]:
+        """A prompt, where it is asked for."""
+        if not self._echo:
+            return "", []
+        prompt = self._prompts[i * self._num_prompts // len(self.writers)]
+        tokens = self.writers[i].prompt_tokens.tolist()
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
+        return text, [self._logprobs[i].prompt(tokens, text, result.prompt_logprobs)] if self._with_logprobs else []
+
+    def _choice(self, i: int, text: str, parts: list[Found], reason: str | None = None) -> dict[str, Any]:
+        logprobs = joined(parts) if parts else None
+        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}

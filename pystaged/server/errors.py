@@ -1,0 +1,97 @@
+"""What goes wrong, as OpenAI's clients read it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pystaged._core import ContextFullError, DeviceError
+from pystaged.chat.format import ChatTemplateError
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """A request that cannot be answered.
+
+    Args:
+        status: of HTTP.
+        message: for people.
+        param: the part of the request to blame.
+        code: for programs.
+        kind: the type of the error, by default that of the status.
+        headers: of the answer.
+        **more: further members of the error.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+        headers: dict[str, str] | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers or {}
+        self.body = {
+            "error": {
+                "message": message,
+                "type": kind or _KINDS[status],
+                "param": param,
+                "code": code or status,
+                **more,
+            }
+        }
+
+    def json(self) -> bytes:
+        """The body, in ASCII: a message may quote what is no text."""
+        return json.dumps(self.body).encode()
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """A request that asks for what this server or its model has not."""
+    return ApiError(400, why, param=param, code="unsupported_parameter")
+
+
+def too_long(num_tokens: int, n_ctx: int, param: str) -> ApiError:
+    """A prompt that does not fit, in the words that clients look for."""
+    return ApiError(
+        400,
+        f"This model's maximum context length is {n_ctx} tokens, but the prompt has {num_tokens}. Shorten the prompt, "
+        "or start the server with a longer context (--n-ctx).",
+        param=param,
+        code="context_length_exceeded",
+        kind="exceed_context_size_error",
+        n_prompt_tokens=num_tokens,
+        n_ctx=n_ctx,
+    )
+
+
+def explained(error: BaseException) -> ApiError:
+    """What a text or a request failed with; a fault of ours is told without its words."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextFullError):
+        return ApiError(400, str(error), code="context_length_exceeded", kind="exceed_context_size_error")
+    if isinstance(error, ChatTemplateError):
+        return ApiError(400, str(error), param="messages")
+    if isinstance(error, (DeviceError, MemoryError)):
+        return ApiError(503, str(error) or "there is not enough memory")
+    if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):
+        return ApiError(400, str(error))
+    return ApiError(500, "the server failed; its log says more")

@@ -1,0 +1,97 @@
+"""Who may begin a text, and when: so many at once, in the order they came, and a queue with a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+
+from pystaged.server.errors import ApiError
+
+_WEIGHT = 0.2  # of the last text in the mean of their times
+
+
+class Gate:
+    """Lets texts begin. For one event loop.
+
+    Args:
+        parallel: texts at once. most_waiting: texts that may wait.
+        clock: seconds.
+    """
+
+    def __init__(self, parallel: int, most_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parallel, self._most_waiting, self._clock = parallel, most_waiting, clock
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._begun: dict[object, float] = {}  # when each that is inside began
+        self._mean = 0.0  # seconds of a text, 0 before any has ended
+
+    @property
+    def num_inside(self) -> int:
+        return len(self._begun)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def check(self) -> None:
+        """Refuse a request that comes when the queue is full; one that comes before may wait with all its texts."""
+        if self.num_waiting >= self._most_waiting and self.num_inside >= self._parallel:
+            seconds = math.ceil(self.seconds_to_wait())
+            raise ApiError(
+                429,
+                f"{self.num_inside} texts are being written and {self.num_waiting} wait; try again in {seconds} s",
+                code="queue_full",
+                headers={"Retry-After": str(seconds)},
+            )
+
+    def seconds_to_wait(self) -> float:
+        """Until there is room in the queue, as far as texts so far tell; at least 1."""
+        now = self._clock()
+        ages = [now - begun for begun in self._begun.values()]
+        # One that has taken longer than usual says that the usual is longer than was thought.
+        mean = max([self._mean, *ages])
+        excess = self.num_waiting - self._most_waiting + 1
+        return max(1.0, mean * excess / self._parallel)
+
+    @asynccontextmanager
+    async def inside(self, wait: float = math.inf) -> AsyncIterator[None]:
+        """Wait for one's turn, so many seconds at most, and be one of those at once. Raises ApiError."""
+        try:
+            with anyio.fail_after(wait):
+                await self._enter()
+        except TimeoutError:
+            raise ApiError(503, "the server is busy: no turn came in time", code="queue_timeout") from None
+        key = object()
+        self._begun[key] = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - self._begun.pop(key)
+            self._mean = seconds if not self._mean else self._mean + _WEIGHT * (seconds - self._mean)
+            self._let_in()
+
+    async def _enter(self) -> None:
+        if self.num_inside < self._parallel and not self._waiting:
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._let_in()  # whose turn it was does not want it any more
+            else:
+                self._waiting.remove(turn)
+            raise
+
+    def _let_in(self) -> None:
+        while self._waiting and self.num_inside < self._parallel:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return

@@ -1,0 +1,103 @@
+"""Log-probabilities in OpenAI's two forms."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Sequence
+
+from pystaged._core import Tokenizer
+from pystaged.result import TokenLogprob
+from pystaged.server import answers
+
+_LEAST = -9999.0  # JSON has no infinity
+
+
+def spelled(tokenizer: Tokenizer, token: int) -> str:
+    """A token as text; where it is a part of a character as its bytes, so that no two tokens are the same."""
+    data = tokenizer.token_bytes(token, special=True)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def number(logprob: float) -> float:
+    """A log-probability that JSON has."""
+    return logprob if math.isfinite(logprob) else _LEAST
+
+
+class CompletionLogprobs:
+    """Those of a text of /v1/completions, token by token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def prompt(
+        self, tokens: Sequence[int], text: str, known: Sequence[TokenLogprob] | None
+    ) -> answers.CompletionLogprobs:
+        """Those of a prompt's tokens; the first has none.
+
+        Args:
+            text: as it is echoed; a vocabulary may put a space before it.
+        """
+        decoded = self._tokenizer.decode(tokens)
+        # What the vocabulary puts before a text is no part of it.
+        self._offset = min(0, len(text) - len(decoded))
+        found = self._empty()
+        for i, token in enumerate(tokens):
+            logprob = known[i - 1] if i and known else None
+            self._add(found, token, logprob)
+        self._offset, self._decoder = len(text), codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return found
+
+    def more(self, logprobs: Sequence[TokenLogprob]) -> answers.CompletionLogprobs:
+        """Those of the next tokens."""
+        found = self._empty()
+        for each in logprobs:
+            self._add(found, each.token, each)
+        return found
+
+    @staticmethod
+    def _empty() -> answers.CompletionLogprobs:
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def _add(self, found: answers.CompletionLogprobs, token: int, known: TokenLogprob | None) -> None:
+        name = spelled(self._tokenizer, token)
+        found["tokens"].append(name)
+        found["token_logprobs"].append(number(known.logprob) if known else None)
+        found["text_offset"].append(max(0, self._offset))
+        self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        if known is None:
+            found["top_logprobs"].append(None)
+            return
+        top: dict[str, float] = {}
+        for each in [*known.top, known]:
+            # Two tokens may be spelled alike; the likelier one stands for both.
+            top.setdefault(spelled(self._tokenizer, each.token), number(each.logprob))
+        found["top_logprobs"].append(top)
+
+
+def joined(parts: Sequence[answers.CompletionLogprobs]) -> answers.CompletionLogprobs:
+    """Parts of a text's, one after the other."""
+    return {
+        "tokens": [each for part in parts for each in part["tokens"]],
+        "token_logprobs": [each for part in parts for each in part["token_logprobs"]],
+        "top_logprobs": [each for part in parts for each in part["top_logprobs"]],
+        "text_offset": [each for part in parts for each in part["text_offset"]],
+    }
+
+
+def of_chat(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> answers.ChatLogprobs:
+    """Those of the next tokens of an answer."""
+
+    def top(each: TokenLogprob) -> answers.TopLogprob:
+        data = tokenizer.token_bytes(each.token, special=True)
+        return {"token": data.decode("utf-8", "replace"), "logprob": number(each.logprob), "bytes": list(data)}
+
+    return {
+        "content": [{**top(each), "top_logprobs": [top(other) for other in each.top]} for each in logprobs],
+        "refusal": None,
+    }

@@ -1,0 +1,68 @@
+"""/openapi.json: what the server takes and gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaMode
+
+from pystaged.server import answers, wire
+
+_REF = "#/components/schemas/{model}"
+_ERRORS = {"400": "Not to be answered", "401": "No key", "413": "Too large", "429": "Too busy", "503": "Not now"}
+
+
+def describe(version: str) -> dict[str, Any]:
+    """The description, OpenAPI 3.1."""
+    requests: dict[str, tuple[Any, Any]] = {
+        "/v1/completions": (wire.CompletionRequest, answers.Completion),
+        "/v1/chat/completions": (wire.ChatRequest, answers.ChatCompletion),
+        "/tokenize": (wire.TokenizeRequest, answers.Tokens),
+        "/detokenize": (wire.DetokenizeRequest, answers.Detokenized),
+    }
+    reads: dict[str, Any] = {
+        "/v1/models": answers.Models,
+        "/health": answers.Health,
+        "/props": answers.Properties,
+        "/tokenizer_info": answers.TokenizerInfo,
+    }
+    kinds: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
+        *((path, "validation", TypeAdapter(each)) for path, (each, _) in requests.items()),
+        *((path, "serialization", TypeAdapter(each)) for path, (_, each) in requests.items()),
+        *((path, "serialization", TypeAdapter(each)) for path, each in reads.items()),
+        ("error", "serialization", TypeAdapter(answers.Error)),
+    ]
+    schemas, definitions = TypeAdapter.json_schemas(kinds, ref_template=_REF)
+    paths: dict[str, Any] = {}
+    errors = {
+        status: {"description": what, "content": _json(schemas["error", "serialization"])}
+        for status, what in _ERRORS.items()
+    }
+    for path, (_, answer) in requests.items():
+        content = _json(schemas[path, "serialization"])
+        if path.startswith("/v1"):
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        paths[path] = {
+            "post": {
+                "summary": answer.__doc__,
+                "requestBody": {"required": True, "content": _json(schemas[path, "validation"])},
+                "responses": {"200": {"description": "The answer", "content": content}, **errors},
+            }
+        }
+    for path, answer in reads.items():
+        content = _json(schemas[path, "serialization"])
+        responses = {"200": {"description": "The answer", "content": content}, "401": errors["401"]}
+        paths[path] = {"get": {"summary": answer.__doc__, "responses": responses}}
+    metrics = {"200": {"description": "The metrics", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+    paths["/metrics"] = {"get": {"summary": "Metrics, for Prometheus", "responses": metrics | {"401": errors["401"]}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pystaged", "version": version},
+        "paths": paths,
+        "components": {"schemas": definitions.get("$defs", {})},
+    }
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

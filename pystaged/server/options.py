@@ -1,0 +1,125 @@
+"""What a request asks of its texts, as the engine's options."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged.config import GenerationConfig, TextOptions
+from pystaged.engine import Engine
+from pystaged.grammars import GrammarError
+from pystaged.server.errors import ApiError, unsupported
+from pystaged.server.wire import TextRequest
+from pystaged.streams import Writer
+
+_SAME = (
+    *("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repeat_penalty"),
+    *("repeat_last_n", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length"),
+    *("dry_penalty_last_n", "dry_sequence_breakers", "min_tokens", "ignore_eos", "grammar", "json_schema", "speculate"),
+)
+# Other servers' names of the same.
+_ALIASES = {"repetition_penalty": "repeat_penalty", "n_predict": "max_tokens"}
+# What would change the answer, and is not there. None and the values given ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "use_beam_search": (False,),
+    "chat_template": (),
+    "mirostat": (0,),
+    "samplers": ([],),
+    "lora": ([],),
+    "image_data": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+
+
+def renamed(body: dict[str, Any]) -> dict[str, Any]:
+    """A request with other servers' names replaced. Raises ApiError for what is not supported."""
+    for name, harmless in _UNSUPPORTED.items():
+        value = body.get(name)
+        if value is not None and value not in harmless:
+            raise unsupported(name, f"{name} is not supported by this server; leave it out")
+    return {_ALIASES.get(name, name) if _ALIASES.get(name) not in body else name: value for name, value in body.items()}
+
+
+def text_options(request: TextRequest, defaults: dict[str, Any], room: int, usual: int) -> dict[str, Any]:
+    """The options that all of a request's texts have in common, by the names of TextOptions.
+
+    Args:
+        defaults: those the server was told, which a request may set otherwise; its max_tokens is also the most.
+        room: tokens that the context has room for; usual: max_tokens where nobody says anything.
+    """
+    options = {"temperature": 1.0} | defaults
+    options |= {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
+    if request.top_k is not None:
+        options["top_k"] = max(request.top_k, 0)  # vLLM's -1
+    if request.logit_bias:
+        options["logit_bias"] = _biases(request.logit_bias)
+    if request.stop is not None:
+        options["stop"] = [text for text in ([request.stop] if isinstance(request.stop, str) else request.stop) if text]
+    if request.cache_prompt is False:
+        options["reuse"] = False
+    options["max_tokens"] = _max_tokens(request.max_tokens, defaults.get("max_tokens"), room, usual)
+    options["seed"] = _seed(request.seed, defaults.get("seed"))
+    return options
+
+
+def checked(options: dict[str, Any]) -> GenerationConfig:
+    """The same for the engine. Raises ApiError naming the option to blame."""
+    try:
+        return GenerationConfig(**options)
+    except (ValueError, TypeError) as error:
+        raise _blamed(error) from None
+
+
+def begun(
+    engine: Engine, prompts: Sequence[NDArray[np.int32]], configs: Sequence[GenerationConfig], form: str
+) -> list[Writer]:
+    """Texts that go on with each of the prompts, one for each of the configs. Raises ApiError.
+
+    Args:
+        form: the part of the request that says what form they have.
+    """
+    try:
+        return [Writer(engine, prompt, config) for prompt in prompts for config in configs]
+    except (GrammarError, ModuleNotFoundError) as error:
+        raise ApiError(400, str(error), param=form) from None
+    except ValueError as error:
+        raise _blamed(error) from None
+
+
+def _blamed(error: Exception) -> ApiError:
+    """An error of the engine's, which begins with the option that it is about."""
+    name = re.match(r"(?:an? )?(\w*)", str(error))
+    return ApiError(400, str(error), param=name[1] if name and name[1] in TextOptions.__annotations__ else None)
+
+
+def _max_tokens(asked: int | None, most: int | None, room: int, usual: int) -> int:
+    given = (most or usual) if asked is None else room if asked < 0 else asked
+    return min(given, most or room, room)
+
+
+def _seed(asked: int | None, default: int | None) -> int:
+    """As given, of which -1 is none; else one that is drawn."""
+    seed = default if asked is None else asked
+    return secrets.randbits(32) if seed is None or seed == -1 else seed % 2**64
+
+
+def _biases(given: dict[str, float]) -> dict[int | str, float]:
+    """By token ids, which JSON has as text, or by texts; a bias no logit outweighs excludes a token."""
+    return {
+        int(key) if re.fullmatch("[0-9]{1,9}", key) else key: float("-inf") if bias <= -1e30 else bias
+        for key, bias in given.items()
+    }

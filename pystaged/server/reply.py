@@ -1,0 +1,147 @@
+"""Answers as they are sent: whole, or as events, for as long as the client is there to read them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import anyio
+from starlette.types import Receive, Scope, Send
+
+from pystaged.server.errors import ApiError, explained
+
+_PING = 15.0  # seconds without an event after which a comment shows that the server is there
+_EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
+_log = logging.getLogger("pystaged.server")
+
+
+class Sender:
+    """Sends one answer.
+
+    Args:
+        stall: seconds that the client may take to accept what it is sent.
+    """
+
+    def __init__(self, send: Send, stall: float) -> None:
+        self._send, self._stall = send, stall
+        self._lock = anyio.Lock()
+        self.last = time.monotonic()
+        self.status = 0
+
+    async def whole(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        """The whole answer, JSON."""
+        length = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._begin(status, length | (headers or {}))
+        await self._pass(body, more=False)
+
+    async def event(self, data: Any) -> None:
+        """One event of an answer that comes in parts."""
+        await self._part(b"data: " + encoded(data) + b"\n\n")
+
+    async def ping(self) -> None:
+        """A comment, which clients ignore."""
+        await self._part(b":\n\n")
+
+    async def end(self) -> None:
+        """The end of an answer in parts."""
+        async with self._lock:
+            await self._pass(b"data: [DONE]\n\n", more=False)
+
+    async def fail(self, error: ApiError) -> None:
+        """An error: as the answer, or where that has begun as its last event."""
+        if not self.status:
+            await self.whole(error.json(), error.status, error.headers)
+            return
+        async with self._lock:
+            await self._pass(b"data: " + error.json() + b"\n\n", more=False)
+
+    async def _part(self, data: bytes) -> None:
+        # An event must not be cut in two by a ping.
+        async with self._lock:
+            if not self.status:
+                await self._begin(200, _EVENTS)
+            await self._pass(data, more=True)
+            self.last = time.monotonic()
+
+    async def _begin(self, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _pass(self, data: bytes, *, more: bool) -> None:
+        with anyio.fail_after(self._stall):
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class Reply:
+    """A response of Starlette's: does work that sends an answer, and ends it where the client leaves.
+
+    Starlette's own streaming leaves it to `send` to notice that, which with uvicorn does not.
+
+    Args:
+        work: sends the answer.
+        pings: whether it comes in parts.
+        timeout: seconds for it in all; stall: as in Sender.
+        over: called at the end with the status that was sent, 0 if none was.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Sender], Awaitable[None]],
+        *,
+        pings: bool,
+        timeout: float,
+        stall: float,
+        over: Callable[[int], None],
+    ) -> None:
+        self._work, self._pings, self._timeout, self._stall, self._over = work, pings, timeout, stall, over
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        sender = Sender(send, self._stall)
+        try:
+            async with anyio.create_task_group() as group:
+
+                async def watch() -> None:
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+                    group.cancel_scope.cancel()
+
+                async def ping() -> None:
+                    while True:
+                        await anyio.sleep(max(0.0, sender.last + _PING - time.monotonic()) or _PING)
+                        if time.monotonic() - sender.last >= _PING:
+                            await sender.ping()
+
+                group.start_soon(watch)
+                if self._pings:
+                    group.start_soon(ping)
+                await self._answer(sender)
+                group.cancel_scope.cancel()
+        finally:
+            self._over(sender.status)
+
+    async def _answer(self, sender: Sender) -> None:
+        try:
+            with anyio.fail_after(self._timeout):
+                await self._work(sender)
+        except TimeoutError:
+            await self._fail(sender, ApiError(503, "the request took too long", code="timeout", kind="timeout_error"))
+        except Exception as error:
+            known = explained(error)
+            if known.status == 500:
+                _log.exception("a request failed", exc_info=error)
+            await self._fail(sender, known)
+
+    async def _fail(self, sender: Sender, error: ApiError) -> None:
+        with suppress(TimeoutError, OSError):  # the client does not read, either
+            await sender.fail(error)
+
+
+def encoded(value: Any) -> bytes:
+    """A value as JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")

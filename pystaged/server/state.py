@@ -1,0 +1,56 @@
+"""What all requests to a server share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+
+import pystaged
+from pystaged.engine import Engine
+from pystaged.server.errors import ApiError
+from pystaged.server.gate import Gate
+from pystaged.server.metrics import Metrics
+from pystaged.server.settings import Settings
+from pystaged.server.wire import ModelRequest
+
+_SAMPLES = 64
+_SAMPLE = 1 << 16  # bytes
+
+
+class State:
+    """An engine and what is counted about it.
+
+    Args:
+        engine: open; nobody else closes it.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine, self.settings = engine, settings
+        self.gate = Gate(settings.parallel, settings.queue)
+        self.metrics = Metrics(settings.metrics_prefix)
+        self.created = int(time.time())
+        self.fingerprint = f"b{pystaged.__version__}-{_fingerprint(engine)}"
+
+    def check_model(self, request: ModelRequest) -> None:
+        """Refuse a request for another model, if the server is strict. Raises ApiError."""
+        if not self.settings.strict:
+            return
+        if request.model is None:
+            raise ApiError(400, "name the model", param="model")
+        if request.model != self.settings.name:
+            message = f"there is no model {request.model!r}; this server has {self.settings.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def _fingerprint(engine: Engine) -> str:
+    """Names what texts depend on besides their requests: the model's file, by samples of it, and how it runs."""
+    model = engine.model
+    found = hashlib.sha256(f"{model.kv}|{engine.n_ctx}|{','.join(model.devices)}".encode())
+    with engine._pair.path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        found.update(str(size).encode())
+        for i in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE) * i // (_SAMPLES - 1))
+            found.update(file.read(_SAMPLE))
+    return found.hexdigest()[:12]

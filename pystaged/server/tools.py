@@ -1,0 +1,148 @@
+"""Tools in the Hermes form: what the model is told of them, what it must write, and calls in what it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pystaged.chat.format import ChatFormat
+from pystaged.chat.tools import split_tool_calls
+from pystaged.server.answers import Call
+from pystaged.server.errors import ApiError
+from pystaged.server.wire import ChatRequest, Tool, ToolChoice
+
+_BEGIN = "<tool_call>"
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes
+# As Qwen's templates say it; for templates that know no tools.
+_SYSTEM = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def offered(request: ChatRequest) -> list[Tool]:
+    """The tools that the model may call. Raises ApiError for a choice that is none."""
+    tools = [] if request.tool_choice == "none" else request.tools or []
+    if request.tool_choice not in (None, "none", "auto") and not tools:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+    if isinstance(request.tool_choice, ToolChoice):
+        name = request.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == name]
+        if not tools:
+            raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
+    return tools
+
+
+def grammar(request: ChatRequest, tools: Sequence[Tool]) -> str | None:
+    """What an answer that must be a call follows; None where it need not be one."""
+    if request.tool_choice in (None, "none", "auto"):
+        return None
+    rules, names = [], []
+    for i, tool in enumerate(tools):
+        schema = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+        head = json.dumps(f'<tool_call>\n{{"name": {json.dumps(tool.function.name)}, "arguments": ')
+        tail = json.dumps("}\n</tool_call>")
+        schema = schema | {"x-guidance": _STYLE}
+        rules.append(f"call_{i}: {head} arguments_{i} {tail}\narguments_{i}: %json {json.dumps(schema)}\n")
+        names.append(f"call_{i}")
+    several = request.tool_choice == "required" and request.parallel_tool_calls is not False
+    more = ' ("\\n" call)*' if several else ""
+    return "".join([f"start: call{more}\n", f"call: {' | '.join(names)}\n", *rules])
+
+
+def messages_with(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for a template that knows no tools: they are described in the system's message, earlier calls are part
+    of the answers, and what came of them is said by the user."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        content = message.get("content")
+        if message["role"] == "tool":
+            found.append({"role": "user", "content": f"<tool_response>\n{_text(content)}\n</tool_response>"})
+            continue
+        calls = [_spelled(call) for call in message.get("tool_calls") or []]
+        if calls:
+            content = "\n".join([*([_text(content)] if content else []), *calls])
+        found.append({key: value for key, value in message.items() if key != "tool_calls"} | {"content": content})
+    if tools:
+        described = _SYSTEM.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if found[0]["role"] == "system":
+            found[0] = found[0] | {"content": f"{_text(found[0]['content'])}\n\n{described}"}
+        else:
+            found.insert(0, {"role": "system", "content": described})
+    return found
+
+
+def has_calls(messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether a conversation has calls of tools in it."""
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+
+
+def knows_tools(chat_format: ChatFormat) -> bool:
+    """Whether a model's template writes tools itself."""
+    return "tool_use" in chat_format.names or "tools" in chat_format.variables()
+
+
+class CallReader:
+    """Splits an answer, as it comes, into words and calls.
+
+    Words are passed on as they come, but for white space that calls may follow; from the first mark of a call on all is
+    kept until the end.
+
+    Args:
+        key: part of the calls' ids.
+        reads: whether to look for calls at all.
+    """
+
+    def __init__(self, key: str, reads: bool) -> None:
+        self._key, self._reads = key, reads
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Take more of the answer; returns the words that are certain."""
+        if not self._reads:
+            return text
+        self._held += text
+        begin = self._held.find(_BEGIN)
+        if begin < 0:
+            begin = max(len(self._held) - len(_BEGIN) + 1, 0)
+            while not _BEGIN.startswith(self._held[begin:]):
+                begin += 1
+        words = self._held[:begin].rstrip()
+        self._held = self._held[len(words) :]
+        return words
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """The rest of the words, and the calls."""
+        words, found = split_tool_calls(self._held)
+        self._held = ""
+        calls: list[Call] = []
+        for i, call in enumerate(found):
+            function = call["function"]
+            calls.append({"id": f"call_{self._key}_{i}", "type": "function", "function": function})
+        return words, calls
+
+
+def _spelled(call: dict[str, Any]) -> str:
+    function = call["function"]
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except ValueError:
+        arguments = function["arguments"]
+    written = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text") or "") for part in content)
+    return str(content or "")

@@ -1,0 +1,204 @@
+"""What requests consist of. Members that are not named here are ignored, as OpenAI's clients expect."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _pairs(value: Any) -> Any:
+    """llama.cpp's list of pairs as OpenAI's dictionary; false excludes a token."""
+    if not isinstance(value, list):
+        return value
+    if not all(isinstance(each, list) and len(each) == 2 for each in value):
+        raise ValueError("must be a dictionary, or a list of pairs of a token and a number")
+    return {str(token): -1e30 if bias is False else bias for token, bias in value}
+
+
+class StreamOptions(BaseModel):
+    """What a stream has besides the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ModelRequest(BaseModel):
+    """A request for a model."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str | None = None
+
+
+class TextRequest(ModelRequest):
+    """What requests for texts have in common: OpenAI's members, then llama.cpp's, under the names there."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=1024), BeforeValidator(_pairs)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    xtc_probability: Annotated[Number, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[Number, Field(ge=0, le=1)] | None = None
+    dry_multiplier: Annotated[Number, Field(ge=0, le=1000)] | None = None
+    dry_base: Annotated[Number, Field(ge=0, le=1000)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    dry_sequence_breakers: Annotated[list[str], Field(max_length=64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    cache_prompt: bool | None = None
+    timings_per_token: bool | None = None
+    speculate: bool | None = None
+    pystaged: bool | None = None
+
+
+class CompletionRequest(TextRequest):
+    """A request to /v1/completions."""
+
+    prompt: str | list[str] | list[Token] | list[Annotated[list[Token], Field(min_length=1)]] = Field(min_length=1)
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: str | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+
+
+class Part(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(BaseModel):
+    """Which function is called, with what: JSON as text."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(BaseModel):
+    """A call in an earlier answer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(BaseModel):
+    """A message; members besides these go to the model's template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[Part] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(BaseModel):
+    """A function that the model may call; its parameters are a JSON schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool; there are only functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(BaseModel):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoice(BaseModel):
+    """The one function to be called."""
+
+    type: Literal["function"] = "function"
+    function: ChosenFunction
+
+
+class JsonSchema(BaseModel):
+    """A schema that the answer meets."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class Prediction(BaseModel):
+    """What the answer will largely repeat."""
+
+    type: Literal["content"] = "content"
+    content: str | list[Part]
+
+
+class ChatRequest(TextRequest):
+    """A request to /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(ModelRequest):
+    """A request to /tokenize, as llama-server has it, with `content`, or vLLM, with `prompt`."""
+
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeRequest(ModelRequest):
+    """A request to /detokenize."""
+
+    tokens: Annotated[list[Token], Field(max_length=1 << 20)]

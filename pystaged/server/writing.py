@@ -1,0 +1,54 @@
+"""A request's texts, written at once where there is room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import anyio
+
+from pystaged.async_stream import AsyncStream
+from pystaged.result import Piece
+from pystaged.server.gate import Gate
+from pystaged.streams import Writer
+
+
+class Listener(Protocol):
+    """Is told what texts say."""
+
+    async def piece(self, i: int, piece: Piece) -> None:
+        """The next piece of text i."""
+        ...
+
+    async def ended(self, i: int) -> None:
+        """Text i has ended."""
+        ...
+
+
+async def write(gate: Gate, writers: Sequence[Writer], listener: Listener, wait: float) -> None:
+    """Write texts. What ends one of them ends all.
+
+    Args:
+        wait: seconds that a text may wait for its turn.
+
+    Raises:
+        ApiError: a text waited too long.
+        Exception: what ended a text.
+    """
+    failed: list[Exception] = []
+
+    async def one(i: int) -> None:
+        try:
+            async with gate.inside(wait), AsyncStream(writers[i]) as pieces:
+                async for piece in pieces:
+                    await listener.piece(i, piece)
+            await listener.ended(i)
+        except Exception as error:
+            failed.append(error)
+            group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for i in range(len(writers)):
+            group.start_soon(one, i)
+    if failed:
+        raise failed[0]

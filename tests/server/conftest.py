@@ -1,0 +1,26 @@
+"""A tiny model served for the tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.server import Server, live
+
+import pystaged
+from pystaged.decoding.policy import FixedPolicy
+from pystaged.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def engine(random_gguf: Callable[..., Path]) -> Iterator[Engine]:
+    path = random_gguf("F32", context=512)
+    with pystaged.load(path, policy=FixedPolicy(2, 3, 6), memory=False, report=lambda _: None) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Server]:
+    with live(engine) as server:
+        yield server

@@ -1,0 +1,235 @@
+"""/v1/completions: the engine's own texts, and log-probabilities as evaluations read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.server import NAME, Server
+
+from pystaged.engine import Engine
+
+PATH = "/v1/completions"
+PROMPT = "the tree then "
+
+
+def complete(server: Server, prompt: Any = PROMPT, **options: Any) -> Any:
+    status, body = server.ask(PATH, {"prompt": prompt, "max_tokens": 8, "temperature": 0} | options)
+    assert status == 200, body
+    return body
+
+
+def texts(body: Any) -> list[str]:
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(body["choices"])))
+    return [choice["text"] for choice in body["choices"]]
+
+
+def test_every_form_of_a_prompt_gives_the_engines_texts(server: Server, engine: Engine) -> None:
+    ids = engine.encode(PROMPT).tolist()
+    other = engine.encode("another").tolist()
+    expected = [engine.generate(prompt, max_tokens=8).text for prompt in (PROMPT, "another")]
+    assert texts(complete(server)) == expected[:1]
+    assert texts(complete(server, ids)) == expected[:1]
+    assert texts(complete(server, [PROMPT, "another"])) == expected
+    assert texts(complete(server, [ids, other])) == expected
+
+
+def test_sampling_is_the_engines(server: Server, engine: Engine) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "seed": 7}
+    options |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repeat_penalty": 1.1}
+    body = complete(server, n=3, **options)
+    expected = engine.generate(PROMPT, n=3, max_tokens=8, **options)
+    assert texts(body) == [each.text for each in expected]
+    assert body["seed"] == 7
+
+
+def test_a_drawn_seed_is_told_and_gives_the_text_again(server: Server) -> None:
+    first = complete(server, temperature=1, max_tokens=24)
+    assert texts(complete(server, temperature=1, max_tokens=24, seed=first["seed"])) == texts(first)
+    assert complete(server, temperature=1)["seed"] != first["seed"]
+    assert complete(server, temperature=1, seed=-1)["seed"] != first["seed"]
+
+
+def test_usage_and_timings(server: Server, engine: Engine) -> None:
+    body = complete(server, ["a new one", PROMPT], n=2)
+    prompt = sum(len(engine.encode(each)) for each in ("a new one", PROMPT))
+    assert body["usage"]["prompt_tokens"] == prompt
+    assert body["usage"]["completion_tokens"] == 4 * 8
+    assert body["usage"]["total_tokens"] == prompt + 32
+    timings = body["timings"]
+    assert timings["predicted_n"] == 32
+    assert timings["cache_n"] + timings["prompt_n"] == 2 * prompt
+    assert 0 <= timings["draft_n_accepted"] <= timings["draft_n"]
+    assert complete(server)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert complete(server, cache_prompt=False)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_the_rest_of_an_answer(server: Server) -> None:
+    body = complete(server)
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    assert body["model"] == NAME
+    assert body["system_fingerprint"].startswith("b")
+    assert complete(server)["system_fingerprint"] == body["system_fingerprint"]
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_stop_strings(server: Server) -> None:
+    text = texts(complete(server, max_tokens=48))[0]
+    stop = text[20:22]
+    for given in (stop, [stop, "never there"]):
+        body = complete(server, max_tokens=48, stop=given)
+        assert texts(body) == [text[: text.index(stop)]]
+        assert body["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"n": 3, "temperature": 1, "seed": 5}, {"echo": True}, {"logprobs": 2, "echo": True}, {"echo": True, "n": 2}],
+)
+def test_parts_are_the_whole(server: Server, options: dict[str, Any]) -> None:
+    whole = complete(server, max_tokens=12, **options)
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "stream_options": {"include_usage": True}}
+    *events, last = server.events(PATH, body | options)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert last["timings"]["predicted_n"] == whole["timings"]["predicted_n"]
+    assert all(event["usage"] is None for event in events)
+    assert len({event["id"] for event in events}) == 1
+    for choice in whole["choices"]:
+        parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+        if choice["logprobs"]:
+            for name, values in choice["logprobs"].items():
+                assert [each for part in parts if part["logprobs"] for each in part["logprobs"][name]] == values
+
+
+def test_echoed_scores_are_the_engines(server: Server, engine: Engine) -> None:
+    """As evaluations ask for them; a batch and one at a time give the same bits."""
+    prompts = [PROMPT * 9, "a", "0123456789" * 12, "zwölf Bäume"]
+    options: dict[str, Any] = {"echo": True, "max_tokens": 1, "logprobs": 3}
+    batch = complete(server, [engine.encode(each).tolist() for each in prompts], **options)["choices"]
+    for prompt, choice in zip(prompts, batch, strict=True):
+        single = complete(server, prompt, **options)["choices"][0]
+        assert single["text"] == choice["text"]
+        assert single["text"].startswith(prompt)
+        found = choice["logprobs"]
+        assert found == single["logprobs"]
+        score = engine.score(prompt)
+        assert found["token_logprobs"][0] is None
+        assert found["top_logprobs"][0] is None
+        assert found["token_logprobs"][1:-1] == pytest.approx(score.logprobs[1:], abs=2e-6)
+        assert sum(found["token_logprobs"][1:-1]) == pytest.approx(score.total, rel=1e-6)
+        for name, top in zip(found["tokens"][1:], found["top_logprobs"][1:], strict=True):
+            assert name in top
+            assert len(top) in (3, 4)
+        # Greedy is told by equality.
+        assert found["token_logprobs"][-1] == max(found["top_logprobs"][-1].values())
+
+
+def test_offsets_count_characters(server: Server, engine: Engine) -> None:
+    prompt = "zwölf €"
+    choice = complete(server, prompt, echo=True, max_tokens=1, logprobs=0)["choices"][0]
+    found, tokens = choice["logprobs"], engine.encode(prompt).tolist()
+    assert len(found["text_offset"]) == len(tokens) + 1
+    for i in range(len(tokens)):
+        before = b"".join(engine.tokenizer.token_bytes(token) for token in tokens[:i])
+        assert found["text_offset"][i] == len(before.decode("utf-8", "ignore"))
+    assert found["text_offset"][-1] == len(prompt)
+    assert any(name.startswith("bytes:\\x") for name in found["tokens"])
+
+
+def test_only_an_echo(server: Server, engine: Engine) -> None:
+    body = complete(server, echo=True, max_tokens=0, logprobs=1)
+    choice = body["choices"][0]
+    assert choice["text"] == PROMPT
+    assert choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["tokens"]) == len(engine.encode(PROMPT))
+    assert body["usage"]["completion_tokens"] == 0
+    (first, last) = (
+        event["choices"][0] for event in server.events(PATH, {"prompt": "x", "echo": True, "max_tokens": 0})
+    )
+    assert (first["text"], last["text"], last["finish_reason"]) == ("x", "", "length")
+
+
+def test_a_biased_and_a_formed_text(server: Server, engine: Engine) -> None:
+    token = engine.generate(PROMPT, max_tokens=1).tokens[0]
+    for bias in ({str(token): -100}, [[token, False]]):
+        body = complete(server, logit_bias=bias, max_tokens=4, pystaged=True)
+        assert token not in body["choices"][0]["token_ids"]
+    assert texts(complete(server, grammar='root ::= "a"{5,5}', max_tokens=9)) == ["aaaaa"]
+    assert texts(complete(server, json_schema={"const": "42"}, max_tokens=9)) == ['"42"']
+
+
+def test_who_proposed_what(server: Server) -> None:
+    body = complete(server, "abcabcabcabc", max_tokens=16, pystaged=True)
+    choice = body["choices"][0]
+    assert "".join(text for text, _ in choice["pystaged"]["pieces"]) == choice["text"]
+    events = server.events(PATH, {"prompt": "abcabcabcabc", "max_tokens": 16, "temperature": 0, "pystaged": True})
+    ours = [event["choices"][0]["pystaged"] for event in events if "pystaged" in event["choices"][0]]
+    assert "".join(text for each in ours for text, _ in each["pieces"]) == choice["text"]
+    for each in ours:
+        tree = each["tree"]
+        assert tree[0]["parent"] == -1
+        assert all(node["parent"] < i for i, node in enumerate(tree))
+        assert all(tree[node["parent"]]["accepted"] for node in tree[1:] if node["accepted"])
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 100, "prompt": ["a", "b"]}, "n"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logit_bias": {"0": "x"}}, "logit_bias"),
+        ({"stop": [1]}, "stop"),
+        ({"lora": [{"id": 0}]}, "lora"),
+        ({"guided_regex": "a*"}, "guided_regex"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ],
+)
+def test_what_cannot_be_answered_names_the_parameter(server: Server, options: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        status, body = server.ask(PATH, {"prompt": "a", "max_tokens": 4, "stream": stream} | options)
+        assert status == 400
+        assert body["error"]["param"] == param
+        assert body["error"]["type"] == "invalid_request_error"
+        assert body["error"]["message"]
+
+
+def test_harmless_options_are_ignored(server: Server) -> None:
+    harmless: dict[str, Any] = {"user": "me", "metadata": {"a": "b"}, "store": True, "suffix": None, "stop": None}
+    harmless |= {"lora": [], "best_of": 1, "service_tier": "auto", "something": {"new": 1}}
+    assert texts(complete(server, **harmless)) == texts(complete(server))
+
+
+def test_a_prompt_that_is_too_long(server: Server, engine: Engine) -> None:
+    for prompt in ("a" * 600, [5] * 600):
+        status, body = server.ask(PATH, {"prompt": prompt})
+        assert status == 400
+        error = body["error"]
+        assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
+        assert (error["n_prompt_tokens"], error["n_ctx"]) == (600, engine.n_ctx)
+        assert "maximum context length is 512 tokens" in error["message"]
+
+
+def test_a_text_ends_with_the_context(server: Server, engine: Engine) -> None:
+    body = complete(server, "a" * 500, max_tokens=-1)
+    assert body["usage"]["total_tokens"] == engine.n_ctx + 1  # the last one needs no place
+    assert np.isfinite(body["timings"]["predicted_per_second"])

@@ -1,0 +1,117 @@
+"""Who may begin, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from pystaged.server.errors import ApiError
+from pystaged.server.gate import Gate
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Text:
+    """One that is inside until it is told to leave."""
+
+    def __init__(self, gate: Gate, begun: list[str], name: str) -> None:
+        self.leave = asyncio.Event()
+        self.task = asyncio.ensure_future(self._run(gate, begun, name))
+
+    async def _run(self, gate: Gate, begun: list[str], name: str) -> None:
+        async with gate.inside():
+            begun.append(name)
+            await self.leave.wait()
+
+
+def test_texts_begin_in_order() -> None:
+    async def work() -> None:
+        gate, begun = Gate(2, 8), list[str]()
+        texts = {name: Text(gate, begun, name) for name in "abcde"}
+        await settle()
+        assert (begun, gate.num_inside, gate.num_waiting) == (["a", "b"], 2, 3)
+        texts["b"].leave.set()
+        await settle()
+        assert begun == ["a", "b", "c"]
+        texts["d"].task.cancel()  # does not want to wait any more
+        await settle()
+        texts["a"].leave.set()
+        await settle()
+        assert begun == ["a", "b", "c", "e"]
+        for text in texts.values():
+            text.leave.set()
+        await settle()
+        assert (gate.num_inside, gate.num_waiting) == (0, 0)
+
+    run(work())
+
+
+def test_who_leaves_when_its_turn_comes_lets_in_the_next() -> None:
+    async def work() -> None:
+        gate, begun = Gate(1, 8), list[str]()
+        texts = {name: Text(gate, begun, name) for name in "abc"}
+        await settle()
+        texts["a"].leave.set()
+        texts["b"].task.cancel()
+        await settle()
+        texts["b"].task.cancel()
+        await settle()
+        assert begun in (["a", "c"], ["a", "b", "c"])
+        assert gate.num_inside == 1
+
+    run(work())
+
+
+def test_a_full_queue_refuses_and_says_for_how_long() -> None:
+    now = [0.0]
+
+    async def work() -> None:
+        gate, begun = Gate(2, 1, clock=lambda: now[0]), list[str]()
+        gate.check()
+        first = Text(gate, begun, "a")
+        await settle()
+        now[0] = 8.0
+        first.leave.set()
+        await settle()
+        texts = [Text(gate, begun, name) for name in "bcd"]
+        await settle()
+        with pytest.raises(ApiError, match="2 texts are being written and 1 wait") as refused:
+            gate.check()
+        # One text of 8 seconds leaves every 4.
+        assert refused.value.status == 429
+        assert refused.value.headers == {"Retry-After": "4"}
+        now[0] = 40.0  # those inside take longer than was usual
+        with pytest.raises(ApiError, match="try again in 16 s"):
+            gate.check()
+        for text in texts:
+            text.leave.set()
+        await settle()
+        gate.check()
+
+    run(work())
+
+
+def test_nobody_waits_longer_than_allowed() -> None:
+    async def work() -> None:
+        gate, begun = Gate(1, 8), list[str]()
+        first = Text(gate, begun, "a")
+        await settle()
+        with pytest.raises(ApiError, match="no turn came in time"):
+            async with gate.inside(0.01):
+                pass
+        assert gate.num_waiting == 0
+        first.leave.set()
+        await settle()
+        assert gate.num_inside == 0
+
+    run(work())

@@ -1,0 +1,235 @@
+"""Clients that leave, wait, read slowly or never finish what they say; and a server that is full, or ends."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+from support.server import Server, events, live, wait_until
+
+from pystaged.engine import Engine
+
+PATH = "/v1/completions"
+PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12, "zwölf"]
+
+
+def body(i: int, **options: Any) -> dict[str, Any]:
+    """A request whose text is known by its number."""
+    return {"prompt": PROMPTS[i % 5], "max_tokens": 8 + i % 24, "temperature": i % 3 / 2, "seed": i} | options
+
+
+def written(engine: Engine, i: int) -> str:
+    asked = body(i)
+    prompt = asked.pop("prompt")
+    return engine.generate(prompt, **asked).text
+
+
+def head(length: int) -> bytes:
+    """The head of a request with a body of so many bytes."""
+    return f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def is_idle(engine: Engine) -> bool:
+    return not engine._scheduler._texts
+
+
+def endless(**options: Any) -> dict[str, Any]:
+    """A request for a text that takes a while."""
+    return {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 1} | options
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_ends_the_text(engine: Engine, stream: bool) -> None:
+    with live(engine, parallel=1) as server:
+        for _ in range(3):
+            connection = server.raw()
+            data = json.dumps(endless(stream=stream, n=2)).encode()
+            connection.sendall(head(len(data)) + data)
+            wait_until(lambda: engine._scheduler._texts)
+            connection.close()
+            wait_until(lambda: is_idle(engine))
+        assert server.ask(PATH, body(0))[0] == 200
+
+
+def test_who_waits_and_leaves_is_forgotten(engine: Engine) -> None:
+    with live(engine, parallel=1) as server:
+        first = server.send("POST", PATH, endless(stream=True))
+        waiting = [server.raw() for _ in range(3)]
+        data = json.dumps(body(0)).encode()
+        for connection in waiting:
+            connection.sendall(
+                f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+            )
+        wait_until(lambda: deferred(server) == 3)
+        for connection in waiting:
+            connection.close()
+        wait_until(lambda: deferred(server) == 0)
+        first.close()
+        assert server.ask(PATH, body(0))[0] == 200
+
+
+def deferred(server: Server) -> float:
+    text = server.ask("/metrics")[1]
+    return float(next(line for line in text.splitlines() if line.startswith("pystaged:requests_deferred")).split()[1])
+
+
+def test_a_full_queue_says_when_to_come_again(engine: Engine) -> None:
+    with live(engine, parallel=1, queue=1) as server:
+        first = server.send("POST", PATH, endless(stream=True))
+        second = threading.Thread(target=server.ask, args=(PATH, body(1)))
+        second.start()
+        wait_until(lambda: deferred(server) == 1)
+        response = server.send("POST", PATH, body(2))
+        error = json.loads(response.read())["error"]
+        assert (response.status, error["code"]) == (429, "queue_full")
+        assert 1 <= int(response.getheader("retry-after") or 0) <= 60
+        first.close()
+        second.join()
+        wait_until(lambda: is_idle(engine))
+        assert server.ask(PATH, body(2))[0] == 200
+
+
+def test_a_request_may_take_so_long_and_no_longer(engine: Engine) -> None:
+    with live(engine, timeout=0.2) as server:
+        slow = endless(n=16)
+        status, answer = server.ask(PATH, slow)
+        assert (status, answer["error"]["type"]) == (503, "timeout_error")
+        wait_until(lambda: is_idle(engine))
+        data = server.send("POST", PATH, slow | {"stream": True}).read().decode()
+        last = data.rstrip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        wait_until(lambda: is_idle(engine))
+
+
+def test_a_turn_that_never_comes(engine: Engine) -> None:
+    with live(engine, parallel=1, queue_timeout=0.1) as server:
+        first = server.send("POST", PATH, endless(stream=True))
+        status, answer = server.ask(PATH, body(1))
+        assert (status, answer["error"]["code"]) == (503, "queue_timeout")
+        first.close()
+
+
+def test_a_request_that_is_never_finished(engine: Engine) -> None:
+    with live(engine, stall_timeout=0.2) as server:
+        connection = server.raw()
+        connection.sendall(
+            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n".encode() + b'{"pro'
+        )
+        assert b" 408 " in connection.recv(1 << 16)
+        connection.close()
+
+
+def test_who_does_not_read_holds_nobody_up(engine: Engine) -> None:
+    """A text waits for its reader, others go on; in the end the reader has it whole."""
+    with live(engine) as server:
+        options = endless(stream=True, n=8, seed=3, logprobs=20)
+        slow = server.send("POST", PATH, options)
+        for i in range(4):
+            assert server.ask(PATH, body(i))[1]["choices"][0]["text"] == written(engine, i)
+        found = events(slow.read())
+        text = "".join(each["choices"][0]["text"] for each in found if each["choices"][0]["index"] == 0)
+        assert text == engine.generate("a", max_tokens=500, ignore_eos=True, temperature=1, seed=3).text
+
+
+def test_who_never_reads_is_given_up(engine: Engine) -> None:
+    with live(engine, stall_timeout=0.3) as server:
+        connection = server.raw()
+        data = json.dumps(endless(stream=True, n=16, logprobs=20)).encode()
+        connection.sendall(
+            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        )
+        wait_until(lambda: engine._scheduler._texts)
+        wait_until(lambda: is_idle(engine))
+        connection.close()
+
+
+def test_a_failure_in_the_middle_is_an_event(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with live(engine) as server:
+        calls = []
+
+        def fail(*_: object) -> Any:
+            calls.append(1)
+            if len(calls) > 2:
+                raise ValueError("it broke")
+            return {"index": 0, "text": "x", "logprobs": None, "finish_reason": None}
+
+        monkeypatch.setattr("pystaged.server.completions.CompletionAnswer.part", fail)
+        data = server.send("POST", PATH, body(2, stream=True, temperature=0)).read().decode()
+        last = data.rstrip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["message"] == "it broke"
+        assert "[DONE]" not in data
+
+
+def test_two_hundred_requests_of_sixteen_clients(engine: Engine) -> None:
+    """A third leave in the middle, some misbehave; every text that is finished is the one made alone."""
+    expected = {i: written(engine, i) for i in range(200)}
+    found: dict[int, str] = {}
+    chooses = random.Random(5)
+    jobs = list(range(200))
+    chooses.shuffle(jobs)
+    lock = threading.Lock()
+    failures: list[BaseException] = []
+
+    def client(server: Server) -> None:
+        try:
+            while True:
+                with lock:
+                    if not jobs:
+                        return
+                    i = jobs.pop()
+                hostile.get(i % 25, ask)(server, i)
+        except BaseException as error:
+            failures.append(error)
+
+    def ask(server: Server, i: int) -> None:
+        if i % 3 == 1:
+            response = server.send("POST", PATH, body(i, stream=True))
+            response.read(200 if i % 2 else 1)
+            response.close()
+        elif i % 2:
+            parts = server.events(PATH, body(i))
+            found[i] = "".join(part["choices"][0]["text"] for part in parts)
+        else:
+            found[i] = server.ask(PATH, body(i))[1]["choices"][0]["text"]
+
+    def large(server: Server, _: int) -> None:
+        assert server.ask(PATH, {"prompt": "x" * (1 << 16)})[0] == 413
+
+    def broken(server: Server, _: int) -> None:
+        assert server.ask(PATH, b'{"prompt": ')[0] == 400
+
+    def half(server: Server, _: int) -> None:
+        connection = server.raw()
+        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Le".encode())
+        connection.close()
+
+    hostile: dict[int, Callable[[Server, int], None]] = {4: large, 11: broken, 18: half}
+    with live(engine, parallel=8, queue=256, max_body=1 << 15) as server:
+        threads = [threading.Thread(target=client, args=(server,)) for _ in range(16)]
+        before = psutil.Process().num_fds()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+        assert len(found) > 100
+        assert found == {i: expected[i] for i in found}
+        wait_until(lambda: is_idle(engine))
+        wait_until(lambda: psutil.Process().num_fds() <= before)
+        assert engine._contexts.num_bytes <= engine.kv_memory
+
+
+def test_a_log_has_a_line_for_each_request(engine: Engine) -> None:
+    lines: list[str] = []
+    with live(engine, log=lines.append) as server:
+        server.ask(PATH, body(0, n=2))
+        server.ask(PATH, {"prompt": ""})
+        wait_until(lambda: len(lines) == 2)
+    assert lines[0].startswith(f"{PATH} 200 ")
+    assert ", 2 texts, " in lines[0]
+    assert lines[1].startswith(f"{PATH} 400 ")

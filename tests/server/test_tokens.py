@@ -1,0 +1,139 @@
+"""Tokens, what the server is, metrics, and the description of it all."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from support.server import NAME, Server
+
+import pystaged
+from pystaged.engine import Engine
+
+TEXT = "zwölf Bäume 🤗"
+ASKED = [{"role": "user", "content": "a"}]
+
+
+def test_there_and_back(server: Server, engine: Engine) -> None:
+    for name in ("content", "prompt"):
+        status, found = server.ask("/tokenize", {name: TEXT, "add_special": False})
+        assert status == 200
+        assert found["tokens"] == engine.tokenizer.encode(TEXT, add_special=False).tolist()
+        assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), engine.n_ctx)
+        assert server.ask("/detokenize", {"tokens": found["tokens"]}) == (200, {"content": TEXT, "prompt": TEXT})
+
+
+def test_pieces(server: Server) -> None:
+    _, found = server.ask("/tokenize", {"content": TEXT, "with_pieces": True})
+    spelled = b"".join(
+        each["piece"].encode() if isinstance(each["piece"], str) else bytes(each["piece"]) for each in found["tokens"]
+    )
+    assert spelled.decode() == TEXT
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"content": 5}),
+        ("/tokenize", {"prompt": "\ud800"}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": "x"}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/detokenize", {"tokens": [-1]}),
+    ],
+)
+def test_what_is_none(server: Server, path: str, body: dict[str, Any]) -> None:
+    status, found = server.ask(path, body)
+    assert status == 400
+    assert found["error"]["type"] == "invalid_request_error"
+
+
+def test_what_the_server_is(server: Server, engine: Engine) -> None:
+    assert server.ask("/health") == server.ask("/v1/health") == (200, {"status": "ok"})
+    _, models = server.ask("/v1/models")
+    assert [card["id"] for card in models["data"]] == [NAME]
+    _, props = server.ask("/props")
+    assert props["total_slots"] == 16
+    assert props["default_generation_settings"]["n_ctx"] == engine.n_ctx
+    assert props["build_info"] == f"pystaged {pystaged.__version__}"
+    _, info = server.ask("/tokenizer_info")
+    assert info["eos_token"] == engine.tokenizer.token_text(engine.tokenizer.eos)
+
+
+def metrics(server: Server) -> dict[str, float]:
+    _, text = server.ask("/metrics")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"pystaged:[a-z_]+(\{[^{}]*\})? [0-9.e+-]+", line) for line in lines), lines
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_metrics_count_what_was_written(server: Server) -> None:
+    before = metrics(server)
+    _, body = server.ask("/v1/completions", {"prompt": "abcabcabc", "max_tokens": 12, "temperature": 0, "n": 2})
+    after = metrics(server)
+    timings = body["timings"]
+
+    def more(name: str) -> float:
+        return after[f"pystaged:{name}"] - before.get(f"pystaged:{name}", 0)
+
+    assert more("tokens_predicted_total") == 24
+    assert more("prompt_tokens_total") == timings["prompt_n"]
+    assert more("prompt_tokens_cached_total") == timings["cache_n"]
+    assert more("spec_decode_num_draft_tokens_total") == timings["draft_n"]
+    assert more("spec_decode_num_accepted_tokens_total") == timings["draft_n_accepted"]
+    assert more('requests_total{path="/v1/completions",status="200"}') == 1
+    assert more("time_to_first_token_seconds_count") == 2
+    by_position = sum(
+        after[name] - before.get(name, 0)
+        for name in after
+        if name.startswith("pystaged:spec_decode_num_accepted_tokens_p")
+    )
+    assert by_position == timings["draft_n_accepted"]
+    by_stage = sum(after[name] - before.get(name, 0) for name in after if "tokens_by_stage" in name)
+    assert by_stage == 24
+    assert after["pystaged:requests_processing"] == 0
+
+
+@pytest.fixture(scope="module")
+def description(server: Server) -> Any:
+    return server.ask("/openapi.json")[1]
+
+
+def test_the_description_is_one(description: Any) -> None:
+    assert description["openapi"] == "3.1.0"
+    for schema in description["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 3}, 200),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "echo": True, "logprobs": 2, "pystaged": True}, 200),
+        ("/v1/completions", {"prompt": ""}, 400),
+        ("/v1/completions", {"prompt": "a" * 9999}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "n": 2}, 200),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True},
+            200,
+        ),
+        ("/v1/chat/completions", {"messages": []}, 400),
+        ("/tokenize", {"content": "a", "with_pieces": True}, 200),
+        ("/tokenize", {"prompt": "a"}, 200),
+        ("/detokenize", {"tokens": [5, 6]}, 200),
+        ("/v1/models", None, 200),
+        ("/props", None, 200),
+        ("/health", None, 200),
+        ("/tokenizer_info", None, 200),
+    ],
+)
+def test_answers_are_as_described(server: Server, description: Any, path: str, body: Any, status: int) -> None:
+    found, answer = server.ask(path, body)
+    assert found == status, answer
+    responses = description["paths"][path]["get" if body is None else "post"]["responses"]
+    schema = responses[str(status)]["content"]["application/json"]["schema"]
+    jsonschema.validate(answer, {**schema, "components": description["components"]})

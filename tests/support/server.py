@@ -1,0 +1,90 @@
+"""A server in this process, at an address of its own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
+from typing import Any
+
+import uvicorn
+
+from pystaged.engine import Engine
+from pystaged.server.app import application
+from pystaged.server.run import bound
+from pystaged.server.settings import Settings
+
+NAME = "tiny"
+SECONDS = 120
+
+
+@contextmanager
+def live(engine: Engine, **settings: Any) -> Iterator[Server]:
+    """A server for as long as the context lasts."""
+    app = application(engine, Settings(NAME, **settings))
+    listener = bound("127.0.0.1", 0)
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    running = uvicorn.Server(config)
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: running.started)
+        yield Server(listener.getsockname()[1])
+    finally:
+        running.should_exit = True
+        thread.join(SECONDS)
+        listener.close()
+
+
+class Server:
+    """How a server is asked, with nothing but the standard library."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def send(self, method: str, path: str, body: Any = None, **headers: str) -> HTTPResponse:
+        """Ask; the answer may still be coming. Closing it leaves."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        # Closing the response, or reading it to its end, then closes the connection.
+        connection.request(method, path, data, {"Content-Type": "application/json", "Connection": "close", **names})
+        return connection.getresponse()
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """Ask, by POST if there is a body; the status and the answer."""
+        response = self.send("GET" if body is None else "POST", path, body, **headers)
+        data = response.read()
+        is_json = "json" in (response.getheader("content-type") or "")
+        return response.status, json.loads(data) if is_json else data.decode()
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of an answer in parts, the last mark left out."""
+        response = self.send("POST", path, body | {"stream": True})
+        assert response.status == 200, response.read()
+        return events(response.read())
+
+    def raw(self) -> socket.socket:
+        """A connection, to be misused."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+
+
+def events(data: bytes) -> list[Any]:
+    """The events of a stream; it must be whole."""
+    parts = [part for part in data.decode().split("\n\n") if part and not part.startswith(":")]
+    assert parts.pop() == "data: [DONE]"
+    assert all(part.startswith("data: ") for part in parts)
+    return [json.loads(part[6:]) for part in parts]
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
