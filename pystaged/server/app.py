@@ -146,14 +146,8 @@ class _Endpoints:
         return await self._text(request, ChatRequest, chats.begin)
 
     async def _text(self, request: Request, kind: type[Any], begin: Callable[[State, Any], Any]) -> Reply:
-        asked = await self._read(request, kind)
-        self._state.gate.check()
         begun = time.monotonic()
         answers: list[Any] = []
-
-        async def work(sender: Sender) -> None:
-            answers.append(await run_sync(begin, self._state, asked))
-            await answers[0].send(sender)
 
         def over(status: int) -> None:
             self._state.metrics.request_over(request.url.path, status)
@@ -161,6 +155,17 @@ class _Endpoints:
                 words = answers[0].summary() if answers else ""
                 took = time.monotonic() - begun
                 self._state.settings.log(f"{request.url.path} {status or 'left'} {took:.2f} s{words}")
+
+        try:
+            asked = await self._read(request, kind)
+            self._state.gate.check()
+        except ApiError as error:
+            over(error.status)
+            raise
+
+        async def work(sender: Sender) -> None:
+            answers.append(await run_sync(begin, self._state, asked))
+            await answers[0].send(sender)
 
         settings = self._state.settings
         return Reply(work, pings=bool(asked.stream), timeout=settings.timeout, stall=settings.stall_timeout, over=over)

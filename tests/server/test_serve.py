@@ -1,0 +1,127 @@
+"""The command: it says what it serves, asks for keys, and ends when it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.server import SECONDS, Server
+
+import pystaged
+from pystaged.server.run import bound
+
+
+@contextmanager
+def serving(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Server, list[str]]]:
+    """The command, once it listens; its process, how it is asked, and what it said."""
+    command = [sys.executable, "-m", "pystaged", "serve", *options, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment) as process:
+        try:
+            said: list[str] = []
+            port = None
+            assert process.stderr is not None
+            while port is None:
+                line = process.stderr.readline()
+                assert line, said
+                said.append(line)
+                port = re.search(r"listening on http://[^ ]+:(\d+)", line)
+            yield process, Server(int(port[1])), said
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def path(random_gguf: Callable[..., Path]) -> str:
+    return str(random_gguf("F32", context=512))
+
+
+def ask(server: Server, **options: Any) -> Any:
+    status, body = server.ask("/v1/completions", {"prompt": "a", "max_tokens": 8} | options)
+    assert status == 200, body
+    return body
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_it_is_told_to_end(path: str, number: signal.Signals) -> None:
+    with serving(path, "--max-tokens", "6", "--seed", "42", "--temperature", "0.5") as (process, server, said):
+        assert any("gpt2" in line for line in said)
+        body = ask(server)
+        assert (body["seed"], body["usage"]["completion_tokens"]) == (42, 6)
+        assert body["model"] == Path(path).stem
+        expected = pystaged.generate("a", model=path, max_tokens=6, seed=42, temperature=0.5).text
+        assert body["choices"][0]["text"] == expected
+        process.send_signal(number)
+        assert process.wait(SECONDS) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_texts_in_progress_may_end(path: str) -> None:
+    with serving(path) as (process, server, _):
+        response = server.send(
+            "POST", "/v1/completions", {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+        )
+        response.read(10)
+        process.send_signal(signal.SIGTERM)
+        data = response.read().decode()
+        assert data.endswith("data: [DONE]\n\n")
+        assert process.wait(SECONDS) == 0
+
+
+def test_keys_of_options_files_and_the_environment(path: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("of a file\n\n")
+    options = ["--api-key", "given", "--api-key-file", str(keys), "--log-requests", "--alias", "mine", "--strict"]
+    with serving(path, *options, PYSTAGED_API_KEY="of environment") as (_, server, _):
+        for key in ("given", "of a file", "of environment"):
+            body = {"prompt": "a", "max_tokens": 1, "model": "mine"}
+            assert server.ask("/v1/completions", body, Authorization=f"Bearer {key}")[0] == 200
+        assert server.ask("/v1/models")[0] == 401
+
+
+def refused(*options: str) -> str:
+    command = [sys.executable, "-m", "pystaged", "serve", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_what_cannot_be_served(path: str, tmp_path: Path) -> None:
+    with bound("127.0.0.1", 0) as taken:
+        taken.listen()
+        assert "cannot listen on 127.0.0.1" in refused(path, "--port", str(taken.getsockname()[1]))
+    (tmp_path / "keys").write_text("\n")
+    assert "has no keys" in refused(path, "--api-key-file", str(tmp_path / "keys"))
+    assert "--metrics-prefix" in refused(path, "--metrics-prefix", "no such!")
+    assert "temperature" in refused(path, "--temperature", "-1")
+
+
+def test_memory_is_not_shared_unless_asked(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pystaged.cli import serve  # noqa: PLC0415
+
+    seen: list[bool] = []
+
+    def stop(name: str, options: Any) -> None:
+        seen.append(options.memory)
+        raise ValueError(json.dumps(name))
+
+    monkeypatch.setattr(serve, "open_engine", stop)
+    from typer.testing import CliRunner  # noqa: PLC0415
+
+    from pystaged.cli import app  # noqa: PLC0415
+
+    for options in ([], ["--memory"]):
+        CliRunner().invoke(app, ["serve", path, "--port", "0", *options])
+    assert seen == [False, True]
+
+
