@@ -146,6 +146,7 @@ class AnswerMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    annotations: list[Any]
     tool_calls: NotRequired[list[Call]]
 
 

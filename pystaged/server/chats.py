@@ -110,7 +110,7 @@ class ChatAnswer(Answer):
         reader = self._readers[i]
         words = reader.push(result.text)
         rest, calls = reader.finish()
-        message: dict[str, Any] = {"role": "assistant", "content": words + rest, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": words + rest, "refusal": None, "annotations": []}
         if calls:
             message |= {"content": message["content"] or None, "tool_calls": calls}
         logprobs = of_chat(self.tokenizer, result.logprobs or []) if self._with_logprobs else None

@@ -12,6 +12,9 @@ from pystaged.server import answers, wire
 _REF = "#/components/schemas/{model}"
 _ERRORS = {"400": "Not to be answered", "401": "No key", "413": "Too large", "429": "Too busy", "503": "Not now"}
 
+# An event's data are JSON, as the whole answer is, or the word [DONE].
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+
 
 def describe(version: str) -> dict[str, Any]:
     """The description, OpenAPI 3.1."""
@@ -42,7 +45,7 @@ def describe(version: str) -> dict[str, Any]:
     for path, (_, answer) in requests.items():
         content = _json(schemas[path, "serialization"])
         if path.startswith("/v1"):
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            content["text/event-stream"] = {"schema": _EVENT}
         paths[path] = {
             "post": {
                 "summary": answer.__doc__,

@@ -83,7 +83,7 @@ def test_an_answer_is_the_engines(server: Server, engine: Engine) -> None:
     body = chat(server, **options)
     result = engine.chat(MESSAGES, **options)
     choice = body["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": result.text, "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": result.text, "refusal": None, "annotations": []}
     assert choice["finish_reason"] == result.finish_reason
     assert choice["logprobs"] is None
     assert body["usage"]["prompt_tokens"] == result.stats.prompt_tokens

@@ -123,5 +123,3 @@ def test_memory_is_not_shared_unless_asked(path: str, monkeypatch: pytest.Monkey
     for options in ([], ["--memory"]):
         CliRunner().invoke(app, ["serve", path, "--port", "0", *options])
     assert seen == [False, True]
-
-

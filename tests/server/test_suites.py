@@ -1,0 +1,228 @@
+"""Public programs that speak to servers of OpenAI's kind. They have many dependencies: PYSTAGED_CLIENTS names a Python
+that has them (pip install instructor litellm llm llm-comply "lm-eval[api]" schemathesis); without, they are skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.server import NAME, Server, live
+
+import pystaged
+from pystaged.engine import Engine
+from pystaged.loading import names
+
+PYTHON = os.environ.get("PYSTAGED_CLIENTS", sys.executable)
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+WORDS = [
+    "the",
+    "tree",
+    "then",
+    "over",
+    "and",
+    "out",
+    "or",
+    "in",
+    "of",
+    "a",
+    "one",
+    "two",
+    "three",
+    "stone",
+    "river",
+    "house",
+    "cloud",
+    "light",
+    "dark",
+    "slow",
+]
+
+pytestmark = pytest.mark.slow
+
+
+def run(module: str, *arguments: str, **environment: str) -> str:
+    """What a module of a client says. Skips where it is not installed."""
+    check = subprocess.run([PYTHON, "-c", f"import {module.partition(' ')[0]}"], capture_output=True, check=False)
+    if check.returncode:
+        pytest.skip(f"{module} is not installed")
+    command = [PYTHON, *arguments]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | OFFLINE | environment,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[Engine]:
+    try:
+        names.resolve("smollm2")
+    except FileNotFoundError:
+        pytest.skip("SmolLM2 is not installed")
+    with pystaged.load("smollm2", n_ctx=1024, memory=False, report=lambda _: None) as engine:
+        yield engine
+
+
+LITELLM = """
+import asyncio, litellm, sys
+litellm.suppress_debug_info = True
+options = dict(model="openai/tiny", api_base=sys.argv[1] + "/v1", api_key="none", temperature=0, max_tokens=12)
+messages = [{"role": "user", "content": "Hello"}]
+whole = litellm.completion(messages=messages, **options)
+text = whole.choices[0].message.content
+assert whole.usage.completion_tokens == 12
+parts = litellm.completion(messages=messages, stream=True, **options)
+assert "".join(part.choices[0].delta.content or "" for part in parts) == text
+async def work():
+    return await asyncio.gather(*(litellm.acompletion(messages=messages, **options) for _ in range(3)))
+assert [each.choices[0].message.content for each in asyncio.run(work())] == [text] * 3
+old = litellm.text_completion(prompt="the tree", **options | {"model": "text-completion-openai/tiny"})
+assert old.usage.completion_tokens == 12
+try:
+    litellm.completion(messages=messages * 500, **options)
+except litellm.ContextWindowExceededError:
+    print(text)
+"""
+
+
+def test_litellm(server: Server, engine: Engine) -> None:
+    said = run("litellm", "-c", LITELLM, server.url, LITELLM_LOCAL_MODEL_COST_MAP="True")
+    expected = engine.chat([{"role": "user", "content": "Hello"}], max_tokens=12).text
+    assert expected.strip().splitlines()[-1] in said
+
+
+INSTRUCTOR = """
+import instructor, openai, sys
+from typing import Literal
+from pydantic import BaseModel
+class Answer(BaseModel):
+    city: Literal["Rome", "Oslo"]
+    size: Literal[1, 2, 3]
+for mode in (instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
+    client = instructor.from_openai(openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none"), mode=mode)
+    asked = [{"role": "user", "content": "Name a city."}]
+    schema = {"type": "json_schema", "json_schema": {"name": "Answer", "schema": Answer.model_json_schema()}}
+    more = {"response_format": schema} if mode is instructor.Mode.JSON else {}
+    found = client.chat.completions.create(
+        model="house", response_model=Answer, messages=asked, max_retries=0, temperature=0, max_tokens=100, **more
+    )
+    print(mode, found)
+"""
+
+
+def test_instructor(smollm2: Engine) -> None:
+    with live(smollm2) as server:
+        assert run("instructor", "-c", INSTRUCTOR, server.url).count("city=") == 3
+
+
+def test_llm_with_an_address_of_its_own(server: Server, engine: Engine, tmp_path: Path) -> None:
+    model = {"model_id": "mine", "model_name": NAME, "api_base": f"{server.url}/v1"}
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))
+    (tmp_path / "keys.json").write_text(json.dumps({"openai": "none"}))
+    for more in ([], ["--no-stream"]):
+        options = ["-o", "temperature", "0", "-o", "max_tokens", "12", *more, "Hello"]
+        said = run("llm", "-m", "llm", "-m", "mine", *options, LLM_USER_PATH=str(tmp_path))
+        assert said.strip() == engine.chat([{"role": "user", "content": "Hello"}], max_tokens=12).text.strip()
+
+
+def test_llm_comply(smollm2: Engine) -> None:
+    cases = ["basic-response", "system-prompt", "multi-turn", "streaming-response", "streaming-usage", "error-handling"]
+    program = str(Path(PYTHON).parent / "llm-comply")
+    with live(smollm2, strict=True) as server:
+        code = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
+        options = ["--format", "openai-chat", "-u", f"{server.url}/v1", "-k", "x", "-m", NAME, "--json"]
+        said = run("llm_comply", "-c", code, program, *options, "-f", ",".join(f"chat-{case}" for case in cases))
+    assert json.loads(said)["summary"] == {"total": 6, "passed": 6, "failed": 0, "skipped": 0}
+
+
+def test_schemathesis(server: Server) -> None:
+    program = str(Path(PYTHON).parent / "st")
+    code = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
+    options = ["run", f"{server.url}/openapi.json", "--max-examples", "50", "--checks"]
+    run("schemathesis", "-c", code, program, *options, "not_a_server_error,response_schema_conformance")
+
+
+@pytest.fixture(scope="module")
+def items(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of a task of 100 questions with four answers each, and these."""
+    folder = tmp_path_factory.mktemp("task")
+    chooses = random.Random(1)
+
+    def words(n: int) -> str:
+        return " ".join(chooses.choice(WORDS) for _ in range(n))
+
+    items = [
+        {"question": words(chooses.randrange(3, 20)), "choices": [words(n) for n in (1, 2, 2, 3)], "answer": i % 4}
+        for i in range(100)
+    ]
+    (folder / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
+    task = {
+        "task": "tiny",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "items.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [
+            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")
+        ],
+    }
+    (folder / "tiny.yaml").write_text(json.dumps(task))
+    return folder, items
+
+
+def sums(engine: Engine, item: dict[str, Any], *, joins: bool) -> list[float]:
+    """The log-probability of each answer after its question, computed here.
+
+    Args:
+        joins: tokens are those of the joined text, else the question's and then the answer's.
+    """
+    found = []
+    for choice in item["choices"]:
+        length = len(engine.encode(item["question"], add_special=False))
+        score = engine.score(item["question"] + " " + choice)
+        assert joins or score.tokens[:length] == engine.encode(item["question"]).tolist()
+        found.append(float(score.logprobs[length:].sum()))
+    return found
+
+
+@pytest.mark.parametrize("way", ["single", "batched", "gguf"])
+def test_lm_eval(
+    server: Server, engine: Engine, items: tuple[Path, list[dict[str, Any]]], tmp_path: Path, way: str
+) -> None:
+    folder, asked = items
+    if way == "gguf":
+        model = ["--model", "gguf", "--model_args", f"base_url={server.url}"]
+    else:
+        more = {"single": "num_concurrent=1,batch_size=1", "batched": "num_concurrent=4,batch_size=8"}[way]
+        arguments = f"base_url={server.url}/v1/completions,model={NAME},tokenizer_backend=remote,max_length=512,{more}"
+        model = ["--model", "local-completions", "--model_args", arguments]
+    options = ["--tasks", "tiny", "--include_path", str(folder), "--log_samples", "--output_path", str(tmp_path)]
+    cache = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run("lm_eval", "-m", "lm_eval", "run", *model, *options, **cache)
+    (results,) = tmp_path.rglob("results*.json")
+    (samples,) = tmp_path.rglob("samples*.jsonl")
+    found = [json.loads(line) for line in samples.read_text().splitlines()]
+    found.sort(key=lambda sample: sample["doc_id"])
+    right = 0
+    for item, sample in zip(asked, found, strict=True):
+        expected = sums(engine, item, joins=False)
+        scored = [float(each[0][0]) for each in sample["resps"]]
+        assert scored == pytest.approx(expected, rel=1e-6)
+        right += expected.index(max(expected)) == item["answer"]
+    scores = json.loads(results.read_text())["results"]["tiny"]
+    assert scores["acc,none"] == pytest.approx(right / 100, abs=1e-6)
