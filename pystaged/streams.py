@@ -146,7 +146,7 @@ class Writer:
         is_end: Callable[[int], bool] | None = None,
     ) -> None:
         self.engine, self.prompt_tokens = engine, engine.encode(prompt)
-        self._prompt, self._config, self._is_end = prompt, config, is_end
+        self._prompt, self.config, self._is_end = prompt, config, is_end
         self._sampling = bind(config.sampling, engine.tokenizer, len(self.prompt_tokens), config.logprobs)
         self._constraint = engine._constraint(config)
         self._buffer = TextBuffer(config.stop)
@@ -164,9 +164,14 @@ class Writer:
         """Tokens that the text is expected to have."""
         return self._opening.prediction
 
+    @property
+    def met_stop_string(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._buffer.stopped
+
     def result(self) -> GenerationResult:
         """What is written by now."""
-        seed = self._config.sampling.seed
+        seed = self.config.sampling.seed
         finish = self._finish or "cancelled"
         return GenerationResult(
             "".join(self._text),
@@ -183,7 +188,7 @@ class Writer:
     def admit(self, entry: Entry, must: bool) -> LiveText | Wait:
         """Begin the text in a context, or say what it has to wait for, unless it must begin. Raises as
         ContextPool.take."""
-        config, contexts = self._config, self.engine._contexts
+        config, contexts = self.config, self.engine._contexts
         progress = config.progress
         context = contexts.take(self.prompt_tokens, config.max_tokens, must=must, reuse=self._opening.reuse)
         if isinstance(context, Wait):

@@ -29,6 +29,7 @@ class Answer(ABC):
         num_prompts: how many there are.
     """
 
+    mark = b"data: [DONE]\n\n"  # the end of a stream
     prefix: str  # of its id
     whole_kind: str
     part_kind: str
@@ -62,6 +63,14 @@ class Answer(ABC):
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
         """What comes behind the last piece of text i; the last part has the reason."""
 
+    def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
+        """The whole answer, of its texts and what is to be said of all of them."""
+        return self._envelope(self.whole_kind, choices) | figures
+
+    def framed(self, part: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+        """An event, of a part of a text and what is to be said of all so far."""
+        return self._envelope(self.part_kind, [part]) | figures
+
     def results(self) -> list[GenerationResult]:
         """The texts, as far as they are written."""
         return [writer.result() for writer in self.writers]
@@ -78,11 +87,11 @@ class Answer(ABC):
         results = self.results()
         if not self.request.stream:
             choices = [self.choice(i, result) for i, result in enumerate(results)]
-            await sender.whole(encoded(self._envelope(self.whole_kind, choices) | self._figures(results)))
+            await sender.whole(encoded(self.whole(choices, self._figures(results))))
             return
         if self._options.include_usage:
             await sender.event(self._envelope(self.part_kind, []) | self._figures(results))
-        await sender.end()
+        await sender.end(self.mark)
 
     async def piece(self, i: int, piece: Piece) -> None:
         if i not in self._first:
@@ -92,7 +101,7 @@ class Answer(ABC):
             return
         part = self.part(i, piece)
         if part is not None:
-            await self._sender.event(self._envelope(self.part_kind, [part]) | self._so_far())
+            await self._sender.event(self.framed(part, self._so_far()))
 
     async def ended(self, i: int) -> None:
         if i not in self._first:
@@ -101,15 +110,15 @@ class Answer(ABC):
             return
         *parts, last = self.last_parts(i, self.writers[i].result())
         for each in parts:
-            await self._sender.event(self._envelope(self.part_kind, [each]) | self._so_far())
+            await self._sender.event(self.framed(each, self._so_far()))
         figures = self._so_far()
         if not self._options.include_usage:
             figures = figures | {"timings": timings(self.results())}
-        await self._sender.event(self._envelope(self.part_kind, [last]) | figures)
+        await self._sender.event(self.framed(last, figures))
 
     async def _begin(self, i: int) -> None:
         for each in self.first_parts(i) if self.request.stream else []:
-            await self._sender.event(self._envelope(self.part_kind, [each]) | self._nothing_yet())
+            await self._sender.event(self.framed(each, self._nothing_yet()))
 
     def ours(self, result: GenerationResult) -> dict[str, Any]:
         """What a choice has besides, for a request that wants to know who proposed what."""

@@ -103,6 +103,25 @@ class Completion(TypedDict):
     seed: NotRequired[int]
 
 
+class Native(TypedDict):
+    """A text of /completion, or a part of one."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: bool
+    stop_type: NotRequired[Literal["none", "eos", "limit", "word"]]
+    model: NotRequired[str]
+    has_new_line: NotRequired[bool]
+    truncated: NotRequired[bool]
+    tokens_predicted: NotRequired[int]
+    tokens_evaluated: NotRequired[int]
+    tokens_cached: NotRequired[int]
+    generation_settings: NotRequired[dict[str, Any]]
+    completion_probabilities: NotRequired[list[dict[str, Any]]]
+    timings: NotRequired[Timings]
+
+
 class TopLogprob(TypedDict):
     """A token, as text and as bytes, and the natural logarithm of its probability."""
 

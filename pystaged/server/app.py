@@ -20,7 +20,7 @@ from starlette.routing import Route
 import pystaged
 from pystaged.engine import Engine
 from pystaged.loading.metadata import read_metadata
-from pystaged.server import chats, completions, tokens
+from pystaged.server import chats, completions, native, tokens
 from pystaged.server.errors import ApiError, explained
 from pystaged.server.openapi import describe
 from pystaged.server.options import renamed
@@ -34,6 +34,7 @@ from pystaged.server.wire import (
     CompletionRequest,
     DetokenizeRequest,
     ModelRequest,
+    NativeRequest,
     TextRequest,
     TokenizeRequest,
 )
@@ -66,6 +67,7 @@ def application(engine: Engine, settings: Settings, on_close: Callable[[], None]
         Route("/props", server.props),
         Route("/metrics", server.metrics),
         Route("/tokenizer_info", server.tokenizer_info),
+        Route("/completion", server.native, methods=["POST"]),
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/openapi.json", server.openapi),
@@ -141,6 +143,9 @@ class _Endpoints:
 
     async def completions(self, request: Request) -> Reply:
         return await self._text(request, CompletionRequest, completions.begin)
+
+    async def native(self, request: Request) -> Reply:
+        return await self._text(request, NativeRequest, native.begin)
 
     async def chats(self, request: Request) -> Reply:
         return await self._text(request, ChatRequest, chats.begin)

@@ -21,12 +21,7 @@ from pystaged.streams import Writer
 
 
 def begin(state: State, request: ChatRequest) -> ChatAnswer:
-    """Take in a request. May take a while.
-
-    Raises:
-        ApiError: what cannot be answered.
-        ValueError: likewise.
-    """
+    """Take in a request. May take a while. Raises ApiError, and ChatTemplateError, for what cannot be answered."""
     engine, tools = state.engine, offered(request)
     n = request.n or 1
     if n > state.settings.most_texts:

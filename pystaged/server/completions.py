@@ -22,11 +22,19 @@ _USUAL = 16  # tokens, as OpenAI has it
 
 
 def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
-    """Take in a request. May take a while.
+    """Take in a request. May take a while. Raises ApiError for what cannot be answered."""
+    writers, prompts, seed = texts(state, request, _USUAL, request.logprobs)
+    return CompletionAnswer(state, request, writers, prompts, seed)
 
-    Raises:
-        ApiError: what cannot be answered.
-        ValueError: likewise.
+
+def texts(
+    state: State, request: CompletionRequest, usual: int, logprobs: int | None
+) -> tuple[list[Writer], list[Prompt], int]:
+    """A request's texts, its prompts, and the first seed. Raises ApiError.
+
+    Args:
+        usual: max_tokens where nobody says anything.
+        logprobs: of how many of the likeliest tokens.
     """
     n, engine = request.n or 1, state.engine
     if request.suffix:
@@ -39,11 +47,11 @@ def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
         raise ApiError(400, f"{len(prompts) * n} texts are asked for; a request may have {most}", param="n")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens")
-    options = text_options(request, state.settings.defaults, engine.n_ctx, _USUAL)
+    options = text_options(request, state.settings.defaults, engine.n_ctx, usual)
     options["max_tokens"] = max(1, options["max_tokens"])  # of a text that is only echoed, one is dropped
-    if request.logprobs is not None:
-        options["logprobs"] = request.logprobs
-        options["prompt_logprobs"] = request.logprobs if request.echo else None
+    if logprobs is not None:
+        options["logprobs"] = logprobs
+        options["prompt_logprobs"] = logprobs if request.echo else None
     config = checked(options)
     tokens = []
     for prompt in prompts:
@@ -56,7 +64,7 @@ def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
             raise ApiError(400, str(error), param="prompt") from None
     form = "grammar" if request.grammar is not None else "json_schema"
     writers = begun(engine, tokens, seeded(config, n), form)
-    return CompletionAnswer(state, request, writers, prompts, config.sampling.seed)
+    return writers, prompts, config.sampling.seed
 
 
 def _prompts(request: CompletionRequest) -> list[Prompt]:

@@ -21,6 +21,7 @@ def describe(version: str) -> dict[str, Any]:
     requests: dict[str, tuple[Any, Any]] = {
         "/v1/completions": (wire.CompletionRequest, answers.Completion),
         "/v1/chat/completions": (wire.ChatRequest, answers.ChatCompletion),
+        "/completion": (wire.NativeRequest, list[answers.Native] | answers.Native),
         "/tokenize": (wire.TokenizeRequest, answers.Tokens),
         "/detokenize": (wire.DetokenizeRequest, answers.Detokenized),
     }
@@ -42,13 +43,13 @@ def describe(version: str) -> dict[str, Any]:
         status: {"description": what, "content": _json(schemas["error", "serialization"])}
         for status, what in _ERRORS.items()
     }
-    for path, (_, answer) in requests.items():
+    for path, (request, _) in requests.items():
         content = _json(schemas[path, "serialization"])
-        if path.startswith("/v1"):
+        if "completion" in path:
             content["text/event-stream"] = {"schema": _EVENT}
         paths[path] = {
             "post": {
-                "summary": answer.__doc__,
+                "summary": request.__doc__,
                 "requestBody": {"required": True, "content": _json(schemas[path, "validation"])},
                 "responses": {"200": {"description": "The answer", "content": content}, **errors},
             }

@@ -46,10 +46,10 @@ class Sender:
         """A comment, which clients ignore."""
         await self._part(b":\n\n")
 
-    async def end(self) -> None:
+    async def end(self, mark: bytes) -> None:
         """The end of an answer in parts."""
         async with self._lock:
-            await self._pass(b"data: [DONE]\n\n", more=False)
+            await self._pass(mark, more=False)
 
     async def fail(self, error: ApiError) -> None:
         """An error: as the answer, or where that has begun as its last event."""

@@ -74,11 +74,18 @@ class TextRequest(ModelRequest):
 class CompletionRequest(TextRequest):
     """A request to /v1/completions."""
 
-    prompt: str | list[str] | list[Token] | list[Annotated[list[Token], Field(min_length=1)]] = Field(min_length=1)
+    prompt: str | list[Token] | list[str | Annotated[list[Token], Field(min_length=1)]] = Field(min_length=1)
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: str | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
+
+
+class NativeRequest(CompletionRequest):
+    """A request to /completion, llama-server's own; n_predict is called max_tokens here."""
+
+    n_probs: Annotated[int, Field(ge=0, le=100)] | None = None
+    return_tokens: bool | None = None
 
 
 class Part(BaseModel):

@@ -21,28 +21,8 @@ from pystaged.loading import names
 
 PYTHON = os.environ.get("PYSTAGED_CLIENTS", sys.executable)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-WORDS = [
-    "the",
-    "tree",
-    "then",
-    "over",
-    "and",
-    "out",
-    "or",
-    "in",
-    "of",
-    "a",
-    "one",
-    "two",
-    "three",
-    "stone",
-    "river",
-    "house",
-    "cloud",
-    "light",
-    "dark",
-    "slow",
-]
+WORDS = ["the", "tree", "then", "over", "and", "out", "or", "in", "of", "one", "two", "stone", "river", "house", "slow"]
+Items = tuple[Path, list[dict[str, Any]]]
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +94,8 @@ for mode in (instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.
     client = instructor.from_openai(openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none"), mode=mode)
     asked = [{"role": "user", "content": "Name a city."}]
     schema = {"type": "json_schema", "json_schema": {"name": "Answer", "schema": Answer.model_json_schema()}}
-    more = {"response_format": schema} if mode is instructor.Mode.JSON else {}
+    # A small model does not keep to a schema that it is only told of.
+    more = {"extra_body": {"response_format": schema}} if mode is instructor.Mode.JSON else {}
     found = client.chat.completions.create(
         model="house", response_model=Answer, messages=asked, max_retries=0, temperature=0, max_tokens=100, **more
     )
@@ -155,7 +136,7 @@ def test_schemathesis(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def items(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def items(tmp_path_factory: pytest.TempPathFactory) -> Items:
     """The folder of a task of 100 questions with four answers each, and these."""
     folder = tmp_path_factory.mktemp("task")
     chooses = random.Random(1)
@@ -185,19 +166,11 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, items
 
 
-def sums(engine: Engine, item: dict[str, Any], *, joins: bool) -> list[float]:
-    """The log-probability of each answer after its question, computed here.
-
-    Args:
-        joins: tokens are those of the joined text, else the question's and then the answer's.
-    """
-    found = []
-    for choice in item["choices"]:
-        length = len(engine.encode(item["question"], add_special=False))
-        score = engine.score(item["question"] + " " + choice)
-        assert joins or score.tokens[:length] == engine.encode(item["question"]).tolist()
-        found.append(float(score.logprobs[length:].sum()))
-    return found
+def sums(engine: Engine, item: dict[str, Any]) -> list[float]:
+    """The log-probability of each answer after its question, computed here."""
+    length = len(engine.encode(item["question"]))
+    scores = [engine.score(f"{item['question']} {choice}") for choice in item["choices"]]
+    return [float(score.logprobs[length:].sum()) for score in scores]
 
 
 @pytest.mark.parametrize("way", ["single", "batched", "gguf"])
@@ -208,9 +181,10 @@ def test_lm_eval(
     if way == "gguf":
         model = ["--model", "gguf", "--model_args", f"base_url={server.url}"]
     else:
-        more = {"single": "num_concurrent=1,batch_size=1", "batched": "num_concurrent=4,batch_size=8"}[way]
-        arguments = f"base_url={server.url}/v1/completions,model={NAME},tokenizer_backend=remote,max_length=512,{more}"
-        model = ["--model", "local-completions", "--model_args", arguments]
+        at_once, batch = {"single": (1, 1), "batched": (4, 8)}[way]
+        arguments = f"base_url={server.url}/v1/completions,model={NAME},tokenizer_backend=remote,max_length=512"
+        arguments += f",num_concurrent={at_once}"
+        model = ["--model", "local-completions", "--model_args", arguments, "--batch_size", str(batch)]
     options = ["--tasks", "tiny", "--include_path", str(folder), "--log_samples", "--output_path", str(tmp_path)]
     cache = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     run("lm_eval", "-m", "lm_eval", "run", *model, *options, **cache)
@@ -220,7 +194,7 @@ def test_lm_eval(
     found.sort(key=lambda sample: sample["doc_id"])
     right = 0
     for item, sample in zip(asked, found, strict=True):
-        expected = sums(engine, item, joins=False)
+        expected = sums(engine, item)
         scored = [float(each[0][0]) for each in sample["resps"]]
         assert scored == pytest.approx(expected, rel=1e-6)
         right += expected.index(max(expected)) == item["answer"]

@@ -1,0 +1,96 @@
+"""/completion, llama-server's own interface, for programs and tests that were written for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pystaged.result import GenerationResult, Piece, TokenLogprob
+from pystaged.server.answer import Answer
+from pystaged.server.completions import texts
+from pystaged.server.figures import timings
+from pystaged.server.logprobs import number
+from pystaged.server.state import State
+from pystaged.server.wire import NativeRequest
+from pystaged.streams import Writer
+
+
+def begin(state: State, request: NativeRequest) -> NativeAnswer:
+    """Take in a request. May take a while. Raises ApiError for what cannot be answered."""
+    writers, prompts, seed = texts(state, request, state.engine.n_ctx, request.n_probs or None)
+    return NativeAnswer(state, request, writers, seed, len(prompts))
+
+
+class NativeAnswer(Answer):
+    """Texts as llama-server's own interface has them."""
+
+    mark = b""
+    prefix = whole_kind = part_kind = "completion"
+
+    def __init__(
+        self, state: State, request: NativeRequest, writers: list[Writer], seed: int, num_prompts: int
+    ) -> None:
+        super().__init__(state, request, writers, seed, num_prompts)
+        self._returns_tokens = bool(request.return_tokens)
+
+    def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
+        del figures
+        return choices[0] if len(choices) == 1 else choices
+
+    def framed(self, part: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+        return figures | part
+
+    def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
+        tokens = result.tokens if self._returns_tokens else []
+        return self._end(i, result) | {"content": result.text, "tokens": tokens} | self._probabilities(result.logprobs)
+
+    def first_parts(self, i: int) -> list[dict[str, Any]]:
+        del i
+        return []
+
+    def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
+        found = {"index": i, "content": piece.text, "tokens": list(piece.tokens), "stop": False}
+        return found | self._probabilities(piece.logprobs) if piece.tokens else None
+
+    def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        # Text that was held back because a stop string might have begun with it has no tokens of its own.
+        return [self._end(i, result) | {"content": "", "tokens": []}]
+
+    def _end(self, i: int, result: GenerationResult) -> dict[str, Any]:
+        """What is told of a text that has ended."""
+        config, stats = self.writers[i].config, result.stats
+        sampling = config.sampling
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n", "min_tokens")
+        settings = {name: getattr(sampling, name) for name in names} | {
+            "n_predict": config.max_tokens,
+            "stop": list(config.stop),
+            "n_probs": config.logprobs or 0,
+        }
+        return {
+            "index": i,
+            "stop": True,
+            "stop_type": self._stop_kind(i, result),
+            "model": self.state.settings.name,
+            "has_new_line": "\n" in result.text,
+            "truncated": False,
+            "tokens_predicted": stats.new_tokens,
+            "tokens_evaluated": stats.prompt_tokens,
+            "tokens_cached": stats.reused_tokens,
+            "generation_settings": settings,
+            "timings": timings([result]),
+        }
+
+    def _stop_kind(self, i: int, result: GenerationResult) -> str:
+        if result.finish_reason == "stop":
+            return "word" if self.writers[i].met_stop_string else "eos"
+        return "limit" if result.finish_reason == "length" else "none"
+
+    def _probabilities(self, logprobs: list[TokenLogprob] | tuple[TokenLogprob, ...] | None) -> dict[str, Any]:
+        if logprobs is None:
+            return {}
+
+        def told(each: TokenLogprob) -> dict[str, Any]:
+            data = self.tokenizer.token_bytes(each.token, special=True)
+            return {"id": each.token, "token": each.text, "bytes": list(data), "logprob": number(each.logprob)}
+
+        found = [told(each) | {"top_logprobs": [told(other) for other in each.top]} for each in logprobs]
+        return {"completion_probabilities": found}
