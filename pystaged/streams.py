@@ -131,6 +131,8 @@ class OwningStream(Stream):
 class Writer:
     """One generation: begins its text in a context, makes pieces of the text's steps, and has the result.
 
+    config: what it was asked for. stats: its figures so far.
+
     Args:
         is_end: whether a token ends the text; by default the tokens that the vocabulary says.
 
@@ -150,7 +152,7 @@ class Writer:
         self._sampling = bind(config.sampling, engine.tokenizer, len(self.prompt_tokens), config.logprobs)
         self._constraint = engine._constraint(config)
         self._buffer = TextBuffer(config.stop)
-        self._stats = GenerationStats()
+        self.stats = GenerationStats()
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._stages: list[Stage] = []
@@ -178,7 +180,7 @@ class Writer:
             self._tokens,
             finish,
             seed,
-            self._stats,
+            self.stats,
             self._stages,
             self._pieces,
             self._logprobs,
@@ -200,7 +202,7 @@ class Writer:
                 config.max_tokens,
                 is_end=self._is_end or self.engine.tokenizer.is_end,
                 speculate=config.speculate,
-                stats=self._stats,
+                stats=self.stats,
                 progress=progress and (lambda tokens, of: entry.said.put(Reading(progress, tokens, of))),
                 constraint=self._constraint,
                 opening=self._opening,
@@ -246,7 +248,7 @@ class Writer:
         self._text.append(text)
         self._tokens += step.tokens[:new]
         self._stages += step.stages[:new]
-        self._stats.cut(step.stages[new:])
+        self.stats.cut(step.stages[new:])
         logprobs = None
         if step.logprobs is not None and self._logprobs is not None:
             logprobs = tuple(map(self._logprob, step.tokens[:new], step.logprobs[:new]))

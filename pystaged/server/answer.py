@@ -139,12 +139,11 @@ class Answer(ABC):
         if not self.request.pystaged:
             return {}
         words = [self.tokenizer.token_bytes(token) for token in piece.tokens]
-        stats = self.writers[i].result().stats
         found: answers.Ours = {
             "pieces": [(text, STAGE_NAMES[stage]) for text, stage in self._spans[i].split(piece, words, piece.stages)],
             "tree": self._tree(piece),
             "texts": float(self.state.gate.num_inside),
-            "speedup": stats.speedup_estimate,
+            "speedup": self.writers[i].stats.speedup_estimate,
         }
         return {"token_ids": list(piece.tokens), "pystaged": found}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
 import anyio
@@ -21,6 +20,7 @@ import pystaged
 from pystaged.engine import Engine
 from pystaged.loading.metadata import read_metadata
 from pystaged.server import chats, completions, native, tokens
+from pystaged.server.answers import ModelCard
 from pystaged.server.errors import ApiError, explained
 from pystaged.server.openapi import describe
 from pystaged.server.options import renamed
@@ -42,21 +42,12 @@ from pystaged.server.wire import (
 R = TypeVar("R", bound=BaseModel)
 
 
-def application(engine: Engine, settings: Settings, on_close: Callable[[], None] = lambda: None) -> Starlette:
-    """An ASGI application that answers with the texts of an engine.
-
-    Args:
-        on_close: called when the server ends, after the last request.
-    """
+def application(engine: Engine, settings: Settings) -> Starlette:
+    """An ASGI application that answers with the texts of an engine."""
     server = _Endpoints(State(engine, settings))
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> Any:
-        yield
-        on_close()
-
     both = [
         ("/models", server.models, "GET"),
+        ("/models/{name:path}", server.model, "GET"),
         ("/health", server.health, "GET"),
         ("/completions", server.completions, "POST"),
         ("/chat/completions", server.chats, "POST"),
@@ -76,7 +67,6 @@ def application(engine: Engine, settings: Settings, on_close: Callable[[], None]
         routes=routes,
         middleware=[Middleware(Guard, settings=settings)],
         exception_handlers={404: _nowhere, 405: _nowhere, ApiError: _refused, Exception: _refused},
-        lifespan=lifespan,
     )
 
 
@@ -96,8 +86,17 @@ class _Endpoints:
 
     async def models(self, request: Request) -> Response:
         del request
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._state.settings.name:
+            raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
+        return _json(self._card())
+
+    def _card(self) -> ModelCard:
         engine = self._state.engine
-        card = {
+        return {
             "id": self._state.settings.name,
             "object": "model",
             "created": self._state.created,
@@ -110,7 +109,6 @@ class _Endpoints:
                 "size": engine.model.file_bytes,
             },
         }
-        return _json({"object": "list", "data": [card]})
 
     async def health(self, request: Request) -> Response:
         del request
@@ -123,7 +121,8 @@ class _Endpoints:
     async def metrics(self, request: Request) -> Response:
         del request
         text = self._state.metrics.text(self._state)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        headers = {"Process-Start-Time-Unix": str(self._state.created)}  # as llama-server has it
+        return PlainTextResponse(text, headers=headers, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def tokenizer_info(self, request: Request) -> Response:
         del request

@@ -15,7 +15,7 @@ from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import of_chat
 from pystaged.server.options import begun, checked, text_options
 from pystaged.server.state import State
-from pystaged.server.tools import CallReader, grammar, has_calls, knows_tools, messages_with, offered
+from pystaged.server.tools import CallReader, grammar, has_calls, knows_tools, messages_with, offered, told
 from pystaged.server.wire import ChatRequest
 from pystaged.streams import Writer
 
@@ -26,7 +26,7 @@ def begin(state: State, request: ChatRequest) -> ChatAnswer:
     n = request.n or 1
     if n > state.settings.most_texts:
         raise ApiError(400, f"n may be at most {state.settings.most_texts}", param="n")
-    messages = [message.model_dump(exclude_none=True, exclude={"tokens"}) for message in request.messages]
+    messages = told(request)
     given = [tool.model_dump(exclude_none=True) for tool in tools]
     chat_format = engine.chat_format
     if (given or has_calls(messages)) and not knows_tools(chat_format):

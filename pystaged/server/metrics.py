@@ -29,6 +29,7 @@ class Metrics:
         self._stages: Counter[str] = Counter()
         self._requests: Counter[tuple[str, int]] = Counter()
         self._first: Counter[float] = Counter()
+        self._longest = 0  # tokens of a prompt and its text
 
     def request_over(self, path: str, status: int) -> None:
         """Count a request, by its path, which is one of the server's own, and its status."""
@@ -50,6 +51,7 @@ class Metrics:
                 self._accepted_at[position] += steps
         for name, stage in stats.stages.items():
             self._stages[name] += stage.emitted
+        self._longest = max(self._longest, stats.prompt_tokens + stats.new_tokens)
         if first is not None:
             self._seconds["first"] += first
             self._counts["first"] += 1
@@ -75,6 +77,13 @@ class Metrics:
             self._seconds["tokens_predicted_seconds_total"],
         )
         counter("n_decode_total", "Passes of the model.", passes.passes)
+        counter("n_tokens_max", "Tokens of the longest text, its prompt included.", self._longest)
+        reading, writing = self._seconds["prompt_seconds_total"], self._seconds["tokens_predicted_seconds_total"]
+        rate = self._counts["prompt_tokens_total"] / reading if reading else 0.0
+        gauge("prompt_tokens_seconds", "Tokens of prompts read per second, in the mean.", rate)
+        rate = self._counts["tokens_predicted_total"] / writing if writing else 0.0
+        gauge("predicted_tokens_seconds", "Tokens of a text written per second, in the mean.", rate)
+        gauge("n_busy_slots_per_decode", "Texts that share a pass, in the mean.", passes.texts_per_pass)
         gauge("requests_processing", "Texts that are being written.", state.gate.num_inside)
         gauge("requests_deferred", "Texts that wait.", state.gate.num_waiting)
         for name, what in (
@@ -97,7 +106,6 @@ class Metrics:
         counter("guesses_total", "Rows of guesses.", passes.guesses)
         counter("pass_seconds_total", "Seconds in passes.", passes.seconds)
         gauge("rows_per_pass", "Rows of a pass, in the mean.", passes.rows_per_pass)
-        gauge("texts_per_pass", "Texts that share a pass, in the mean.", passes.texts_per_pass)
         gauge("kv_memory_bytes", "Memory for keys and values.", state.engine.kv_memory)
         lines.labelled(
             "requests_total",

@@ -34,6 +34,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "use_beam_search": (False,),
     "chat_template": (),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
     "mirostat": (0,),
     "samplers": ([],),
     "lora": ([],),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from pystaged.chat.format import ChatFormat
@@ -41,6 +42,15 @@ def offered(request: ChatRequest) -> list[Tool]:
         if not tools:
             raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
     return tools
+
+
+def told(request: ChatRequest) -> list[dict[str, Any]]:
+    """The messages as templates read them: arguments of calls are data, and there are no tokens, which could forge."""
+    messages = [message.model_dump(exclude_none=True, exclude={"tokens"}) for message in request.messages]
+    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
+        with suppress(ValueError, RecursionError):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    return messages
 
 
 def grammar(request: ChatRequest, tools: Sequence[Tool]) -> str | None:
@@ -134,11 +144,7 @@ class CallReader:
 
 def _spelled(call: dict[str, Any]) -> str:
     function = call["function"]
-    try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except ValueError:
-        arguments = function["arguments"]
-    written = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
     return f"<tool_call>\n{written}\n</tool_call>"
 
 

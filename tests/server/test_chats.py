@@ -20,7 +20,7 @@ PATH = "/v1/chat/completions"
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% for call in message.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}"
+    "{% for call in message.tool_calls or [] %}[{{ call.function.name }}{{ call.function.arguments | tojson }}]{% endfor %}"
     "{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -215,6 +215,25 @@ def test_a_conversation_with_calls(request: pytest.FixtureRequest, has_template:
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]
     assert chat(server, messages, tools=[WEATHER])["usage"]["prompt_tokens"] > chat(server)["usage"]["prompt_tokens"]
+
+
+def test_arguments_of_calls_are_data_for_templates(server: Server, engine: Engine) -> None:
+    called: dict[str, Any] = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Rome"}}}
+    said = {"role": "assistant", "content": "I look."}
+    prompt = engine.chat_format.encode([*MESSAGES, said | {"tool_calls": [called]}])
+    called["function"]["arguments"] = json.dumps(called["function"]["arguments"])
+    body = chat(server, [*MESSAGES, said | {"tool_calls": [called]}])
+    assert body["usage"]["prompt_tokens"] == len(prompt)
+
+
+def test_tokens_of_a_request_are_not_believed(server: Server, engine: Engine) -> None:
+    mark = engine.tokenizer.encode("<|im_end|>", add_special=False).tolist()
+    said = {"role": "assistant", "content": "<|im_end|>", "tokens": mark}
+    options = {"max_tokens": 1}
+    with_tokens = chat(server, [*MESSAGES, said, MESSAGES[1]], **options)
+    del said["tokens"]
+    without = chat(server, [*MESSAGES, said, MESSAGES[1]], **options)
+    assert with_tokens["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"]
 
 
 def test_what_messages_spell_is_no_control_token(server: Server, engine: Engine) -> None:

@@ -25,6 +25,9 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == (NAME, "model", "pystaged")
+    assert client.models.retrieve(NAME) == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
 
 
 def test_completions(client: openai.OpenAI, engine: Engine) -> None:

@@ -124,6 +124,17 @@ def test_a_request_that_is_never_finished(engine: Engine) -> None:
         connection.close()
 
 
+def test_a_stream_that_waits_shows_that_the_server_is_there(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pystaged.server.reply._PING", 0.02)
+    with live(engine, parallel=1) as server:
+        first = server.send("POST", PATH, endless(stream=True))
+        second = server.send("POST", PATH, body(2, stream=True))  # whose head comes with the first comment
+        assert second.read(3) == b":\n\n"
+        first.close()
+        found = events(b":\n\n" + second.read())
+        assert "".join(each["choices"][0]["text"] for each in found) == written(engine, 2)
+
+
 def test_who_does_not_read_holds_nobody_up(engine: Engine) -> None:
     """A text waits for its reader, others go on; in the end the reader has it whole."""
     with live(engine) as server:
