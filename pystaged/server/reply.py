@@ -31,6 +31,7 @@ class Sender:
         self._lock = anyio.Lock()
         self.last = time.monotonic()
         self.status = 0
+        self._is_in_parts = False
 
     async def whole(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
         """The whole answer, JSON."""
@@ -55,14 +56,15 @@ class Sender:
         """An error: as the answer, or where that has begun as its last event."""
         if not self.status:
             await self.whole(error.json(), error.status, error.headers)
-            return
-        async with self._lock:
-            await self._pass(b"data: " + error.json() + b"\n\n", more=False)
+        elif self._is_in_parts:  # to a whole answer nothing can be added
+            async with self._lock:
+                await self._pass(b"data: " + error.json() + b"\n\n", more=False)
 
     async def _part(self, data: bytes) -> None:
         # An event must not be cut in two by a ping.
         async with self._lock:
             if not self.status:
+                self._is_in_parts = True
                 await self._begin(200, _EVENTS)
             await self._pass(data, more=True)
             self.last = time.monotonic()

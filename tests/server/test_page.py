@@ -17,6 +17,7 @@ from support.server import Server, live, wait_until
 import pystaged
 from pystaged.engine import Engine
 
+pytestmark = pytest.mark.slow
 webdriver = pytest.importorskip("selenium.webdriver")
 SIZES = {"phone": (390, 844), "desk": (1280, 800)}
 ANSWER = "tell me <b>more</b>"
