@@ -20,7 +20,8 @@ PATH = "/v1/chat/completions"
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% for call in message.tool_calls or [] %}[{{ call.function.name }}{{ call.function.arguments | tojson }}]{% endfor %}"
+    "{% for call in message.tool_calls or [] %}"
+    "[{{ call.function.name }}{{ call.function.arguments | tojson }}]{% endfor %}"
     "{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -52,9 +52,9 @@ def held(engine: Engine) -> Iterator[None]:
         yield
 
 
-def asked(server: Server, request: dict[str, Any]) -> socket.socket:
+def asked(server: Server, request: dict[str, Any], connection: socket.socket | None = None) -> socket.socket:
     """A connection on which a request was sent."""
-    connection = server.raw()
+    connection = connection or server.raw()
     data = json.dumps(request).encode()
     connection.sendall(head(len(data)) + data)
     return connection

@@ -69,9 +69,14 @@ class Server:
         assert response.status == 200, response.read()
         return events(response.read())
 
-    def raw(self) -> socket.socket:
-        """A connection, to be misused."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+    def raw(self, window: int = 0) -> socket.socket:
+        """A connection, to be misused; it takes about so many bytes that nobody reads."""
+        connection = socket.socket()
+        if window:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+        connection.settimeout(SECONDS)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
 
 
 def events(data: bytes) -> list[Any]:
