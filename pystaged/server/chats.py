@@ -51,8 +51,7 @@ def _config(state: State, request: ChatRequest, of_calls: str | None) -> Generat
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if asked == 0:
         raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
-    room = state.engine.n_ctx
-    options = text_options(request.model_copy(update={"max_tokens": asked}), state.settings.defaults, room, room)
+    options = text_options(request.model_copy(update={"max_tokens": asked}), state.settings.defaults, state.engine)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if request.logprobs:

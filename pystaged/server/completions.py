@@ -28,12 +28,12 @@ def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
 
 
 def texts(
-    state: State, request: CompletionRequest, usual: int, logprobs: int | None
+    state: State, request: CompletionRequest, usual: int | None, logprobs: int | None
 ) -> tuple[list[Writer], list[Prompt], int]:
     """A request's texts, its prompts, and the first seed. Raises ApiError.
 
     Args:
-        usual: max_tokens where nobody says anything.
+        usual: max_tokens where nobody says anything, None for what the context has room for.
         logprobs: of how many of the likeliest tokens.
     """
     n, engine = request.n or 1, state.engine
@@ -47,7 +47,7 @@ def texts(
         raise ApiError(400, f"{len(prompts) * n} texts are asked for; a request may have {most}", param="n")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens")
-    options = text_options(request, state.settings.defaults, engine.n_ctx, usual)
+    options = text_options(request, state.settings.defaults, engine, usual)
     options["max_tokens"] = max(1, options["max_tokens"])  # of a text that is only echoed, one is dropped
     if logprobs is not None:
         options["logprobs"] = logprobs

@@ -16,7 +16,7 @@ from pystaged.streams import Writer
 
 def begin(state: State, request: NativeRequest) -> NativeAnswer:
     """Take in a request. May take a while. Raises ApiError for what cannot be answered."""
-    writers, prompts, seed = texts(state, request, state.engine.n_ctx, request.n_probs or None)
+    writers, prompts, seed = texts(state, request, None, request.n_probs or None)
     return NativeAnswer(state, request, writers, seed, len(prompts))
 
 

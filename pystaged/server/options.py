@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pystaged._core import Tokenizer
 from pystaged.config import GenerationConfig, TextOptions
 from pystaged.engine import Engine
 from pystaged.grammars import GrammarError
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.wire import TextRequest
 from pystaged.streams import Writer
+from pystaged.text import going_on
 
 _SAME = (
     *("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repeat_penalty"),
@@ -39,6 +41,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
     "samplers": ([],),
     "lora": ([],),
+    "post_sampling_probs": (False,),
     "image_data": ([],),
     "guided_json": (),
     "guided_regex": (),
@@ -56,24 +59,26 @@ def renamed(body: dict[str, Any]) -> dict[str, Any]:
     return {_ALIASES.get(name, name) if _ALIASES.get(name) not in body else name: value for name, value in body.items()}
 
 
-def text_options(request: TextRequest, defaults: dict[str, Any], room: int, usual: int) -> dict[str, Any]:
+def text_options(
+    request: TextRequest, defaults: dict[str, Any], engine: Engine, usual: int | None = None
+) -> dict[str, Any]:
     """The options that all of a request's texts have in common, by the names of TextOptions.
 
     Args:
         defaults: those the server was told, which a request may set otherwise; its max_tokens is also the most.
-        room: tokens that the context has room for; usual: max_tokens where nobody says anything.
+        usual: max_tokens where nobody says anything; by default what the context has room for.
     """
     options = {"temperature": 1.0} | defaults
     options |= {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
     if request.top_k is not None:
         options["top_k"] = max(request.top_k, 0)  # vLLM's -1
     if request.logit_bias:
-        options["logit_bias"] = _biases(request.logit_bias)
+        options["logit_bias"] = _biases(request.logit_bias, engine.tokenizer)
     if request.stop is not None:
         options["stop"] = [text for text in ([request.stop] if isinstance(request.stop, str) else request.stop) if text]
     if request.cache_prompt is False:
         options["reuse"] = False
-    options["max_tokens"] = _max_tokens(request.max_tokens, defaults.get("max_tokens"), room, usual)
+    options["max_tokens"] = _max_tokens(request.max_tokens, defaults.get("max_tokens"), engine.n_ctx, usual)
     options["seed"] = _seed(request.seed, defaults.get("seed"))
     return options
 
@@ -108,8 +113,8 @@ def _blamed(error: Exception) -> ApiError:
     return ApiError(400, str(error), param=name[1] if name and name[1] in TextOptions.__annotations__ else None)
 
 
-def _max_tokens(asked: int | None, most: int | None, room: int, usual: int) -> int:
-    given = (most or usual) if asked is None else room if asked < 0 else asked
+def _max_tokens(asked: int | None, most: int | None, room: int, usual: int | None) -> int:
+    given = (most or usual or room) if asked is None else room if asked < 0 else asked
     return min(given, most or room, room)
 
 
@@ -119,9 +124,14 @@ def _seed(asked: int | None, default: int | None) -> int:
     return secrets.randbits(32) if seed is None or seed == -1 else seed % 2**64
 
 
-def _biases(given: dict[str, float]) -> dict[int | str, float]:
-    """By token ids, which JSON has as text, or by texts; a bias no logit outweighs excludes a token."""
-    return {
-        int(key) if re.fullmatch("[0-9]{1,9}", key) else key: float("-inf") if bias <= -1e30 else bias
-        for key, bias in given.items()
-    }
+def _biases(given: dict[str, float], tokenizer: Tokenizer) -> dict[int | str, float]:
+    """By token ids, which JSON has as text, or by texts, all tokens of which are meant; a bias that no logit outweighs
+    excludes a token."""
+    found: dict[int | str, float] = {}
+    for key, bias in given.items():
+        try:
+            tokens = [int(key)] if re.fullmatch("[0-9]{1,9}", key) else going_on(tokenizer, key).tolist()
+        except UnicodeError:
+            raise ApiError(400, "logit_bias has a text that is not valid Unicode", param="logit_bias") from None
+        found |= dict.fromkeys(tokens, float("-inf") if bias <= -1e30 else bias)
+    return found

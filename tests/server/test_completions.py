@@ -159,6 +159,13 @@ def test_a_biased_and_a_formed_text(server: Server, engine: Engine) -> None:
     for bias in ({str(token): -100}, [[token, False]]):
         body = complete(server, logit_bias=bias, max_tokens=4, pystaged=True)
         assert token not in body["choices"][0]["token_ids"]
+    first, second = engine.generate(PROMPT, max_tokens=8).tokens[0], engine.encode("o", add_special=False)[0]
+    spelled = engine.tokenizer.decode([second])
+    ids = complete(server, logit_bias=[[spelled + spelled, -100]], max_tokens=8, pystaged=True)["choices"][0][
+        "token_ids"
+    ]
+    assert first in ids
+    assert second not in ids
     assert texts(complete(server, grammar='root ::= "a"{5,5}', max_tokens=9)) == ["aaaaa"]
     assert texts(complete(server, json_schema={"const": "42"}, max_tokens=9)) == ['"42"']
 
