@@ -85,9 +85,9 @@ class Engine:
         keep_packed: keep weights that run on "cpu" in the cache folder as the kernels read them, which takes as much of
             the disk as the models again: the next time they are there at once, and processes share the memory.
             `pystaged models` lists and removes them.
-        memory: remember what the target would have said next, by the last two tokens, to draft from in later texts, and
-            keep it in the cache folder, 10.2 MB at most: the more a model is used, the better its guesses, whatever
-            texts it wrote. No text depends on it. False where users must not share what speeds up their texts.
+        memory: draft from recycled candidates: the target's likeliest next tokens after the last one and two tokens,
+            kept from text to text, and in the cache folder from run to run, 10.2 MB at most. No text depends on it.
+            False where users must not learn about each other from the speed of their texts.
         kv_memory: bytes that the keys and values of all texts may take, of those too that have ended, which are kept
             for texts that begin alike. None for a quarter of what is free beside the weights, but enough for one full
             context; on devices, for 8. A text waits while it has no room beside others; alone, any text has.

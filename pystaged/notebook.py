@@ -9,8 +9,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pystaged.decoding.tree import Stage
-from pystaged.stages import STAGE_COLORS, STAGE_NAMES, StageSpans
+from pystaged.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
 
 if TYPE_CHECKING:
     from pystaged.result import GenerationResult, Score
@@ -37,9 +36,8 @@ def result_html(result: GenerationResult) -> str:
         parts.append(_span("".join(text for text, _ in run), STAGE_NAMES[stage], _BACKGROUNDS[STAGE_COLORS[stage]]))
     counts = result.stats.stages
     legend = [
-        _span(f"{STAGE_NAMES[stage]} {counts[stage.name.lower()].emitted}", "", _BACKGROUNDS[color])
-        for stage, color in STAGE_COLORS.items()
-        if stage is not Stage.GRAMMAR or counts[stage.name.lower()].drafted
+        _span(f"{STAGE_NAMES[stage]} {counts[stage.name.lower()].emitted}", "", _BACKGROUNDS[STAGE_COLORS[stage]])
+        for stage in shown_stages(result.stats)
     ]
     figures = escape(f"{result.stats}; finish_reason {result.finish_reason!r}, seed {result.seed}")
     return _shown(parts, f"{', '.join(legend)}; {figures}")
@@ -76,5 +74,6 @@ def _span(text: str, title: str, background: str) -> str:
     if not text:
         return ""
     shown = escape(text).replace("\r", "&#13;")  # which a page would else read as a line's end
-    attributes = f' title="{escape(title)}"' * bool(title) + f' style="background:{background}"' * bool(background)
+    attributes = f' title="{escape(title)}"' if title else ""
+    attributes += f' style="background:{background}"' if background else ""
     return f"<span{attributes}>{shown}</span>"

@@ -36,6 +36,7 @@ from pystaged.cli.several import write_in_order
 from pystaged.config import GenerationConfig
 from pystaged.engine import Prompt
 from pystaged.result import GenerationResult, TokenLogprob
+from pystaged.stages import shown_stages
 from pystaged.streams import Stream, Writer
 
 
@@ -247,10 +248,8 @@ def stats_table(stats: pystaged.GenerationStats) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("stage", "drafted", "accepted", "emitted", "passes", "seconds"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
-    for name, stage in stats.stages.items():
-        if name == "grammar" and not stage.drafted:
-            continue
-        work = stats.drafters.get(name)
+    for name in (stage.name.lower() for stage in shown_stages(stats)):
+        stage, work = stats.stages[name], stats.drafters.get(name)
         passes = stats.steps if name == "target" else work.passes if work else 0
         seconds = stats.target_seconds if name == "target" else work.seconds if work else 0.0
         table.add_row(name, str(stage.drafted), str(stage.accepted), str(stage.emitted), str(passes), f"{seconds:.3f}")

@@ -173,7 +173,7 @@ class Decoder:
         """Draft, verify, emit, tell: at least one token, normally no more than max_tokens."""
         max_depth = min(max_tokens, self.target.n_ctx - self._length) - 1
         guesses, masks = self._constrain((yield from self._draft(sampling, max_depth)), max_depth)
-        # What is plain stays as cheap as plain.
+        # A plain step asks for no candidates: nothing would pay for finding them.
         memory = self._drafting[self.budget.chosen].memory if self.budget.chosen is not None else None
         wanted = min(memory.num_candidates, self.target.vocab_size) if memory else 0
         verified = yield Verify(self.target, self._length, guesses, sampling.native, wanted, masks)
@@ -295,7 +295,7 @@ class Decoder:
     def _constrain_by(self, constraint: Constraint | None) -> None:
         self._constraint = constraint
         for drafter in self.drafters:
-            drafter.constraint = constraint
+            drafter.constrain(constraint)
 
     def _constrain(self, tree: TokenTree, max_depth: int) -> tuple[TokenTree, NDArray[np.uint32] | None]:
         """What the text's constraint leaves of a tree, with what must come first, and the masks of its nodes."""

@@ -1,4 +1,4 @@
-"""What models said of their tokens, kept in the user's cache folder: a model drafts better the more it is used."""
+"""Recycled candidates, kept in the user's cache folder from run to run."""
 
 from __future__ import annotations
 
