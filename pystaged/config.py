@@ -13,7 +13,8 @@ from typing import Any, NoReturn, SupportsFloat, TypedDict
 from pystaged._core import LogitRules, Sampling
 
 _LARGEST_FLOAT = 3.4e38  # a float in C++
-
+_LARGEST_BIAS = 1e30  # as C++ has it
+MOST_LOGPROBS = 100  # likeliest tokens of each place, which are Python objects; others allow 20
 
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 
@@ -41,7 +42,8 @@ class SamplingConfig:
         multiplier * base ** (n - allowed_length), from n = allowed_length on; a multiplier of 0 is off.
     dry_penalty_last_n: tokens that DRY looks back, those of the prompt too; -1 for all, 0 for none.
     dry_sequence_breakers: texts that no repetition goes beyond.
-    logit_bias: what is added to logits, by token: an id, or a text that is one token; -inf excludes it.
+    logit_bias: what is added to logits, by token: an id, or a text that is one token; from -1e30 to 1e30, or -inf,
+        which excludes it.
     min_tokens: new tokens before which the end of text is excluded; stop strings end it all the same.
     ignore_eos: exclude the end of text altogether.
 
@@ -226,7 +228,15 @@ def _biases(given: object) -> dict[int | str, float]:
         token = key if isinstance(key, str) else integer("a token of logit_bias", key)
         if isinstance(token, int) and not 0 <= token < 2**31:
             raise ValueError(f"logit_bias names token {token}, which no vocabulary has")
-        biases[token] = -math.inf if value == -math.inf else _number("logit_bias", value)
+        if value == -math.inf:
+            biases[token] = -math.inf
+            continue
+        if isinstance(value, SupportsFloat) and not abs(value) <= _LARGEST_BIAS:  # type: ignore[arg-type]
+            raise ValueError(
+                f"logit_bias of token {token!r} must be a number from {-_LARGEST_BIAS:g} to {_LARGEST_BIAS:g}, or -inf "
+                f"to exclude it, not {value}"
+            )
+        biases[token] = _number(f"logit_bias of token {token!r}", value)
     return biases
 
 
@@ -243,7 +253,7 @@ class TextOptions(TypedDict, total=False):
     progress: called while the prompt is read, with how many of its tokens are and how many are to be: before the first
         few hundred and after each, so the last time with all of them; by who reads the text, as soon as it looks.
     logprobs: say how likely the model itself found each token, unfiltered at temperature 1 and before any penalty or
-        bias, and which so many tokens were the likeliest; None says nothing, and costs nothing.
+        bias, and which so many tokens, 100 at most, were the likeliest; None says nothing, and costs nothing.
     """
 
     max_tokens: int
@@ -341,8 +351,10 @@ class GenerationConfig:
             raise ValueError(f"min_tokens, {sampling.min_tokens}, must be at most max_tokens, {max_tokens}")
         if logprobs is not None:
             logprobs = integer("logprobs", logprobs)
-            if logprobs < 0:
-                raise ValueError(f"logprobs must be None (off) or a number of tokens from 0 up, not {logprobs}")
+            if not 0 <= logprobs <= MOST_LOGPROBS:
+                raise ValueError(
+                    f"logprobs must be None (off) or a number of tokens from 0 to {MOST_LOGPROBS}, not {logprobs}"
+                )
         object.__setattr__(self, "sampling", sampling)
         object.__setattr__(self, "logprobs", logprobs)
         object.__setattr__(self, "max_tokens", max_tokens)

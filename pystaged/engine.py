@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
 from pystaged.decoding.scoring import score
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.pair import Pair
+from pystaged.process import ProcessLock
 from pystaged.result import GenerationResult, Results, Score
 from pystaged.scheduler import Scheduler
 from pystaged.stats import PassStats
@@ -142,7 +142,7 @@ class Engine:
         self._warn = report or _warn
         self._chat_format: ChatFormat | None = None
         self._grammars: Grammars | None = None
-        self._lazy_lock = threading.Lock()
+        self._lazy_lock = ProcessLock()
         self._contexts = ContextPool(
             lambda source, length: pair.decoder(n_ctx, policy, source, length),
             kv_memory,

@@ -10,17 +10,19 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from pystaged._core import Tokenizer
 from pystaged.config import Grammar
-from pystaged.decoding.constraint import Mask, allows
+from pystaged.decoding.constraint import Mask, allows, count_allowed
+from pystaged.process import ProcessLock
 from pystaged.text import going_on
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 _MOST_KEPT = 16  # compiled grammars
 # As json.dumps writes it. White space that a schema leaves to the model is where small models lose themselves.
@@ -60,8 +62,8 @@ class Grammars:
         ends = sorted(self._ends)
         vocabulary = cast("llguidance.TokenizerWrapper", _Vocabulary(tokenizer, ends[0]))
         self._vocabulary = llguidance.LLTokenizer(vocabulary, eos_token=ends)
-        self._compiled: dict[Grammar, LLMatcher] = {}
-        self._lock = threading.Lock()
+        # No lock is held while it compiles: others need not wait, and a child of fork() finds none that is held.
+        self._compiled = lru_cache(_MOST_KEPT)(partial(_compiled, self._vocabulary, self._ends))
 
     def constraint(self, grammar: Grammar) -> GrammarConstraint:
         """The constraint of a text that begins.
@@ -69,35 +71,29 @@ class Grammars:
         Raises:
             GrammarError: the grammar cannot be used.
         """
-        with self._lock:
-            compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            compiled = self._compile(grammar)  # which others need not wait for
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > _MOST_KEPT:
-                del self._compiled[next(iter(self._compiled))]
-            return GrammarConstraint(compiled.deep_copy(), self._ends)
+        return GrammarConstraint(self._compiled(grammar).deep_copy(), self._ends)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        import llguidance  # noqa: PLC0415
 
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+def _compiled(vocabulary: LLTokenizer, ends: frozenset[int], grammar: Grammar) -> LLMatcher:
+    """A matcher that has read nothing. Raises GrammarError: the grammar cannot be used."""
+    import llguidance  # noqa: PLC0415
 
-        def build() -> LLMatcher:
-            matcher = llguidance.LLMatcher(self._vocabulary, _definition(grammar), log_level=0, limits=limits)
-            _check(matcher)
-            return matcher
+    limits = llguidance.LLParserLimits(verbose_errors=False)
 
-        try:
-            matcher = _with_deep_stack(build)
-            if len(matcher.compute_ff_bytes()) > _LONGEST:
-                raise GrammarError(f"it forces a text of more than {_LONGEST} characters")
-            GrammarConstraint(matcher.deep_copy(), self._ends).mask([])
-        except (ValueError, RecursionError) as error:
-            words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise GrammarError(f"{grammar.option} cannot be used: {_one_line(words)}") from None
+    def build() -> LLMatcher:
+        matcher = llguidance.LLMatcher(vocabulary, _definition(grammar), log_level=0, limits=limits)
+        _check(matcher)
         return matcher
+
+    try:
+        matcher = _with_deep_stack(build)
+        if len(matcher.compute_ff_bytes()) > _LONGEST:
+            raise GrammarError(f"it forces a text of more than {_LONGEST} characters")
+        GrammarConstraint(matcher.deep_copy(), ends).mask([])
+    except (ValueError, RecursionError) as error:
+        words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise GrammarError(f"{grammar.option} cannot be used: {_one_line(words)}") from None
+    return matcher
 
 
 class GrammarConstraint:
@@ -110,6 +106,7 @@ class GrammarConstraint:
     def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
         self._matcher = matcher  # has read the text alone, as in plain decoding
         self._ends = ends
+        self._after: bool | None = None  # whether only the end of the text may follow it
         self._guesser: LLMatcher | None = None  # a copy that has read a path after the text, too
         self._path: list[int] = []
         self._masks: dict[tuple[int, ...], Mask | None] = {}  # of paths after the text
@@ -117,7 +114,13 @@ class GrammarConstraint:
 
     @property
     def is_complete(self) -> bool:
-        return bool(self._matcher.is_stopped())
+        if self._after is None:
+            try:
+                mask = None if self._matcher.is_stopped() else self.mask([])
+            except GrammarError:  # which ends a text that goes on, and only such a one
+                return False
+            self._after = mask is None or not count_allowed(mask, self._ends)
+        return self._after
 
     def forced(self) -> list[int]:
         if self._forced is None:
@@ -133,7 +136,7 @@ class GrammarConstraint:
     def advance(self, tokens: Sequence[int]) -> None:
         if self._guesser is not None:
             self._guess(tokens, lambda _: None)
-        self._path, self._masks, self._forced = [], {}, None
+        self._path, self._masks, self._forced, self._after = [], {}, None, None
         self._matcher.consume_tokens(list(tokens))
         _check(self._matcher)
 
@@ -310,7 +313,7 @@ def _check(matcher: LLMatcher) -> None:
         raise GrammarError("no text meets it" if words.startswith("NoExtension") else words)
 
 
-_starting = threading.Lock()  # a thread's stack is a setting of the process
+_starting = ProcessLock()  # a thread's stack is a setting of the process
 
 
 def _with_deep_stack(build: Callable[[], _T]) -> _T:

@@ -23,6 +23,7 @@ _BACKGROUNDS = {
 }
 _SURPRISING = "rgba(220,60,60,{:.2f})"
 _MOST_SURPRISING = 10.0  # nats, from where on the colour stays the same
+_MOST_PERPLEXITY = 1e99  # from where on it is enough to say so
 _TEXT_STYLE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 _LINE_STYLE = "font-size:smaller;margin-top:.3em"
 _NO_MATH = "tex2jax_ignore mathjax_ignore"  # notebooks would typeset what is between dollars
@@ -61,8 +62,16 @@ def score_html(score: Score) -> str:
     counted = len(score.tokens) - 1
     figures = f"{len(score.tokens)} tokens, log-probability {score.total:.2f}"
     if counted > 0:
-        figures += f", perplexity {math.exp(min(700.0, -score.total / counted)):.2f}"
+        figures += f", perplexity {_perplexity(-score.total / counted)}"
     return _shown(parts, escape(figures))
+
+
+def _perplexity(surprise: float) -> str:
+    """In words, given its logarithm."""
+    if surprise > math.log(_MOST_PERPLEXITY):
+        return f"above {_MOST_PERPLEXITY:g}"
+    perplexity = math.exp(surprise)
+    return f"{perplexity:.2f}" if perplexity < 1e6 else f"{perplexity:.2e}"
 
 
 def _shown(parts: Iterable[str], line: str) -> str:

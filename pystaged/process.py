@@ -55,6 +55,19 @@ def orderly_end() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class ProcessLock:
+    """A lock that a child of fork() finds free, whoever holds it in the parent."""
+
+    def __init__(self) -> None:
+        self._locks: dict[int, threading.Lock] = {}
+
+    def __enter__(self) -> None:
+        self._locks.setdefault(os.getpid(), threading.Lock()).acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._locks[os.getpid()].release()
+
+
 class ChildError(RuntimeError):
     """A child crashed or is silent."""
 

@@ -7,19 +7,25 @@ import weakref
 
 from pystaged._core import Tokenizer
 from pystaged.config import SamplingConfig
+from pystaged.decoding.constraint import Constraint, count_allowed
 from pystaged.text import going_on
 
 
 def bind(
-    sampling: SamplingConfig, tokenizer: Tokenizer, prompt_length: int, logprobs: int | None = None
+    sampling: SamplingConfig,
+    tokenizer: Tokenizer,
+    prompt_length: int,
+    logprobs: int | None = None,
+    constraint: Constraint | None = None,
 ) -> SamplingConfig:
     """The same sampling for a text that goes on with a prompt of so many tokens.
 
     Args:
         logprobs: of how many of the likeliest tokens to tell log-probabilities, None for none at all.
+        constraint: what the text must be, None for anything.
 
     Raises:
-        ValueError: a token that the vocabulary has not, or all tokens are excluded.
+        ValueError: a token that the vocabulary has not, or all tokens that the text may begin with are excluded.
     """
     if not sampling.has_rules and logprobs is None:
         return sampling
@@ -36,6 +42,12 @@ def bind(
     excluded = {token for token, bias in biases.items() if bias == -math.inf}
     if len(excluded.union(ends)) == num_tokens:
         raise ValueError("logit_bias, min_tokens and ignore_eos exclude all tokens that there are; allow one at least")
+    first = None if constraint is None or constraint.is_complete else constraint.mask([])
+    if first is not None and not count_allowed(first, excluded.union(ends)):
+        raise ValueError(
+            "logit_bias, min_tokens, ignore_eos and the form of the text together exclude all tokens that it may begin "
+            "with; allow one at least"
+        )
     if sampling.ignore_eos:
         biases |= dict.fromkeys(ends, -math.inf)
     breaks = sampling.dry_multiplier and sampling.dry_penalty_last_n
@@ -71,9 +83,35 @@ def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[list[int]]:
     for text in texts:
         sequences = known.get(text)
         if sequences is None:
-            sequences = tokenizer.sequences_of(text)
+            sequences = sequences_of(tokenizer, text)
             if len(known) >= _MOST_KNOWN:
                 known.clear()
             known[text] = sequences
         breakers += sequences
     return breakers
+
+
+def sequences_of(tokenizer: Tokenizer, text: str) -> list[list[int]]:
+    """The tokens that hold a text, and those that end with its beginning, each before the tokens of the rest."""
+    data, rests, found = text.encode(), None, dict[tuple[int, ...], None]()
+    for sequence in tokenizer.sequences_of(text):
+        if data in b"".join(tokenizer.token_bytes(token, True) for token in sequence):
+            found[tuple(sequence)] = None
+            continue
+        # The tokenizer spells no rest that begins in the middle of a character, and one of SentencePiece with a space.
+        rests = _rests(tokenizer, text) if rests is None else rests
+        first = tokenizer.token_bytes(sequence[0], True)
+        found |= {(sequence[0], *rest): None for at, rest in rests.items() if first.endswith(data[:at])}
+    return [list(sequence) for sequence in found]
+
+
+def _rests(tokenizer: Tokenizer, text: str) -> dict[int, list[int]]:
+    """The tokens of what is left of a text, by the byte where that begins; where one can begin."""
+    rests: dict[int, list[int]] = {}
+    for i in range(1, len(text)):
+        rests[len(text[:i].encode())] = going_on(tokenizer, text[i:], parse_special=False).tolist()
+    whole, at = going_on(tokenizer, text, parse_special=False).tolist(), 0
+    for i, token in enumerate(whole[:-1], 1):
+        at += len(tokenizer.token_bytes(token, True))
+        rests.setdefault(at, whole[i:])  # in the middle of a character
+    return rests

@@ -146,8 +146,10 @@ class Writer:
     ) -> None:
         self.engine, self.prompt_tokens = engine, engine.encode(prompt)
         self._prompt, self._config, self._is_end = prompt, config, is_end
-        self._sampling = bind(config.sampling, engine.tokenizer, len(self.prompt_tokens), config.logprobs)
         self._constraint = engine._constraint(config)
+        self._sampling = bind(
+            config.sampling, engine.tokenizer, len(self.prompt_tokens), config.logprobs, self._constraint
+        )
         self._buffer = TextBuffer(config.stop)
         self._stats = GenerationStats()
         self._text: list[str] = []

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from support.schemas import schema_of
 
 import pystaged
 from pystaged import Engine, GrammarError
+from pystaged._core import Tokenizer
 from pystaged.config import GenerationConfig, Grammar
 from pystaged.decoding.constraint import Mask, allows
 from pystaged.grammars import GrammarConstraint, Grammars, has_end
@@ -103,6 +106,11 @@ def test_texts_of_several_forms_in_a_crowd_are_what_they_are_alone(engine: Engin
 
 
 RULED: list[dict[str, Any]] = [
+    {"regex": "", "ignore_eos": True},
+    {"regex": "", "min_tokens": 5, "temperature": 1.0, "logprobs": 2},
+    {"regex": "(ab){0,9}", "min_tokens": 30, "max_tokens": 40},
+    {"grammar": 'start: "yes" END\nEND: ""', "ignore_eos": True},
+    {"json_schema": {"const": 1}, "ignore_eos": True, "temperature": 1.0},
     {"regex": "yes|no", "ignore_eos": True},
     {"regex": "yes|no", "min_tokens": 20},
     {"regex": "yes|no", "ignore_eos": True, "temperature": 1.0, "logprobs": 2},
@@ -122,6 +130,17 @@ def test_a_text_ends_where_its_form_does_whatever_rules_exclude_after_it(
     staged = engine.generate("Once upon a time", **options)
     assert plain.finish_reason == staged.finish_reason == "stop"
     assert (staged.tokens, staged.text, staged.logprobs) == (plain.tokens, plain.text, plain.logprobs)
+
+
+def test_what_a_text_cannot_begin_with_is_refused_before_anything_is_written(engine: Engine) -> None:
+    passes = engine.passes.passes
+    for options in (
+        {"regex": "12X", "logit_bias": {"1": -math.inf, "12": -math.inf}},
+        {"regex": "1?", "ignore_eos": True, "logit_bias": {"1": -math.inf}},
+    ):
+        with pytest.raises(ValueError, match="exclude all tokens that it may begin with"):
+            engine.stream("Once upon a time", **options)
+    assert engine.passes.passes == passes
 
 
 def test_rules_that_leave_nothing_of_a_form_fail_however_it_is_drafted(engine: Engine) -> None:
@@ -309,15 +328,15 @@ def test_a_grammar_that_is_compiled_does_not_keep_others_waiting(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars = Grammars(engine.tokenizer)
-    compile_one, begun, go_on = grammars._compile, threading.Event(), threading.Event()
+    begun, go_on, definition = threading.Event(), threading.Event(), pystaged.grammars._definition
 
-    def compiled(grammar: Grammar) -> Any:
+    def defined(grammar: Grammar) -> str:
         if grammar.text == "a":
             begun.set()
             assert go_on.wait(60)
-        return compile_one(grammar)
+        return definition(grammar)
 
-    monkeypatch.setattr(grammars, "_compile", compiled)
+    monkeypatch.setattr(pystaged.grammars, "_definition", defined)
     slow = threading.Thread(target=grammars.constraint, args=[Grammar("regex", "a")], daemon=True)
     slow.start()
     assert begun.wait(60)
@@ -328,6 +347,37 @@ def test_a_grammar_that_is_compiled_does_not_keep_others_waiting(
     go_on.set()
     slow.join()
     assert not waited
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_has_grammars_whatever_its_parent_was_about(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, parent = threading.Event(), threading.Event(), os.getpid()
+
+    class Slow(Grammars):
+        def __init__(self, tokenizer: Tokenizer) -> None:
+            if os.getpid() == parent:
+                with pystaged.grammars._starting:
+                    begun.set()
+                    assert go_on.wait(60)
+            super().__init__(tokenizer)
+
+    monkeypatch.setattr(engine, "_grammars", None)
+    monkeypatch.setattr(pystaged.grammars, "Grammars", Slow)
+    other = threading.Thread(target=engine.stream, args=["The answer is "], kwargs={"regex": "no"}, daemon=True)
+    other.start()
+    assert begun.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends it where it would wait for ever
+        ok = False
+        try:
+            ok = engine.generate("The answer is ", regex="yes").text == "yes"
+        finally:
+            os._exit(0 if ok else 1)
+    go_on.set()
+    other.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_more_is_forced_than_is_asked_for(engine: Engine) -> None:

@@ -33,7 +33,7 @@ from pystaged.cli.options import (
 from pystaged.cli.painting import show, summary
 from pystaged.cli.prompts import Asked, argument, read_prompts
 from pystaged.cli.several import write_in_order
-from pystaged.config import GenerationConfig
+from pystaged.config import MOST_LOGPROBS, GenerationConfig
 from pystaged.engine import Prompt
 from pystaged.result import GenerationResult, TokenLogprob
 from pystaged.stages import shown_stages
@@ -75,7 +75,11 @@ def generate(
     as_json: Json = False,
     logprobs: Annotated[
         int | None,
-        typer.Option(min=0, help="With --json: the log-probability of each token, and so many of the likeliest ones."),
+        typer.Option(
+            min=0,
+            max=MOST_LOGPROBS,
+            help="With --json: the log-probability of each token, and so many of the likeliest ones.",
+        ),
     ] = None,
 ) -> None:
     """Continue a prompt, or several at once.

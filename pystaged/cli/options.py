@@ -286,18 +286,28 @@ class FormOptions:
 
     def options(self) -> dict[str, Any]:
         """The same for the engine. Raises OSError and ValueError for a file that cannot be read."""
-        from pystaged.files import read_small  # noqa: PLC0415
-
         found: dict[str, Any] = {"regex": self.regex} if self.regex is not None else {}
         if self.json_schema is not None:
             found["json_schema"] = self.json_schema
             if self.json_schema.lstrip()[:1] != "{":
-                found["json_schema"] = read_small(Path(self.json_schema), _MOST_BYTES).decode()
+                found["json_schema"] = _read_form(Path(self.json_schema))
         if self.grammar is not None:
-            found["grammar"] = read_small(self.grammar, _MOST_BYTES).decode()
+            found["grammar"] = _read_form(self.grammar)
         if len(found) > 1:
             raise typer.BadParameter("give one of --json-schema, --regex and --grammar")
         return found
+
+
+def _read_form(path: Path) -> str:
+    """The schema or grammar in a file or pipe."""
+    with path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{path} is larger than {_MOST_BYTES / 1e6:.0f} MB")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8") from None
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

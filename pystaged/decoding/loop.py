@@ -254,13 +254,15 @@ class Decoder:
                 prompt, speculate=speculate, progress=progress, constraint=constraint
             )
             stats.prefill_seconds += self.crowd.wall() - begin
-            finished = False
+            finished = constraint is not None and constraint.is_complete
+            if finished:
+                yield Step([], [], TokenTree.root(self._root), [], 0.0, 0.0, 0, 0, finish_reason="stop")
             while not finished:
                 begin = self.crowd.wall()
                 step = self._cut((yield from self.step(sampling, left)), left, is_end)
                 if constraint:
                     constraint.advance(step.tokens)
-                    if constraint.is_complete:
+                    if step.finish_reason != "stop" and constraint.is_complete:
                         step = replace(step, finish_reason="stop")
                 left -= len(step.tokens)
                 finished = step.finish_reason is not None

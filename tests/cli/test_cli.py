@@ -612,7 +612,8 @@ def test_help() -> None:
 
 
 def test_a_text_of_a_form(tmp_path: Path) -> None:
-    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema, grammar, latin = tmp_path / "schema.json", tmp_path / "grammar.lark", tmp_path / "latin.lark"
+    latin.write_bytes(b'start: "\xe4"')
     schema.write_text('{"enum": ["alpha", "beta"]}')
     grammar.write_text('start: "yes" | "no"')
     for options, texts in (
@@ -627,12 +628,27 @@ def test_a_text_of_a_form(tmp_path: Path) -> None:
     for arguments, words in (
         (["--regex", "("], "regex cannot be used"),
         (["--json-schema", tmp_path / "none"], "No such file"),
-        (["--grammar", tmp_path], "no regular file"),
+        (["--grammar", tmp_path], "Is a directory"),
+        (["--grammar", latin], "latin.lark is not UTF-8"),
+        (["--grammar", "/dev/zero"], "/dev/zero is larger than 17 MB"),
     ):
         assert_refused(run("generate", "The answer is ", *arguments), words)
     done = run("generate", "The answer is ", "--regex", "a", "--grammar", grammar)
     assert done.returncode == 2
     assert b"give one of" in done.stderr
+
+
+def test_a_form_from_a_pipe() -> None:
+    """As shells make one of <(...)."""
+    done = run("generate", "The answer is ", "--grammar", "/dev/stdin", stdin=b'start: "yes"')
+    assert (done.returncode, done.stdout) == (0, b"yes\n"), done.stderr
+    reading, writing = os.pipe()
+    os.write(writing, b'{"const": 7}')
+    os.close(writing)
+    command = [*PROGRAM, "generate", "The answer is ", "--json-schema", f"/dev/fd/{reading}"]
+    done = subprocess.run(command, pass_fds=[reading], capture_output=True, check=False, env=environment(), timeout=60)
+    os.close(reading)
+    assert (done.returncode, done.stdout) == (0, b"7\n"), done.stderr
 
 
 def test_a_library_that_cannot_be_used_is_one_line(

@@ -19,7 +19,7 @@ from support.logits import llama_context
 from support.sampling import Doubles, Floats, kept, llama_chain, llama_dry, ruled
 
 from pystaged import SamplingConfig, _core
-from pystaged.sampling import _known, bind
+from pystaged.sampling import _known, bind, sequences_of
 
 VOCAB_SIZE = 300
 TOLERANCE = 2e-4
@@ -109,7 +109,7 @@ def random_tokens(seed: int, length: int = 60, alphabet: int = 4) -> list[int]:
 
 
 def breakers(tokenizer: _core.Tokenizer, sampling: SamplingConfig) -> list[list[int]]:
-    return [sequence for text in sampling.dry_sequence_breakers for sequence in tokenizer.sequences_of(text)]
+    return [sequence for text in sampling.dry_sequence_breakers for sequence in sequences_of(tokenizer, text)]
 
 
 def log_softmax(x: Doubles) -> Doubles:
@@ -226,15 +226,15 @@ def test_dry_is_llama_cpps(path: Path, model: _core.Model, tokenizer: _core.Toke
 
 def test_breakers_reach_over_several_tokens(tokenizer: _core.Tokenizer) -> None:
     """Whatever stands before and after it, a breaker begins in one of its sequences."""
-    for text in ("\n", "ab", "the", "then x"):
-        sequences = tokenizer.sequences_of(text)
+    for text in ("\n", "ab", "the", "then x", "\N{IDEOGRAPHIC FULL STOP}", "caf\xe9", "\N{ROBOT FACE}\N{ROBOT FACE}"):
+        sequences = sequences_of(tokenizer, text)
         assert all(text in tokenizer.decode(sequence) for sequence in sequences)
         for around in ("{}", "x{}y", " {}.", "th{} there"):
             tokens = tokenizer.encode(around.format(text), add_special=False).tolist()
             starts = [tokens[i : i + len(each)] == each for each in sequences for i in range(len(tokens))]
             assert any(starts), (text, around)
     with pytest.raises(ValueError, match="empty"):
-        tokenizer.sequences_of("")
+        sequences_of(tokenizer, "")
 
 
 # ---- Filters ----
@@ -423,10 +423,14 @@ def test_logprobs_are_the_models_own(k: int, model: _core.Model) -> None:
         ({"min_tokens": -1}, ValueError, "min_tokens"),
         ({"min_tokens": 1.5}, TypeError, "min_tokens must be an integer"),
         ({"logit_bias": [5]}, TypeError, "logit_bias must be a mapping"),
-        ({"logit_bias": {5: "x"}}, TypeError, "logit_bias must be a number"),
+        ({"logit_bias": {5: "x"}}, TypeError, "logit_bias of token 5 must be a number, not str"),
+        ({"logit_bias": {5: 1.1e30}}, ValueError, "logit_bias of token 5 must be a number from -1e.30 to 1e.30"),
+        ({"logit_bias": {" a": -1e31}}, ValueError, "logit_bias of token ' a' must be a number from -1e.30 to 1e.30"),
+        ({"logit_bias": {5: 10**400}}, ValueError, "logit_bias of token 5 must be a number from"),
+        ({"logit_bias": {5: math.inf}}, ValueError, "to 1e.30, or -inf to exclude it, not inf"),
         ({"logit_bias": {5: math.inf}}, ValueError, "logit_bias"),
-        ({"logit_bias": {5: math.nan}}, ValueError, "logit_bias must be finite numbers, or -inf"),
-        ({"logit_bias": {"a": math.nan}}, ValueError, "logit_bias must be finite numbers, or -inf"),
+        ({"logit_bias": {5: math.nan}}, ValueError, "logit_bias of token 5 must be a number from .*, not nan"),
+        ({"logit_bias": {"a": math.nan}}, ValueError, "logit_bias of token 'a' must be a number from"),
         ({"logit_bias": {5.5: 1.0}}, TypeError, "a token of logit_bias must be an integer"),
         ({"logit_bias": {-1: 1.0}}, ValueError, "logit_bias names token -1"),
     ],
