@@ -479,7 +479,9 @@ def test_closed_engine(path: Path) -> None:
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.generate(PROMPT)
     with engine, pytest.raises(ValueError, match="the engine is closed"):
-        list(engine.stream(PROMPT))
+        engine.stream(PROMPT)
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.stream_chat([{"role": "user", "content": PROMPT}])
 
 
 def test_closing_under_a_stream(path: Path) -> None:

@@ -39,7 +39,7 @@ finally:
 """
 LOADED = """
 maps = open("/proc/self/maps").read() if sys.platform == "linux" else ""
-names = ("llama_cpp", "pystaged._core", "pystaged._llama", "pystaged.engine")
+names = ("numpy", "llama_cpp", "pystaged._core", "pystaged._llama", "pystaged.engine")
 print([name for name in names if name in sys.modules], "libllama" in maps, file=sys.stderr)
 """
 

@@ -84,7 +84,7 @@ def chat(
     Example: pystaged chat smollm2 --system "Answer in one sentence." < question.txt
     """
     with usage():
-        GenerationConfig(sampling=sampling.config(), stop=stop or ())
+        GenerationConfig(max_tokens=max_tokens or 2**31 - 1, sampling=sampling.config(), stop=stop or ())
     name = either(model, named, "smollm2")
     question = None if sys.stdin.isatty() else read_prompt("-").removesuffix("\n")
     if question is not None and not question.strip():

@@ -488,7 +488,7 @@ def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
 )
 def test_sampling_refuses_options(draft: Path, options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        next(sample_documents(Model(os.fsencode(draft)), 0, 100, **({"temperature": 1.5} | options)))
+        sample_documents(Model(os.fsencode(draft)), 0, 100, **({"temperature": 1.5} | options))
 
 
 @pytest.mark.parametrize(
