@@ -39,12 +39,12 @@ def usage() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from None
 
 
-def check_device(name: str, kv: str = "f16") -> str:
-    """Refuse what is no name of a device, or has no such keys and values."""
+def check_device(name: str) -> str:
+    """Refuse what is no name of a device."""
     from pystaged.backends import devices  # noqa: PLC0415
 
     with usage():
-        devices.check(check(name), kv)
+        devices.check(check(name))
     return name
 
 
@@ -154,8 +154,11 @@ class PairOptions:
     kv: KeysAndValues = "f16"
 
     def __post_init__(self) -> None:
-        for name in (self.device, self.draft_device):
-            check_device(name, self.kv)
+        from pystaged.backends import devices  # noqa: PLC0415
+
+        with usage():
+            for name in (self.device, self.draft_device):
+                devices.check(check(name), self.kv)
 
 
 @dataclass

@@ -115,4 +115,4 @@ def test_command(path: Path, random_gguf: Callable[..., Path]) -> None:
 def test_contexts_that_cannot_be(path: Path, context: str, status: int, words: str) -> None:
     done = CliRunner().invoke(app, ["bench", "passes", "--model", str(path), "--context", context])
     assert done.exit_code == status
-    assert words in (done.stderr if status == 2 else str(done.exception))
+    assert words in (done.output if status == 2 else str(done.exception))
