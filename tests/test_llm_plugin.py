@@ -320,6 +320,19 @@ def test_the_program(tmp_path: Path, engine: pystaged.Engine) -> None:
     assert f"{second.stats.prompt_tokens} input, 8 output" in done.stderr
 
 
+def test_tools_and_attachments_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.gif").write_bytes(b"GIF89a")
+    for arguments, words in (
+        (["--functions", "def one() -> int:\n    return 1"], "does not support tools"),
+        (["--at", str(tmp_path / "a.gif"), "image/gif"], "does not support attachments"),
+    ):
+        done = run(tmp_path, "-m", f"pystaged/{NAME}", *arguments, "Hello")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("Error: ")
+        assert done.stderr.endswith(f"{words}\n")
+        assert done.stderr.count("\n") == 1
+
+
 def test_where_ours_cannot_run_llm_can(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "pystaged/house", "Hello", LLAMA_CPP_LIB_PATH="/opt/llama")
     assert done.returncode == 1
