@@ -473,7 +473,7 @@ def test_models(tmp_path: Path, path: Path) -> None:
 
 
 def test_closed_engine(path: Path) -> None:
-    engine = pystaged.load(path)
+    engine = pystaged.load(path, report=lambda _: None)
     engine.close()
     engine.close()
     with pytest.raises(ValueError, match="the engine is closed"):

@@ -39,7 +39,7 @@ finally:
 """
 LOADED = """
 maps = open("/proc/self/maps").read() if sys.platform == "linux" else ""
-names = ("numpy", "llama_cpp", "pystaged._core", "pystaged._llama", "pystaged.engine")
+names = ("llama_cpp", "pystaged._core", "pystaged._llama", "pystaged.engine")
 print([name for name in names if name in sys.modules], "libllama" in maps, file=sys.stderr)
 """
 
@@ -307,6 +307,18 @@ def test_listing_loads_nothing_that_computes(tmp_path: Path) -> None:
     assert f"Pystaged: pystaged/{NAME}\n" in done.stdout
     assert "min_p: float" in done.stdout
     assert "AsyncPystaged (async): pystaged/house\n" in run(tmp_path, "models", "list", "--async").stdout
+
+
+def test_listing_imports_no_numpy_of_ours() -> None:
+    """sqlite-utils, which `llm` is built on, imports it where it is installed; we do not."""
+    code = """
+import sys
+from pystaged.loading import cache, names
+cache.names()
+print([name for name in ("numpy", "gguf", "jinja2", "huggingface_hub", "pystaged._core") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[]\n"
 
 
 def test_the_program(tmp_path: Path, engine: pystaged.Engine) -> None:
