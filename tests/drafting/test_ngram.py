@@ -501,7 +501,7 @@ def test_sampling_refuses_options(draft: Path, options: dict[str, float], messag
 def test_build_refuses_options(draft: Path, option: str, value: str, status: int, message: str) -> None:
     done = run("ngram", "build", "--model", draft, "--tokens", "100", option, value)
     assert done.returncode == status
-    assert done.stderr.decode().splitlines()[-1].startswith(f"error: {message}")
+    assert message in done.stderr.decode()
     assert not table_path(draft).exists()
 
 
