@@ -188,6 +188,7 @@ class Engine:
                 self._chat_format = ChatFormat(read_metadata(self._pair.path), self.tokenizer, self._warn)
             return self._chat_format
 
+    @overload
     def chat(
         self,
         messages: Sequence[Message],
@@ -196,11 +197,34 @@ class Engine:
         template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[TextOptions],
-    ) -> GenerationResult:
-        """Answer the last message of a conversation; arguments and errors as in `stream_chat`."""
-        return self.stream_chat(
-            messages, tools=tools, template=template, template_options=template_options, **options
-        ).finish()
+    ) -> GenerationResult: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        n: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[TextOptions],
+    ) -> list[GenerationResult]: ...
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        n: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[TextOptions],
+    ) -> GenerationResult | list[GenerationResult]:
+        """Answer the last message of a conversation; arguments and errors as in `stream_chat`.
+
+        Args:
+            n: answers, with the seeds seed, seed + 1, ...; a list of them is returned, and the messages are read once.
+        """
+        return self._write(self._answer(messages, tools, template, template_options, options), n)
 
     def stream_chat(
         self,
@@ -324,11 +348,12 @@ class Engine:
         self, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
     ) -> GenerationResult | list[GenerationResult]:
         if _are_several(prompt):
-            return Results(results(self, prompt, config, 1 if n is None else n))
-        one = cast(Prompt, prompt)
-        if n is None:
-            return Stream(Writer(self, one, config)).finish()
-        return Results(results(self, [one], config, n))
+            return Results(results(self, [Writer(self, each, config) for each in prompt], 1 if n is None else n))
+        return self._write(Writer(self, cast(Prompt, prompt), config), n)
+
+    def _write(self, writer: Writer, n: int | None) -> GenerationResult | list[GenerationResult]:
+        """A text, or n of them."""
+        return Stream(writer).finish() if n is None else Results(results(self, [writer], n))
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
         """The tokens of a prompt, int32[n]; errors as in `stream`.
@@ -375,8 +400,7 @@ class Engine:
             DeviceError: a device failed.
         """
         tokens = self.encode(text)
-        if self._contexts.closed:
-            raise ValueError("the engine is closed")
+        self._contexts.check_open()
         session = open_session(self.model, self.n_ctx)
         try:
             logprobs = score(session, tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -134,7 +135,7 @@ class Writer:
         is_end: whether a token ends the text; by default the tokens that the vocabulary says.
 
     Raises:
-        ValueError, TypeError: as in Engine.encode, Engine.stream and sampling.bind.
+        ValueError, TypeError: as in Engine.encode, Engine.stream and sampling.bind; a closed engine.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Writer:
         config: GenerationConfig,
         is_end: Callable[[int], bool] | None = None,
     ) -> None:
+        engine._contexts.check_open()
         self.engine, self.prompt_tokens = engine, engine.encode(prompt)
         self._prompt, self._config, self._is_end = prompt, config, is_end
         self._constraint = engine._constraint(config)
@@ -159,15 +161,24 @@ class Writer:
         self._logprobs: list[TokenLogprob] | None = None if config.logprobs is None else []
         self._finish: FinishReason | None = None
 
+    @property
+    def seed(self) -> int:
+        """Of the sampling."""
+        return self._config.sampling.seed
+
+    def seeded(self, seed: int) -> Writer:
+        """The same text with another seed."""
+        config = replace(self._config, sampling=replace(self._config.sampling, seed=seed))
+        return Writer(self.engine, self._prompt, config, self._is_end)
+
     def result(self) -> GenerationResult:
         """What is written by now."""
-        seed = self._config.sampling.seed
         finish = self._finish or "cancelled"
         return GenerationResult(
             "".join(self._text),
             self._tokens,
             finish,
-            seed,
+            self.seed,
             self._stats,
             self._stages,
             self._pieces,

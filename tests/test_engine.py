@@ -473,13 +473,15 @@ def test_models(tmp_path: Path, path: Path) -> None:
 
 
 def test_closed_engine(path: Path) -> None:
-    engine = pystaged.load(path)
+    engine = pystaged.load(path, report=lambda _: None)
     engine.close()
     engine.close()
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.generate(PROMPT)
     with engine, pytest.raises(ValueError, match="the engine is closed"):
-        list(engine.stream(PROMPT))
+        engine.stream(PROMPT)
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.stream_chat([{"role": "user", "content": PROMPT}])
 
 
 def test_closing_under_a_stream(path: Path) -> None:

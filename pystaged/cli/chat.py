@@ -87,7 +87,8 @@ def chat(
     """
     forms = form.options()
     with usage():
-        GenerationConfig(sampling=sampling.config(), stop=stop or (), **forms)
+        limit = max_tokens or 2**31 - 1
+        GenerationConfig(max_tokens=limit, sampling=sampling.config(), stop=stop or (), **forms)
     name = either(model, named, "smollm2")
     question = None if sys.stdin.isatty() else read_prompt("-").removesuffix("\n")
     if question is not None and not question.strip():

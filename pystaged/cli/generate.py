@@ -134,13 +134,11 @@ def generate(
             return _question(engine, each, system, think) if chat else each.prompt
 
         if several:
-            configs = seeded(config, n or 1)
-            writers = _writers(engine, asked, text_of, configs)
-            named = [each for each in asked for _ in configs]
-            _write_several(engine, named, writers, chat=chat, as_json=as_json, verbose=verbose)
+            writers = _writers(engine, asked, text_of, config)
+            _write_several(engine, asked, writers, n or 1, chat=chat, as_json=as_json, verbose=verbose)
             return
         with reading_bar() as progress:
-            (writer,) = _writers(engine, asked, text_of, [replace(config, progress=progress)])
+            (writer,) = _writers(engine, asked, text_of, replace(config, progress=progress))
             stream = Stream(writer)
             if as_json:
                 _write_json(stream, asked[0], chat=chat)
@@ -168,14 +166,13 @@ def _writers(
     engine: pystaged.Engine,
     asked: Sequence[Asked],
     text_of: Callable[[Asked], Prompt],
-    configs: Sequence[GenerationConfig],
+    config: GenerationConfig,
 ) -> list[Writer]:
-    """A text of each prompt in each way. Raises ValueError that says which prompt is none."""
+    """A text of each prompt. Raises ValueError that says which prompt is none."""
     found: list[Writer] = []
     for each in asked:
         try:
-            text = text_of(each)
-            found += [Writer(engine, text, config) for config in configs]
+            found.append(Writer(engine, text_of(each), config))
         except (ValueError, TypeError) as error:
             raise each.about(error) from None
     return found
@@ -198,25 +195,27 @@ def _write_several(
     engine: pystaged.Engine,
     asked: Sequence[Asked],
     writers: Sequence[Writer],
+    n: int,
     *,
     chat: bool,
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Write a text of each prompt, in order and as soon as each is there."""
+    """Write n texts of each prompt, in order and as soon as each is there."""
 
     def shown(number: int, result: GenerationResult) -> str:
+        of = asked[number // n]
         if as_json:
-            return _as_json(asked[number], result, chat=chat)
-        return f"==> {number + 1}: {asked[number].named()}, seed {result.seed} <==\n{result.text}\n"
+            return _as_json(of, result, chat=chat)
+        return f"==> {number + 1}: {of.named()}, seed {result.seed} <==\n{result.text}\n"
 
     begin = time.monotonic()
-    found = write_in_order(engine, writers, shown)
+    total = n * len(writers)
+    tokens = write_in_order(engine, seeded(writers, n), total, shown)
     if as_json:
         return
     seconds = time.monotonic() - begin
-    tokens = sum(len(result.tokens) for result in found)
-    texts = f"{len(found)} text{'s' if len(found) > 1 else ''}"
+    texts = f"{total} text{'s' if total > 1 else ''}"
     report(f"{texts}, {tokens} tokens in {seconds:.1f} seconds, {tokens / seconds:.1f} per second together")
     if verbose:
         passes = engine.passes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
 
 
 def check(value: Any) -> Any:
-    """Refuse what C++ cannot take: words whose bytes were no text, integers of more than 32 bits."""
+    """Refuse what nothing can take: words whose bytes were no text, integers of more than 32 bits, nan."""
     for each in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(each, str) and any("\ud800" <= character <= "\udfff" for character in each):
             raise typer.BadParameter(f"{each!a} is not valid UTF-8 text.")
         if isinstance(each, int) and abs(each) >= 2**31:
             raise typer.BadParameter(f"{each} is out of range.")
+        if isinstance(each, float) and math.isnan(each):
+            raise typer.BadParameter(f"{each} is no number.")
     return value
 
 
@@ -34,6 +37,23 @@ def usage() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def check_device(name: str) -> str:
+    """Refuse what is no name of a device."""
+    from pystaged.backends import devices  # noqa: PLC0415
+
+    with usage():
+        devices.check(check(name))
+    return name
+
+
+def check_type(name: str) -> str:
+    """Refuse what is no type of a file; "" stands for none."""
+    from pystaged.loading import quantize  # noqa: PLC0415
+
+    with usage():
+        return quantize.check_type(name) if name else name
 
 
 def _check_kv(value: str) -> str:
@@ -127,13 +147,18 @@ class PairOptions:
     ] = "auto"
     device: Annotated[
         str,
-        typer.Option(
-            help="Where the target runs: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name from info.", callback=check
-        ),
+        typer.Option(help="Where the target runs: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name from info."),
     ] = "cpu"
-    draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.", callback=check)] = "cpu"
+    draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.")] = "cpu"
     threads: Threads = 0
     kv: KeysAndValues = "f16"
+
+    def __post_init__(self) -> None:
+        from pystaged.backends import devices  # noqa: PLC0415
+
+        with usage():
+            for name in (self.device, self.draft_device):
+                devices.check(check(name), self.kv)
 
 
 @dataclass

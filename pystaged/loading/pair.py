@@ -56,7 +56,7 @@ class Pair:
         memory: bool = False,
     ) -> None:
         for name in (device, draft_device):
-            check(name)
+            check(name, kv)
         self._report, self._keep_packed = report, keep_packed
         self._num_threads = num_threads
         self._kv = kv

@@ -542,9 +542,6 @@ def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--accept", "0.5,2"], "--accept takes probabilities"),
-        (["--accept", "x"], "--accept takes probabilities"),
-        (["--peers", "llama,nobody"], "no peer's name begins with nobody"),
         (["--llama-cpp", "."], "there is no llama-server in"),
         (["--max-tokens", "1000"], "choose a smaller --max-tokens"),
         (["--model", "none.gguf"], "no model file"),

@@ -250,7 +250,7 @@ def test_ctrl_c_keeps_what_is_done(
         expected = [engine.generate(PROMPT, max_tokens=length).text for length in lengths]
         writers = [Writer(engine, PROMPT, GenerationConfig(max_tokens=length)) for length in lengths]
         with pytest.raises(KeyboardInterrupt):
-            several.write_in_order(engine, writers, lambda number, result: f"{number} {result.text}")
+            several.write_in_order(engine, writers, 3, lambda number, result: f"{number} {result.text}")
         shown = capsys.readouterr()
         assert (shown.out, shown.err) == (f"1 {expected[1]}\n", "1 of 3 texts are done\n")
 
@@ -351,6 +351,28 @@ def test_a_long_prompt(path: Path) -> None:
         ["generate", "x", "--device", b"\xff"],
         ["generate", "x", "--stop", "a", "--stop", b"\xff"],
         ["rpc-server", "--host", b"\xff"],
+        ["rpc-server", "--device", ""],
+        ["generate", "x", "--device", ""],
+        ["generate", "x", "--draft-device", "rpc:"],
+        ["tune", "--device", "metal", "--kv", "q8_0"],
+        ["quantize", "a", "b", "--type", "q1"],
+        ["pull", "a/b", "--type", "q1"],
+        ["ngram", "build", "--model", "house-draft", "--temperature", "0"],
+        ["ngram", "build", "--model", "house-draft", "--seed", "-1"],
+        ["bench", "--accept", "x"],
+        ["bench", "--accept", "0.5,2"],
+        ["bench", "--minutes", "nan"],
+        ["bench", "--threads", "99999999999"],
+        ["bench", "--peers", "llama,nobody"],
+        ["bench", "--model", "grown", "--type", "q1"],
+        ["bench", "passes", "--context", "256,x"],
+        ["bench", "passes", "--context", "20,-1"],
+        ["bench", "passes", "--model", "llama1b", "--type", "q4"],
+        ["bench", "texts", "--texts", "0"],
+        ["bench", "texts", "--texts", "99999999999"],
+        ["bench", "texts", "--temperature", "-1"],
+        ["bench", "lossless", "--seeds", "99999999999"],
+        ["bench", "parts", "--model", "grown-smollm2", "--type", "q4"],
         ["nonsense"],
     ],
     ids=str,

@@ -488,20 +488,20 @@ def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
 )
 def test_sampling_refuses_options(draft: Path, options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        next(sample_documents(Model(os.fsencode(draft)), 0, 100, **({"temperature": 1.5} | options)))
+        sample_documents(Model(os.fsencode(draft)), 0, 100, **({"temperature": 1.5} | options))
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("option", "value", "status", "message"),
     [
-        ("--seed", "-1", "seed must be between 0 and 2**32 - 1, not -1"),
-        ("--out", "/dev/null", "/dev/null is a device or a pipe and is not replaced"),
+        ("--seed", "-1", 2, "seed must be between 0 and 2**32 - 1, not -1"),
+        ("--out", "/dev/null", 1, "/dev/null is a device or a pipe and is not replaced"),
     ],
 )
-def test_build_refuses_options(draft: Path, option: str, value: str, message: str) -> None:
+def test_build_refuses_options(draft: Path, option: str, value: str, status: int, message: str) -> None:
     done = run("ngram", "build", "--model", draft, "--tokens", "100", option, value)
-    assert done.returncode == 1
-    assert done.stderr.decode().splitlines()[-1].startswith(f"error: {message}")
+    assert done.returncode == status
+    assert message in done.stderr.decode()
     assert not table_path(draft).exists()
 
 
