@@ -52,27 +52,27 @@ class SamplingConfig:
         TypeError: a field of the wrong type.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    temperature_last: bool = False
-    repeat_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repeat_last_n: int = 64
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = DRY_SEQUENCE_BREAKERS
-    logit_bias: Mapping[int | str, float] = field(default_factory=dict, hash=False)
-    min_tokens: int = 0
-    ignore_eos: bool = False
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    temperature_last: bool
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: tuple[str, ...]
+    logit_bias: Mapping[int | str, float] = field(hash=False)
+    min_tokens: int
+    ignore_eos: bool
     _native: Sampling | None = field(init=False, repr=False, compare=False)
 
     def __init__(
@@ -113,16 +113,16 @@ class SamplingConfig:
         values["seed"] = secrets.randbits(32) if seed is None else integer("seed", seed)
         if not 0 <= values["seed"] < 2**64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, not {seed}")
-        values |= {name: bool(given[name]) for name in ("temperature_last", "ignore_eos")}
+        values |= {name: truth(name, given[name]) for name in ("temperature_last", "ignore_eos")}
         values["dry_sequence_breakers"] = _texts("dry_sequence_breakers", dry_sequence_breakers)
         values["logit_bias"] = _Biases(_biases(logit_bias))
         for name in fields:
             object.__setattr__(self, name, values.get(name))
-        # C++'s form of the same, which checks the ranges; of what only a vocabulary knows too.
+        # Made here, too, so that C++ checks all ranges. A text in logit_bias has no id yet: 0 stands for it.
         biases = [(token if isinstance(token, int) else 0, bias) for token, bias in self.logit_bias.items()]
-        rules = self.rules(logit_bias=biases)
-        native = self.sampling(rules if self.has_rules else None)
-        object.__setattr__(self, "_native", None if self.needs_text else native)
+        rules = self.native_rules(logit_bias=biases)
+        native = self.native_sampling(rules if self.has_rules else None)
+        object.__setattr__(self, "_native", None if self.needs_binding else native)
 
     def __reduce__(self) -> tuple[Any, tuple[dict[str, Any], Sampling | None]]:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "_native"}
@@ -142,15 +142,15 @@ class SamplingConfig:
         )
 
     @property
-    def needs_text(self) -> bool:
-        """Whether something in it means nothing without a vocabulary or the length of a prompt; see sampling.bind."""
+    def needs_binding(self) -> bool:
+        """Whether it has something that only a vocabulary or a prompt's length gives a meaning: see sampling.bind."""
         breaks = self._has_dry and self.dry_sequence_breakers
         spelled = any(isinstance(token, str) for token in self.logit_bias)
         return bool(breaks or spelled or self.min_tokens or self.ignore_eos)
 
     @property
     def native(self) -> Sampling:
-        """C++'s form of it. Raises ValueError where it needs a text and is not bound to one."""
+        """For C++. Raises ValueError where the config is not bound to a text yet: see sampling.bind."""
         if self._native is None:
             raise ValueError(
                 "min_tokens, ignore_eos, dry_multiplier and texts in logit_bias need a vocabulary and a prompt: "
@@ -158,7 +158,7 @@ class SamplingConfig:
             )
         return self._native
 
-    def rules(self, **of_text: Any) -> LogitRules:
+    def native_rules(self, **of_text: Any) -> LogitRules:
         """C++'s form of what is done to logits before they are filtered.
 
         Args:
@@ -168,7 +168,7 @@ class SamplingConfig:
         names += ["dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"]
         return LogitRules(**{name: getattr(self, name) for name in names}, **of_text)
 
-    def sampling(self, rules: LogitRules | None, logprobs: int | None = None) -> Sampling:
+    def native_sampling(self, rules: LogitRules | None, logprobs: int | None = None) -> Sampling:
         """C++'s form of the rest, with these rules."""
         return Sampling(
             self.temperature,
@@ -184,7 +184,7 @@ class SamplingConfig:
             logprobs=-1 if logprobs is None else logprobs,
         )
 
-    def bound(self, native: Sampling) -> SamplingConfig:
+    def with_native(self, native: Sampling) -> SamplingConfig:
         """The same with C++'s form for a certain text."""
         return _restore({name: getattr(self, name) for name in self.__dataclass_fields__}, native)
 
@@ -360,7 +360,7 @@ class GenerationConfig:
         object.__setattr__(self, "max_tokens", max_tokens)
         object.__setattr__(self, "stop", _texts("stop", stop))
         object.__setattr__(self, "grammar", _grammar(json_schema, regex, grammar))
-        object.__setattr__(self, "speculate", bool(speculate))
+        object.__setattr__(self, "speculate", truth("speculate", speculate))
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be called with two numbers, which {type(progress).__name__} cannot be")
         object.__setattr__(self, "progress", progress)
@@ -412,6 +412,13 @@ def integer(name: str, value: object) -> int:
         except TypeError:
             pass
     raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+
+
+def truth(name: str, value: object) -> bool:
+    """As it is, if it is one."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return value
 
 
 def _number(name: str, value: object) -> float:

@@ -16,7 +16,7 @@ from pystaged._core import ContextFullError, Model, Tokenizer
 from pystaged.backends.devices import open_session
 from pystaged.batch import results
 from pystaged.chat.messages import Message
-from pystaged.config import GenerationConfig, TextOptions, check_options, integer
+from pystaged.config import GenerationConfig, TextOptions, check_options, integer, truth
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
@@ -28,7 +28,7 @@ from pystaged.result import GenerationResult, Results, Score
 from pystaged.scheduler import Scheduler
 from pystaged.stats import PassStats
 from pystaged.streams import OwningStream, Stream, Writer
-from pystaged.text import going_on
+from pystaged.text import encode_continuation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -121,6 +121,16 @@ class Engine:
         prompt_delay: float = PROMPT_DELAY,
         report: Callable[[str], None] | None = None,
     ) -> None:
+        for name, value in (("model", model), ("draft", draft), ("ngrams", ngrams)):
+            if not (isinstance(value, (str, Path)) or (value is None and name != "model")):
+                raise TypeError(f"{name} must be a name or a path, not {type(value).__name__}")
+        for name, device_name in (("device", device), ("draft_device", draft_device)):
+            if not isinstance(device_name, str):
+                raise TypeError(f"{name} must be a name, not {type(device_name).__name__}")
+        n_ctx, num_threads = integer("n_ctx", n_ctx), integer("num_threads", num_threads)
+        for name, number in (("n_ctx", n_ctx), ("num_threads", num_threads)):
+            if abs(number) >= 2**31:
+                raise ValueError(f"{name} is out of range: {number}")
         if kv_memory is not None:
             kv_memory = integer("kv_memory", kv_memory)
             if kv_memory < 1:
@@ -136,8 +146,8 @@ class Engine:
             device=device,
             draft_device=draft_device,
             kv=kv,
-            keep_packed=keep_packed,
-            memory=memory,
+            keep_packed=truth("keep_packed", keep_packed),
+            memory=truth("memory", memory),
         )
         self._warn = report or _warn
         self._chat_format: ChatFormat | None = None
@@ -363,7 +373,7 @@ class Engine:
         """
         if isinstance(prompt, str):
             try:
-                tokens = self.tokenizer.encode(prompt) if add_special else going_on(self.tokenizer, prompt)
+                tokens = self.tokenizer.encode(prompt) if add_special else encode_continuation(self.tokenizer, prompt)
             except UnicodeError as error:
                 raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
         else:

@@ -1,4 +1,4 @@
-"""Texts of a form: JSON schemas, regular expressions and grammars as constraints, by llguidance.
+"""Structured output: JSON schemas, regular expressions and grammars as constraints, by llguidance.
 
 A grammar's masks also hold a text to the tokens that the vocabulary's own tokenizer would write where only one string
 can follow, so what is forced is known token by token.
@@ -19,7 +19,7 @@ from pystaged._core import Tokenizer
 from pystaged.config import Grammar
 from pystaged.decoding.constraint import Mask, allows, count_allowed
 from pystaged.process import ProcessLock
-from pystaged.text import going_on
+from pystaged.text import encode_continuation
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -196,12 +196,12 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         """The tokens of a text that goes on with another; of a long one the first, which is all that is asked for."""
-        tokens: list[int] = going_on(self._tokenizer, text[:_MOST_FORCED], parse_special=False).tolist()
+        tokens: list[int] = encode_continuation(self._tokenizer, text[:_MOST_FORCED], parse_special=False).tolist()
         return tokens if len(text) <= _MOST_FORCED else tokens[:-_UNCERTAIN]
 
 
 def _definition(grammar: Grammar) -> str:
-    """A grammar in llguidance's own form."""
+    """A grammar as llguidance writes it."""
     from llguidance import LLMatcher  # noqa: PLC0415
     from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415
 
@@ -210,7 +210,7 @@ def _definition(grammar: Grammar) -> str:
         if not isinstance(schema, (dict, bool)):
             raise GrammarError(f"a schema is an object, not {grammar.text[:20]}")
         _check_depth(schema)
-        if schema is False or not has_end(schema):
+        if schema is False or not has_finite_value(schema):
             raise GrammarError("no text of finite length meets it")
         return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON_STYLE)
     if grammar.option == "regex":
@@ -242,11 +242,11 @@ def _check_depth(schema: Any) -> None:
         )
 
 
-def has_end(schema: Any) -> bool:
+def has_finite_value(schema: Any) -> bool:
     """Whether a schema that refers to itself can be met by a value of finite size; True where that cannot be told."""
     targets: dict[str, Any] = {}
     missing: dict[int, int] = {}  # of each part that was seen, how many of its needs are not met yet
-    waiting: dict[int, list[list[int]]] = {}  # by part, the needs that it would meet: each the part that has it, once
+    waiting: dict[int, list[list[int]]] = {}  # by part, who needs it: lists of one, emptied once met
     met: list[int] = []
     parts = [schema]
     while parts:
@@ -274,7 +274,7 @@ def has_end(schema: Any) -> bool:
 
 
 def _needs(part: dict[str, Any], schema: Any, targets: dict[str, Any]) -> list[list[Any]]:
-    """Parts of which one of each list must have a value of finite size, so that this one has."""
+    """What a finite value of this part takes: of each list, one schema that has a finite value."""
     if "const" in part or "enum" in part:
         return []
     needs = []
@@ -317,7 +317,7 @@ _starting = ProcessLock()  # a thread's stack is a setting of the process
 
 
 def _with_deep_stack(build: Callable[[], _T]) -> _T:
-    """What a function makes that recurs once for each rule that a rule refers to."""
+    """Call it in a thread with a deep stack: llguidance recurs once for each rule that refers to another."""
     with ThreadPoolExecutor(1) as pool:
         with _starting:
             before = threading.stack_size(_STACK)

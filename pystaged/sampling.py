@@ -8,7 +8,9 @@ import weakref
 from pystaged._core import Tokenizer
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import Constraint, count_allowed
-from pystaged.text import going_on
+from pystaged.text import encode_continuation
+
+_NEVER = 1 << 62  # tokens: no text is that long
 
 
 def bind(
@@ -45,19 +47,17 @@ def bind(
     first = None if constraint is None or constraint.is_complete else constraint.mask([])
     if first is not None and not count_allowed(first, excluded.union(ends)):
         raise ValueError(
-            "logit_bias, min_tokens, ignore_eos and the form of the text together exclude all tokens that it may begin "
+            "logit_bias, min_tokens, ignore_eos and the grammar together exclude all tokens that it may begin "
             "with; allow one at least"
         )
-    if sampling.ignore_eos:
-        biases |= dict.fromkeys(ends, -math.inf)
     breaks = sampling.dry_multiplier and sampling.dry_penalty_last_n
-    rules = sampling.rules(
+    rules = sampling.native_rules(
         logit_bias=list(biases.items()),
-        late=ends,
-        min_length=prompt_length + sampling.min_tokens if sampling.min_tokens else 0,
+        end_tokens=ends,
+        min_length=_NEVER if sampling.ignore_eos else prompt_length + sampling.min_tokens,
         dry_breakers=_breakers(tokenizer, sampling.dry_sequence_breakers) if breaks else [],
     )
-    return sampling.bound(sampling.sampling(rules if sampling.has_rules else None, logprobs))
+    return sampling.with_native(sampling.native_sampling(rules if sampling.has_rules else None, logprobs))
 
 
 def _token(tokenizer: Tokenizer, key: int | str) -> int:
@@ -66,7 +66,7 @@ def _token(tokenizer: Tokenizer, key: int | str) -> int:
         if key >= tokenizer.num_tokens:
             raise ValueError(f"logit_bias names token {key}, but the vocabulary has {tokenizer.num_tokens}")
         return key
-    tokens = going_on(tokenizer, key).tolist()
+    tokens = encode_continuation(tokenizer, key).tolist()
     if len(tokens) != 1:
         raise ValueError(f"logit_bias names {key!r}, which is {len(tokens)} tokens, {tokens}; give one or its number")
     return int(tokens[0])
@@ -109,8 +109,8 @@ def _rests(tokenizer: Tokenizer, text: str) -> dict[int, list[int]]:
     """The tokens of what is left of a text, by the byte where that begins; where one can begin."""
     rests: dict[int, list[int]] = {}
     for i in range(1, len(text)):
-        rests[len(text[:i].encode())] = going_on(tokenizer, text[i:], parse_special=False).tolist()
-    whole, at = going_on(tokenizer, text, parse_special=False).tolist(), 0
+        rests[len(text[:i].encode())] = encode_continuation(tokenizer, text[i:], parse_special=False).tolist()
+    whole, at = encode_continuation(tokenizer, text, parse_special=False).tolist(), 0
     for i, token in enumerate(whole[:-1], 1):
         at += len(tokenizer.token_bytes(token, True))
         rests.setdefault(at, whole[i:])  # in the middle of a character

@@ -229,7 +229,8 @@ class GenerationStats:
 
     def __str__(self) -> str:
         line = f"{self.new_tokens} tokens, {self.tokens_per_second:.1f} per second"
-        if self.speedup_estimate:
+        tried = self.drafted or any(work.seconds for work in self.drafters.values())
+        if self.speedup_estimate and tried:
             line += f" (about {self.speedup_estimate:.1f}x plain)"
         return f"{line}, {self.tokens_per_step:.2f} per step"
 

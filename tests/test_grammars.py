@@ -25,7 +25,7 @@ from pystaged import Engine, GrammarError
 from pystaged._core import Tokenizer
 from pystaged.config import GenerationConfig, Grammar
 from pystaged.decoding.constraint import Mask, allows
-from pystaged.grammars import GrammarConstraint, Grammars, has_end
+from pystaged.grammars import GrammarConstraint, Grammars, has_finite_value
 
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}]
 PERSON = {
@@ -319,9 +319,9 @@ def test_what_needs_much_of_much_is_told_to_end_at_once() -> None:
         for i, name in enumerate(names)
     }
     schema: dict[str, Any] = {"$ref": "#/$defs/a0", "$defs": rules}
-    assert has_end(schema)
+    assert has_finite_value(schema)
     rules["a999"] = {"$ref": "#/$defs/a0"}
-    assert not has_end(schema)
+    assert not has_finite_value(schema)
 
 
 def test_a_grammar_that_is_compiled_does_not_keep_others_waiting(
@@ -503,7 +503,7 @@ def test_a_guess_that_is_too_complex_ends_no_text(engine: Engine) -> None:
     ],
 )
 def test_schemas_with_and_without_an_end(schema: dict[str, Any], ends: bool) -> None:
-    assert has_end(schema) is ends
+    assert has_finite_value(schema) is ends
 
 
 @pytest.mark.slow

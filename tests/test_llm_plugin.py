@@ -199,7 +199,7 @@ def test_two_ways_to_load_at_once(engine: pystaged.Engine) -> None:
         return await asyncio.gather(*(response.text() for response in responses))
 
     assert asyncio.run(both()) == [engine.chat(asked("Hello"), max_tokens=24).text] * 2
-    with llm_plugin._one_at_a_time:
+    with llm_plugin._bookkeeping:
         assert len(llm_plugin._engines) == 1
 
 

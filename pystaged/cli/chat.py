@@ -21,7 +21,7 @@ from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import (
     Color,
     Colors,
-    FormOptions,
+    GrammarOptions,
     LoadOptions,
     ModelArgument,
     ModelToo,
@@ -70,7 +70,7 @@ def chat(
     ] = 0,
     think: Think = None,
     stop: Stop = None,
-    form: FormOptions,
+    grammars: GrammarOptions,
     sampling: SamplingOptions,
     loading: LoadOptions,
     stats: Annotated[bool, typer.Option(help="Say after each answer how fast it was, and against plain.")] = False,
@@ -85,17 +85,16 @@ def chat(
 
     Example: pystaged chat smollm2 --system "Answer in one sentence." < question.txt
     """
-    forms = form.options()
+    constraint = grammars.options()
     with usage():
         limit = max_tokens or 2**31 - 1
-        GenerationConfig(max_tokens=limit, sampling=sampling.config(), stop=stop or (), **forms)
+        GenerationConfig(max_tokens=limit, sampling=sampling.config(), stop=stop or (), **constraint)
     name = either(model, named, "smollm2")
     question = None if sys.stdin.isatty() else read_prompt("-").removesuffix("\n")
     if question is not None and not question.strip():
         raise ValueError("nothing is asked: standard input is empty")
     with open_engine(name, loading) as engine, Interrupts() as interrupts:
-        if forms:
-            engine.stream(" ", **forms)  # which refuses what cannot be used, and is not read
+        engine.stream(" ", sampling=sampling.config(), **constraint)  # refuses what cannot be used; nobody reads it
         session = Chat(
             engine,
             sampling,
@@ -107,7 +106,7 @@ def chat(
             think=think,
             stats=stats,
             stop=stop or (),
-            forms=forms,
+            constraint=constraint,
         )
         if question is None:
             take_lines(session, interrupts)
@@ -117,7 +116,10 @@ def chat(
 
 
 class Chat(Turns):
-    """A conversation so far. Arguments as in Turns and of the command; forms: what each answer must be."""
+    """A conversation so far.
+
+    Arguments as in Turns and of the command; constraint: what each answer must be, as Engine.chat takes it.
+    """
 
     _least_tokens = 0
 
@@ -134,12 +136,12 @@ class Chat(Turns):
         think: bool | None = None,
         stats: bool = False,
         stop: Sequence[str] = (),
-        forms: Mapping[str, Any] | None = None,
+        constraint: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree)
         self._system = system
         self._stop = stop
-        self._forms = forms or {}
+        self._constraint = constraint or {}
         self._options = {} if think is None else {"enable_thinking": think}
         self._shows_stats = stats
         self._messages: list[dict[str, Any]] = []
@@ -185,7 +187,7 @@ class Chat(Turns):
     def _stream(self, messages: list[dict[str, Any]], progress: Callable[[int, int], None]) -> Stream:
         begun = [{"role": "system", "content": self._system}] if self._system else []
         options = TextOptions(
-            sampling=self._sampling.config(), stop=self._stop, progress=progress, **cast(TextOptions, self._forms)
+            sampling=self._sampling.config(), stop=self._stop, progress=progress, **cast(TextOptions, self._constraint)
         )
         if self._max_tokens:
             options["max_tokens"] = self._max_tokens

@@ -18,7 +18,7 @@ from pystaged.cli.console import errors, open_engine, reading_bar, report
 from pystaged.cli.options import (
     Color,
     Colors,
-    FormOptions,
+    GrammarOptions,
     Json,
     LoadOptions,
     ModelName,
@@ -65,7 +65,7 @@ def generate(
     system: System = "",
     think: Think = None,
     stop: Stop = None,
-    form: FormOptions,
+    grammars: GrammarOptions,
     sampling: SamplingOptions,
     loading: LoadOptions,
     speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
@@ -100,15 +100,15 @@ def generate(
     Example: pystaged generate - --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt > text.txt
     """
     # Before a model is loaded, which may take a while.
-    forms = form.options()
+    constraint = grammars.options()
     with usage():
         config = GenerationConfig(
-            max_tokens=128 if max_tokens is None else max_tokens,
+            max_tokens=(2**31 - 1 if chat else 128) if max_tokens is None else max_tokens,
             stop=stop or (),
             speculate=speculate,
             sampling=sampling.config(),
             logprobs=logprobs,
-            **forms,
+            **constraint,
         )
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts with a file of them")

@@ -295,7 +295,7 @@ def _biases(words: list[str]) -> dict[int | str, float]:
 
 
 @dataclass
-class FormOptions:
+class GrammarOptions:
     """What the text must be; one of them at most."""
 
     json_schema: Annotated[
@@ -306,26 +306,29 @@ class FormOptions:
         str | None, typer.Option(help="The text matches this expression.", callback=check, show_default=False)
     ] = None
     grammar: Annotated[
-        Path | None, typer.Option(help="The text follows this grammar, Lark's or GBNF.", show_default=False)
+        str | None,
+        typer.Option(metavar="FILE|GRAMMAR", help="The text follows this grammar, Lark's or GBNF.", show_default=False),
     ] = None
 
     def options(self) -> dict[str, Any]:
         """The same for the engine. Raises OSError and ValueError for a file that cannot be read."""
         found: dict[str, Any] = {"regex": self.regex} if self.regex is not None else {}
         if self.json_schema is not None:
-            found["json_schema"] = self.json_schema
-            if self.json_schema.lstrip()[:1] != "{":
-                found["json_schema"] = _read_form(Path(self.json_schema))
+            is_file = self.json_schema.lstrip()[:1] != "{"
+            found["json_schema"] = _read_grammar(self.json_schema) if is_file else self.json_schema
         if self.grammar is not None:
-            found["grammar"] = _read_form(self.grammar)
+            is_file = not re.search(r"::=|\bstart\s*:", self.grammar)
+            found["grammar"] = _read_grammar(self.grammar) if is_file else self.grammar
         if len(found) > 1:
             raise typer.BadParameter("give one of --json-schema, --regex and --grammar")
         return found
 
 
-def _read_form(path: Path) -> str:
+def _read_grammar(path: str) -> str:
     """The schema or grammar in a file or pipe."""
-    with path.open("rb") as file:
+    if not path:
+        raise typer.BadParameter("a schema or grammar is empty")
+    with Path(path).open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise ValueError(f"{path} is larger than {_MOST_BYTES / 1e6:.0f} MB")

@@ -643,6 +643,7 @@ def test_a_text_of_a_form(tmp_path: Path) -> None:
         (["--json-schema", schema.read_text()], ('"alpha"\n', '"beta"\n')),
         (["--regex", "cat|dog"], ("cat\n", "dog\n")),
         (["--grammar", grammar], ("yes\n", "no\n")),
+        (["--grammar", 'root ::= "yes" | "no"'], ("yes\n", "no\n")),
     ):
         done = run("generate", "The answer is ", *options)
         assert done.returncode == 0, done.stderr
@@ -655,9 +656,13 @@ def test_a_text_of_a_form(tmp_path: Path) -> None:
         (["--grammar", "/dev/zero"], "/dev/zero is larger than 17 MB"),
     ):
         assert_refused(run("generate", "The answer is ", *arguments), words)
-    done = run("generate", "The answer is ", "--regex", "a", "--grammar", grammar)
-    assert done.returncode == 2
-    assert b"give one of" in done.stderr
+    for arguments, words in (
+        (["--regex", "a", "--grammar", grammar], b"give one of"),
+        (["--json-schema", ""], b"is empty"),
+    ):
+        done = run("generate", "The answer is ", *arguments)
+        assert done.returncode == 2
+        assert words in done.stderr
 
 
 def test_a_form_from_a_pipe() -> None:
