@@ -33,6 +33,7 @@ from pystaged import (
     SamplingConfig,
     _core,
 )
+from pystaged.config import GenerationConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.streams import Stream
 
@@ -925,4 +926,4 @@ def test_what_is_refused_before_loading(options: dict[str, Any], error: type[Exc
 @pytest.mark.parametrize("option", ["ignore_eos", "temperature_last", "speculate"])
 def test_words_are_no_truths(option: str) -> None:
     with pytest.raises(TypeError, match=f"{option} must be True or False, not 'no'"):
-        pystaged.GenerationConfig(**{option: "no"})
+        GenerationConfig(**{option: "no"})

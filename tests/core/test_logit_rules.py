@@ -389,7 +389,8 @@ def test_logprobs_are_the_models_own(k: int, model: _core.Model) -> None:
     text = Text(model, random_tokens(4))
     expected = log_softmax(text.logits.astype(np.float64))
     for s in (SamplingConfig(), SamplingConfig(2.0, 5, seed=1, repeat_penalty=2.0, logit_bias={3: -math.inf})):
-        path, tokens, (own, best, of_best) = text.session.follow(s.native_sampling(s.native_rules(logit_bias=[(3, -math.inf)]), k))
+        native = s.native_sampling(s.native_rules(logit_bias=[(3, -math.inf)]), k)
+        path, tokens, (own, best, of_best) = text.session.follow(native)
         assert path.tolist() == [0]
         assert own[0] == pytest.approx(expected[tokens[0]], abs=1e-5)
         assert best.shape == of_best.shape == (1, k)
