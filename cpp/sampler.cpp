@@ -462,7 +462,7 @@ int32_t Sampler::choose(const Sampling& s, const LogitsRow& logits, int64_t posi
         }
         keep_best(kept_, 1);
     }
-    return kept_.empty() ? -1 : kept_.front().token;
+    return kept_.empty() ? 0 : kept_.front().token;
 }
 
 const std::vector<Candidate>& Sampler::log_probabilities(const LogitsRow& row, int32_t token, int k, int num_threads) {

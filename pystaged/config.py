@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, SupportsFloat, TypedDict
 
+import numpy as np
+
 from pystaged._core import LogitRules, Sampling
 
 _LARGEST_FLOAT = 3.4e38  # a float in C++
@@ -415,10 +417,10 @@ def integer(name: str, value: object) -> int:
 
 
 def truth(name: str, value: object) -> bool:
-    """As it is, if it is one."""
-    if not isinstance(value, bool):
+    """As a bool, of numpy's too."""
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, not {value!r}")
-    return value
+    return bool(value)
 
 
 def _number(name: str, value: object) -> float:

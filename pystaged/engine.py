@@ -191,7 +191,7 @@ class Engine:
     @property
     def chat_format(self) -> ChatFormat:
         """How conversations are written for this model: by its own chat template."""
-        with self._lazy_lock:
+        with self._lazy_lock.here():
             if self._chat_format is None:
                 from pystaged.chat.format import ChatFormat  # noqa: PLC0415  brings jinja2
 
@@ -392,7 +392,7 @@ class Engine:
         """What a text with these options must be. Raises as Grammars does."""
         if config.grammar is None:
             return None
-        with self._lazy_lock:
+        with self._lazy_lock.here():
             if self._grammars is None:
                 from pystaged.grammars import Grammars  # noqa: PLC0415  brings llguidance
 

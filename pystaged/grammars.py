@@ -319,7 +319,7 @@ _starting = ProcessLock()  # a thread's stack is a setting of the process
 def _with_deep_stack(build: Callable[[], _T]) -> _T:
     """Call it in a thread with a deep stack: llguidance recurs once for each rule that refers to another."""
     with ThreadPoolExecutor(1) as pool:
-        with _starting:
+        with _starting.here():
             before = threading.stack_size(_STACK)
             try:
                 built = pool.submit(build)

@@ -198,13 +198,13 @@ class _User:
         with _loading:
             with _bookkeeping:
                 loaded = _engines.get(name)
-                if loaded and loaded.options != wanted:
+                if loaded and loaded.options == wanted:
+                    return self._use(loaded)
+                if loaded:
                     del _engines[name]
                     loaded.is_old = True
-                    loaded.close_if_done()
-                    loaded = None
-                if loaded:
-                    return self._use(loaded)
+            if loaded:
+                loaded.close_if_done()
             fresh = _Loaded(wanted, pystaged.load(name, report=_report, **wanted))
             with _bookkeeping:
                 _engines[name] = fresh
@@ -218,9 +218,11 @@ class _User:
     def close(self) -> None:
         """Use it no more."""
         with _bookkeeping:
-            if self._loaded:
-                self._loaded.users.discard(self)
-                self._loaded.close_if_done()
+            loaded = self._loaded
+            if loaded:
+                loaded.users.discard(self)
+        if loaded:
+            loaded.close_if_done()
 
 
 @dataclass

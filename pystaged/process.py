@@ -61,11 +61,9 @@ class ProcessLock:
     def __init__(self) -> None:
         self._locks: dict[int, threading.Lock] = {}
 
-    def __enter__(self) -> None:
-        self._locks.setdefault(os.getpid(), threading.Lock()).acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._locks[os.getpid()].release()
+    def here(self) -> threading.Lock:
+        """This process's own. With it in a `with`, no Ctrl-C comes between taking and giving back."""
+        return self._locks.setdefault(os.getpid(), threading.Lock())
 
 
 class ChildError(RuntimeError):

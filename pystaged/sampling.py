@@ -94,21 +94,24 @@ def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[list[int]]:
 def sequences_of(tokenizer: Tokenizer, text: str) -> list[list[int]]:
     """The tokens that hold a text, and those that end with its beginning, each before the tokens of the rest."""
     data, rests, found = text.encode(), None, dict[tuple[int, ...], None]()
-    for sequence in tokenizer.sequences_of(text):
+    sequences = tokenizer.sequences_of(text)
+    longest = max((len(tokenizer.token_bytes(sequence[0], True)) for sequence in sequences), default=0)
+    for sequence in sequences:
         if data in b"".join(tokenizer.token_bytes(token, True) for token in sequence):
             found[tuple(sequence)] = None
             continue
         # The tokenizer spells no rest that begins in the middle of a character, and one of SentencePiece with a space.
-        rests = _rests(tokenizer, text) if rests is None else rests
+        rests = _rests(tokenizer, text, longest) if rests is None else rests
         first = tokenizer.token_bytes(sequence[0], True)
         found |= {(sequence[0], *rest): None for at, rest in rests.items() if first.endswith(data[:at])}
     return [list(sequence) for sequence in found]
 
 
-def _rests(tokenizer: Tokenizer, text: str) -> dict[int, list[int]]:
-    """The tokens of what is left of a text, by the byte where that begins; where one can begin."""
+def _rests(tokenizer: Tokenizer, text: str, longest: int) -> dict[int, list[int]]:
+    """The tokens of what is left of a text, by the byte where that begins; where one can begin, and a token of so many
+    bytes can end."""
     rests: dict[int, list[int]] = {}
-    for i in range(1, len(text)):
+    for i in range(1, min(len(text), longest + 1)):
         rests[len(text[:i].encode())] = encode_continuation(tokenizer, text[i:], parse_special=False).tolist()
     whole, at = encode_continuation(tokenizer, text, parse_special=False).tolist(), 0
     for i, token in enumerate(whole[:-1], 1):

@@ -927,3 +927,4 @@ def test_what_is_refused_before_loading(options: dict[str, Any], error: type[Exc
 def test_words_are_no_truths(option: str) -> None:
     with pytest.raises(TypeError, match=f"{option} must be True or False, not 'no'"):
         GenerationConfig(**{option: "no"})
+    assert not GenerationConfig(speculate=np.bool_(False)).speculate

@@ -359,7 +359,7 @@ def test_a_child_has_grammars_whatever_its_parent_was_about(engine: Engine, monk
     class Slow(Grammars):
         def __init__(self, tokenizer: Tokenizer) -> None:
             if os.getpid() == parent:
-                with pystaged.grammars._starting:
+                with pystaged.grammars._starting.here():
                     begun.set()
                     assert go_on.wait(60)
             super().__init__(tokenizer)

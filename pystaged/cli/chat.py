@@ -94,7 +94,8 @@ def chat(
     if question is not None and not question.strip():
         raise ValueError("nothing is asked: standard input is empty")
     with open_engine(name, loading) as engine, Interrupts() as interrupts:
-        engine.stream(" ", sampling=sampling.config(), **constraint)  # refuses what cannot be used; nobody reads it
+        # Refuses what cannot be used; nobody reads it.
+        engine.stream(" ", sampling=replace(sampling.config(), min_tokens=0), **constraint)
         session = Chat(
             engine,
             sampling,

@@ -157,8 +157,8 @@ class PairOptions:
         from pystaged.backends import devices  # noqa: PLC0415
 
         with usage():
-            for name in (self.device, self.draft_device):
-                devices.check(check(name), self.kv)
+            devices.check(check(self.device), self.kv)
+            devices.check(check(self.draft_device))
 
 
 @dataclass
@@ -317,7 +317,7 @@ class GrammarOptions:
             is_file = self.json_schema.lstrip()[:1] != "{"
             found["json_schema"] = _read_grammar(self.json_schema) if is_file else self.json_schema
         if self.grammar is not None:
-            is_file = not re.search(r"::=|\bstart\s*:", self.grammar)
+            is_file = not re.search(r"::=|\bstart\s*(\[[^\]]*\]\s*)?:", self.grammar)
             found["grammar"] = _read_grammar(self.grammar) if is_file else self.grammar
         if len(found) > 1:
             raise typer.BadParameter("give one of --json-schema, --regex and --grammar")

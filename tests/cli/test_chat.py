@@ -344,6 +344,8 @@ def test_answers_of_a_form(tmp_path: Path) -> None:
 
 def test_a_sampling_that_no_answer_can_have_is_refused_at_the_start() -> None:
     assert_refused(run("chat", "house", "--logit-bias", "no such token=1", stdin=b"Which?"), "tokens")
+    done = run("chat", "house", "--min-tokens", "200", "--regex", "7{3}", stdin=b"Which?")
+    assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
     done = run("generate", "--chat", "Which?", "--min-tokens", "200", "--max-tokens", "300", "--regex", "7{3}")
     assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
     done = run("generate", "--chat", "Which?", "--min-tokens", "200", "--regex", "7{3}")
