@@ -644,7 +644,6 @@ def test_a_text_of_a_form(tmp_path: Path) -> None:
         (["--regex", "cat|dog"], ("cat\n", "dog\n")),
         (["--grammar", grammar], ("yes\n", "no\n")),
         (["--grammar", 'root ::= "yes" | "no"'], ("yes\n", "no\n")),
-        (["--grammar", 'start[capture]: "yes" | "no"'], ("yes\n", "no\n")),
     ):
         done = run("generate", "The answer is ", *options)
         assert done.returncode == 0, done.stderr
