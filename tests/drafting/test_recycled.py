@@ -56,7 +56,7 @@ class Twin:
         single, pair = self.known.get((token,), {}), self.known.get((before, token))
         if pair is None:
             return single, int(bool(single))
-        weights = ((1 - recycled._PAIR_WEIGHT, single), (recycled._PAIR, pair))
+        weights = ((1 - recycled._PAIR_WEIGHT, single), (recycled._PAIR_WEIGHT, pair))
         return {i: sum(w * each.get(i, 0.0) for w, each in weights) for i in single | pair}, 2
 
 
