@@ -16,7 +16,6 @@ target_compile_options(pystaged_kernels PRIVATE ${pystaged_options})
 set(kernel_options -O3 -fno-math-errno)
 set(vnni -mavxvnni)
 if(PYSTAGED_SANITIZE)
-  # Fully optimized, each of these files takes minutes with checks in it.
   set(kernel_options -O1 -fno-math-errno)
   # The same instruction as AVX-512 encodes it, so that more machines can test it.
   set(vnni -mavx512vl -mavx512vnni)

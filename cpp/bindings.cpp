@@ -55,13 +55,13 @@ std::vector<int32_t> to_ints(const py::object& values, const char* name) {
     return result;
 }
 
-LogitRules make_rules(std::vector<std::pair<int32_t, float>> bias, std::vector<int32_t> late, int64_t min_length,
+LogitRules make_rules(std::vector<std::pair<int32_t, float>> bias, std::vector<int32_t> end_tokens, int64_t min_length,
                       float repeat_penalty, float presence_penalty, float frequency_penalty, int repeat_last_n,
                       float dry_multiplier, float dry_base, int dry_allowed_length, int dry_last_n,
                       const std::vector<std::vector<int32_t>>& dry_breakers) {
-    LogitRules rules{std::move(bias),  std::move(late),    min_length,    repeat_penalty,
-                     presence_penalty, frequency_penalty,  repeat_last_n, dry_multiplier,
-                     dry_base,         dry_allowed_length, dry_last_n,    {}};
+    LogitRules rules{std::move(bias),  std::move(end_tokens), min_length,    repeat_penalty,
+                     presence_penalty, frequency_penalty,     repeat_last_n, dry_multiplier,
+                     dry_base,         dry_allowed_length,    dry_last_n,    {}};
     for (const std::vector<int32_t>& breaker : dry_breakers) {
         if (breaker.empty()) {
             throw py::value_error("a breaker of dry_breakers has no tokens");
@@ -373,13 +373,14 @@ PYBIND11_MODULE(_core, m) {
 
     py::class_<LogitRules, std::shared_ptr<LogitRules>>(m, "LogitRules")
         .def(py::init(&make_rules), py::kw_only(), py::arg("logit_bias") = std::vector<std::pair<int32_t, float>>(),
-             py::arg("late") = std::vector<int32_t>(), py::arg("min_length") = 0, py::arg("repeat_penalty") = 1.0f,
-             py::arg("presence_penalty") = 0.0f, py::arg("frequency_penalty") = 0.0f, py::arg("repeat_last_n") = 64,
-             py::arg("dry_multiplier") = 0.0f, py::arg("dry_base") = 1.75f, py::arg("dry_allowed_length") = 2,
-             py::arg("dry_penalty_last_n") = -1, py::arg("dry_breakers") = std::vector<std::vector<int32_t>>())
+             py::arg("end_tokens") = std::vector<int32_t>(), py::arg("min_length") = 0,
+             py::arg("repeat_penalty") = 1.0f, py::arg("presence_penalty") = 0.0f, py::arg("frequency_penalty") = 0.0f,
+             py::arg("repeat_last_n") = 64, py::arg("dry_multiplier") = 0.0f, py::arg("dry_base") = 1.75f,
+             py::arg("dry_allowed_length") = 2, py::arg("dry_penalty_last_n") = -1,
+             py::arg("dry_breakers") = std::vector<std::vector<int32_t>>())
         .def(py::pickle(
             [](const LogitRules& r) {
-                return py::make_tuple(r.bias, r.late, r.min_length, r.repeat_penalty, r.presence_penalty,
+                return py::make_tuple(r.bias, r.end_tokens, r.min_length, r.repeat_penalty, r.presence_penalty,
                                       r.frequency_penalty, r.repeat_last_n, r.dry_multiplier, r.dry_base,
                                       r.dry_allowed_length, r.dry_last_n, breakers_of(r));
             },

@@ -31,8 +31,8 @@ void check(const LogitRules& r) {
             refuse("logit_bias must be finite numbers, or -inf to exclude a token");
         }
     }
-    if (std::any_of(r.late.begin(), r.late.end(), [](int32_t token) { return token < 0; })) {
-        refuse("late must be tokens, which are numbers from 0 up");
+    if (std::any_of(r.end_tokens.begin(), r.end_tokens.end(), [](int32_t token) { return token < 0; })) {
+        refuse("end_tokens must be tokens, which are numbers from 0 up");
     }
     if (!(r.repeat_penalty > 0) || std::isinf(r.repeat_penalty)) {
         refuse("repeat_penalty must be above 0; 1 is off");
@@ -68,7 +68,7 @@ LogitsRow RuledRow::apply(const LogitRules& rules, const LogitsRow& row, const P
         }
     }
     if (static_cast<int64_t>(prefix.size()) < rules.min_length) {
-        for (const int32_t token : rules.late) {
+        for (const int32_t token : rules.end_tokens) {
             if (token < size_) {
                 change(token, kExcluded);
             }

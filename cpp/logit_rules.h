@@ -32,7 +32,7 @@ struct Prefix {
 // Applied in the order of the fields, as in llama.cpp, which counts the tokens of the prompt too.
 struct LogitRules {
     std::vector<std::pair<int32_t, float>> bias;  // added to logits; -inf excludes a token
-    std::vector<int32_t> late;                    // excluded while the text has fewer than `min_length` tokens
+    std::vector<int32_t> end_tokens;              // excluded while the text has fewer than `min_length` tokens
     int64_t min_length = 0;
 
     // For tokens among the last `repeat_last_n`, 0 for none, -1 for the whole text. Positive logits are divided by

@@ -117,7 +117,6 @@ LogitsRow Sampler::masked(const LogitsRow& row, const Mask& mask) {
     if (mask.words == nullptr) {
         return row;
     }
-    constexpr float kNothing = -std::numeric_limits<float>::infinity();
     masked_logits_.resize(row.stride);
     masked_maxima_.resize(row.stride / kRun);
     for (int run = 0; run < row.stride / kRun; ++run) {
@@ -153,18 +152,11 @@ double Sampler::sum_exp(const LogitsRow& row, float top, float factor, int num_t
     return std::accumulate(sums_.begin(), sums_.end(), 0.0);
 }
 
-// kept_ = the k largest logits, best first.
-void Sampler::top_logits(const LogitsRow& row, int k) {
-    const int num_runs = row.stride / kRun;
-    float least = std::numeric_limits<float>::lowest();  // what is masked is less
-    if (k < num_runs) {
-        // k runs reach this, so at least k logits do.
-        run_maxima_.assign(row.maxima, row.maxima + num_runs);
-        std::nth_element(run_maxima_.begin(), run_maxima_.begin() + (k - 1), run_maxima_.end(), std::greater<float>());
-        least = std::max(least, run_maxima_[k - 1]);
-    }
+// kept_ = the logits from `least` on; what is masked is less than any.
+void Sampler::keep_from(const LogitsRow& row, float least) {
+    least = std::max(least, std::numeric_limits<float>::lowest());
     kept_.clear();
-    for (int run = 0; run < num_runs; ++run) {
+    for (int run = 0; run < row.stride / kRun; ++run) {
         if (row.maxima[run] >= least) {
             for (int i = run * kRun; i < std::min(row.size, (run + 1) * kRun); ++i) {
                 if (row.logits[i] >= least) {
@@ -173,11 +165,21 @@ void Sampler::top_logits(const LogitsRow& row, int k) {
             }
         }
     }
+}
+
+// kept_ = the k largest logits, best first.
+void Sampler::top_logits(const LogitsRow& row, int k) {
+    const int num_runs = row.stride / kRun;
+    float least = std::numeric_limits<float>::lowest();
+    if (k < num_runs) {
+        // k runs reach this, so at least k logits do.
+        run_maxima_.assign(row.maxima, row.maxima + num_runs);
+        std::nth_element(run_maxima_.begin(), run_maxima_.begin() + (k - 1), run_maxima_.end(), std::greater<float>());
+        least = run_maxima_[k - 1];
+    }
+    keep_from(row, least);
     keep_best(kept_, static_cast<size_t>(k));
     std::sort(kept_.begin(), kept_.end(), better);
-    while (!kept_.empty() && kept_.back().score == kNothing) {
-        kept_.pop_back();
-    }
 }
 
 double Sampler::total() const {
@@ -277,12 +279,7 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, float t
         if (k < all) {
             top_logits(row, k);
         } else {
-            kept_.clear();
-            for (int i = 0; i < all; ++i) {
-                if (row.logits[i] != kNothing) {
-                    kept_.push_back({i, row.logits[i]});
-                }
-            }
+            keep_from(row, std::numeric_limits<float>::lowest());
         }
         scale(top, temperature);
         keep_typical(s.typical_p);
@@ -307,17 +304,7 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, float t
         }
     } else if (s.top_k == 0) {
         // Only min-p is on: its threshold is known beforehand.
-        const float least = std::max(top + temperature * std::log(s.min_p), std::numeric_limits<float>::lowest());
-        kept_.clear();
-        for (int run = 0; run < row.stride / kRun; ++run) {
-            if (row.maxima[run] >= least) {
-                for (int i = run * kRun; i < std::min(row.size, (run + 1) * kRun); ++i) {
-                    if (row.logits[i] >= least) {
-                        kept_.push_back({i, row.logits[i]});
-                    }
-                }
-            }
-        }
+        keep_from(row, top + temperature * std::log(s.min_p));
         scale(top, temperature);
         return;
     } else {
@@ -441,7 +428,7 @@ const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const Logit
     }
     std::sort(kept_.begin(), kept_.end(), better);
     while (!kept_.empty() && std::isinf(kept_.back().score)) {
-        kept_.pop_back();  // masked
+        kept_.pop_back();  // a tiny temperature made it so
     }
     for (Candidate& c : kept_) {
         c.score -= total;

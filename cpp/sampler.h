@@ -89,6 +89,7 @@ private:
     void keep_typical(float typical_p);
     bool keep_top(double goal);
     void scale(float top, float temperature);
+    void keep_from(const LogitsRow& row, float least);
     void top_logits(const LogitsRow& row, int k);
     void filter(const Sampling& sampling, const LogitsRow& row, float top, float temperature, int num_threads);
     void add_noise(const Sampling& sampling, int64_t position, size_t first);

@@ -284,7 +284,7 @@ Followed Session::follow_from(const Sampling& sampling, const Masks& masks, int 
         if (token < 0) {
             if (row == root) {
                 throw std::invalid_argument(
-                    "logit_bias, min_tokens, ignore_eos and the form of the text together exclude all tokens there "
+                    "logit_bias, min_tokens, ignore_eos and the grammar together exclude all tokens there "
                     "are; allow one at least");
             }
             break;  // the text may end before this row is judged, so that it is the root's turn to throw

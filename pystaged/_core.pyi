@@ -78,7 +78,7 @@ class LogitRules:
     naming one that is out of range.
 
     Args:
-        logit_bias: by token. late: tokens excluded while a text has fewer than `min_length` tokens.
+        logit_bias: by token. end_tokens: tokens excluded while a text has fewer than `min_length` tokens.
         dry_breakers: sequences of tokens that no repetition goes beyond.
     """
 
@@ -86,7 +86,7 @@ class LogitRules:
         self,
         *,
         logit_bias: Sequence[tuple[int, float]] = (),
-        late: Sequence[int] = (),
+        end_tokens: Sequence[int] = (),
         min_length: int = 0,
         repeat_penalty: float = 1.0,
         presence_penalty: float = 0.0,

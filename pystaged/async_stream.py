@@ -25,6 +25,7 @@ class AsyncStream(AsyncIterator[Piece]):
         self._scheduler = writer.engine._scheduler
         self._said: asyncio.Queue[Any] = asyncio.Queue()
         self._entry: Entry | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_read = self._over = False
 
     async def __anext__(self) -> Piece:
@@ -77,6 +78,10 @@ class AsyncStream(AsyncIterator[Piece]):
         await self.aclose()
 
     async def _next(self) -> Any:
+        if self._loop is not asyncio.get_running_loop():
+            raise RuntimeError(
+                "the stream was begun in another event loop; begin, read and close it in one, such as one asyncio.run()"
+            )
         said = await self._said.get()
         if isinstance(said, End):
             self._over = True
@@ -85,7 +90,8 @@ class AsyncStream(AsyncIterator[Piece]):
 
     def _open(self) -> Entry:
         # The scheduler holds entry and writer, never the stream, so that a stream is freed as soon as it is dropped.
-        self._entry = entry = Entry(self._writer.admit, said=_Loop(asyncio.get_running_loop(), self._said))
+        self._loop = asyncio.get_running_loop()
+        self._entry = entry = Entry(self._writer.admit, said=_Loop(self._loop, self._said))
         weakref.finalize(self, self._scheduler.cancel, entry).atexit = False
         self._scheduler.open(entry)
         return entry

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from itertools import islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from pystaged.config import GenerationConfig, integer
+from pystaged.config import integer
 from pystaged.result import GenerationResult, Piece
 from pystaged.scheduler import End, Entry, Reading, Scheduler
 from pystaged.streams import Stream, Writer
 
 if TYPE_CHECKING:
-    from pystaged.engine import Engine, Prompt
+    from pystaged.engine import Engine
 
 MOST_AT_ONCE = 64  # texts: more gain nothing, and take memory
 
@@ -72,51 +72,59 @@ class _Signed:
         self._said.put((self._writer, item))
 
 
-def results(
-    engine: Engine, prompts: Sequence[Prompt], config: GenerationConfig, n: int = 1
-) -> Generator[GenerationResult, None, None]:
-    """Continue each of the prompts n times, many texts at once. Text i of each prompt, from 0, has the seed + i, modulo
-    2**64.
+def results(engine: Engine, writers: Sequence[Writer], n: int = 1) -> Generator[GenerationResult, None, None]:
+    """Write n texts of each, many at once; seeds as in `seeded`.
 
     Yields:
         Results in order, each as soon as it and all before it are there.
 
     Raises:
-        ValueError, TypeError, ContextFullError: at once: as in Engine.stream.
+        ValueError, TypeError: at once: n is no number above 0.
         Exception: what ended a text; the other ones are cancelled.
     """
     if integer("n", n) < 1:
         raise ValueError(f"n must be at least 1, not {n}")
-    return _results(engine, [Writer(engine, prompt, each) for prompt in prompts for each in seeded(config, n)])
+    return _results(engine, seeded(writers, n))
 
 
-def seeded(config: GenerationConfig, n: int) -> list[GenerationConfig]:
-    """The same with its seed and those that follow, modulo 2**64."""
-    seeds = [(config.sampling.seed + i) % 2**64 for i in range(n)]
-    return [replace(config, sampling=replace(config.sampling, seed=seed)) for seed in seeds]
+def seeded(writers: Iterable[Writer], n: int) -> Iterator[Writer]:
+    """Each n times, with its seed and those that follow, modulo 2**64; made when they are asked for."""
+    for writer in writers:
+        yield writer
+        for i in range(1, n):
+            yield writer.seeded((writer.seed + i) % 2**64)
 
 
-def pieces(engine: Engine, writers: Sequence[Writer]) -> Generator[tuple[Writer, Piece | None], None, None]:
+def pieces(engine: Engine, writers: Iterable[Writer]) -> Generator[tuple[Writer, Piece | None], None, None]:
     """What texts say, as Batch.next gives it, until all have ended; no more than 64 are written at once. Closing it
     ends those that have not."""
-    waiting = deque(writers)
+    waiting = iter(writers)
     with closing(Batch(engine._scheduler)) as batch:
-        while waiting or len(batch):
-            while waiting and len(batch) < MOST_AT_ONCE:
-                batch.open(waiting.popleft())
+        while True:
+            for writer in islice(waiting, MOST_AT_ONCE - len(batch)):
+                batch.open(writer)
+            if not len(batch):
+                return
             yield batch.next()
 
 
-def _results(engine: Engine, writers: Sequence[Writer]) -> Generator[GenerationResult, None, None]:
+def _results(engine: Engine, writers: Iterator[Writer]) -> Generator[GenerationResult, None, None]:
     if engine._scheduler.in_step:
         # A policy waits for these texts, and the thread for the policy.
         yield from (Stream(writer).finish() for writer in writers)
         return
-    left, ended = deque(writers), set[Writer]()
-    with closing(pieces(engine, writers)) as said:
+    left, ended = deque[Writer](), set[Writer]()
+
+    def begun() -> Iterator[Writer]:
+        for writer in writers:
+            left.append(writer)
+            yield writer
+
+    with closing(pieces(engine, begun())) as said:
         for writer, piece in said:
             if piece is None:
                 ended.add(writer)
             while left and left[0] in ended:
+                ended.remove(left[0])
                 yield left.popleft().result()
     engine._contexts.tidy()

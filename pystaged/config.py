@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, SupportsFloat, TypedDict
 
+import numpy as np
+
 from pystaged._core import LogitRules, Sampling
 
 _LARGEST_FLOAT = 3.4e38  # a float in C++
-
+_LARGEST_BIAS = 1e30  # as C++ has it
+MOST_LOGPROBS = 100  # likeliest tokens of each place, which are Python objects; others allow 20
 
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 
@@ -41,7 +44,8 @@ class SamplingConfig:
         multiplier * base ** (n - allowed_length), from n = allowed_length on; a multiplier of 0 is off.
     dry_penalty_last_n: tokens that DRY looks back, those of the prompt too; -1 for all, 0 for none.
     dry_sequence_breakers: texts that no repetition goes beyond.
-    logit_bias: what is added to logits, by token: an id, or a text that is one token; -inf excludes it.
+    logit_bias: what is added to logits, by token: an id, or a text that is one token; from -1e30 to 1e30, or -inf,
+        which excludes it.
     min_tokens: new tokens before which the end of text is excluded; stop strings end it all the same.
     ignore_eos: exclude the end of text altogether.
 
@@ -50,27 +54,27 @@ class SamplingConfig:
         TypeError: a field of the wrong type.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    temperature_last: bool = False
-    repeat_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repeat_last_n: int = 64
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = DRY_SEQUENCE_BREAKERS
-    logit_bias: Mapping[int | str, float] = field(default_factory=dict, hash=False)
-    min_tokens: int = 0
-    ignore_eos: bool = False
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    temperature_last: bool
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: tuple[str, ...]
+    logit_bias: Mapping[int | str, float] = field(hash=False)
+    min_tokens: int
+    ignore_eos: bool
     _native: Sampling | None = field(init=False, repr=False, compare=False)
 
     def __init__(
@@ -111,16 +115,16 @@ class SamplingConfig:
         values["seed"] = secrets.randbits(32) if seed is None else integer("seed", seed)
         if not 0 <= values["seed"] < 2**64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, not {seed}")
-        values |= {name: bool(given[name]) for name in ("temperature_last", "ignore_eos")}
+        values |= {name: truth(name, given[name]) for name in ("temperature_last", "ignore_eos")}
         values["dry_sequence_breakers"] = _texts("dry_sequence_breakers", dry_sequence_breakers)
         values["logit_bias"] = _Biases(_biases(logit_bias))
         for name in fields:
             object.__setattr__(self, name, values.get(name))
-        # C++'s form of the same, which checks the ranges; of what only a vocabulary knows too.
+        # Made here, too, so that C++ checks all ranges. A text in logit_bias has no id yet: 0 stands for it.
         biases = [(token if isinstance(token, int) else 0, bias) for token, bias in self.logit_bias.items()]
-        rules = self.rules(logit_bias=biases)
-        native = self.sampling(rules if self.has_rules else None)
-        object.__setattr__(self, "_native", None if self.needs_text else native)
+        rules = self.native_rules(logit_bias=biases)
+        native = self.native_sampling(rules if self.has_rules else None)
+        object.__setattr__(self, "_native", None if self.needs_binding else native)
 
     def __reduce__(self) -> tuple[Any, tuple[dict[str, Any], Sampling | None]]:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "_native"}
@@ -140,15 +144,15 @@ class SamplingConfig:
         )
 
     @property
-    def needs_text(self) -> bool:
-        """Whether something in it means nothing without a vocabulary or the length of a prompt; see sampling.bind."""
+    def needs_binding(self) -> bool:
+        """Whether it has something that only a vocabulary or a prompt's length gives a meaning: see sampling.bind."""
         breaks = self._has_dry and self.dry_sequence_breakers
         spelled = any(isinstance(token, str) for token in self.logit_bias)
         return bool(breaks or spelled or self.min_tokens or self.ignore_eos)
 
     @property
     def native(self) -> Sampling:
-        """C++'s form of it. Raises ValueError where it needs a text and is not bound to one."""
+        """For C++. Raises ValueError where the config is not bound to a text yet: see sampling.bind."""
         if self._native is None:
             raise ValueError(
                 "min_tokens, ignore_eos, dry_multiplier and texts in logit_bias need a vocabulary and a prompt: "
@@ -156,7 +160,7 @@ class SamplingConfig:
             )
         return self._native
 
-    def rules(self, **of_text: Any) -> LogitRules:
+    def native_rules(self, **of_text: Any) -> LogitRules:
         """C++'s form of what is done to logits before they are filtered.
 
         Args:
@@ -166,7 +170,7 @@ class SamplingConfig:
         names += ["dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"]
         return LogitRules(**{name: getattr(self, name) for name in names}, **of_text)
 
-    def sampling(self, rules: LogitRules | None, logprobs: int | None = None) -> Sampling:
+    def native_sampling(self, rules: LogitRules | None, logprobs: int | None = None) -> Sampling:
         """C++'s form of the rest, with these rules."""
         return Sampling(
             self.temperature,
@@ -182,7 +186,7 @@ class SamplingConfig:
             logprobs=-1 if logprobs is None else logprobs,
         )
 
-    def bound(self, native: Sampling) -> SamplingConfig:
+    def with_native(self, native: Sampling) -> SamplingConfig:
         """The same with C++'s form for a certain text."""
         return _restore({name: getattr(self, name) for name in self.__dataclass_fields__}, native)
 
@@ -226,7 +230,15 @@ def _biases(given: object) -> dict[int | str, float]:
         token = key if isinstance(key, str) else integer("a token of logit_bias", key)
         if isinstance(token, int) and not 0 <= token < 2**31:
             raise ValueError(f"logit_bias names token {token}, which no vocabulary has")
-        biases[token] = -math.inf if value == -math.inf else _number("logit_bias", value)
+        if value == -math.inf:
+            biases[token] = -math.inf
+            continue
+        if isinstance(value, SupportsFloat) and not abs(value) <= _LARGEST_BIAS:  # type: ignore[arg-type]
+            raise ValueError(
+                f"logit_bias of token {token!r} must be a number from {-_LARGEST_BIAS:g} to {_LARGEST_BIAS:g}, or -inf "
+                f"to exclude it, not {value}"
+            )
+        biases[token] = _number(f"logit_bias of token {token!r}", value)
     return biases
 
 
@@ -243,7 +255,7 @@ class TextOptions(TypedDict, total=False):
     progress: called while the prompt is read, with how many of its tokens are and how many are to be: before the first
         few hundred and after each, so the last time with all of them; by who reads the text, as soon as it looks.
     logprobs: say how likely the model itself found each token, unfiltered at temperature 1 and before any penalty or
-        bias, and which so many tokens were the likeliest; None says nothing, and costs nothing.
+        bias, and which so many tokens, 100 at most, were the likeliest; None says nothing, and costs nothing.
     prompt_logprobs: the same of the prompt's tokens, which are then read anew.
     reuse: begin with what other texts have left of the prompt; without, the text is the same, only later.
     prediction: text or token ids that the text will largely repeat, such as code that is to be changed a little, to
@@ -355,12 +367,12 @@ class GenerationConfig:
         object.__setattr__(self, "sampling", sampling)
         object.__setattr__(self, "logprobs", _number_of_top("logprobs", logprobs))
         object.__setattr__(self, "prompt_logprobs", _number_of_top("prompt_logprobs", prompt_logprobs))
-        object.__setattr__(self, "reuse", bool(reuse))
+        object.__setattr__(self, "reuse", truth("reuse", reuse))
         object.__setattr__(self, "prediction", _prediction(prediction))
         object.__setattr__(self, "max_tokens", max_tokens)
         object.__setattr__(self, "stop", _texts("stop", stop))
         object.__setattr__(self, "grammar", _grammar(json_schema, regex, grammar))
-        object.__setattr__(self, "speculate", bool(speculate))
+        object.__setattr__(self, "speculate", truth("speculate", speculate))
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be called with two numbers, which {type(progress).__name__} cannot be")
         object.__setattr__(self, "progress", progress)
@@ -371,8 +383,8 @@ def _number_of_top(name: str, given: object) -> int | None:
     if given is None:
         return None
     number = integer(name, given)
-    if number < 0:
-        raise ValueError(f"{name} must be None (off) or a number of tokens from 0 up, not {number}")
+    if not 0 <= number <= MOST_LOGPROBS:
+        raise ValueError(f"{name} must be None (off) or a number of tokens from 0 to {MOST_LOGPROBS}, not {number}")
     return number
 
 
@@ -430,6 +442,13 @@ def integer(name: str, value: object) -> int:
         except TypeError:
             pass
     raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+
+
+def truth(name: str, value: object) -> bool:
+    """As a bool, of numpy's too."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return bool(value)
 
 
 def _number(name: str, value: object) -> float:

@@ -89,6 +89,11 @@ class ContextPool:
         self._given_back: deque[Decoder] = deque()
         self._closed = False
 
+    def check_open(self) -> None:
+        """Raises ValueError: the pool is closed."""
+        if self._closed:
+            raise ValueError("the engine is closed")
+
     @property
     def closed(self) -> bool:
         return self._closed
@@ -120,8 +125,7 @@ class ContextPool:
             DeviceError: a device failed, or has no room.
         """
         with self._lock:
-            if self._closed:
-                raise ValueError("the engine is closed")
+            self.check_open()
             self._collect()
             need = self._needed(len(prompt) + max_tokens)
             if self._lent and not must and sum(loan.num_bytes for loan in self._lent) + need > self.memory:

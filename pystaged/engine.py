@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,18 +16,19 @@ from pystaged._core import ContextFullError, Model, Tokenizer
 from pystaged.backends.devices import open_session
 from pystaged.batch import results
 from pystaged.chat.messages import Message
-from pystaged.config import GenerationConfig, TextOptions, check_options, integer
+from pystaged.config import GenerationConfig, TextOptions, check_options, integer, truth
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
 from pystaged.decoding.scoring import score
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.pair import Pair
+from pystaged.process import ProcessLock
 from pystaged.result import GenerationResult, Results, Score
 from pystaged.scheduler import Scheduler
 from pystaged.stats import PassStats
 from pystaged.streams import OwningStream, Stream, Writer
-from pystaged.text import going_on
+from pystaged.text import encode_continuation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -85,9 +85,9 @@ class Engine:
         keep_packed: keep weights that run on "cpu" in the cache folder as the kernels read them, which takes as much of
             the disk as the models again: the next time they are there at once, and processes share the memory.
             `pystaged models` lists and removes them.
-        memory: remember what the target would have said next, by the last two tokens, to draft from in later texts, and
-            keep it in the cache folder, 10.2 MB at most: the more a model is used, the better its guesses, whatever
-            texts it wrote. No text depends on it. False where users must not share what speeds up their texts.
+        memory: draft from recycled candidates: the target's likeliest next tokens after the last one and two tokens,
+            kept from text to text, and in the cache folder from run to run, 10.2 MB at most. No text depends on it.
+            False where users must not learn about each other from the speed of their texts.
         kv_memory: bytes that the keys and values of all texts may take, of those too that have ended, which are kept
             for texts that begin alike. None for a quarter of what is free beside the weights, but enough for one full
             context; on devices, for 8. A text waits while it has no room beside others; alone, any text has.
@@ -121,6 +121,16 @@ class Engine:
         prompt_delay: float = PROMPT_DELAY,
         report: Callable[[str], None] | None = None,
     ) -> None:
+        for name, value in (("model", model), ("draft", draft), ("ngrams", ngrams)):
+            if not (isinstance(value, (str, Path)) or (value is None and name != "model")):
+                raise TypeError(f"{name} must be a name or a path, not {type(value).__name__}")
+        for name, device_name in (("device", device), ("draft_device", draft_device)):
+            if not isinstance(device_name, str):
+                raise TypeError(f"{name} must be a name, not {type(device_name).__name__}")
+        n_ctx, num_threads = integer("n_ctx", n_ctx), integer("num_threads", num_threads)
+        for name, number in (("n_ctx", n_ctx), ("num_threads", num_threads)):
+            if abs(number) >= 2**31:
+                raise ValueError(f"{name} is out of range: {number}")
         if kv_memory is not None:
             kv_memory = integer("kv_memory", kv_memory)
             if kv_memory < 1:
@@ -136,13 +146,13 @@ class Engine:
             device=device,
             draft_device=draft_device,
             kv=kv,
-            keep_packed=keep_packed,
-            memory=memory,
+            keep_packed=truth("keep_packed", keep_packed),
+            memory=truth("memory", memory),
         )
         self._warn = report or _warn
         self._chat_format: ChatFormat | None = None
         self._grammars: Grammars | None = None
-        self._lazy_lock = threading.Lock()
+        self._lazy_lock = ProcessLock()
         self._contexts = ContextPool(
             lambda source, length: pair.decoder(n_ctx, policy, source, length),
             kv_memory,
@@ -181,13 +191,14 @@ class Engine:
     @property
     def chat_format(self) -> ChatFormat:
         """How conversations are written for this model: by its own chat template."""
-        with self._lazy_lock:
+        with self._lazy_lock.here():
             if self._chat_format is None:
                 from pystaged.chat.format import ChatFormat  # noqa: PLC0415  brings jinja2
 
                 self._chat_format = ChatFormat(read_metadata(self._pair.path), self.tokenizer, self._warn)
             return self._chat_format
 
+    @overload
     def chat(
         self,
         messages: Sequence[Message],
@@ -196,11 +207,34 @@ class Engine:
         template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[TextOptions],
-    ) -> GenerationResult:
-        """Answer the last message of a conversation; arguments and errors as in `stream_chat`."""
-        return self.stream_chat(
-            messages, tools=tools, template=template, template_options=template_options, **options
-        ).finish()
+    ) -> GenerationResult: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        n: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[TextOptions],
+    ) -> list[GenerationResult]: ...
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        n: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[TextOptions],
+    ) -> GenerationResult | list[GenerationResult]:
+        """Answer the last message of a conversation; arguments and errors as in `stream_chat`.
+
+        Args:
+            n: answers, with the seeds seed, seed + 1, ...; a list of them is returned, and the messages are read once.
+        """
+        return self._write(self._answer(messages, tools, template, template_options, options), n)
 
     def stream_chat(
         self,
@@ -324,11 +358,12 @@ class Engine:
         self, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
     ) -> GenerationResult | list[GenerationResult]:
         if _are_several(prompt):
-            return Results(results(self, prompt, config, 1 if n is None else n))
-        one = cast(Prompt, prompt)
-        if n is None:
-            return Stream(Writer(self, one, config)).finish()
-        return Results(results(self, [one], config, n))
+            return Results(results(self, [Writer(self, each, config) for each in prompt], 1 if n is None else n))
+        return self._write(Writer(self, cast(Prompt, prompt), config), n)
+
+    def _write(self, writer: Writer, n: int | None) -> GenerationResult | list[GenerationResult]:
+        """A text, or n of them."""
+        return Stream(writer).finish() if n is None else Results(results(self, [writer], n))
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
         """The tokens of a prompt, int32[n]; errors as in `stream`.
@@ -338,7 +373,7 @@ class Engine:
         """
         if isinstance(prompt, str):
             try:
-                tokens = self.tokenizer.encode(prompt) if add_special else going_on(self.tokenizer, prompt)
+                tokens = self.tokenizer.encode(prompt) if add_special else encode_continuation(self.tokenizer, prompt)
             except UnicodeError as error:
                 raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
         else:
@@ -357,7 +392,7 @@ class Engine:
         """What a text with these options must be. Raises as Grammars does."""
         if config.grammar is None:
             return None
-        with self._lazy_lock:
+        with self._lazy_lock.here():
             if self._grammars is None:
                 from pystaged.grammars import Grammars  # noqa: PLC0415  brings llguidance
 
@@ -370,7 +405,7 @@ class Engine:
             tokens: list[int] = _token_ids(config.prediction, self.tokenizer.num_tokens).tolist()
             return tokens
         try:
-            tokens = going_on(self.tokenizer, config.prediction, parse_special=False).tolist()
+            tokens = encode_continuation(self.tokenizer, config.prediction, parse_special=False).tolist()
         except UnicodeError as error:
             raise ValueError("the prediction is not valid Unicode text: it cannot be written as UTF-8") from error
         return tokens
@@ -386,8 +421,7 @@ class Engine:
             DeviceError: a device failed.
         """
         tokens = self.encode(text)
-        if self._contexts.closed:
-            raise ValueError("the engine is closed")
+        self._contexts.check_open()
         session = open_session(self.model, self.n_ctx)
         try:
             logprobs = score(session, tokens)

@@ -89,15 +89,26 @@ def read_small(path: Path, most_bytes: int) -> bytes:
         OSError: it cannot be read.
         ValueError: it is no regular file, or larger than `most_bytes`.
     """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise ValueError(f"{path} is larger than {most_bytes / 1e6:g} MB")
+        return file.read(size)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file to be read; nothing else is waited for.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is no regular file.
+    """
     # Opening a pipe would wait for its writer, and a device need not end.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    info = os.fstat(descriptor)
-    if not stat.S_ISREG(info.st_mode) or info.st_size > most_bytes:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        problem = f"larger than {most_bytes / 1e6:g} MB" if stat.S_ISREG(info.st_mode) else "no regular file"
-        raise ValueError(f"{path} is {problem}")
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read(info.st_size)
+        raise ValueError(f"{path} is no regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def check_room(folder: Path, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Texts of a form: JSON schemas, regular expressions and grammars as constraints, by llguidance.
+"""Structured output: JSON schemas, regular expressions and grammars as constraints, by llguidance.
 
 A grammar's masks also hold a text to the tokens that the vocabulary's own tokenizer would write where only one string
 can follow, so what is forced is known token by token.
@@ -10,17 +10,19 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from pystaged._core import Tokenizer
 from pystaged.config import Grammar
-from pystaged.decoding.constraint import Mask, allows
-from pystaged.text import going_on
+from pystaged.decoding.constraint import Mask, allows, count_allowed
+from pystaged.process import ProcessLock
+from pystaged.text import encode_continuation
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 _MOST_KEPT = 16  # compiled grammars
 # As json.dumps writes it. White space that a schema leaves to the model is where small models lose themselves.
@@ -60,8 +62,8 @@ class Grammars:
         ends = sorted(self._ends)
         vocabulary = cast("llguidance.TokenizerWrapper", _Vocabulary(tokenizer, ends[0]))
         self._vocabulary = llguidance.LLTokenizer(vocabulary, eos_token=ends)
-        self._compiled: dict[Grammar, LLMatcher] = {}
-        self._lock = threading.Lock()
+        # No lock is held while it compiles: others need not wait, and a child of fork() finds none that is held.
+        self._compiled = lru_cache(_MOST_KEPT)(partial(_compiled, self._vocabulary, self._ends))
 
     def constraint(self, grammar: Grammar) -> GrammarConstraint:
         """The constraint of a text that begins.
@@ -69,35 +71,29 @@ class Grammars:
         Raises:
             GrammarError: the grammar cannot be used.
         """
-        with self._lock:
-            compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            compiled = self._compile(grammar)  # which others need not wait for
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > _MOST_KEPT:
-                del self._compiled[next(iter(self._compiled))]
-            return GrammarConstraint(compiled.deep_copy(), self._ends)
+        return GrammarConstraint(self._compiled(grammar).deep_copy(), self._ends)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        import llguidance  # noqa: PLC0415
 
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+def _compiled(vocabulary: LLTokenizer, ends: frozenset[int], grammar: Grammar) -> LLMatcher:
+    """A matcher that has read nothing. Raises GrammarError: the grammar cannot be used."""
+    import llguidance  # noqa: PLC0415
 
-        def build() -> LLMatcher:
-            matcher = llguidance.LLMatcher(self._vocabulary, _definition(grammar), log_level=0, limits=limits)
-            _check(matcher)
-            return matcher
+    limits = llguidance.LLParserLimits(verbose_errors=False)
 
-        try:
-            matcher = _with_deep_stack(build)
-            if len(matcher.compute_ff_bytes()) > _LONGEST:
-                raise GrammarError(f"it forces a text of more than {_LONGEST} characters")
-            GrammarConstraint(matcher.deep_copy(), self._ends).mask([])
-        except (ValueError, RecursionError) as error:
-            words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise GrammarError(f"{grammar.option} cannot be used: {_one_line(words)}") from None
+    def build() -> LLMatcher:
+        matcher = llguidance.LLMatcher(vocabulary, _definition(grammar), log_level=0, limits=limits)
+        _check(matcher)
         return matcher
+
+    try:
+        matcher = _with_deep_stack(build)
+        if len(matcher.compute_ff_bytes()) > _LONGEST:
+            raise GrammarError(f"it forces a text of more than {_LONGEST} characters")
+        GrammarConstraint(matcher.deep_copy(), ends).mask([])
+    except (ValueError, RecursionError) as error:
+        words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise GrammarError(f"{grammar.option} cannot be used: {_one_line(words)}") from None
+    return matcher
 
 
 class GrammarConstraint:
@@ -110,6 +106,7 @@ class GrammarConstraint:
     def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
         self._matcher = matcher  # has read the text alone, as in plain decoding
         self._ends = ends
+        self._after: bool | None = None  # whether only the end of the text may follow it
         self._guesser: LLMatcher | None = None  # a copy that has read a path after the text, too
         self._path: list[int] = []
         self._masks: dict[tuple[int, ...], Mask | None] = {}  # of paths after the text
@@ -117,7 +114,13 @@ class GrammarConstraint:
 
     @property
     def is_complete(self) -> bool:
-        return bool(self._matcher.is_stopped())
+        if self._after is None:
+            try:
+                mask = None if self._matcher.is_stopped() else self.mask([])
+            except GrammarError:  # which ends a text that goes on, and only such a one
+                return False
+            self._after = mask is None or not count_allowed(mask, self._ends)
+        return self._after
 
     def forced(self) -> list[int]:
         if self._forced is None:
@@ -133,7 +136,7 @@ class GrammarConstraint:
     def advance(self, tokens: Sequence[int]) -> None:
         if self._guesser is not None:
             self._guess(tokens, lambda _: None)
-        self._path, self._masks, self._forced = [], {}, None
+        self._path, self._masks, self._forced, self._after = [], {}, None, None
         self._matcher.consume_tokens(list(tokens))
         _check(self._matcher)
 
@@ -193,12 +196,12 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         """The tokens of a text that goes on with another; of a long one the first, which is all that is asked for."""
-        tokens: list[int] = going_on(self._tokenizer, text[:_MOST_FORCED], parse_special=False).tolist()
+        tokens: list[int] = encode_continuation(self._tokenizer, text[:_MOST_FORCED], parse_special=False).tolist()
         return tokens if len(text) <= _MOST_FORCED else tokens[:-_UNCERTAIN]
 
 
 def _definition(grammar: Grammar) -> str:
-    """A grammar in llguidance's own form."""
+    """A grammar as llguidance writes it."""
     from llguidance import LLMatcher  # noqa: PLC0415
     from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415
 
@@ -207,7 +210,7 @@ def _definition(grammar: Grammar) -> str:
         if not isinstance(schema, (dict, bool)):
             raise GrammarError(f"a schema is an object, not {grammar.text[:20]}")
         _check_depth(schema)
-        if schema is False or not has_end(schema):
+        if schema is False or not has_finite_value(schema):
             raise GrammarError("no text of finite length meets it")
         return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON_STYLE)
     if grammar.option == "regex":
@@ -239,11 +242,11 @@ def _check_depth(schema: Any) -> None:
         )
 
 
-def has_end(schema: Any) -> bool:
+def has_finite_value(schema: Any) -> bool:
     """Whether a schema that refers to itself can be met by a value of finite size; True where that cannot be told."""
     targets: dict[str, Any] = {}
     missing: dict[int, int] = {}  # of each part that was seen, how many of its needs are not met yet
-    waiting: dict[int, list[list[int]]] = {}  # by part, the needs that it would meet: each the part that has it, once
+    waiting: dict[int, list[list[int]]] = {}  # by part, who needs it: lists of one, emptied once met
     met: list[int] = []
     parts = [schema]
     while parts:
@@ -271,7 +274,7 @@ def has_end(schema: Any) -> bool:
 
 
 def _needs(part: dict[str, Any], schema: Any, targets: dict[str, Any]) -> list[list[Any]]:
-    """Parts of which one of each list must have a value of finite size, so that this one has."""
+    """What a finite value of this part takes: of each list, one schema that has a finite value."""
     if "const" in part or "enum" in part:
         return []
     needs = []
@@ -310,13 +313,13 @@ def _check(matcher: LLMatcher) -> None:
         raise GrammarError("no text meets it" if words.startswith("NoExtension") else words)
 
 
-_starting = threading.Lock()  # a thread's stack is a setting of the process
+_starting = ProcessLock()  # a thread's stack is a setting of the process
 
 
 def _with_deep_stack(build: Callable[[], _T]) -> _T:
-    """What a function makes that recurs once for each rule that a rule refers to."""
+    """Call it in a thread with a deep stack: llguidance recurs once for each rule that refers to another."""
     with ThreadPoolExecutor(1) as pool:
-        with _starting:
+        with _starting.here():
             before = threading.stack_size(_STACK)
             try:
                 built = pool.submit(build)

@@ -32,7 +32,10 @@ _KEY = "pystaged"
 _LOADING = ("draft", "device", "n_ctx")
 
 _engines: dict[str, _Loaded] = {}
-_one_at_a_time = threading.RLock()  # responses that nobody reads on end wherever garbage is collected
+_loading = threading.RLock()  # one model at a time
+_bookkeeping = (
+    threading.RLock()
+)  # never held for long: responses that nobody reads on end wherever garbage is collected
 
 
 @llm.hookimpl
@@ -103,7 +106,7 @@ class ModelOptions(llm.Options):
             try:
                 from pystaged.config import GenerationConfig  # noqa: PLC0415
 
-                GenerationConfig(**options)
+                GenerationConfig(**{"max_tokens": 2**31 - 1} | options)  # no fewer than a context has
             except (TypeError, ImportError) as error:
                 raise ValueError(str(error)) from None
         return self
@@ -192,25 +195,34 @@ class _User:
         import pystaged  # noqa: PLC0415
 
         wanted = options.of_loading()
-        with _one_at_a_time:
-            loaded = _engines.get(name)
-            if loaded and loaded.options != wanted:
-                del _engines[name]
-                loaded.is_old = True
+        with _loading:
+            with _bookkeeping:
+                loaded = _engines.get(name)
+                if loaded and loaded.options == wanted:
+                    return self._use(loaded)
+                if loaded:
+                    del _engines[name]
+                    loaded.is_old = True
+            if loaded:
                 loaded.close_if_done()
-                loaded = None
-            if not loaded:
-                loaded = _engines[name] = _Loaded(wanted, pystaged.load(name, report=_report, **wanted))
-            loaded.users.add(self)
-            self._loaded = loaded
-            return loaded.engine
+            fresh = _Loaded(wanted, pystaged.load(name, report=_report, **wanted))
+            with _bookkeeping:
+                _engines[name] = fresh
+                return self._use(fresh)
+
+    def _use(self, loaded: _Loaded) -> Engine:
+        loaded.users.add(self)
+        self._loaded = loaded
+        return loaded.engine
 
     def close(self) -> None:
         """Use it no more."""
-        with _one_at_a_time:
-            if self._loaded:
-                self._loaded.users.discard(self)
-                self._loaded.close_if_done()
+        with _bookkeeping:
+            loaded = self._loaded
+            if loaded:
+                loaded.users.discard(self)
+        if loaded:
+            loaded.close_if_done()
 
 
 @dataclass

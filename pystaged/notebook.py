@@ -9,8 +9,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pystaged.decoding.tree import Stage
-from pystaged.stages import STAGE_COLORS, STAGE_NAMES, StageSpans
+from pystaged.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
 
 if TYPE_CHECKING:
     from pystaged.result import GenerationResult, Score
@@ -24,6 +23,7 @@ _BACKGROUNDS = {
 }
 _SURPRISING = "rgba(220,60,60,{:.2f})"
 _MOST_SURPRISING = 10.0  # nats, from where on the colour stays the same
+_MOST_PERPLEXITY = 1e99  # from where on it is enough to say so
 _TEXT_STYLE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 _LINE_STYLE = "font-size:smaller;margin-top:.3em"
 _NO_MATH = "tex2jax_ignore mathjax_ignore"  # notebooks would typeset what is between dollars
@@ -37,9 +37,8 @@ def result_html(result: GenerationResult) -> str:
         parts.append(_span("".join(text for text, _ in run), STAGE_NAMES[stage], _BACKGROUNDS[STAGE_COLORS[stage]]))
     counts = result.stats.stages
     legend = [
-        _span(f"{STAGE_NAMES[stage]} {counts[stage.name.lower()].emitted}", "", _BACKGROUNDS[color])
-        for stage, color in STAGE_COLORS.items()
-        if stage is not Stage.GRAMMAR or counts[stage.name.lower()].drafted
+        _span(f"{STAGE_NAMES[stage]} {counts[stage.name.lower()].emitted}", "", _BACKGROUNDS[STAGE_COLORS[stage]])
+        for stage in shown_stages(result.stats)
     ]
     figures = escape(f"{result.stats}; finish_reason {result.finish_reason!r}, seed {result.seed}")
     return _shown(parts, f"{', '.join(legend)}; {figures}")
@@ -63,8 +62,16 @@ def score_html(score: Score) -> str:
     counted = len(score.tokens) - 1
     figures = f"{len(score.tokens)} tokens, log-probability {score.total:.2f}"
     if counted > 0:
-        figures += f", perplexity {math.exp(min(700.0, -score.total / counted)):.2f}"
+        figures += f", perplexity {_perplexity(-score.total / counted)}"
     return _shown(parts, escape(figures))
+
+
+def _perplexity(surprise: float) -> str:
+    """In words, given its logarithm."""
+    if surprise > math.log(_MOST_PERPLEXITY):
+        return f"above {_MOST_PERPLEXITY:g}"
+    perplexity = math.exp(surprise)
+    return f"{perplexity:.2f}" if perplexity < 1e6 else f"{perplexity:.2e}"
 
 
 def _shown(parts: Iterable[str], line: str) -> str:
@@ -76,5 +83,6 @@ def _span(text: str, title: str, background: str) -> str:
     if not text:
         return ""
     shown = escape(text).replace("\r", "&#13;")  # which a page would else read as a line's end
-    attributes = f' title="{escape(title)}"' * bool(title) + f' style="background:{background}"' * bool(background)
+    attributes = f' title="{escape(title)}"' if title else ""
+    attributes += f' style="background:{background}"' if background else ""
     return f"<span{attributes}>{shown}</span>"

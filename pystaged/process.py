@@ -55,6 +55,17 @@ def orderly_end() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class ProcessLock:
+    """A lock that a child of fork() finds free, whoever holds it in the parent."""
+
+    def __init__(self) -> None:
+        self._locks: dict[int, threading.Lock] = {}
+
+    def here(self) -> threading.Lock:
+        """This process's own. With it in a `with`, no Ctrl-C comes between taking and giving back."""
+        return self._locks.setdefault(os.getpid(), threading.Lock())
+
+
 class ChildError(RuntimeError):
     """A child crashed or is silent."""
 

@@ -7,19 +7,27 @@ import weakref
 
 from pystaged._core import Tokenizer
 from pystaged.config import SamplingConfig
-from pystaged.text import going_on
+from pystaged.decoding.constraint import Constraint, count_allowed
+from pystaged.text import encode_continuation
+
+_NEVER = 1 << 62  # tokens: no text is that long
 
 
 def bind(
-    sampling: SamplingConfig, tokenizer: Tokenizer, prompt_length: int, logprobs: int | None = None
+    sampling: SamplingConfig,
+    tokenizer: Tokenizer,
+    prompt_length: int,
+    logprobs: int | None = None,
+    constraint: Constraint | None = None,
 ) -> SamplingConfig:
     """The same sampling for a text that goes on with a prompt of so many tokens.
 
     Args:
         logprobs: of how many of the likeliest tokens to tell log-probabilities, None for none at all.
+        constraint: what the text must be, None for anything.
 
     Raises:
-        ValueError: a token that the vocabulary has not, or all tokens are excluded.
+        ValueError: a token that the vocabulary has not, or all tokens that the text may begin with are excluded.
     """
     if not sampling.has_rules and logprobs is None:
         return sampling
@@ -36,16 +44,20 @@ def bind(
     excluded = {token for token, bias in biases.items() if bias == -math.inf}
     if len(excluded.union(ends)) == num_tokens:
         raise ValueError("logit_bias, min_tokens and ignore_eos exclude all tokens that there are; allow one at least")
-    if sampling.ignore_eos:
-        biases |= dict.fromkeys(ends, -math.inf)
+    first = None if constraint is None or constraint.is_complete else constraint.mask([])
+    if first is not None and not count_allowed(first, excluded.union(ends)):
+        raise ValueError(
+            "logit_bias, min_tokens, ignore_eos and the grammar together exclude all tokens that it may begin "
+            "with; allow one at least"
+        )
     breaks = sampling.dry_multiplier and sampling.dry_penalty_last_n
-    rules = sampling.rules(
+    rules = sampling.native_rules(
         logit_bias=list(biases.items()),
-        late=ends,
-        min_length=prompt_length + sampling.min_tokens if sampling.min_tokens else 0,
+        end_tokens=ends,
+        min_length=_NEVER if sampling.ignore_eos else prompt_length + sampling.min_tokens,
         dry_breakers=_breakers(tokenizer, sampling.dry_sequence_breakers) if breaks else [],
     )
-    return sampling.bound(sampling.sampling(rules if sampling.has_rules else None, logprobs))
+    return sampling.with_native(sampling.native_sampling(rules if sampling.has_rules else None, logprobs))
 
 
 def _token(tokenizer: Tokenizer, key: int | str) -> int:
@@ -54,7 +66,7 @@ def _token(tokenizer: Tokenizer, key: int | str) -> int:
         if key >= tokenizer.num_tokens:
             raise ValueError(f"logit_bias names token {key}, but the vocabulary has {tokenizer.num_tokens}")
         return key
-    tokens = going_on(tokenizer, key).tolist()
+    tokens = encode_continuation(tokenizer, key).tolist()
     if len(tokens) != 1:
         raise ValueError(f"logit_bias names {key!r}, which is {len(tokens)} tokens, {tokens}; give one or its number")
     return int(tokens[0])
@@ -71,9 +83,38 @@ def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[list[int]]:
     for text in texts:
         sequences = known.get(text)
         if sequences is None:
-            sequences = tokenizer.sequences_of(text)
+            sequences = sequences_of(tokenizer, text)
             if len(known) >= _MOST_KNOWN:
                 known.clear()
             known[text] = sequences
         breakers += sequences
     return breakers
+
+
+def sequences_of(tokenizer: Tokenizer, text: str) -> list[list[int]]:
+    """The tokens that hold a text, and those that end with its beginning, each before the tokens of the rest."""
+    data, rests, found = text.encode(), None, dict[tuple[int, ...], None]()
+    sequences = tokenizer.sequences_of(text)
+    longest = max((len(tokenizer.token_bytes(sequence[0], True)) for sequence in sequences), default=0)
+    for sequence in sequences:
+        if data in b"".join(tokenizer.token_bytes(token, True) for token in sequence):
+            found[tuple(sequence)] = None
+            continue
+        # The tokenizer spells no rest that begins in the middle of a character, and one of SentencePiece with a space.
+        rests = _rests(tokenizer, text, longest) if rests is None else rests
+        first = tokenizer.token_bytes(sequence[0], True)
+        found |= {(sequence[0], *rest): None for at, rest in rests.items() if first.endswith(data[:at])}
+    return [list(sequence) for sequence in found]
+
+
+def _rests(tokenizer: Tokenizer, text: str, longest: int) -> dict[int, list[int]]:
+    """The tokens of what is left of a text, by the byte where that begins; where one can begin, and a token of so many
+    bytes can end."""
+    rests: dict[int, list[int]] = {}
+    for i in range(1, min(len(text), longest + 1)):
+        rests[len(text[:i].encode())] = encode_continuation(tokenizer, text[i:], parse_special=False).tolist()
+    whole, at = encode_continuation(tokenizer, text, parse_special=False).tolist(), 0
+    for i, token in enumerate(whole[:-1], 1):
+        at += len(tokenizer.token_bytes(token, True))
+        rests.setdefault(at, whole[i:])  # in the middle of a character
+    return rests

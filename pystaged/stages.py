@@ -5,11 +5,20 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from pystaged.decoding.tree import Stage
 
+if TYPE_CHECKING:
+    from pystaged.stats import GenerationStats
+
 STAGE_NAMES = {Stage.TARGET: "target", Stage.DRAFT: "draft", Stage.NGRAM: "n-gram", Stage.GRAMMAR: "grammar"}
 STAGE_COLORS = {Stage.TARGET: None, Stage.DRAFT: "green", Stage.NGRAM: "yellow", Stage.GRAMMAR: "cyan"}
+
+
+def shown_stages(stats: GenerationStats) -> list[Stage]:
+    """The stages to tell of: a grammar only where it took part."""
+    return [stage for stage in STAGE_NAMES if stage is not Stage.GRAMMAR or stats.stages["grammar"].drafted]
 
 
 class StageSpans:

@@ -1,10 +1,12 @@
 """What happened in one generation, in words and figures.
 
 The words, used the same everywhere: the *target* is the model that decides; the *draft* is the smaller model that
-guesses; a *drafter* is anything that proposes; a *stage* is who proposed a token (target, draft, ngram). A *step* of a
-text is a *tree* of *nodes* verified by one pass of the target, which steps of other texts may share; the *root* (depth
-0) is the last emitted token, not yet in the cache; the *budget* is the most nodes, root excluded. The accepted nodes
-are the *path*; after it comes the *bonus token*, the target's own.
+guesses; a *drafter* is anything that proposes; a *stage* is who proposed a token (target, draft, ngram, grammar). A
+*step* of a text is a *tree* of *nodes* verified by one pass of the target, which steps of other texts may share; the
+*root* (depth 0) is the last emitted token, not yet in the cache; the *budget* is the most nodes, root excluded. The
+accepted nodes are the *path*; after it comes the *bonus token*, the target's own. A *constraint* is what a text must
+be; its *mask* says which tokens may follow a node, and a token that alone may follow is *forced*.
+*Recycled candidates*, a model's *memory*, are the target's likeliest next tokens in earlier passes.
 """
 
 from __future__ import annotations
@@ -227,7 +229,8 @@ class GenerationStats:
 
     def __str__(self) -> str:
         line = f"{self.new_tokens} tokens, {self.tokens_per_second:.1f} per second"
-        if self.speedup_estimate:
+        tried = self.drafted or any(work.seconds for work in self.drafters.values())
+        if self.speedup_estimate and tried:
             line += f" (about {self.speedup_estimate:.1f}x plain)"
         return f"{line}, {self.tokens_per_step:.2f} per step"
 

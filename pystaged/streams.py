@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -137,7 +138,7 @@ class Writer:
         is_end: whether a token ends the text; by default the tokens that the vocabulary says.
 
     Raises:
-        ValueError, TypeError: as in Engine.encode, Engine.stream and sampling.bind.
+        ValueError, TypeError: as in Engine.encode, Engine.stream and sampling.bind; a closed engine.
     """
 
     def __init__(
@@ -147,10 +148,13 @@ class Writer:
         config: GenerationConfig,
         is_end: Callable[[int], bool] | None = None,
     ) -> None:
+        engine._contexts.check_open()
         self.engine, self.prompt_tokens = engine, engine.encode(prompt)
         self._prompt, self.config, self._is_end = prompt, config, is_end
-        self._sampling = bind(config.sampling, engine.tokenizer, len(self.prompt_tokens), config.logprobs)
         self._constraint = engine._constraint(config)
+        self._sampling = bind(
+            config.sampling, engine.tokenizer, len(self.prompt_tokens), config.logprobs, self._constraint
+        )
         self._buffer = TextBuffer(config.stop)
         self.stats = GenerationStats()
         self._text: list[str] = []
@@ -160,6 +164,16 @@ class Writer:
         self._logprobs: list[TokenLogprob] | None = None if config.logprobs is None else []
         self._opening = Opening(config.reuse, engine._prediction(config), config.prompt_logprobs)
         self._finish: FinishReason | None = None
+
+    @property
+    def seed(self) -> int:
+        """Of the sampling."""
+        return self.config.sampling.seed
+
+    def seeded(self, seed: int) -> Writer:
+        """The same text with another seed."""
+        config = replace(self.config, sampling=replace(self.config.sampling, seed=seed))
+        return Writer(self.engine, self._prompt, config, self._is_end)
 
     @property
     def prediction(self) -> Sequence[int]:
@@ -173,13 +187,12 @@ class Writer:
 
     def result(self) -> GenerationResult:
         """What is written by now."""
-        seed = self.config.sampling.seed
         finish = self._finish or "cancelled"
         return GenerationResult(
             "".join(self._text),
             self._tokens,
             finish,
-            seed,
+            self.seed,
             self.stats,
             self._stages,
             self._pieces,

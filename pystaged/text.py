@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pystaged._core import Tokenizer
 
 
-def going_on(tokenizer: Tokenizer, text: str, *, parse_special: bool = True) -> NDArray[np.int32]:
+def encode_continuation(tokenizer: Tokenizer, text: str, *, parse_special: bool = True) -> NDArray[np.int32]:
     """The tokens of a text that goes on with another, int32[n]: without what comes before texts, and without the space
     that SentencePiece puts there. Errors as in Tokenizer.encode."""
     tokens = tokenizer.encode(text, add_special=False, parse_special=parse_special)

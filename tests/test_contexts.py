@@ -548,8 +548,8 @@ def test_a_real_conversation_survives_strangers(house: Engine) -> None:
     for i in range(20):
         stranger = house.generate(f"{GREETING}# stranger {i}\n", max_tokens=20)
         assert stranger.stats.reused_tokens > 20
-    going_on = house.generate(conversation + "# and then\n", max_tokens=5).stats
-    assert going_on.prompt_tokens - going_on.reused_tokens < 15
+    encode_continuation = house.generate(conversation + "# and then\n", max_tokens=5).stats
+    assert encode_continuation.prompt_tokens - encode_continuation.reused_tokens < 15
 
 
 def test_what_was_learnt_is_inherited() -> None:

@@ -33,6 +33,7 @@ from pystaged import (
     SamplingConfig,
     _core,
 )
+from pystaged.config import GenerationConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.streams import Stream
 
@@ -473,13 +474,15 @@ def test_models(tmp_path: Path, path: Path) -> None:
 
 
 def test_closed_engine(path: Path) -> None:
-    engine = pystaged.load(path)
+    engine = pystaged.load(path, report=lambda _: None)
     engine.close()
     engine.close()
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.generate(PROMPT)
     with engine, pytest.raises(ValueError, match="the engine is closed"):
-        list(engine.stream(PROMPT))
+        engine.stream(PROMPT)
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.stream_chat([{"role": "user", "content": PROMPT}])
 
 
 def test_closing_under_a_stream(path: Path) -> None:
@@ -900,3 +903,28 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
     assert len(lost) == 1
     assert lost[0] not in [*engine._contexts._at_rest, *engine._contexts._given_back]
     assert engine.generate(PROMPT, max_tokens=20).tokens == expected.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"n_ctx": "8"}, TypeError, "n_ctx must be an integer, not str"),
+        ({"n_ctx": 2.5}, TypeError, "n_ctx must be an integer, not float"),
+        ({"n_ctx": 10**12}, ValueError, "n_ctx is out of range: 1000000000000"),
+        ({"num_threads": 2**31}, ValueError, "num_threads is out of range"),
+        ({"device": 5}, TypeError, "device must be a name, not int"),
+        ({"draft": 5}, TypeError, "draft must be a name or a path, not int"),
+        ({"model": None}, TypeError, "model must be a name or a path, not NoneType"),
+        ({"memory": "no"}, TypeError, "memory must be True or False, not 'no'"),
+    ],
+)
+def test_what_is_refused_before_loading(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        pystaged.load(**options)
+
+
+@pytest.mark.parametrize("option", ["ignore_eos", "temperature_last", "speculate"])
+def test_words_are_no_truths(option: str) -> None:
+    with pytest.raises(TypeError, match=f"{option} must be True or False, not 'no'"):
+        GenerationConfig(**{option: "no"})
+    assert not GenerationConfig(speculate=np.bool_(False)).speculate

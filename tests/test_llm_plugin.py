@@ -199,7 +199,7 @@ def test_two_ways_to_load_at_once(engine: pystaged.Engine) -> None:
         return await asyncio.gather(*(response.text() for response in responses))
 
     assert asyncio.run(both()) == [engine.chat(asked("Hello"), max_tokens=24).text] * 2
-    with llm_plugin._one_at_a_time:
+    with llm_plugin._bookkeeping:
         assert len(llm_plugin._engines) == 1
 
 
@@ -309,6 +309,18 @@ def test_listing_loads_nothing_that_computes(tmp_path: Path) -> None:
     assert "AsyncPystaged (async): pystaged/house\n" in run(tmp_path, "models", "list", "--async").stdout
 
 
+def test_listing_imports_no_numpy_of_ours() -> None:
+    """sqlite-utils, which `llm` is built on, imports it where it is installed; we do not."""
+    code = """
+import sys
+from pystaged.loading import cache, names
+cache.names()
+print([name for name in ("numpy", "gguf", "jinja2", "huggingface_hub", "pystaged._core") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[]\n"
+
+
 def test_the_program(tmp_path: Path, engine: pystaged.Engine) -> None:
     first = engine.chat(asked(QUESTIONS[0], system="S"), max_tokens=24)
     second = engine.chat([*asked(QUESTIONS[0], system="S"), first.message, *asked(QUESTIONS[1])], max_tokens=8)
@@ -318,6 +330,19 @@ def test_the_program(tmp_path: Path, engine: pystaged.Engine) -> None:
     assert (done.returncode, done.stdout) == (0, f"{second.text}\n"), done.stderr
     # Nor has a process that ended forgotten the tokens.
     assert f"{second.stats.prompt_tokens} input, 8 output" in done.stderr
+
+
+def test_tools_and_attachments_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.gif").write_bytes(b"GIF89a")
+    for arguments, words in (
+        (["--functions", "def one() -> int:\n    return 1"], "does not support tools"),
+        (["--at", str(tmp_path / "a.gif"), "image/gif"], "does not support attachments"),
+    ):
+        done = run(tmp_path, "-m", f"pystaged/{NAME}", *arguments, "Hello")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("Error: ")
+        assert done.stderr.endswith(f"{words}\n")
+        assert done.stderr.count("\n") == 1
 
 
 def test_where_ours_cannot_run_llm_can(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import gc
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import pytest
 
 import pystaged
 from pystaged import ContextFullError, Engine, GenerationResult, Growth, Piece
+from pystaged.batch import results
+from pystaged.config import GenerationConfig
 from pystaged.scheduler import MOST_UNREAD
+from pystaged.streams import Writer
 
 PROMPTS = ["the tree then ", "her hat ", "the tree then and there", "o"]
 WARM: dict[str, Any] = {"temperature": 1.0, "seed": 7}
@@ -89,6 +93,14 @@ def test_n_texts_have_the_seeds_that_follow(engine: Engine, path: Path) -> None:
     assert drawn[1].seed == (drawn[0].seed + 1) % 2**64
     (only,) = pystaged.generate(PROMPTS[0], n=1, model=path, **options)
     assert told(only) == alone(path, PROMPTS[0], **options)
+
+
+def test_texts_begin_to_come_however_many_there_will_be(plain: Engine, path: Path) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 4}
+    writer = Writer(plain, PROMPTS[0], GenerationConfig(**options))
+    with closing(results(plain, [writer], 10**10)) as found:
+        first = [told(next(found)) for _ in range(3)]
+    assert first == [alone(path, PROMPTS[0], **options | {"seed": seed}) for seed in (5, 6, 7)]
 
 
 def test_a_prompt_is_read_by_its_first_text(plain: Engine) -> None:
@@ -383,6 +395,22 @@ def test_two_tasks_cannot_read_one_stream(plain: Engine) -> None:
     run(read())
 
 
+def test_a_stream_stays_with_its_event_loop(plain: Engine) -> None:
+    stream = plain.astream(PROMPTS[0], max_tokens=500)
+
+    async def begin() -> None:
+        await anext(stream)
+
+    async def go_on() -> None:
+        for work in (anext(stream), stream.aclose(), stream.finish()):
+            with pytest.raises(RuntimeError, match="was begun in another event loop"):
+                await work
+
+    run(begin())
+    run(go_on())
+    assert rest(plain) == 0
+
+
 def test_errors_of_async_streams(path: Path) -> None:
     policy = Failing(5, fail)
 
@@ -393,7 +421,7 @@ def test_errors_of_async_streams(path: Path) -> None:
             engine.astream("")
         engine.close()
         with pytest.raises(ValueError, match="the engine is closed"):
-            await engine.astream(PROMPTS[0]).finish()
+            engine.astream(PROMPTS[0])
 
     with pystaged.load(path, draft=None, policy=policy) as engine:
         run(read())

@@ -33,16 +33,18 @@ def candidates(name: str, kv: str = "f16") -> list[str]:
     return ["cpu", *(device.name for device in devices() if device.is_gpu and kv == "f16")]
 
 
-def check(name: str) -> None:
-    """Refuse what is no name of a device, before anything is loaded.
+def check(name: str, kv: str = "f16") -> None:
+    """Refuse what is no name of a device, and keys and values that it has not, before anything is loaded.
 
     Raises:
-        ValueError: an empty name, or "rpc:" without HOST:PORT.
+        ValueError: an empty name, "rpc:" without HOST:PORT, or another type than "f16" on other devices than the CPU.
     """
     if not name:
         raise ValueError("a device needs a name; 'cpu' is there everywhere, `pystaged info` lists the others")
     if name.startswith("rpc:"):
         endpoints(name)
+    if name not in ("cpu", "auto") and kv != "f16":
+        raise ValueError(f"keys and values of type {kv} are for the device cpu, not {name}; leave them at f16")
 
 
 def load_model(path: bytes, kernel: str, num_threads: int, device: str, kv: str = "f16") -> Model:
@@ -52,9 +54,7 @@ def load_model(path: bytes, kernel: str, num_threads: int, device: str, kv: str 
         DeviceError: no such device, or no room on it.
         ModelError, ValueError: as Model.
     """
-    check(device)
-    if device != "cpu" and kv != "f16":
-        raise ValueError(f"keys and values of type {kv} are for the device cpu, not {device}; leave them at f16")
+    check(device, kv)
     if device.startswith("rpc:"):
         return cast(Model, RemoteModel(path, kernel, num_threads, device))
     return Model(path, kernel, num_threads, device, kv=kv)

@@ -24,6 +24,7 @@ _ANSWER_SECONDS = 60.0  # longest silence; PYSTAGED_RPC_TIMEOUT overrides it
 _ROWS = 64  # of one pass
 _HELLO = 14  # command number, the same in every version of the protocol
 _CAPABILITIES = 24  # bytes
+KEPT = ...  # in calls: the sampling that the host keeps
 
 
 def endpoints(device: str) -> list[str]:
@@ -164,6 +165,7 @@ class RemoteSession:
         if begun is None:
             begun, n_ctx = self._servers.call("open", n_ctx)
         self._id, self.n_ctx = begun, n_ctx
+        self._sampling: Sampling | Sequence[Sampling] | None = None  # that the host keeps
 
     def fork(self, length: int) -> RemoteSession:
         return RemoteSession(self._model, self.n_ctx, self._servers.call("fork", self._id, length))
@@ -188,11 +190,13 @@ class RemoteSession:
         sampling: Sampling | Sequence[Sampling],
         masks: NDArray[np.uint32] | None = None,
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        found: tuple[NDArray[np.int32], NDArray[np.float32]] = self._call("candidates", rows, k, sampling, masks)
+        found: tuple[NDArray[np.int32], NDArray[np.float32]] = self._call(
+            "candidates", rows, k, self._told(sampling), masks
+        )
         return found
 
     def follow(self, sampling: Sampling, root: int = 0) -> tuple[Any, ...]:
-        followed: tuple[Any, ...] = self._call("follow", sampling, root)
+        followed: tuple[Any, ...] = self._call("follow", self._told(sampling), root)
         return followed
 
     def verify(
@@ -203,7 +207,7 @@ class RemoteSession:
         num_candidates: int = 0,
         masks: NDArray[np.uint32] | None = None,
     ) -> tuple[Any, ...]:
-        verified: tuple[Any, ...] = self._call("verify", tokens, parents, sampling, num_candidates, masks)
+        verified: tuple[Any, ...] = self._call("verify", tokens, parents, self._told(sampling), num_candidates, masks)
         return verified
 
     def commit(self, path: object) -> None:
@@ -244,6 +248,14 @@ class RemoteSession:
     @property
     def closed(self) -> bool:
         return bool(self._servers.call("get", self._id, "closed"))
+
+    def _told(self, sampling: Sampling | Sequence[Sampling]) -> object:
+        """What stands for a sampling in calls. The host is told of it once, because its rules may be as large as the
+        vocabulary."""
+        if sampling is not self._sampling:
+            self._servers.call("keep", self._id, sampling)
+            self._sampling = sampling
+        return KEPT
 
     def _call(self, name: str, *args: object) -> Any:
         return self._servers.call("call", self._id, name, *args)

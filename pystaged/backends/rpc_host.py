@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from pystaged import _core
+from pystaged.backends.rpc import KEPT
 from pystaged.process import parent, serve
 
 _BEAT_SECONDS = 1.0
@@ -24,6 +25,7 @@ class Host:
         self._connection = connection
         self._beaten = time.monotonic()
         self._sessions: list[_core.Session] = []
+        self._samplings: dict[int, object] = {}
 
     def load(self, path: bytes, kernel: str, num_threads: int, device: str) -> dict[str, Any]:
         """Load the model; returns its properties."""
@@ -41,9 +43,16 @@ class Host:
         self._sessions.append(self._sessions[session].fork(length))
         return len(self._sessions) - 1
 
+    def keep(self, session: int, sampling: object) -> None:
+        """Keep a sampling for a session's calls, which have KEPT in its place."""
+        self._samplings[session] = sampling
+
     def call(self, session: int, name: str, *args: object) -> Any:
         """Call a method of a session."""
-        return getattr(self._sessions[session], name)(*args)
+        values = [self._samplings[session] if value is KEPT else value for value in args]
+        if name == "close":
+            self._samplings.pop(session, None)
+        return getattr(self._sessions[session], name)(*values)
 
     def get(self, session: int, name: str) -> Any:
         """Read a property of a session."""

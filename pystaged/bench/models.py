@@ -12,6 +12,7 @@ from typing import Any
 
 from pystaged.files import cache_folder
 from pystaged.loading import names
+from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.quantize import quantize
 
 WIDTH, LAYERS, HEADS, CONTEXT = 1280, 36, 20, 1024  # of GPT-2 Large
@@ -72,6 +73,19 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
         folder.mkdir(parents=True, exist_ok=True)
         _make(model, source, path, quantization)
     return path
+
+
+def check_type(model: str, quantization: str) -> None:
+    """Refuse a type that a model cannot be made in. Raises ValueError."""
+    if model not in MADE:
+        return
+    types: tuple[str, ...] = _recipe("random_weights" if model in ("random", *LLAMAS) else "grow").TYPES
+    if model in LLAMAS:
+        types = _recipe("random_weights").LLAMA_TYPES
+    elif model == "grown-smollm2":
+        types = (*types, *(name.upper() for name in FILE_TYPES if name.upper() not in types))
+    if quantization not in types:
+        raise ValueError(f"{model} cannot be made in the type {quantization!r}: choose from {', '.join(types)}")
 
 
 def find_draft(model: str, draft: str | Path | None) -> Path | None:

@@ -85,7 +85,7 @@ class Suite:
         self.outcome = Outcome(notes={each.key: [each.missing] if each.missing else [] for each in contenders})
         self._contenders = {each.key: each for each in contenders if not each.missing}
         self._workers = {each.worker: Worker(*each.setups) for each in self._contenders.values()}
-        self._usual = len(prompts)
+        self._num_prompts = len(prompts)
         self._prompts = [*prompts, *misleading]
         self._max_tokens = max_tokens
         self._seconds = seconds
@@ -98,19 +98,19 @@ class Suite:
     def run(self) -> Outcome:
         """Measure everything, until there is no time for another prompt, or until Ctrl-C."""
         self._begin, at_once = time.monotonic(), True
-        usual = [self._jobs(prompt) for prompt in range(self._usual)]
-        last = [job for prompt in range(self._usual, len(self._prompts)) for job in self._jobs(prompt)]
+        usual = [self._jobs(prompt) for prompt in range(self._num_prompts)]
+        last = [job for prompt in range(self._num_prompts, len(self._prompts)) for job in self._jobs(prompt)]
         try:
             for key in list(self._contenders):
                 self._progress(f"warming up {key}", self._passed, 0.0)
-                self._guarded(self._warm_up, key)
+                self._guarded(self._warm_up, _Job(next(iter(SAMPLINGS)), 0, key))
             for prompt, jobs in enumerate(usual):
                 if prompt and self._passed + self._expected(jobs + last) > self._seconds:
                     break
-                self._do(jobs, last + [job for later in usual[prompt + 1 :] for job in later])
+                self._run_jobs(jobs, last + [job for later in usual[prompt + 1 :] for job in later])
                 if prompt + 1 == _TRIED < len(usual):
-                    self._part_with_the_slow()
-            self._do(last, [])
+                    self._drop_slow_peers()
+            self._run_jobs(last, [])
             self.outcome.complete, at_once = True, False
         except KeyboardInterrupt:
             pass  # whoever waits for a job to end presses Ctrl-C again, and loses the report
@@ -119,24 +119,24 @@ class Suite:
             for worker in self._workers.values():
                 worker.close(at_once=at_once)
         for key in list(self._contenders):
-            self._part_with(key)
+            self._drop(key)
         return self.outcome
 
     @property
     def _passed(self) -> float:
         return time.monotonic() - self._begin
 
-    def _do(self, jobs: Sequence[_Job], later: Sequence[_Job]) -> None:
+    def _run_jobs(self, jobs: Sequence[_Job], later: Sequence[_Job]) -> None:
         for done, job in enumerate(jobs):
             if job.key in self._contenders:
                 now = self._expected(jobs[done:])
                 left = now + min(self._expected(later), max(self._seconds - self._passed - now, 0.0))
                 self._progress(f"{job.sampling}: {job.key}", self._passed, left)
-                self._guarded(self._measure, job.key, job)
+                self._guarded(self._measure, job)
 
     def _jobs(self, prompt: int) -> list[_Job]:
         """All that is done with a prompt."""
-        is_misleading = prompt >= self._usual
+        is_misleading = prompt >= self._num_prompts
         keys = [key for key, each in self._contenders.items() if each.meets_misleading or not is_misleading]
         if not any(each.way == "synthetic" for each in self._contenders.values()):  # whose script must be there
             random.Random(prompt).shuffle(keys)  # so that no one always follows the same one
@@ -146,21 +146,21 @@ class Suite:
             for key in keys
         ]
 
-    def _guarded(self, work: Callable[[str, _Job], None], key: str, job: _Job | None = None) -> None:
+    def _guarded(self, work: Callable[[_Job], None], job: _Job) -> None:
         """A contender that fails takes part no more."""
         try:
-            work(key, job or _Job(next(iter(SAMPLINGS)), 0, key))
+            work(job)
         except WorkerError as error:
-            self._part_with(key, str(error))
+            self._drop(job.key, str(error))
 
-    def _part_with(self, key: str, *why: str) -> None:
+    def _drop(self, key: str, *why: str) -> None:
         """What there is to say about one that has done its part."""
         worker = self._contenders.pop(key).worker
         self.outcome.notes[key] += [*self._workers[worker].notes, *why]
         if all(each.worker != worker for each in self._contenders.values()):
             self._workers[worker].close()  # the others may need its memory
 
-    def _part_with_the_slow(self) -> None:
+    def _drop_slow_peers(self) -> None:
         """Whoever is slower by far than another peer leaves the time to the others."""
         measured: dict[str, list[Measurement]] = {key: [] for key, each in self._contenders.items() if each.is_peer}
         for run in self.outcome.runs:
@@ -169,10 +169,10 @@ class Suite:
         speeds = {key: tokens_per_second(runs) for key, runs in measured.items()}
         for key, speed in speeds.items():
             if speed * _TOO_SLOW < max(speeds.values()):
-                self._part_with(key, f"took part in {_TRIED} prompts: another peer is over {_TOO_SLOW} times as fast")
+                self._drop(key, f"took part in {_TRIED} prompts: another peer is over {_TOO_SLOW} times as fast")
 
-    def _warm_up(self, key: str, job: _Job) -> None:
-        contender, task = self._contenders[key], self._task(job)
+    def _warm_up(self, job: _Job) -> None:
+        contender, task = self._contenders[job.key], self._task(job)
         task |= {"max_tokens": _WARM_UP_TOKENS, "script": [0] * _WARM_UP_TOKENS}
         # Ours share a process for the run, so their memory is told from processes of their own.
         worker = self._workers[contender.worker] if contender.is_peer else Worker(*contender.setups)
@@ -181,20 +181,20 @@ class Suite:
         finally:
             if not contender.is_peer:
                 worker.close()
-        self.outcome.memory[key] = found.peak_bytes
+        self.outcome.memory[job.key] = found.peak_bytes
         seconds = found.first_token_seconds + found.seconds / max(found.counted, 1) * self._max_tokens
-        self._took[key] = [seconds]
+        self._took[job.key] = [seconds]
 
-    def _measure(self, key: str, job: _Job) -> None:
-        contender, begin = self._contenders[key], time.monotonic()
+    def _measure(self, job: _Job) -> None:
+        contender, begin = self._contenders[job.key], time.monotonic()
         found: Measurement = self._workers[contender.worker].run(self._task(job), self._limit)
-        self._took[key].append(time.monotonic() - begin)
+        self._took[job.key].append(time.monotonic() - begin)
         if contender.way == "plain" and not contender.is_peer:
             self._scripts[job.sampling, job.prompt] = found.tokens
-        category, is_misleading = self._prompts[job.prompt].category, job.prompt >= self._usual
-        self.outcome.runs.append(Run(key, job.sampling, job.prompt, category, is_misleading, found))
+        category, is_misleading = self._prompts[job.prompt].category, job.prompt >= self._num_prompts
+        self.outcome.runs.append(Run(job.key, job.sampling, job.prompt, category, is_misleading, found))
         if contender.is_peer:
-            self.outcome.memory[key] = found.peak_bytes
+            self.outcome.memory[job.key] = found.peak_bytes
 
     def _task(self, job: _Job) -> dict[str, Any]:
         return {

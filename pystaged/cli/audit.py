@@ -12,6 +12,7 @@ from pystaged.backends.audit import audit as replay
 from pystaged.backends.devices import open_session
 from pystaged.cli.console import open_engine, read_prompt
 from pystaged.cli.options import LoadOptions, MaxTokens, SamplingOptions, grouped, usage
+from pystaged.config import GenerationConfig
 from pystaged.sampling import bind
 
 
@@ -34,6 +35,7 @@ def audit(
     """
     with usage():
         config = sampling.config()
+        GenerationConfig(max_tokens=max_tokens, sampling=config)
     prompt = read_prompt(prompt)
     with open_engine(model, loading) as engine:
         tokens = _tokens(output) if output else engine.generate(prompt, max_tokens=max_tokens, sampling=config).tokens

@@ -17,20 +17,21 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pystaged._core import Session
-from pystaged.bench import models, pairs
+from pystaged.bench import contenders, models, pairs
 from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
-from pystaged.bench.contenders import find_server
 from pystaged.bench.contest import Contest
 from pystaged.bench.prompts import choose
 from pystaged.cli.console import draft_name, errors, report
-from pystaged.cli.options import Json, Threads
+from pystaged.cli.options import Json, Threads, check, usage
+from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.loading.pair import Pair
 
 app = typer.Typer()
 
 _WIDE = 160  # characters, where nobody says how many there are
+_MOST_TEXTS = 1024  # at once
 
 ModelName = Annotated[
     str,
@@ -48,8 +49,10 @@ Prompts = Annotated[
     Path | None,
     typer.Option(help="HumanEval's file, Spec-Bench's question.jsonl, or one like them; else the shipped ones."),
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Prompts at most, evenly spread over their categories.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.")]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Prompts at most, evenly spread over their categories.", callback=check)
+]
+MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.", callback=check)]
 
 
 @app.callback(invoke_without_command=True)
@@ -60,9 +63,13 @@ def bench(
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
     limit: Limit = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt, unless its text ends.")] = 128,
-    minutes: Annotated[float, typer.Option(min=0, help="Time for all prompts; no other one is begun after it.")] = 20,
-    threads: Annotated[int, typer.Option(min=0, help="For all; 0 takes one per physical core.")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="New tokens per prompt, unless its text ends.", callback=check)
+    ] = 128,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Time for all prompts; no other one is begun after it.", callback=check)
+    ] = 20,
+    threads: Threads = 0,
     peers: Annotated[
         str, typer.Option(help="Who else takes part: 'all', 'none', or beginnings of names, as openvino,llama.cpp.")
     ] = "all",
@@ -75,7 +82,10 @@ def bench(
         typer.Option(help="Instead: what drafts with this acceptance at depth 1, 2, ... would gain; as 0.8,0.6,0.5."),
     ] = None,
     warm: Annotated[
-        int, typer.Option(min=0, help="Draft with the memory of so many other prompts of the file; else with none.")
+        int,
+        typer.Option(
+            min=0, help="Draft with the memory of so many other prompts of the file; else with none.", callback=check
+        ),
     ] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.md, report.json and pictures.")] = None,
     as_json: Json = False,
@@ -96,9 +106,16 @@ def bench(
         if any(source and source.name == "COMMANDLINE" for source in given):
             raise typer.BadParameter(f"the options of {context.invoked_subcommand} stand after its name")
         return
+    rates = _rates(accept) if accept is not None else []
+    _check_type(model, quantization)
+    found_draft = draft_name(draft)
+    if not rates:
+        setup = {"draft": models.find_draft(model, found_draft)}
+        with usage():
+            contenders.peers(setup, llama_cpp or [], peers)
     contest = Contest(
         model=model,
-        draft=draft_name(draft),
+        draft=found_draft,
         quantization=quantization.upper(),
         prompts=prompts,
         limit=limit,
@@ -107,7 +124,7 @@ def bench(
         threads=threads,
         peers=peers,
         llama_cpp=llama_cpp or [],
-        accept=_rates(accept) if accept is not None else [],
+        accept=rates,
         warm=warm,
     )
     if out:
@@ -144,7 +161,7 @@ def passes(
     context: Annotated[
         str | None, typer.Option(help="Tokens before the rows, one length or several; as 256,4096,16384.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed passes per row count and context.")] = 11,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed passes per row count and context.", callback=check)] = 11,
     threads: Threads = 0,
     peer: Annotated[bool, typer.Option(help="Measure llama.cpp too.")] = True,
     as_json: Json = False,
@@ -156,8 +173,8 @@ def passes(
 
     Example: pystaged bench passes --model llama1b --type Q4_K_M --context 256,4096,16384
     """
-    contexts = _numbers("--context", context) if context is not None else []
-    path = models.find(model, quantization.upper(), report)
+    contexts = _numbers("--context", context, 0) if context is not None else []
+    path = _model_file(model, quantization)
     kernel = os.environ.get("PYSTAGED_KERNEL", "")
     found = curve.measure(path, contexts=contexts, repeats=repeats, kernel=kernel, num_threads=threads, peer=peer)
     if as_json:
@@ -173,15 +190,16 @@ def texts(
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
     counts: Annotated[str, typer.Option("--texts", help="Texts at once, one number or several.")] = "1,2,4,8,16",
-    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per text.")] = 96,
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per text.", callback=check)] = 96,
     temperature: Annotated[float, typer.Option(help="Of the sampling; 0 always takes the likeliest token.")] = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Times to run everything.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Times to run everything.", callback=check)] = 1,
     threads: Threads = 0,
     llama_cpp: Annotated[
         Path | None, typer.Option(help="Folder of a llama.cpp build: llama-server takes part.")
     ] = None,
     prompt_beside: Annotated[
-        int, typer.Option(min=0, help="Tokens of a prompt that arrives beside 4 texts; 0 for none.")
+        int,
+        typer.Option(min=0, help="Tokens of a prompt that arrives beside 4 texts; 0 for none.", callback=check),
     ] = 0,
     as_json: Json = False,
 ) -> None:
@@ -192,11 +210,11 @@ def texts(
 
     Example: pystaged bench texts --model grown-smollm2 --texts 4 --prompt-beside 4000
     """
-    numbers = _numbers("--texts", counts)
-    if min(numbers) < 1:
-        raise ValueError(f"--texts takes numbers above 0, not {min(numbers)}")
-    server = find_server(llama_cpp) if llama_cpp else None
-    path = models.find(model, quantization.upper(), report)
+    numbers = _numbers("--texts", counts, 1, _MOST_TEXTS)
+    with usage():
+        SamplingConfig(temperature=temperature)
+    server = contenders.find_server(llama_cpp) if llama_cpp else None
+    path = _model_file(model, quantization)
     _, chosen = choose(path, prompts, max(numbers))
     found = texts_bench.measure(
         path,
@@ -227,7 +245,7 @@ def lossless(
     prompts: Prompts = None,
     limit: Limit = None,
     max_tokens: MaxTokens = 96,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds for each sampling.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Seeds for each sampling.")] = 2,
 ) -> None:
     """Check that every way of drafting writes what plain decoding writes. Ends with 1 if one does not.
 
@@ -272,7 +290,7 @@ def parts(
     prompts: Prompts = None,
     limit: Limit = None,
     max_tokens: MaxTokens = 96,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.")] = 12,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.", callback=check)] = 12,
 ) -> None:
     """What shared noise and the n-grams below the draft bring: acceptance, tokens per step, draft passes per token.
 
@@ -299,9 +317,20 @@ def _open(
     model: str, draft: str, quantization: str, prompts: Path | None, limit: int | None
 ) -> tuple[Pair, list[NDArray[np.int32]]]:
     """A target with its draft, and the tokens of the prompts."""
-    path = models.find(model, quantization.upper(), report)
+    path = _model_file(model, quantization)
     pair = Pair(path, models.find_draft(model, draft_name(draft)), 0, report)
     return pair, [prompt.tokens for prompt in choose(path, prompts, limit)[1]]
+
+
+def _model_file(model: str, quantization: str) -> Path:
+    """The file of a model, made first if need be."""
+    _check_type(model, quantization)
+    return models.find(model, quantization.upper(), report)
+
+
+def _check_type(model: str, quantization: str) -> None:
+    with usage():
+        models.check_type(model, quantization.upper())
 
 
 def _console() -> Console:
@@ -310,12 +339,16 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_WIDE)
 
 
-def _numbers(option: str, given: str) -> list[int]:
+def _numbers(option: str, given: str, least: int, most: int = 2**31 - 1) -> list[int]:
     """The numbers of an option."""
     try:
-        return [int(word) for word in given.split(",")]
+        numbers = [int(word) for word in given.split(",")]
     except ValueError:
-        raise ValueError(f"{option} takes numbers, as 1,16,256; not '{given}'") from None
+        raise typer.BadParameter(f"{option} takes numbers, as 1,16,256; not '{given}'") from None
+    for number in numbers:
+        if not least <= number <= most:
+            raise typer.BadParameter(f"{option} takes numbers from {least} to {most}, not {number}")
+    return numbers
 
 
 def _rates(accept: str) -> list[float]:
@@ -325,5 +358,5 @@ def _rates(accept: str) -> list[float]:
     except ValueError:
         rates = []
     if not rates or not all(0 <= rate <= 1 for rate in rates):
-        raise ValueError(f"--accept takes probabilities between 0 and 1, as 0.8,0.6,0.5; not '{accept}'")
+        raise typer.BadParameter(f"--accept takes probabilities between 0 and 1, as 0.8,0.6,0.5; not '{accept}'")
     return rates

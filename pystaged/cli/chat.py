@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.text import Text
@@ -21,6 +21,7 @@ from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import (
     Color,
     Colors,
+    GrammarOptions,
     LoadOptions,
     ModelArgument,
     ModelToo,
@@ -69,6 +70,7 @@ def chat(
     ] = 0,
     think: Think = None,
     stop: Stop = None,
+    grammars: GrammarOptions,
     sampling: SamplingOptions,
     loading: LoadOptions,
     stats: Annotated[bool, typer.Option(help="Say after each answer how fast it was, and against plain.")] = False,
@@ -83,13 +85,17 @@ def chat(
 
     Example: pystaged chat smollm2 --system "Answer in one sentence." < question.txt
     """
+    constraint = grammars.options()
     with usage():
-        GenerationConfig(sampling=sampling.config(), stop=stop or ())
+        limit = max_tokens or 2**31 - 1
+        GenerationConfig(max_tokens=limit, sampling=sampling.config(), stop=stop or (), **constraint)
     name = either(model, named, "smollm2")
     question = None if sys.stdin.isatty() else read_prompt("-").removesuffix("\n")
     if question is not None and not question.strip():
         raise ValueError("nothing is asked: standard input is empty")
     with open_engine(name, loading) as engine, Interrupts() as interrupts:
+        # Refuses what cannot be used; nobody reads it.
+        engine.stream(" ", sampling=replace(sampling.config(), min_tokens=0), **constraint)
         session = Chat(
             engine,
             sampling,
@@ -101,6 +107,7 @@ def chat(
             think=think,
             stats=stats,
             stop=stop or (),
+            constraint=constraint,
         )
         if question is None:
             take_lines(session, interrupts)
@@ -110,7 +117,10 @@ def chat(
 
 
 class Chat(Turns):
-    """A conversation so far. Arguments as in Turns and of the command."""
+    """A conversation so far.
+
+    Arguments as in Turns and of the command; constraint: what each answer must be, as Engine.chat takes it.
+    """
 
     _least_tokens = 0
 
@@ -127,10 +137,12 @@ class Chat(Turns):
         think: bool | None = None,
         stats: bool = False,
         stop: Sequence[str] = (),
+        constraint: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree)
         self._system = system
         self._stop = stop
+        self._constraint = constraint or {}
         self._options = {} if think is None else {"enable_thinking": think}
         self._shows_stats = stats
         self._messages: list[dict[str, Any]] = []
@@ -175,7 +187,9 @@ class Chat(Turns):
 
     def _stream(self, messages: list[dict[str, Any]], progress: Callable[[int, int], None]) -> Stream:
         begun = [{"role": "system", "content": self._system}] if self._system else []
-        options: TextOptions = {"sampling": self._sampling.config(), "stop": self._stop, "progress": progress}
+        options = TextOptions(
+            sampling=self._sampling.config(), stop=self._stop, progress=progress, **cast(TextOptions, self._constraint)
+        )
         if self._max_tokens:
             options["max_tokens"] = self._max_tokens
         return self._engine.stream_chat([*begun, *messages], template_options=self._options, **options)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
     from rich.progress import TaskID
     from rich.table import Table
 
@@ -79,6 +80,11 @@ def progress_bars() -> Iterator[Progress]:
             bars.stop()
 
 
+def _hide(bar: Bar) -> None:
+    if bar.live.is_started:  # else rich 13 writes an empty line where there is no terminal
+        bar.stop()
+
+
 @contextmanager
 def reading_bar() -> Iterator[Callable[[int, int], None]]:
     """While a prompt is read that takes more than a second, how far it is, where standard error is a terminal; to be
@@ -100,7 +106,7 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
             begin = time.monotonic()
         seconds = time.monotonic() - begin
         if done == total:
-            bar.stop()
+            _hide(bar)
         elif seconds > _LONG:
             bar.update(task, completed=done, total=total, speed=done / seconds)
             bar.start()
@@ -108,7 +114,7 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
     try:
         yield progress
     finally:
-        bar.stop()
+        _hide(bar)
 
 
 @contextmanager
@@ -135,9 +141,9 @@ def counter() -> Iterator[tuple[Callable[[int, int, int], None], Callable[[], No
             bar.start()
 
     try:
-        yield count, bar.stop
+        yield count, lambda: _hide(bar)
     finally:
-        bar.stop()
+        _hide(bar)
 
 
 def model_name(name: str) -> str | Path:

@@ -18,7 +18,7 @@ from pystaged.cli.console import errors, open_engine, reading_bar, report
 from pystaged.cli.options import (
     Color,
     Colors,
-    FormOptions,
+    GrammarOptions,
     Json,
     LoadOptions,
     ModelName,
@@ -33,9 +33,10 @@ from pystaged.cli.options import (
 from pystaged.cli.painting import show, summary
 from pystaged.cli.prompts import Asked, argument, read_prompts
 from pystaged.cli.several import write_in_order
-from pystaged.config import GenerationConfig
+from pystaged.config import MOST_LOGPROBS, GenerationConfig
 from pystaged.engine import Prompt
 from pystaged.result import GenerationResult, TokenLogprob
+from pystaged.stages import shown_stages
 from pystaged.streams import Stream, Writer
 
 
@@ -64,7 +65,7 @@ def generate(
     system: System = "",
     think: Think = None,
     stop: Stop = None,
-    form: FormOptions,
+    grammars: GrammarOptions,
     sampling: SamplingOptions,
     loading: LoadOptions,
     speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
@@ -74,7 +75,11 @@ def generate(
     as_json: Json = False,
     logprobs: Annotated[
         int | None,
-        typer.Option(min=0, help="With --json: the log-probability of each token, and so many of the likeliest ones."),
+        typer.Option(
+            min=0,
+            max=MOST_LOGPROBS,
+            help="With --json: the log-probability of each token, and so many of the likeliest ones.",
+        ),
     ] = None,
 ) -> None:
     """Continue a prompt, or several at once.
@@ -95,15 +100,15 @@ def generate(
     Example: pystaged generate - --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt > text.txt
     """
     # Before a model is loaded, which may take a while.
-    forms = form.options()
+    constraint = grammars.options()
     with usage():
         config = GenerationConfig(
-            max_tokens=128 if max_tokens is None else max_tokens,
+            max_tokens=(2**31 - 1 if chat else 128) if max_tokens is None else max_tokens,
             stop=stop or (),
             speculate=speculate,
             sampling=sampling.config(),
             logprobs=logprobs,
-            **forms,
+            **constraint,
         )
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts with a file of them")
@@ -129,13 +134,11 @@ def generate(
             return _question(engine, each, system, think) if chat else each.prompt
 
         if several:
-            configs = seeded(config, n or 1)
-            writers = _writers(engine, asked, text_of, configs)
-            named = [each for each in asked for _ in configs]
-            _write_several(engine, named, writers, chat=chat, as_json=as_json, verbose=verbose)
+            writers = _writers(engine, asked, text_of, config)
+            _write_several(engine, asked, writers, n or 1, chat=chat, as_json=as_json, verbose=verbose)
             return
         with reading_bar() as progress:
-            (writer,) = _writers(engine, asked, text_of, [replace(config, progress=progress)])
+            (writer,) = _writers(engine, asked, text_of, replace(config, progress=progress))
             stream = Stream(writer)
             if as_json:
                 _write_json(stream, asked[0], chat=chat)
@@ -163,14 +166,13 @@ def _writers(
     engine: pystaged.Engine,
     asked: Sequence[Asked],
     text_of: Callable[[Asked], Prompt],
-    configs: Sequence[GenerationConfig],
+    config: GenerationConfig,
 ) -> list[Writer]:
-    """A text of each prompt in each way. Raises ValueError that says which prompt is none."""
+    """A text of each prompt. Raises ValueError that says which prompt is none."""
     found: list[Writer] = []
     for each in asked:
         try:
-            text = text_of(each)
-            found += [Writer(engine, text, config) for config in configs]
+            found.append(Writer(engine, text_of(each), config))
         except (ValueError, TypeError) as error:
             raise each.about(error) from None
     return found
@@ -193,25 +195,27 @@ def _write_several(
     engine: pystaged.Engine,
     asked: Sequence[Asked],
     writers: Sequence[Writer],
+    n: int,
     *,
     chat: bool,
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Write a text of each prompt, in order and as soon as each is there."""
+    """Write n texts of each prompt, in order and as soon as each is there."""
 
     def shown(number: int, result: GenerationResult) -> str:
+        of = asked[number // n]
         if as_json:
-            return _as_json(asked[number], result, chat=chat)
-        return f"==> {number + 1}: {asked[number].named()}, seed {result.seed} <==\n{result.text}\n"
+            return _as_json(of, result, chat=chat)
+        return f"==> {number + 1}: {of.named()}, seed {result.seed} <==\n{result.text}\n"
 
     begin = time.monotonic()
-    found = write_in_order(engine, writers, shown)
+    total = n * len(writers)
+    tokens = write_in_order(engine, seeded(writers, n), total, shown)
     if as_json:
         return
     seconds = time.monotonic() - begin
-    tokens = sum(len(result.tokens) for result in found)
-    texts = f"{len(found)} text{'s' if len(found) > 1 else ''}"
+    texts = f"{total} text{'s' if total > 1 else ''}"
     report(f"{texts}, {tokens} tokens in {seconds:.1f} seconds, {tokens / seconds:.1f} per second together")
     if verbose:
         passes = engine.passes
@@ -247,10 +251,8 @@ def stats_table(stats: pystaged.GenerationStats) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("stage", "drafted", "accepted", "emitted", "passes", "seconds"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
-    for name, stage in stats.stages.items():
-        if name == "grammar" and not stage.drafted:
-            continue
-        work = stats.drafters.get(name)
+    for name in (stage.name.lower() for stage in shown_stages(stats)):
+        stage, work = stats.stages[name], stats.drafters.get(name)
         passes = stats.steps if name == "target" else work.passes if work else 0
         seconds = stats.target_seconds if name == "target" else work.seconds if work else 0.0
         table.add_row(name, str(stage.drafted), str(stage.accepted), str(stage.emitted), str(passes), f"{seconds:.3f}")

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from pystaged import files
 from pystaged.cli.console import print_table, report
-from pystaged.loading import cache, memories, names, packed
-from pystaged.loading.kept import KeptFiles
+from pystaged.loading import cache, names
+from pystaged.loading.kept import MEMORIES, PACKED, KeptFiles
 
 app = typer.Typer(
     help="List the models in the cache, packed weights and memories, or remove some.", invoke_without_command=True
@@ -39,7 +39,7 @@ def models(context: typer.Context) -> None:
         print_table(table)
     else:
         report(f"no models in {cache.folder()}; get one with: pystaged pull openai-community/gpt2")
-    for what, kept in (("packed weights of", packed.FILES), ("memory of", memories.FILES)):
+    for what, kept in (("packed weights of", PACKED), ("memory of", MEMORIES)):
         if found_files := kept.all():
             table = Table(box=None, pad_edge=False)
             table.add_column(what, no_wrap=True)
@@ -81,8 +81,8 @@ def remove(
     if (bool(name) or only_packed or only_memory) == leftovers:
         raise typer.BadParameter("name a model, --packed, --memory or --leftovers")
     if only_packed or only_memory:
-        kinds = {"packed weights": packed.FILES} if only_packed else {}
-        _remove_kept(name, kinds | ({"memory": memories.FILES} if only_memory else {}))
+        kinds = {"packed weights": PACKED} if only_packed else {}
+        _remove_kept(name, kinds | ({"memory": MEMORIES} if only_memory else {}))
         return
     if leftovers:
         parts = _leftovers()
@@ -96,7 +96,8 @@ def remove(
 
 
 def _leftovers() -> list[Path]:
-    return [part for folder in (cache.folder(), packed.folder(), memories.folder()) for part in files.leftovers(folder)]
+    folders = (cache.folder(), PACKED.folder(), MEMORIES.folder())
+    return [part for folder in folders for part in files.leftovers(folder)]
 
 
 def _remove_kept(name: str, kinds: dict[str, KeptFiles]) -> None:

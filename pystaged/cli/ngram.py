@@ -14,7 +14,7 @@ from rich.progress import Progress, TextColumn
 
 from pystaged import _core
 from pystaged.cli.console import errors, model_name, report
-from pystaged.cli.options import Threads
+from pystaged.cli.options import Threads, usage
 from pystaged.drafting.corpus import sample_documents
 from pystaged.drafting.table import MOST_TOKENS, NgramTable
 from pystaged.files import destination
@@ -51,12 +51,14 @@ def build(
     start = next((token for token in reversed(range(tokenizer.num_tokens)) if tokenizer.is_end(token)), None)
     if start is None:
         raise ValueError(f"{path} has no token that ends a text, so none to begin with")
+    with usage():
+        sampled = sample_documents(drafts, start, tokens, temperature=temperature, seed=seed)
     columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total} tokens"))
     with Progress(*columns, console=errors) as progress:
         task = progress.add_task("sampling", total=tokens)
 
         def documents() -> Iterator[NDArray[np.int32]]:
-            for document in sample_documents(drafts, start, tokens, temperature=temperature, seed=seed):
+            for document in sampled:
                 progress.advance(task, len(document))
                 yield document
 

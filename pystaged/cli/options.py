@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
 
 
 def check(value: Any) -> Any:
-    """Refuse what C++ cannot take: words whose bytes were no text, integers of more than 32 bits."""
+    """Refuse what nothing can take: words whose bytes were no text, integers of more than 32 bits, nan."""
     for each in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(each, str) and any("\ud800" <= character <= "\udfff" for character in each):
             raise typer.BadParameter(f"{each!a} is not valid UTF-8 text.")
         if isinstance(each, int) and abs(each) >= 2**31:
             raise typer.BadParameter(f"{each} is out of range.")
+        if isinstance(each, float) and math.isnan(each):
+            raise typer.BadParameter(f"{each} is no number.")
     return value
 
 
@@ -34,6 +37,23 @@ def usage() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def check_device(name: str) -> str:
+    """Refuse what is no name of a device."""
+    from pystaged.backends import devices  # noqa: PLC0415
+
+    with usage():
+        devices.check(check(name))
+    return name
+
+
+def check_type(name: str) -> str:
+    """Refuse what is no type of a file; "" stands for none."""
+    from pystaged.loading import quantize  # noqa: PLC0415
+
+    with usage():
+        return quantize.check_type(name) if name else name
 
 
 def _check_kv(value: str) -> str:
@@ -127,13 +147,18 @@ class PairOptions:
     ] = "auto"
     device: Annotated[
         str,
-        typer.Option(
-            help="Where the target runs: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name from info.", callback=check
-        ),
+        typer.Option(help="Where the target runs: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name from info."),
     ] = "cpu"
-    draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.", callback=check)] = "cpu"
+    draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.")] = "cpu"
     threads: Threads = 0
     kv: KeysAndValues = "f16"
+
+    def __post_init__(self) -> None:
+        from pystaged.backends import devices  # noqa: PLC0415
+
+        with usage():
+            devices.check(check(self.device), self.kv)
+            devices.check(check(self.draft_device))
 
 
 @dataclass
@@ -270,7 +295,7 @@ def _biases(words: list[str]) -> dict[int | str, float]:
 
 
 @dataclass
-class FormOptions:
+class GrammarOptions:
     """What the text must be; one of them at most."""
 
     json_schema: Annotated[
@@ -281,23 +306,36 @@ class FormOptions:
         str | None, typer.Option(help="The text matches this expression.", callback=check, show_default=False)
     ] = None
     grammar: Annotated[
-        Path | None, typer.Option(help="The text follows this grammar, Lark's or GBNF.", show_default=False)
+        str | None,
+        typer.Option(metavar="FILE|GRAMMAR", help="The text follows this grammar, Lark's or GBNF.", show_default=False),
     ] = None
 
     def options(self) -> dict[str, Any]:
         """The same for the engine. Raises OSError and ValueError for a file that cannot be read."""
-        from pystaged.files import read_small  # noqa: PLC0415
-
         found: dict[str, Any] = {"regex": self.regex} if self.regex is not None else {}
         if self.json_schema is not None:
-            found["json_schema"] = self.json_schema
-            if self.json_schema.lstrip()[:1] != "{":
-                found["json_schema"] = read_small(Path(self.json_schema), _MOST_BYTES).decode()
+            is_file = self.json_schema.lstrip()[:1] != "{"
+            found["json_schema"] = _read_grammar(self.json_schema) if is_file else self.json_schema
         if self.grammar is not None:
-            found["grammar"] = read_small(self.grammar, _MOST_BYTES).decode()
+            is_file = not re.search(r"::=|\bstart\s*(\[[^\]]*\]\s*)?:", self.grammar)
+            found["grammar"] = _read_grammar(self.grammar) if is_file else self.grammar
         if len(found) > 1:
             raise typer.BadParameter("give one of --json-schema, --regex and --grammar")
         return found
+
+
+def _read_grammar(path: str) -> str:
+    """The schema or grammar in a file or pipe."""
+    if not path:
+        raise typer.BadParameter("a schema or grammar is empty")
+    with Path(path).open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{path} is larger than {_MOST_BYTES / 1e6:.0f} MB")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8") from None
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

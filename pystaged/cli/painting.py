@@ -20,7 +20,7 @@ from pystaged.cli.interrupts import uninterrupted
 from pystaged.cli.options import Color
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.result import GenerationResult, Piece
-from pystaged.stages import STAGE_COLORS, STAGE_NAMES, StageSpans
+from pystaged.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
 from pystaged.stats import GenerationStats
 from pystaged.streams import Stream
 
@@ -68,11 +68,9 @@ def summary(stats: GenerationStats, color: Color) -> Text:
     """One line on how it went."""
     line = Text(str(stats), "dim")
     if color is Color.STAGES:
-        for stage, style in STAGE_STYLES.items():
-            if stage is Stage.GRAMMAR and not stats.stages["grammar"].drafted:
-                continue
+        for stage in shown_stages(stats):
             line.append("; " if stage is Stage.TARGET else ", ")
-            line.append(f"{STAGE_NAMES[stage]} {stats.stages[stage.name.lower()].emitted}", style)
+            line.append(f"{STAGE_NAMES[stage]} {stats.stages[stage.name.lower()].emitted}", STAGE_STYLES[stage])
     return line
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from pystaged.cli.console import progress_bars
+from pystaged.cli.options import check_type
 from pystaged.loading import hub
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.quantize import DEFAULT_TYPE
@@ -17,7 +18,11 @@ def pull(
     model: Annotated[str, typer.Argument(help="Hub id: owner/name, owner/name:TYPE or owner/name:FILE.gguf.")],
     quantization: Annotated[
         str,
-        typer.Option("--type", help=f"One of {', '.join(FILE_TYPES)}; for a checkpoint {DEFAULT_TYPE} if not given."),
+        typer.Option(
+            "--type",
+            help=f"One of {', '.join(FILE_TYPES)}; for a checkpoint {DEFAULT_TYPE} if not given.",
+            callback=check_type,
+        ),
     ] = "",
 ) -> None:
     """Download a model into the cache and print its path. GGUF files are taken as they are; checkpoints

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pystaged.cli.console import errors, progress_bars
+from pystaged.cli.options import check_type
 from pystaged.loading import names
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.quantize import DEFAULT_TYPE, quantize_checkpoint
@@ -21,7 +22,9 @@ def quantize(
         typer.Argument(help="A model as in generate, or the folder of a checkpoint (safetensors).", metavar="IN"),
     ],
     out: Annotated[Path, typer.Argument(help="GGUF file to write; a link is followed.")],
-    quantization: Annotated[str, typer.Option("--type", help=f"One of {', '.join(FILE_TYPES)}.")] = DEFAULT_TYPE,
+    quantization: Annotated[
+        str, typer.Option("--type", help=f"One of {', '.join(FILE_TYPES)}.", callback=check_type)
+    ] = DEFAULT_TYPE,
 ) -> None:
     """Write a model in another type, with llama.cpp's quantizer. A folder is converted first.
 

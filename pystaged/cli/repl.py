@@ -52,7 +52,7 @@ def repl(
     Example: pystaged repl --temperature 0.8 --top-p 0.95 --color stages
     """
     with usage():
-        GenerationConfig(sampling=sampling.config(), stop=stop or ())
+        GenerationConfig(max_tokens=max_tokens, sampling=sampling.config(), stop=stop or ())
     with open_engine(either(model, named, "house"), loading) as engine, Interrupts() as interrupts:
         session = Repl(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree, stop=stop or ())
         take_lines(session, interrupts)

@@ -10,7 +10,7 @@ import typer
 
 from pystaged import _core
 from pystaged.cli.console import errors
-from pystaged.cli.options import Threads, check
+from pystaged.cli.options import Threads, check, check_device
 
 
 def rpc_server(
@@ -19,7 +19,7 @@ def rpc_server(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 50052,
     device: Annotated[
-        str, typer.Option(help="Device to lend: ggml-cpu, metal, gpu, or a name from info.", callback=check)
+        str, typer.Option(help="Device to lend: ggml-cpu, metal, gpu, or a name from info.", callback=check_device)
     ] = "ggml-cpu",
     threads: Threads = 0,
 ) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 
 import typer
@@ -17,44 +16,51 @@ from pystaged.streams import Writer
 
 
 def write_in_order(
-    engine: Engine, writers: Sequence[Writer], shown: Callable[[int, GenerationResult], str]
-) -> list[GenerationResult]:
+    engine: Engine, writers: Iterable[Writer], total: int, shown: Callable[[int, GenerationResult], str]
+) -> int:
     """Write texts at once, and each to standard output as soon as it and those before it are done. Where something
     ends that, Ctrl-C too, all that are done.
 
     Args:
+        total: how many there are.
         shown: called with a text's number, from 0, and the text; what is to be written of it.
 
     Returns:
-        All of them.
+        Tokens of all.
 
     Raises:
         Exception: what ended a text.
     """
-    numbers = {writer: number for number, writer in enumerate(writers)}
-    left, done, tokens = deque(range(len(writers))), dict[int, GenerationResult](), 0
+    numbers, done = dict[Writer, int](), dict[int, GenerationResult]()  # of those that are not written
+    num_written = tokens = 0
+
+    def begun() -> Iterator[Writer]:
+        for number, writer in enumerate(writers):
+            numbers[writer] = number
+            yield writer
 
     def write(number: int) -> None:
+        nonlocal num_written
         with uninterrupted():  # all of it, and once
             hide()
-            typer.echo(shown(number, done[number]))
+            typer.echo(shown(number, done.pop(number)))
             sys.stdout.flush()
-            left.remove(number)
+            num_written += 1
 
     with counter() as (count, hide):
         try:
-            with closing(pieces(engine, writers)) as said:
+            with closing(pieces(engine, begun())) as said:
                 for writer, piece in said:
                     if piece is None:
-                        done[numbers[writer]] = writer.result()
+                        done[numbers.pop(writer)] = writer.result()
                     else:
                         tokens += len(piece.tokens)
-                    while left and left[0] in done:
-                        write(left[0])
-                    count(len(done), len(writers), tokens)
+                    while num_written in done:
+                        write(num_written)
+                    count(num_written + len(done), total, tokens)
         except BaseException:
-            for number in sorted(done.keys() & set(left)):
+            for number in sorted(done):
                 write(number)
-            report(f"{len(done)} of {len(writers)} texts are done")
+            report(f"{num_written} of {total} texts are done")
             raise
-    return [done[number] for number in range(len(writers))]
+    return tokens

@@ -6,7 +6,7 @@ same however it is drafted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -48,6 +48,11 @@ class Constraint(Protocol):
 def allows(mask: Mask, token: int) -> bool:
     """Whether a token is among those of a mask."""
     return token >> 5 < len(mask) and bool(int(mask[token >> 5]) >> (token & 31) & 1)
+
+
+def count_allowed(mask: Mask, without: Iterable[int] = ()) -> int:
+    """How many tokens a mask has, besides some, each of which is named once."""
+    return int(np.unpackbits(mask.view(np.uint8)).sum()) - sum(allows(mask, token) for token in without)
 
 
 def constrained(tree: TokenTree, constraint: Constraint, forced: Sequence[int]) -> tuple[TokenTree, NDArray[np.uint32]]:

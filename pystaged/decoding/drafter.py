@@ -42,15 +42,13 @@ class Memory(Protocol):
 class Drafter(Protocol):
     """Proposes what comes after a context that it follows step by step; what may need passes is a generator of them.
 
-    constraint: what the text must be, set before it starts; what it forbids is cut from trees, whoever heeds it or not.
     prediction: tokens that its user expects, or the like of them; set before it starts, and no part of the text.
     """
 
-    constraint: Constraint | None
     prediction: Sequence[int]
 
     memory: Memory | None
-    """Is told what came of the trees that it drafted; None where nobody wants to know."""
+    """Learns from every row of the trees that this drafter proposed; None where it learns nothing."""
 
     def work(self) -> dict[str, DrafterStats]:
         """What it and the drafters below it have done so far, by name."""
@@ -66,6 +64,10 @@ class Drafter(Protocol):
 
     def inherit(self, other: Drafter) -> None:
         """Believe what a drafter of the same kind has learnt."""
+        ...
+
+    def constrain(self, constraint: Constraint | None) -> None:
+        """What the text must be, told before it starts, None at its end; what it forbids is cut from any tree."""
         ...
 
     def start(self, context: NDArray[np.int32]) -> None:

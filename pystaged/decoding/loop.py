@@ -180,7 +180,7 @@ class Decoder:
         """Draft, verify, emit, tell: at least one token, normally no more than max_tokens."""
         max_depth = min(max_tokens, self.target.n_ctx - self._length) - 1
         guesses, masks = self._constrain((yield from self._draft(sampling, max_depth)), max_depth)
-        # What is plain stays as cheap as plain.
+        # A plain step asks for no candidates: nothing would pay for finding them.
         memory = self._drafting[self.budget.chosen].memory if self.budget.chosen is not None else None
         wanted = min(memory.num_candidates, self.target.vocab_size) if memory else 0
         verified = yield Verify(self.target, self._length, guesses, sampling.native, wanted, masks)
@@ -262,13 +262,15 @@ class Decoder:
                 prompt, speculate=speculate, progress=progress, constraint=constraint, opening=opening
             )
             stats.prefill_seconds += self.crowd.wall() - begin
-            finished = False
+            finished = constraint is not None and constraint.is_complete
+            if finished:
+                yield Step([], [], TokenTree.root(self._root), [], 0.0, 0.0, 0, 0, finish_reason="stop")
             while not finished:
                 begin = self.crowd.wall()
                 step = self._cut((yield from self.step(sampling, left)), left, is_end)
                 if constraint:
                     constraint.advance(step.tokens)
-                    if constraint.is_complete:
+                    if step.finish_reason != "stop" and constraint.is_complete:
                         step = replace(step, finish_reason="stop")
                 left -= len(step.tokens)
                 finished = step.finish_reason is not None
@@ -303,7 +305,7 @@ class Decoder:
     def _constrain_by(self, constraint: Constraint | None) -> None:
         self._constraint = constraint
         for drafter in self.drafters:
-            drafter.constraint = constraint
+            drafter.constrain(constraint)
 
     def _constrain(self, tree: TokenTree, max_depth: int) -> tuple[TokenTree, NDArray[np.uint32] | None]:
         """What the text's constraint leaves of a tree, with what must come first, and the masks of its nodes."""

@@ -45,7 +45,7 @@ class Opening:
             done = yield Read(session, at, tokens[at:])
         else:
             piece = slice(at, at + _SCORED_ROWS)
-            sampling = SamplingConfig().sampling(None, self.num_top)
+            sampling = SamplingConfig().native_sampling(None, self.num_top)
             request = Score(session, at, tokens[piece], following[piece], sampling)
             done = yield request
             self.logprobs += request.logprobs

@@ -16,8 +16,8 @@ _WINDOW = 32  # most recent occurrences looked at, to bound the time of a lookup
 class ContextNgrams:
     """The n-grams of orders 1 to 4 of the committed tokens, and what followed them.
 
-    An n-gram maps to the positions of the tokens that followed it, so truncating restores the earlier state exactly.
-    The `tail` of a lookup is the committed tokens and then perhaps a hypothetical path; its last 4 tokens suffice.
+    An n-gram maps to the positions of the tokens that followed it. The `tail` of a lookup is the committed tokens and
+    then perhaps a hypothetical path; its last 4 tokens suffice.
     """
 
     def __init__(self) -> None:
@@ -34,21 +34,6 @@ class ContextNgrams:
             for gram in _suffixes(self._tokens):
                 self._followers.setdefault(gram, []).append(len(self._tokens))
             self._tokens.append(int(token))
-
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from position `length` on.
-
-        Raises:
-            ValueError: length is negative or above the number of committed tokens.
-        """
-        if not 0 <= length <= len(self):
-            raise ValueError(f"cannot truncate {len(self)} tokens to {length}")
-        while len(self._tokens) > length:
-            self._tokens.pop()
-            for gram in _suffixes(self._tokens):
-                self._followers[gram].pop()
-                if not self._followers[gram]:
-                    del self._followers[gram]
 
     def candidates(self, tail: Sequence[int], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32], int]:
         """What followed the longest suffix of `tail`, at most 4 tokens, that has been followed by anything.

@@ -29,12 +29,16 @@ def sample_documents(
         int32[n], one sequence each.
 
     Raises:
-        ValueError: temperature or seed out of range.
+        ValueError: at once: temperature or seed out of range.
     """
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be above 0 and finite, or all sequences are the same; not {temperature}")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be between 0 and 2**32 - 1, not {seed}")
+    return _sampled(model, start, num_tokens, temperature, seed)
+
+
+def _sampled(model: Model, start: int, num_tokens: int, temperature: float, seed: int) -> Iterator[NDArray[np.int32]]:
     sessions = [Session(model)]
     length = max(2, sessions[0].n_ctx // _SHARE)
     number = _SHARE * -(-num_tokens // (_SHARE * length))

@@ -35,7 +35,7 @@ class TreeDrafter:
         self._calibrations = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
         self._calibration = self._calibrations[True]
         self._builder: TreeBuilder | None = None
-        self.constraint: Constraint | None = None
+        self._constraint: Constraint | None = None
         self.prediction: Sequence[int] = ()
 
     def work(self) -> dict[str, DrafterStats]:
@@ -47,6 +47,9 @@ class TreeDrafter:
     def sessions(self) -> list[Session]:
         return []
 
+    def constrain(self, constraint: Constraint | None) -> None:
+        self._constraint = constraint
+
     def inherit(self, other: Drafter) -> None:
         if isinstance(other, TreeDrafter):
             self._calibrations = {greedy: learnt.copy() for greedy, learnt in other._calibrations.items()}
@@ -54,7 +57,7 @@ class TreeDrafter:
     def _begin(self, root: int, max_depth: int) -> tuple[TreeBuilder, int]:
         """A tree of the root and the tokens that must follow it, and the last of them, to grow from."""
         builder, last = TreeBuilder(root), 0
-        for token in self.constraint.forced()[: min(max_depth - 1, MAX_NODES)] if self.constraint else []:
+        for token in self._constraint.forced()[: min(max_depth - 1, MAX_NODES)] if self._constraint else []:
             last = builder.add(last, token, 1.0, Stage.GRAMMAR, CERTAIN)
         return builder, last
 

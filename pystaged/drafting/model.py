@@ -57,9 +57,9 @@ class ModelDrafter(TreeDrafter):
         substitutes: Mapping[int, int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.below = below  # which is told of constraints, so first
         super().__init__(Stage.DRAFT, policy, clock)
         self.session = session
+        self.below = below
         self._cost = cost
         self._vocab_size = vocab_size
         self._substitutes = substitutes or {}
@@ -71,15 +71,10 @@ class ModelDrafter(TreeDrafter):
         self._root = 0
         self._num_rows = 0
 
-    @property
-    def constraint(self) -> Constraint | None:
-        return self._constraint
-
-    @constraint.setter
-    def constraint(self, constraint: Constraint | None) -> None:
-        self._constraint = constraint
+    def constrain(self, constraint: Constraint | None) -> None:
+        super().constrain(constraint)
         if self.below:
-            self.below.constraint = constraint
+            self.below.constrain(constraint)
 
     def sessions(self) -> list[Session]:
         return [self.session, *(self.below.sessions() if self.below else [])]
@@ -280,14 +275,14 @@ class ModelDrafter(TreeDrafter):
     def _masks(self, paths: Sequence[list[int]]) -> NDArray[np.uint32] | None:
         """What may follow each path, uint32[paths, words]. What follows a forbidden one does not matter, nor what the
         draft proposes where it has none of the tokens."""
-        if self.constraint is None:
+        if self._constraint is None:
             return None
         words, rest = divmod(self.session.vocab_size, 32)
         known = np.full(words + 1, 0xFFFFFFFF, np.uint32)  # the draft's tokens
         known[words] = (1 << rest) - 1
         masks = np.zeros((len(paths), words + 1), np.uint32)
         for i, path in enumerate(paths):
-            found = self.constraint.mask(path)
+            found = self._constraint.mask(path)
             if found is not None:
                 masks[i, : len(found)] = found[: words + 1]
         masks &= known

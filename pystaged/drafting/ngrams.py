@@ -28,7 +28,8 @@ _TAIL = 4  # tokens an n-gram lookup can use
 _BESIDE_TABLE = (0.0, 0.25, 0.5, 0.75, 0.9)
 _BESIDE_RECYCLED = (0.0, 0.6, 0.8, 0.9, 0.95)
 _TABLE_BESIDE_RECYCLED = (1.0, 0.5, 0.2)  # by how many tokens those are known after
-# For calibration: who the chance mostly comes from. The n-grams of the context are sources 3 to 6 by their length.
+# Sources for calibration: 2 the table, 3 to 6 n-grams of the context after 1 to 4 tokens, 7 and 8 recycled candidates
+# after one token and after two. Tokens that a grammar forces are not calibrated, so Stage.GRAMMAR's number is free.
 _OF_RECYCLED = (Stage.NGRAM, 7, 8)
 _MEASURED_TEXT = 64  # tokens
 
@@ -165,9 +166,9 @@ class NgramDrafter(TreeDrafter):
         """Tokens of the text whose n-grams are not known yet."""
         return len(self._context) - len(self._grams)
 
-    def _candidates(self, path: list[int], k: int) -> tuple[list[int], list[float], int]:
-        """The k best next tokens after the context and a path, with their scores, best first; and their source."""
-        tail = (self._context[-_TAIL:] + path)[-_TAIL:]
+    def _mixture(self, tail: list[int]) -> tuple[dict[int, float], int]:
+        """Probabilities of the next token, mixed of the context's n-grams, the table's and recycled candidates; and the
+        source by which calibration tells them apart."""
         chances: dict[int, float] = {}
         recycled: dict[int, float] = {}
         order, known = 0, 0
@@ -187,11 +188,17 @@ class NgramDrafter(TreeDrafter):
             rest -= weight
         for token, chance in recycled.items():
             chances[token] = chances.get(token, 0.0) + rest * chance
+        return chances, Stage.NGRAM + order if order else _OF_RECYCLED[known]
+
+    def _candidates(self, path: list[int], k: int) -> tuple[list[int], list[float], int]:
+        """The k best next tokens after the context and a path, with their scores, best first; and their source."""
+        tail = (self._context[-_TAIL:] + path)[-_TAIL:]
+        chances, source = self._mixture(tail)
         ranked = [
             (math.log(chance), token) for token, chance in chances.items() if token < self._vocab_size and chance > 0
         ]
-        if self.constraint and ranked:
-            mask = self.constraint.mask(path)
+        if self._constraint and ranked:
+            mask = self._constraint.mask(path)
             ranked = [each for each in ranked if mask is not None and allows(mask, each[1])]
         temperature = self._sampling.temperature
         if temperature > 0 and ranked:
@@ -200,7 +207,6 @@ class NgramDrafter(TreeDrafter):
             noise = gumbel(self._sampling.seed, position, ids).tolist()
             ranked = [(score / temperature + g, token) for (score, token), g in zip(ranked, noise, strict=True)]
         ranked.sort(key=lambda item: (-item[0], item[1]))
-        source = Stage.NGRAM + order if order else _OF_RECYCLED[known]
         return [token for _, token in ranked[:k]], [score for score, _ in ranked[:k]], source
 
 

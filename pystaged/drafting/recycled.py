@@ -7,20 +7,15 @@ n-grams and ranked under the shared noise.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 from numpy.typing import NDArray
 
 KEPT = 16  # candidates of a token or a pair
 _SLOTS = 1 << 16  # for pairs; half as many for tokens
-_NEWS = 0.35  # weight of what is seen beside what was known
-_PAIR = 0.7  # weight of a pair's candidates beside its last token's
-_PAIRS = 2  # added to a pair's first token, -1 for none: the keys of pairs are above all tokens
-_SPREAD = 0x9E3779B97F4A7C15  # Fibonacci hashing: the slot of a pair is the product's upper bits
-
-Known = Literal[0, 1, 2]
-"""How many last tokens something is known after."""
+_NEW_WEIGHT = 0.35  # weight of what is seen beside what was known
+_PAIR_WEIGHT = 0.7  # weight of a pair's candidates beside its last token's
+_KEY_OFFSET = 2  # added to a pair's first token, -1 for none: the keys of pairs are above all tokens
+_FIBONACCI = 0x9E3779B97F4A7C15  # Fibonacci hashing: the slot of a pair is the product's upper bits
 
 
 class RecycledCandidates:
@@ -36,11 +31,11 @@ class RecycledCandidates:
     num_candidates = KEPT  # that each row is asked for
 
     def __init__(self, slots: int = _SLOTS) -> None:
-        self._of_token, self._shift = slots // 2, 65 - slots.bit_length()
+        self._num_token_slots, self._shift = slots // 2, 65 - slots.bit_length()
         self.num_learnt = 0  # rows
         # Those of tokens first, then those of pairs; key -1 for a free slot.
         self._keys = np.full(3 * slots // 2, -1, np.int64)
-        self._tokens = np.full((3 * slots // 2, KEPT), -1, np.int32)
+        self._tokens = np.zeros((3 * slots // 2, KEPT), np.int32)
         self._chances = np.zeros((3 * slots // 2, KEPT), np.float32)
 
     def learn(
@@ -62,25 +57,25 @@ class RecycledCandidates:
         # Twice, by token and by pair; backwards, because of equal slots numpy keeps the last.
         rows = np.tile(np.arange(len(tokens))[::-1], 2)
         last = tokens[rows].astype(np.int64)
-        keys = last + (before[rows].astype(np.int64) + _PAIRS << 32)
+        keys = last + (before[rows].astype(np.int64) + _KEY_OFFSET << 32)
         keys[: len(tokens)] = last[: len(tokens)]
         chances = np.exp(logits - logits[:, :1])
         self._blend(keys, candidates[rows], (chances / chances.sum(1, keepdims=True))[rows])
         self.num_learnt += len(tokens)
 
-    def chances(self, before: int, token: int) -> tuple[dict[int, float], Known]:
+    def chances(self, before: int, token: int) -> tuple[dict[int, float], int]:
         """The probability of each candidate after these two tokens (`before` is -1 for none), 0 candidates if nothing
         is known; and after how many tokens it is known."""
-        found = self._find(token, token & (self._of_token - 1))
-        key = (before + _PAIRS) << 32 | token
-        pair = self._find(key, self._of_token + (key * _SPREAD % 2**64 >> self._shift))
+        found = self._find(token, token & (self._num_token_slots - 1))
+        key = (before + _KEY_OFFSET) << 32 | token
+        pair = self._find(key, self._num_token_slots + (key * _FIBONACCI % 2**64 >> self._shift))
         if pair is None:
             return (found, 1) if found else ({}, 0)
         if found is None:
             return pair, 2
-        mixed = {candidate: (1 - _PAIR) * chance for candidate, chance in found.items()}
+        mixed = {candidate: (1 - _PAIR_WEIGHT) * chance for candidate, chance in found.items()}
         for candidate, chance in pair.items():
-            mixed[candidate] = mixed.get(candidate, 0.0) + _PAIR * chance
+            mixed[candidate] = mixed.get(candidate, 0.0) + _PAIR_WEIGHT * chance
         return mixed, 2
 
     def become(self, other: RecycledCandidates) -> None:
@@ -105,10 +100,10 @@ class RecycledCandidates:
     def _blend(self, keys: NDArray[np.int64], ids: NDArray[np.int32], chances: NDArray[np.float32]) -> None:
         """Blend candidates, [n, k] with k <= KEPT, into what is known of their keys."""
         slots = self._slots_of(keys)
-        known = (self._keys[slots] == keys) * np.float32(1 - _NEWS)
+        known = (self._keys[slots] == keys) * np.float32(1 - _NEW_WEIGHT)
         old_ids, old = self._tokens[slots], self._chances[slots] * known[:, None]
         same = ids[:, :, None] == old_ids[:, None, :]
-        chances = np.float32(_NEWS) * chances + (same * old[:, None, :]).sum(2)
+        chances = np.float32(_NEW_WEIGHT) * chances + (same * old[:, None, :]).sum(2)
         old[same.any(1)] = 0
         ids, chances = np.concatenate([ids, old_ids], axis=1), np.concatenate([chances, old], axis=1)
         best = (np.arange(len(keys))[:, None], np.argsort(-chances, axis=1, kind="stable")[:, :KEPT])
@@ -118,8 +113,10 @@ class RecycledCandidates:
         self._chances[slots] = chances / chances.sum(1, keepdims=True)
 
     def _slots_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        spread = (keys.astype(np.uint64) * np.uint64(_SPREAD)) >> np.uint64(self._shift)
-        return np.where(keys < 1 << 32, keys & (self._of_token - 1), self._of_token + spread.astype(np.int64))
+        spread = (keys.astype(np.uint64) * np.uint64(_FIBONACCI)) >> np.uint64(self._shift)
+        return np.where(
+            keys < 1 << 32, keys & (self._num_token_slots - 1), self._num_token_slots + spread.astype(np.int64)
+        )
 
     def _find(self, key: int, slot: int) -> dict[int, float] | None:
         if self._keys[slot] != key:

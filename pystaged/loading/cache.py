@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pystaged.files import cache_folder, part_file, read_small
-from pystaged.loading.memories import memory_path, remove_memory
+from pystaged.loading.kept import MEMORIES, PACKED
 from pystaged.loading.metadata import read_metadata
-from pystaged.loading.packed import packed_path, remove_packed
 from pystaged.loading.quantize import DEFAULT_TYPE
 
 _SOURCE = "source.json"
@@ -116,7 +115,7 @@ def remove(name: str) -> int:
     else:
         freed = path.stat().st_size
     path.unlink()
-    freed += remove_packed(packed_path(path)) + remove_memory(memory_path(path))
+    freed += sum(kept.remove(kept.path(path)) for kept in (PACKED, MEMORIES))
     path.with_suffix(".ngram.npz").unlink(missing_ok=True)
     source.files.pop(_file(path), None)
     source.downloaded.discard(_file(path))

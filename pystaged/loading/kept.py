@@ -9,7 +9,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from pystaged.files import cache_folder
+from pystaged.files import cache_folder, open_regular
 
 _TEXT_BYTES = 16 << 10
 
@@ -83,12 +83,16 @@ class KeptFiles:
     def _describe(self, path: Path) -> KeptFile | None:
         try:
             size = path.lstat().st_size
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 found = self._model.match(file.read(_TEXT_BYTES))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # gone, or something else has come into its place
             return None
         except OSError:
             found = None
         # It is shown in terminals.
         model = "".join(each if each.isprintable() else "?" for each in os.fsdecode(found[1])) if found else "?"
         return KeptFile(path, size, model)
+
+
+MEMORIES = KeptFiles("memory", "pystaged memory 1")
+PACKED = KeptFiles("packed", "pystaged packed weights")

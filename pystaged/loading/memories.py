@@ -1,23 +1,23 @@
-"""What models said of their tokens, kept in the user's cache folder: a model drafts better the more it is used."""
+"""Recycled candidates, kept in the user's cache folder from run to run."""
 
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from pystaged.drafting.recycled import KEPT, RecycledCandidates
 from pystaged.files import part_file, read_small
-from pystaged.loading.kept import KeptFiles
+from pystaged.loading.kept import MEMORIES
 
 _SECONDS = 10.0  # between two writes while the model is used
 _ENTRY_BYTES = 8 + 6 * KEPT  # a key, and a token and a chance of each candidate
 _MOST_BYTES = 12_000_000
-FILES = KeptFiles("memory", "pystaged memory 1")
-folder, memory_path, memories, remove_memory = FILES.folder, FILES.path, FILES.all, FILES.remove
 
 
 class KeptMemory:
@@ -36,22 +36,35 @@ class KeptMemory:
         self, model: Path, vocabulary: str, vocab_size: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         info = model.stat()
-        self._head = FILES.head(model, f"{info.st_size} {info.st_mtime_ns} {vocabulary}")
-        self._path, self._vocab_size, self._clock = memory_path(model), vocab_size, clock
+        self._head = MEMORIES.head(model, f"{info.st_size} {info.st_mtime_ns} {vocabulary}")
+        self._path, self._vocab_size, self._clock = MEMORIES.path(model), vocab_size, clock
         self.candidates = RecycledCandidates()
         self._load()
         self._saved, self._saved_at = 0, clock()
+        self._writer: threading.Thread | None = None
 
     def save_now_and_then(self) -> None:
-        """Write what is new, but not more than once in ten seconds."""
-        if self._clock() - self._saved_at >= _SECONDS:
-            self.save()
+        """Have what is new written, but not more than once in ten seconds, by a thread: who steps texts must not wait
+        for disks."""
+        if self._clock() - self._saved_at < _SECONDS or (self._writer and self._writer.is_alive()):
+            return
+        if self.candidates.num_learnt != self._saved:
+            # No daemon: a program that ends waits for it.
+            writer = threading.Thread(target=self._write, name="pystaged memory")
+            with suppress(RuntimeError):  # the system refuses threads, or the program ends
+                writer.start()
+                self._writer = writer
 
     def save(self) -> None:
         """Write what is new. A memory is a convenience: where it cannot be written it is not kept."""
+        if self._writer:
+            with suppress(RuntimeError):  # by the collector, in that very thread
+                self._writer.join()  # in a child of fork() there is none, and this returns at once
+        if self.candidates.num_learnt != self._saved:
+            self._write()
+
+    def _write(self) -> None:
         learnt = self.candidates.num_learnt
-        if learnt == self._saved:
-            return
         keys, tokens, chances = self.candidates.entries()
         payload = keys.tobytes() + tokens.tobytes() + chances.astype(np.float16).tobytes()
         try:

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pystaged.files import check_room, part_file
-from pystaged.loading.kept import KeptFiles
+from pystaged.loading.kept import PACKED
 
 if TYPE_CHECKING:
     from pystaged._core import Model
-
-FILES = KeptFiles("packed", "pystaged packed weights")
-folder, packed_path, packed_weights, remove_packed = FILES.folder, FILES.path, FILES.all, FILES.remove
 
 
 def load_packed(path: Path, kernel: str, num_threads: int, report: Callable[[str], None], kv: str = "f16") -> Model:
@@ -28,7 +25,7 @@ def load_packed(path: Path, kernel: str, num_threads: int, report: Callable[[str
     """
     from pystaged._core import Model  # noqa: PLC0415  who lists models needs none
 
-    target, source = packed_path(path), os.fsencode(path.absolute())
+    target, source = PACKED.path(path), os.fsencode(path.absolute())
     model = Model(source, kernel, num_threads, kv=kv, packed=os.fsencode(target))
     if model.is_mapped:
         return model

@@ -55,8 +55,8 @@ class Pair:
         keep_packed: bool = False,
         memory: bool = False,
     ) -> None:
-        for name in (device, draft_device):
-            check(name)
+        check(device, kv)
+        check(draft_device)
         self._report, self._keep_packed = report, keep_packed
         self._num_threads = num_threads
         self._kv = kv

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pystaged.batch import seeded
 from pystaged.chat.format import ChatTemplateError
 from pystaged.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
@@ -43,7 +42,7 @@ def begin(state: State, request: ChatRequest) -> ChatAnswer:
     of_calls = grammar(request, tools)
     config = _config(state, request, of_calls)
     config = replace(config, stop=(*config.stop, *chat_format.stop))
-    writers = begun(engine, [prompt], seeded(config, n), "tools" if of_calls else _form(request))
+    writers = begun(engine, [prompt], config, n, "tools" if of_calls else _form(request))
     return ChatAnswer(state, request, writers, config.sampling.seed, bool(tools))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from pystaged._core import ContextFullError
-from pystaged.batch import seeded
 from pystaged.decoding.tree import Stage
 from pystaged.engine import Prompt
 from pystaged.result import GenerationResult, Piece
@@ -63,7 +62,7 @@ def texts(
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error), param="prompt") from None
     form = "grammar" if request.grammar is not None else "json_schema"
-    writers = begun(engine, tokens, seeded(config, n), form)
+    writers = begun(engine, tokens, config, n, form)
     return writers, prompts, config.sampling.seed
 
 

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
+from pystaged.batch import seeded
 from pystaged.config import GenerationConfig, TextOptions
 from pystaged.engine import Engine
 from pystaged.grammars import GrammarError
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.wire import TextRequest
 from pystaged.streams import Writer
-from pystaged.text import going_on
+from pystaged.text import encode_continuation
 
 _SAME = (
     *("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repeat_penalty"),
@@ -92,15 +93,15 @@ def checked(options: dict[str, Any]) -> GenerationConfig:
 
 
 def begun(
-    engine: Engine, prompts: Sequence[NDArray[np.int32]], configs: Sequence[GenerationConfig], form: str
+    engine: Engine, prompts: Sequence[NDArray[np.int32]], config: GenerationConfig, n: int, form: str
 ) -> list[Writer]:
-    """Texts that go on with each of the prompts, one for each of the configs. Raises ApiError.
+    """n texts that go on with each of the prompts; seeds as in batch.seeded. Raises ApiError.
 
     Args:
         form: the part of the request that says what form they have.
     """
     try:
-        return [Writer(engine, prompt, config) for prompt in prompts for config in configs]
+        return list(seeded([Writer(engine, prompt, config) for prompt in prompts], n))
     except (GrammarError, ModuleNotFoundError) as error:
         raise ApiError(400, str(error), param=form) from None
     except ValueError as error:
@@ -130,7 +131,7 @@ def _biases(given: dict[str, float], tokenizer: Tokenizer) -> dict[int | str, fl
     found: dict[int | str, float] = {}
     for key, bias in given.items():
         try:
-            tokens = [int(key)] if re.fullmatch("[0-9]{1,9}", key) else going_on(tokenizer, key).tolist()
+            tokens = [int(key)] if re.fullmatch("[0-9]{1,9}", key) else encode_continuation(tokenizer, key).tolist()
         except UnicodeError:
             raise ApiError(400, "logit_bias has a text that is not valid Unicode", param="logit_bias") from None
         found |= dict.fromkeys(tokens, float("-inf") if bias <= -1e30 else bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import socket
@@ -12,17 +13,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from support.random_models import RandomModel, write
 
 import pystaged
-from pystaged import DeviceError, DeviceLostError, FixedPolicy, _core
-from pystaged._core import Model, Sampling, Session
+from pystaged import DeviceError, DeviceLostError, FixedPolicy, SamplingConfig, _core
+from pystaged._core import Model, Sampling, Session, Tokenizer
 from pystaged.backends import rpc
 from pystaged.backends.devices import load_model, open_session
+from pystaged.backends.rpc import RemoteSession
+from pystaged.backends.rpc_host import Host
+from pystaged.bench.pairs import continuation
 from pystaged.cli import rpc_server
+from pystaged.decoding.loop import Decoder
+from pystaged.sampling import bind
 
 PROMPT = "def fibonacci(n):"
 TREE = FixedPolicy(4, 5, 12)
@@ -43,6 +51,40 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
+
+
+class Wire:
+    """A host in this process that is told of calls as bytes, as over a pipe."""
+
+    def __init__(self, model: Model) -> None:
+        self._host = Host(None)  # type: ignore[arg-type]
+        self._host._model = model
+        self.sizes: list[tuple[str, int]] = []
+
+    def call(self, name: str, *args: object) -> Any:
+        data = pickle.dumps((name, args))
+        self.sizes.append((name, len(data)))
+        name, args = pickle.loads(data)
+        return getattr(self._host, name)(*args)
+
+
+def test_a_sampling_is_sent_once_for_a_text(random_gguf: Callable[..., Path]) -> None:
+    """However much its rules hold."""
+    path = random_gguf(vocab_size=300, context=512)
+    model, tokenizer = Model(str(path)), Tokenizer(str(path))
+    wire = Wire(model)
+    remote = Decoder(RemoteSession(SimpleNamespace(servers=wire, weight_bytes=1, vocab_size=300), 512))  # type: ignore[arg-type]
+    local = Decoder(Session(model))
+    prompt = tokenizer.encode("the tree then the tree ")
+    for seed in (1, 2):
+        sampling = SamplingConfig(
+            1.0, seed=seed, logit_bias={i: i / 300 for i in range(300)}, dry_multiplier=1.0, repeat_penalty=1.1
+        )
+        bound = bind(sampling, tokenizer, len(prompt))
+        assert continuation(remote, prompt, bound, 12) == continuation(local, prompt, bound, 12)
+    assert [name for name, _ in wire.sizes].count("keep") == 2
+    assert max(size for name, size in wire.sizes if name == "keep") > 3000
+    assert max(size for name, size in wire.sizes if name != "keep") < 600
 
 
 @pytest.fixture

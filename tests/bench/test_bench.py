@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -533,7 +534,7 @@ def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path) -> No
     assert "these are the results until then" in errors
     assert "interrupted" in errors
     assert "Traceback" not in errors
-    assert "tokens each at most" in said
+    assert re.search(r"prompts?, .*700 tokens", said)
     assert json.loads((tmp_path / "report.json").read_text())["complete"] is False
     assert "Interrupted" in (tmp_path / "report.md").read_text()
 
@@ -541,9 +542,6 @@ def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--accept", "0.5,2"], "--accept takes probabilities"),
-        (["--accept", "x"], "--accept takes probabilities"),
-        (["--peers", "llama,nobody"], "no peer's name begins with nobody"),
         (["--llama-cpp", "."], "there is no llama-server in"),
         (["--max-tokens", "1000"], "choose a smaller --max-tokens"),
         (["--model", "none.gguf"], "no model file"),

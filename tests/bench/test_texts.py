@@ -148,8 +148,6 @@ def test_command(path: Path, prompts: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--texts", "1,x"], "--texts takes numbers"),
-        (["--texts", "0,2"], "--texts takes numbers above 0, not 0"),
         (["--max-tokens", "90"], "the model's context holds 96"),
         (["--llama-cpp", "/"], "there is no llama-server in /"),
     ],

@@ -57,6 +57,21 @@ def test_answers_are_the_same_plainly(smollm2: pystaged.Engine) -> None:
         assert chats[0].tokens == chats[1].tokens
 
 
+def test_several_answers_are_those_of_their_seeds(random_gguf: Callable[..., Path]) -> None:
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "stop": "e"}
+    with pystaged.load(random_gguf("Q8_0", context=256), draft=None, report=lambda _: None) as engine:
+        answers = engine.chat([says("user", TURNS[0])], n=3, seed=2**64 - 1, **options)
+        alone = [engine.chat([says("user", TURNS[0])], seed=seed, **options) for seed in (2**64 - 1, 0, 1)]
+        assert [(each.text, each.tokens, each.seed) for each in answers] == [
+            (each.text, each.tokens, each.seed) for each in alone
+        ]
+        assert [each.text for each in engine.chat([says("user", TURNS[0])], n=1, **options)] == [
+            engine.chat([says("user", TURNS[0])], **options).text
+        ]
+        with pytest.raises(ValueError, match="n must be at least 1"):
+            engine.chat([says("user", TURNS[0])], n=0)
+
+
 def test_streams_and_stop_strings(smollm2: pystaged.Engine) -> None:
     with smollm2.stream_chat([says("user", TURNS[1])], stop="Paris") as stream:
         text = "".join(stream)

@@ -331,6 +331,27 @@ def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., 
 # ---- The command ----
 
 
+def test_answers_of_a_form(tmp_path: Path) -> None:
+    grammar = tmp_path / "grammar.lark"
+    grammar.write_text('start: "yes" | "no"')
+    done = run("chat", "house", "--grammar", grammar, stdin=b"Is it?")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout in (b"yes\n", b"no\n")
+    done = run("chat", "house", "--regex", "7{3}", stdin=b"Which?")
+    assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
+    assert_refused(run("chat", "house", "--regex", "(", stdin=b"Which?"), "regex cannot be used")
+
+
+def test_a_sampling_that_no_answer_can_have_is_refused_at_the_start() -> None:
+    assert_refused(run("chat", "house", "--logit-bias", "no such token=1", stdin=b"Which?"), "tokens")
+    done = run("chat", "house", "--min-tokens", "200", "--regex", "7{3}", stdin=b"Which?")
+    assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
+    done = run("generate", "--chat", "Which?", "--min-tokens", "200", "--max-tokens", "300", "--regex", "7{3}")
+    assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
+    done = run("generate", "--chat", "Which?", "--min-tokens", "200", "--regex", "7{3}")
+    assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
+
+
 def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
     question = "a = 1\nb ="
     expected = engine.chat([asks(question)], max_tokens=8).text

@@ -250,7 +250,7 @@ def test_ctrl_c_keeps_what_is_done(
         expected = [engine.generate(PROMPT, max_tokens=length).text for length in lengths]
         writers = [Writer(engine, PROMPT, GenerationConfig(max_tokens=length)) for length in lengths]
         with pytest.raises(KeyboardInterrupt):
-            several.write_in_order(engine, writers, lambda number, result: f"{number} {result.text}")
+            several.write_in_order(engine, writers, 3, lambda number, result: f"{number} {result.text}")
         shown = capsys.readouterr()
         assert (shown.out, shown.err) == (f"1 {expected[1]}\n", "1 of 3 texts are done\n")
 
@@ -351,6 +351,28 @@ def test_a_long_prompt(path: Path) -> None:
         ["generate", "x", "--device", b"\xff"],
         ["generate", "x", "--stop", "a", "--stop", b"\xff"],
         ["rpc-server", "--host", b"\xff"],
+        ["rpc-server", "--device", ""],
+        ["generate", "x", "--device", ""],
+        ["generate", "x", "--draft-device", "rpc:"],
+        ["tune", "--device", "metal", "--kv", "q8_0"],
+        ["quantize", "a", "b", "--type", "q1"],
+        ["pull", "a/b", "--type", "q1"],
+        ["ngram", "build", "--model", "house-draft", "--temperature", "0"],
+        ["ngram", "build", "--model", "house-draft", "--seed", "-1"],
+        ["bench", "--accept", "x"],
+        ["bench", "--accept", "0.5,2"],
+        ["bench", "--minutes", "nan"],
+        ["bench", "--threads", "99999999999"],
+        ["bench", "--peers", "llama,nobody"],
+        ["bench", "--model", "grown", "--type", "q1"],
+        ["bench", "passes", "--context", "256,x"],
+        ["bench", "passes", "--context", "20,-1"],
+        ["bench", "passes", "--model", "llama1b", "--type", "q4"],
+        ["bench", "texts", "--texts", "0"],
+        ["bench", "texts", "--texts", "99999999999"],
+        ["bench", "texts", "--temperature", "-1"],
+        ["bench", "lossless", "--seeds", "99999999999"],
+        ["bench", "parts", "--model", "grown-smollm2", "--type", "q4"],
         ["nonsense"],
     ],
     ids=str,
@@ -612,7 +634,8 @@ def test_help() -> None:
 
 
 def test_a_text_of_a_form(tmp_path: Path) -> None:
-    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema, grammar, latin = tmp_path / "schema.json", tmp_path / "grammar.lark", tmp_path / "latin.lark"
+    latin.write_bytes(b'start: "\xe4"')
     schema.write_text('{"enum": ["alpha", "beta"]}')
     grammar.write_text('start: "yes" | "no"')
     for options, texts in (
@@ -620,6 +643,7 @@ def test_a_text_of_a_form(tmp_path: Path) -> None:
         (["--json-schema", schema.read_text()], ('"alpha"\n', '"beta"\n')),
         (["--regex", "cat|dog"], ("cat\n", "dog\n")),
         (["--grammar", grammar], ("yes\n", "no\n")),
+        (["--grammar", 'root ::= "yes" | "no"'], ("yes\n", "no\n")),
     ):
         done = run("generate", "The answer is ", *options)
         assert done.returncode == 0, done.stderr
@@ -627,12 +651,31 @@ def test_a_text_of_a_form(tmp_path: Path) -> None:
     for arguments, words in (
         (["--regex", "("], "regex cannot be used"),
         (["--json-schema", tmp_path / "none"], "No such file"),
-        (["--grammar", tmp_path], "no regular file"),
+        (["--grammar", tmp_path], "Is a directory"),
+        (["--grammar", latin], "latin.lark is not UTF-8"),
+        (["--grammar", "/dev/zero"], "/dev/zero is larger than 17 MB"),
     ):
         assert_refused(run("generate", "The answer is ", *arguments), words)
-    done = run("generate", "The answer is ", "--regex", "a", "--grammar", grammar)
-    assert done.returncode == 2
-    assert b"give one of" in done.stderr
+    for arguments, words in (
+        (["--regex", "a", "--grammar", grammar], b"give one of"),
+        (["--json-schema", ""], b"is empty"),
+    ):
+        done = run("generate", "The answer is ", *arguments)
+        assert done.returncode == 2
+        assert words in done.stderr
+
+
+def test_a_form_from_a_pipe() -> None:
+    """As shells make one of <(...)."""
+    done = run("generate", "The answer is ", "--grammar", "/dev/stdin", stdin=b'start: "yes"')
+    assert (done.returncode, done.stdout) == (0, b"yes\n"), done.stderr
+    reading, writing = os.pipe()
+    os.write(writing, b'{"const": 7}')
+    os.close(writing)
+    command = [*PROGRAM, "generate", "The answer is ", "--json-schema", f"/dev/fd/{reading}"]
+    done = subprocess.run(command, pass_fds=[reading], capture_output=True, check=False, env=environment(), timeout=60)
+    os.close(reading)
+    assert (done.returncode, done.stdout) == (0, b"7\n"), done.stderr
 
 
 def test_a_library_that_cannot_be_used_is_one_line(

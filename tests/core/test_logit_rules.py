@@ -19,7 +19,7 @@ from support.logits import llama_context
 from support.sampling import Doubles, Floats, kept, llama_chain, llama_dry, ruled
 
 from pystaged import SamplingConfig, _core
-from pystaged.sampling import _known, bind
+from pystaged.sampling import _known, bind, sequences_of
 
 VOCAB_SIZE = 300
 TOLERANCE = 2e-4
@@ -109,7 +109,7 @@ def random_tokens(seed: int, length: int = 60, alphabet: int = 4) -> list[int]:
 
 
 def breakers(tokenizer: _core.Tokenizer, sampling: SamplingConfig) -> list[list[int]]:
-    return [sequence for text in sampling.dry_sequence_breakers for sequence in tokenizer.sequences_of(text)]
+    return [sequence for text in sampling.dry_sequence_breakers for sequence in sequences_of(tokenizer, text)]
 
 
 def log_softmax(x: Doubles) -> Doubles:
@@ -226,15 +226,15 @@ def test_dry_is_llama_cpps(path: Path, model: _core.Model, tokenizer: _core.Toke
 
 def test_breakers_reach_over_several_tokens(tokenizer: _core.Tokenizer) -> None:
     """Whatever stands before and after it, a breaker begins in one of its sequences."""
-    for text in ("\n", "ab", "the", "then x"):
-        sequences = tokenizer.sequences_of(text)
+    for text in ("\n", "ab", "the", "then x", "\N{IDEOGRAPHIC FULL STOP}", "caf\xe9", "\N{ROBOT FACE}\N{ROBOT FACE}"):
+        sequences = sequences_of(tokenizer, text)
         assert all(text in tokenizer.decode(sequence) for sequence in sequences)
         for around in ("{}", "x{}y", " {}.", "th{} there"):
             tokens = tokenizer.encode(around.format(text), add_special=False).tolist()
             starts = [tokens[i : i + len(each)] == each for each in sequences for i in range(len(tokens))]
             assert any(starts), (text, around)
     with pytest.raises(ValueError, match="empty"):
-        tokenizer.sequences_of("")
+        sequences_of(tokenizer, "")
 
 
 # ---- Filters ----
@@ -306,7 +306,7 @@ def test_extremes(model: _core.Model, tokenizer: _core.Tokenizer) -> None:
         {"frequency_penalty": 3e38, "presence_penalty": 3e38},
         {"frequency_penalty": -3e38, "presence_penalty": -3e38, "repeat_penalty": 1e-30},
         {"dry_multiplier": 3e38, "dry_base": 3e38, "dry_allowed_length": 0},
-        {"logit_bias": {5: 1e30, 6: -3e38}, "frequency_penalty": 1e30},
+        {"logit_bias": {5: 1e30, 6: -1e30}, "frequency_penalty": 1e30},
         tiny,
         tiny | {"frequency_penalty": 3e38, "dry_multiplier": 3e38},
         {"xtc_probability": 1.0, "xtc_threshold": 0.0, **tiny},
@@ -389,7 +389,8 @@ def test_logprobs_are_the_models_own(k: int, model: _core.Model) -> None:
     text = Text(model, random_tokens(4))
     expected = log_softmax(text.logits.astype(np.float64))
     for s in (SamplingConfig(), SamplingConfig(2.0, 5, seed=1, repeat_penalty=2.0, logit_bias={3: -math.inf})):
-        path, tokens, (own, best, of_best) = text.session.follow(s.sampling(s.rules(logit_bias=[(3, -math.inf)]), k))
+        native = s.native_sampling(s.native_rules(logit_bias=[(3, -math.inf)]), k)
+        path, tokens, (own, best, of_best) = text.session.follow(native)
         assert path.tolist() == [0]
         assert own[0] == pytest.approx(expected[tokens[0]], abs=1e-5)
         assert best.shape == of_best.shape == (1, k)
@@ -423,10 +424,14 @@ def test_logprobs_are_the_models_own(k: int, model: _core.Model) -> None:
         ({"min_tokens": -1}, ValueError, "min_tokens"),
         ({"min_tokens": 1.5}, TypeError, "min_tokens must be an integer"),
         ({"logit_bias": [5]}, TypeError, "logit_bias must be a mapping"),
-        ({"logit_bias": {5: "x"}}, TypeError, "logit_bias must be a number"),
+        ({"logit_bias": {5: "x"}}, TypeError, "logit_bias of token 5 must be a number, not str"),
+        ({"logit_bias": {5: 1.1e30}}, ValueError, "logit_bias of token 5 must be a number from -1e.30 to 1e.30"),
+        ({"logit_bias": {" a": -1e31}}, ValueError, "logit_bias of token ' a' must be a number from -1e.30 to 1e.30"),
+        ({"logit_bias": {5: 10**400}}, ValueError, "logit_bias of token 5 must be a number from"),
+        ({"logit_bias": {5: math.inf}}, ValueError, "to 1e.30, or -inf to exclude it, not inf"),
         ({"logit_bias": {5: math.inf}}, ValueError, "logit_bias"),
-        ({"logit_bias": {5: math.nan}}, ValueError, "logit_bias must be finite numbers, or -inf"),
-        ({"logit_bias": {"a": math.nan}}, ValueError, "logit_bias must be finite numbers, or -inf"),
+        ({"logit_bias": {5: math.nan}}, ValueError, "logit_bias of token 5 must be a number from .*, not nan"),
+        ({"logit_bias": {"a": math.nan}}, ValueError, "logit_bias of token 'a' must be a number from"),
         ({"logit_bias": {5.5: 1.0}}, TypeError, "a token of logit_bias must be an integer"),
         ({"logit_bias": {-1: 1.0}}, ValueError, "logit_bias names token -1"),
     ],
@@ -503,8 +508,8 @@ def test_a_bias_is_checked_once_and_does_not_change(
 
 
 def test_tokens_that_no_vocabulary_has_are_no_rules() -> None:
-    with pytest.raises(ValueError, match="late must be tokens"):
-        _core.LogitRules(late=[3, -5], min_length=9)
+    with pytest.raises(ValueError, match="end_tokens must be tokens"):
+        _core.LogitRules(end_tokens=[3, -5], min_length=9)
 
 
 def test_what_needs_a_text_must_be_bound_to_one(tokenizer: _core.Tokenizer) -> None:
@@ -543,7 +548,7 @@ def test_a_device_brings_all_that_rules_need(path: Path) -> None:
     best = np.argsort(-logits, kind="stable")
     bias: dict[int | str, float] = {int(token): -math.inf for token in best[:100]}
     assert Text(device, tokens).follow(SamplingConfig(logit_bias=bias).native) == best[100]
-    _, chosen, (own, top, _) = Text(device, tokens).session.follow(SamplingConfig().sampling(None, logprobs=80))
+    _, chosen, (own, top, _) = Text(device, tokens).session.follow(SamplingConfig().native_sampling(None, logprobs=80))
     assert chosen[0] == best[0]
     assert top[0].tolist() == best[:80].tolist()
     assert own[0] == pytest.approx(log_softmax(logits.astype(np.float64))[best[0]], abs=1e-5)

@@ -223,7 +223,7 @@ def test_what_a_constraint_leaves_of_a_tree() -> None:
 @pytest.mark.parametrize("way", ["n-grams of the context alone", "tree", "wide tree", "draft without n-grams"])
 def test_drafters_propose_what_may_follow(target: Model, draft: Model, way: str) -> None:
     drafter, language = drafters(target, draft, None)[way], Language()
-    drafter.constraint = language
+    drafter.constrain(language)
     text: list[int] = []
     drafter.start(PROMPT)
     for _ in range(8):

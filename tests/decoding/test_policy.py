@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pystaged.config import SamplingConfig
 from pystaged.decoding.budget import OPENING, PROMPT, SHARE, Budget
 from pystaged.decoding.calibration import Calibration
+from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.cost import PassCost, measure
 from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.loop import Decoder
@@ -332,6 +333,9 @@ class SimulatedDrafter:
         self._machine, self._price, self._lag, self._true_lag = machine, price, lag, true_lag
         self.behaviour = Behaviour([])
         self.overshoot, self.used, self._behind = 0.0, False, False
+
+    def constrain(self, constraint: Constraint | None) -> None:
+        assert constraint is None
 
     def work(self) -> dict[str, DrafterStats]:
         return {"draft": DrafterStats()}

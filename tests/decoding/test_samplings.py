@@ -226,7 +226,7 @@ def test_the_seeds_of_several_texts(engine: Engine) -> None:
         ({"min_tokens": 200}, ValueError, "min_tokens, 200, must be at most max_tokens, 128"),
         ({"logprobs": -1}, ValueError, "logprobs must be None"),
         ({"logprobs": 1.5}, TypeError, "logprobs must be an integer"),
-        ({"logprobs": 301}, ValueError, "at most the vocabulary's 300"),
+        ({"logprobs": 101}, ValueError, "a number of tokens from 0 to 100, not 101"),
         ({"logit_bias": dict.fromkeys(range(300), -math.inf)}, ValueError, "allow one at least"),
         ({"repetition_penalty": 1.2}, TypeError, "there is no option 'repetition_penalty'"),
         ({"sampling": SamplingConfig(), "dry_base": 2.0}, TypeError, "either sampling or dry_base"),

@@ -488,20 +488,20 @@ def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
 )
 def test_sampling_refuses_options(draft: Path, options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        next(sample_documents(Model(os.fsencode(draft)), 0, 100, **({"temperature": 1.5} | options)))
+        sample_documents(Model(os.fsencode(draft)), 0, 100, **({"temperature": 1.5} | options))
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("option", "value", "status", "message"),
     [
-        ("--seed", "-1", "seed must be between 0 and 2**32 - 1, not -1"),
-        ("--out", "/dev/null", "/dev/null is a device or a pipe and is not replaced"),
+        ("--seed", "-1", 2, "seed must be between 0 and 2**32 - 1, not -1"),
+        ("--out", "/dev/null", 1, "/dev/null is a device or a pipe and is not replaced"),
     ],
 )
-def test_build_refuses_options(draft: Path, option: str, value: str, message: str) -> None:
+def test_build_refuses_options(draft: Path, option: str, value: str, status: int, message: str) -> None:
     done = run("ngram", "build", "--model", draft, "--tokens", "100", option, value)
-    assert done.returncode == 1
-    assert done.stderr.decode().splitlines()[-1].startswith(f"error: {message}")
+    assert done.returncode == status
+    assert message in done.stderr.decode()
     assert not table_path(draft).exists()
 
 
@@ -532,14 +532,13 @@ few_tokens = st.lists(st.integers(0, 2), max_size=50)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(few_tokens, st.integers(0, 60)), max_size=4), st.lists(st.integers(0, 3), max_size=6))
-def test_context_agrees_with_a_scan(edits: list[tuple[list[int], int]], path: list[int]) -> None:
+@given(st.lists(few_tokens, max_size=4), st.lists(st.integers(0, 3), max_size=6))
+def test_context_agrees_with_a_scan(parts: list[list[int]], path: list[int]) -> None:
     context = ContextNgrams()
     tokens: list[int] = []
-    for added, removed in edits:
+    for added in parts:
         context.extend(added)
-        tokens = (tokens + added)[: max(len(tokens) + len(added) - removed, 0)]
-        context.truncate(len(tokens))
+        tokens = tokens + added
         assert len(context) == len(tokens)
         for tail in (tokens, tokens + path, (tokens + path)[-16:], path):
             for k in (1, 3):
@@ -547,16 +546,6 @@ def test_context_agrees_with_a_scan(edits: list[tuple[list[int], int]], path: li
                 expected, expected_scores, expected_order = slow_candidates(tokens, tail, k)
                 assert (found.tolist(), order) == (expected, expected_order)
                 assert scores == pytest.approx(expected_scores)
-
-
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(few_tokens, few_tokens)
-def test_truncate_restores_the_earlier_state(before: list[int], after: list[int]) -> None:
-    context, untouched = ContextNgrams(), ContextNgrams()
-    context.extend(before + after)
-    context.truncate(len(before))
-    untouched.extend(before)
-    assert vars(context) == vars(untouched)
 
 
 def test_context_example() -> None:
@@ -574,14 +563,6 @@ def test_only_recent_occurrences_count() -> None:
     tokens, scores, _ = context.candidates([9, 1], 8)
     assert tokens.tolist() == [3]
     assert scores == pytest.approx([math.log(32 / 33)])
-
-
-@pytest.mark.parametrize("length", [-1, 3])
-def test_truncate_refuses(length: int) -> None:
-    context = ContextNgrams()
-    context.extend([1, 2])
-    with pytest.raises(ValueError, match="cannot truncate 2 tokens"):
-        context.truncate(length)
 
 
 def test_context_refuses_impossible_sizes() -> None:

@@ -46,9 +46,9 @@ class Twin:
             chances = {i: power / sum(powers) for i, power in zip(ids, powers, strict=True)}
             for key in {(token,), (last, token)} - taken:
                 taken.add(key)
-                mixed = {i: recycled._NEWS * chance for i, chance in chances.items()}
+                mixed = {i: recycled._NEW_WEIGHT * chance for i, chance in chances.items()}
                 for i, chance in was.get(key, {}).items():
-                    mixed[i] = mixed.get(i, 0.0) + (1 - recycled._NEWS) * chance
+                    mixed[i] = mixed.get(i, 0.0) + (1 - recycled._NEW_WEIGHT) * chance
                 kept = dict(sorted(mixed.items(), key=lambda item: -item[1])[:KEPT])
                 self.known[key] = {i: chance / sum(kept.values()) for i, chance in kept.items()}
 
@@ -56,7 +56,7 @@ class Twin:
         single, pair = self.known.get((token,), {}), self.known.get((before, token))
         if pair is None:
             return single, int(bool(single))
-        weights = ((1 - recycled._PAIR, single), (recycled._PAIR, pair))
+        weights = ((1 - recycled._PAIR_WEIGHT, single), (recycled._PAIR_WEIGHT, pair))
         return {i: sum(w * each.get(i, 0.0) for w, each in weights) for i in single | pair}, 2
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +19,10 @@ from support.commands import assert_refused, run
 
 import pystaged
 from pystaged.drafting.recycled import KEPT, RecycledCandidates
-from pystaged.loading.memories import KeptMemory, folder, memories, memory_path
+from pystaged.files import part_file
+from pystaged.loading import memories
+from pystaged.loading.kept import MEMORIES
+from pystaged.loading.memories import KeptMemory
 
 
 @pytest.fixture
@@ -44,11 +53,11 @@ def test_what_was_saved_is_there_again(model: Path) -> None:
     memory = kept(model)
     assert len(memory.candidates.entries()[0]) == 0
     memory.save()
-    assert not memory_path(model).exists()  # nothing to keep
+    assert not MEMORIES.path(model).exists()  # nothing to keep
     teach(memory.candidates)
     memory.save()
     assert_same(kept(model).candidates, memory.candidates)
-    assert memory_path(model).stat().st_mode & 0o777 == 0o600
+    assert MEMORIES.path(model).stat().st_mode & 0o777 == 0o600
     # Of two writers the last wins, and nothing else is left.
     other = kept(model)
     teach(other.candidates, 1)
@@ -56,7 +65,7 @@ def test_what_was_saved_is_there_again(model: Path) -> None:
     other.save()
     memory.save()
     assert_same(kept(model).candidates, memory.candidates)
-    assert list(folder().iterdir()) == [memory_path(model)]
+    assert list(MEMORIES.folder().iterdir()) == [MEMORIES.path(model)]
 
 
 def test_a_memory_that_is_full_is_small(model: Path) -> None:
@@ -67,8 +76,14 @@ def test_a_memory_that_is_full_is_small(model: Path) -> None:
     memory.candidates.restore(keys, np.broadcast_to(np.arange(KEPT, dtype=np.int32), shape), np.ones(shape, np.float32))
     teach(memory.candidates)
     memory.save()
-    assert 1e7 < memory_path(model).stat().st_size < 12e6
+    assert 1e7 < MEMORIES.path(model).stat().st_size < 12e6
     assert_same(kept(model, vocab_size=1 << 17).candidates, memory.candidates)
+
+
+def wait_for_writers() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "pystaged memory":
+            thread.join()
 
 
 def test_writes_are_rare_while_it_is_used(model: Path) -> None:
@@ -77,16 +92,94 @@ def test_writes_are_rare_while_it_is_used(model: Path) -> None:
     teach(memory.candidates)
     now = 9.0
     memory.save_now_and_then()
-    assert not memory_path(model).exists()
+    wait_for_writers()
+    assert not MEMORIES.path(model).exists()
     now = 10.0
     memory.save_now_and_then()
-    before = memory_path(model).stat().st_mtime_ns
+    wait_for_writers()
+    before = MEMORIES.path(model).stat().st_mtime_ns
     now = 30.0
     memory.save_now_and_then()  # nothing new
-    assert memory_path(model).stat().st_mtime_ns == before
+    wait_for_writers()
+    assert MEMORIES.path(model).stat().st_mtime_ns == before
     teach(memory.candidates, 1)
     memory.save_now_and_then()
+    wait_for_writers()
     assert_same(kept(model).candidates, memory.candidates)
+
+
+class SlowDisk:
+    """Writers of memories, and what lets them go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.writers: list[threading.Thread] = []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr(memories, "part_file", self._part_file)
+
+    @contextmanager
+    def _part_file(self, path: Path) -> Iterator[Path]:
+        self.writers.append(threading.current_thread())
+        self.begun.set()
+        if self.writers[-1] is not threading.main_thread():
+            assert self.go_on.wait(60)
+        with part_file(path) as part:
+            yield part
+
+
+def test_who_uses_it_does_not_wait_for_the_disk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, disk = 0.0, SlowDisk(monkeypatch)
+    memory = kept(model, clock=lambda: now)
+    for now in (10.0, 30.0, 50.0):  # one writer at a time
+        teach(memory.candidates, int(now))
+        memory.save_now_and_then()
+    assert disk.begun.wait(60)
+    assert len(disk.writers) == 1
+    assert disk.writers[0] is not threading.current_thread()
+    disk.go_on.set()
+    memory.save()  # the rest, after that
+    assert_same(kept(model).candidates, memory.candidates)
+    assert list(MEMORIES.folder().iterdir()) == [MEMORIES.path(model)]
+
+
+def test_a_child_of_fork_waits_for_no_writer_of_its_parent(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SlowDisk(monkeypatch)
+    now = 0.0
+    memory = kept(model, clock=lambda: now)
+    now = 10.0
+    teach(memory.candidates)
+    memory.save_now_and_then()
+    assert disk.begun.wait(60)
+
+    def use() -> None:
+        signal.alarm(60)
+        disk.go_on.set()
+        memory.save_now_and_then()
+        teach(memory.candidates, 1)
+        memory.save()
+
+    child = multiprocessing.get_context("fork").Process(target=use)
+    child.start()
+    child.join()
+    disk.go_on.set()
+    assert child.exitcode == 0
+    memory.save()
+    wait_for_writers()
+    assert_same(kept(model).candidates, memory.candidates)
+
+
+def test_a_program_that_ends_at_once_keeps_it(model: Path) -> None:
+    code = f"""
+import numpy as np
+from pathlib import Path
+from pystaged.loading.memories import KeptMemory
+times = iter([0.0, 10.0, 10.0, 10.0])
+memory = KeptMemory(Path({str(model)!r}), "v", 100, lambda: next(times))
+one = np.ones(1, np.int32)
+memory.candidates.learn(one, one, np.ones((1, 1), np.int32), np.zeros((1, 1), np.float32))
+memory.save_now_and_then()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert len(kept(model).candidates.entries()[0]) == 2
 
 
 def spoil(data: bytes, at: int) -> bytes:
@@ -109,7 +202,7 @@ def test_damaged_files_are_as_good_as_none(model: Path, damage: Callable[[Path],
     memory = kept(model)
     teach(memory.candidates)
     memory.save()
-    damage(memory_path(model))
+    damage(MEMORIES.path(model))
     again = kept(model)
     assert len(again.candidates.entries()[0]) == 0
     teach(again.candidates)
@@ -127,8 +220,8 @@ def test_that_of_another_model_is_not_used(model: Path, vocabulary: str, vocab_s
 
 
 def test_what_cannot_be_written_is_no_failure(model: Path) -> None:
-    folder().parent.mkdir(parents=True)
-    folder().write_bytes(b"no folder")
+    MEMORIES.folder().parent.mkdir(parents=True)
+    MEMORIES.folder().write_bytes(b"no folder")
     memory = kept(model)
     teach(memory.candidates)
     memory.save()
@@ -143,13 +236,13 @@ def test_engines_remember_unless_they_are_told_not_to(
     for memory in (False, True, True):
         with pystaged.load(path, draft=None, policy=policy, memory=memory) as engine:
             texts.append(engine.generate(prompt, max_tokens=20))
-        assert [each.model for each in memories()] == ([str(path)] if memory else [])
+        assert [each.model for each in MEMORIES.all()] == ([str(path)] if memory else [])
     assert texts[0].tokens == texts[1].tokens == texts[2].tokens
     assert texts[2].stats.steps < texts[0].stats.steps
     with pystaged.load(path, draft=None, policy=policy) as engine:
-        before = memory_path(path).stat().st_mtime_ns
+        before = MEMORIES.path(path).stat().st_mtime_ns
         engine.generate(prompt, max_tokens=20, speculate=False)
-    assert memory_path(path).stat().st_mtime_ns == before
+    assert MEMORIES.path(path).stat().st_mtime_ns == before
 
 
 def test_commands(random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +250,7 @@ def test_commands(random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch:
     path = random_gguf("Q8_0")
     done = run("generate", "abcabcabcabc", "--model", path, "--max-tokens", "4", "--no-memory")
     assert done.returncode == 0, done.stderr
-    assert memories() == []
+    assert MEMORIES.all() == []
     memory = KeptMemory(path, "v", 100)
     teach(memory.candidates)
     memory.save()
@@ -165,11 +258,11 @@ def test_commands(random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch:
     assert [line.split() for line in listed] == [["memory", "of", "MB"], [str(path), "0.0"]]
     assert_refused(run("models", "remove", "--memory", tmp_path / "no"), "no memory of")
     assert b"removed memory of 1 model," in run("models", "remove", "--memory").stderr
-    assert memories() == []
+    assert MEMORIES.all() == []
     memory = KeptMemory(path, "v", 100)
     teach(memory.candidates)
     memory.save()
     done = run("models", "remove", "--packed", "--memory", path)
     assert (done.returncode, done.stderr) == (0, b"removed memory of 1 model, 0.0 MB freed\n")
     assert_refused(run("models", "remove", "--packed", "--memory", path), "no packed weights and no memory of")
-    assert memories() == []
+    assert MEMORIES.all() == []

@@ -19,7 +19,8 @@ import pystaged
 from pystaged import ModelError, _core
 from pystaged.files import leftovers
 from pystaged.loading import cache
-from pystaged.loading.packed import folder, load_packed, packed_path, packed_weights, remove_packed
+from pystaged.loading.kept import PACKED, KeptFiles
+from pystaged.loading.packed import load_packed
 
 Floats = npt.NDArray[np.float32]
 
@@ -145,7 +146,7 @@ def test_an_engine() -> None:
     for _ in range(2):
         found = pystaged.generate("def f(x):", max_tokens=8, n_ctx=64, policy=policy, keep_packed=True)
         assert found.tokens == expected.tokens
-    assert len(packed_weights()) == 2  # the draft's too
+    assert len(PACKED.all()) == 2  # the draft's too
 
 
 # ---- What is not trusted ----
@@ -196,8 +197,8 @@ def swap(path: Path, first: bytes, second: bytes) -> None:
 )
 def test_damage(llama: Path, spoil: Callable[[Path], object], reason: str) -> None:
     expected = logits(loaded(llama))
-    spoil(packed_path(llama))
-    if reason == "cannot open" and os.access(packed_path(llama), os.R_OK):
+    spoil(PACKED.path(llama))
+    if reason == "cannot open" and os.access(PACKED.path(llama), os.R_OK):
         pytest.skip("nothing is forbidden to this user")
     said: list[str] = []
     model = loaded(llama, said)
@@ -209,7 +210,7 @@ def test_damage(llama: Path, spoil: Callable[[Path], object], reason: str) -> No
 
 
 def test_a_folder_in_its_place(llama: Path) -> None:
-    packed_path(llama).mkdir(parents=True)
+    PACKED.path(llama).mkdir(parents=True)
     said: list[str] = []
     model = loaded(llama, said)
     assert not model.is_mapped
@@ -244,9 +245,9 @@ def test_weights_in_another_order(tmp_path: Path) -> None:
     """What lies where follows from the model's family; a file that says otherwise does not fit."""
     path = write(tmp_path / "model.gguf", RandomModel("llama"))
     loaded(path)
-    text = packed_path(path).read_bytes()[:1000].decode()
+    text = PACKED.path(path).read_bytes()[:1000].decode()
     matrices = text.partition("\nmatrices ")[2][:16].encode()
-    swap(packed_path(path), matrices, b"0" * 16)
+    swap(PACKED.path(path), matrices, b"0" * 16)
     said: list[str] = []
     assert loaded(path, said).is_mapped
     assert "damaged" in said[0]
@@ -263,7 +264,7 @@ def test_processes_at_once(llama: Path) -> None:
     ]
     for process in processes:
         assert process.communicate(timeout=60) == (expected, b"")
-    assert list(folder().iterdir()) == [packed_path(llama)]
+    assert list(PACKED.folder().iterdir()) == [PACKED.path(llama)]
     assert loaded(llama).is_mapped
 
 
@@ -280,16 +281,16 @@ def test_a_writer_that_is_killed(llama: Path, share: str) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
-    assert leftovers(folder()) == []  # somebody is at it
+    assert leftovers(PACKED.folder()) == []  # somebody is at it
     process.kill()
     process.communicate()
-    assert not packed_path(llama).exists()
-    assert packed_weights() == []
-    (part,) = leftovers(folder())
+    assert not PACKED.path(llama).exists()
+    assert PACKED.all() == []
+    (part,) = leftovers(PACKED.folder())
     size = f"{part.stat().st_size / 1e6:.1f} MB".encode()
     assert b"1 unfinished file of writers that were killed, " + size in run("models").stderr
     assert loaded(llama).is_mapped
-    assert list(folder().iterdir()) == [packed_path(llama)]
+    assert list(PACKED.folder().iterdir()) == [PACKED.path(llama)]
 
 
 def test_a_full_disk(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,13 +317,13 @@ def test_a_disk_that_is_full_in_the_middle(llama: Path) -> None:
     assert len(said) == 1
     assert "packed weights cannot be written: File too large" in said[0]
     assert not model.is_mapped
-    assert list(folder().iterdir()) == []
+    assert list(PACKED.folder().iterdir()) == []
     assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
 
 
 def test_a_cache_that_cannot_be_written(llama: Path) -> None:
-    folder().parent.mkdir(parents=True)
-    folder().write_text("in the way")
+    PACKED.folder().parent.mkdir(parents=True)
+    PACKED.folder().write_text("in the way")
     said: list[str] = []
     assert not loaded(llama, said).is_mapped
     assert len(said) == 1
@@ -344,10 +345,10 @@ def test_the_file_itself_is_mapped(llama: Path) -> None:
     if not maps.exists():
         pytest.skip("only Linux lists what is mapped")
     model = loaded(llama)
-    assert [line.split()[1] for line in maps.read_text().splitlines() if str(packed_path(llama)) in line] == ["r--s"]
+    assert [line.split()[1] for line in maps.read_text().splitlines() if str(PACKED.path(llama)) in line] == ["r--s"]
     # Who removes it takes it from nobody.
     expected = logits(model)
-    assert remove_packed(packed_path(llama)) > 0
+    assert PACKED.remove(PACKED.path(llama)) > 0
     assert logits(model).tobytes() == expected.tobytes()
 
 
@@ -392,11 +393,11 @@ def test_commands(tmp_path: Path, llama: Path) -> None:
     loaded(other)
     listed = run("models").stdout.decode().splitlines()
     assert listed[0].split() == ["packed", "weights", "of", "MB"]
-    size = f"{packed_path(llama).stat().st_size / 1e6:.1f}"
+    size = f"{PACKED.path(llama).stat().st_size / 1e6:.1f}"
     assert [line.split() for line in listed[1:]] == [[str(llama), size], [str(other), size]]
     done = run("models", "remove", "--packed", other)
     assert done.stderr.decode() == f"removed packed weights of 1 model, {size} MB freed\n"
-    assert [each.model for each in packed_weights()] == [str(llama)]
+    assert [each.model for each in PACKED.all()] == [str(llama)]
     assert_refused(run("models", "remove", "--packed", other), "no packed weights of")
     assert run("models", "remove", "--packed", "--leftovers").returncode == 2
     assert b"1 model," in run("models", "remove", "--packed").stderr
@@ -406,21 +407,34 @@ def test_commands(tmp_path: Path, llama: Path) -> None:
 
 def test_only_our_files_are_listed_and_removed(tmp_path: Path, llama: Path) -> None:
     loaded(llama)
-    kept = [folder() / "notes.packed", folder() / f"a.{'0' * 16}.txt", folder() / f"link.{'0' * 16}.packed"]
+    kept = [
+        PACKED.folder() / "notes.packed",
+        PACKED.folder() / f"a.{'0' * 16}.txt",
+        PACKED.folder() / f"link.{'0' * 16}.packed",
+    ]
     for path in kept[:2]:
         path.write_text("somebody's")
     kept[2].symlink_to(llama)
-    spoilt = folder() / f"\N{ESCAPE}[31m.{'0' * 16}.packed"
+    spoilt = PACKED.folder() / f"\N{ESCAPE}[31m.{'0' * 16}.packed"
     spoilt.write_bytes(b"pystaged packed weights\nof \x1b[31m\xff\nwhose content is ")
-    assert [(each.path, each.model) for each in packed_weights()] == [
+    assert [(each.path, each.model) for each in PACKED.all()] == [
         (spoilt, "?[31m?"),
-        (packed_path(llama), str(llama)),
+        (PACKED.path(llama), str(llama)),
     ]
     assert run("models", "remove", "--packed").returncode == 0
-    assert sorted(folder().iterdir()) == sorted(kept)
-    assert remove_packed(kept[0]) == remove_packed(folder() / "none") == 0
+    assert sorted(PACKED.folder().iterdir()) == sorted(kept)
+    assert PACKED.remove(kept[0]) == PACKED.remove(PACKED.folder() / "none") == 0
     assert llama.exists()
     assert tmp_path.exists()
+
+
+def test_a_pipe_that_comes_into_the_place_of_a_file_is_not_waited_for(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PACKED.folder().mkdir(parents=True)
+    os.mkfifo(PACKED.path(llama))
+    monkeypatch.setattr(KeptFiles, "_is_ours", lambda *_: True)  # just before
+    assert PACKED.all() == []
 
 
 def test_removing_a_model_removes_its_packed_weights() -> None:
@@ -428,6 +442,6 @@ def test_removing_a_model_removes_its_packed_weights() -> None:
     path.parent.mkdir(parents=True)
     write(path, LLAMA)
     loaded(path)
-    sizes = path.stat().st_size + packed_path(path).stat().st_size
+    sizes = path.stat().st_size + PACKED.path(path).stat().st_size
     assert cache.remove("tiny") == sizes
-    assert packed_weights() == []
+    assert PACKED.all() == []

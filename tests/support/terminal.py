@@ -31,10 +31,13 @@ class Terminal:
         self._stream = pyte.ByteStream(self.screen)
         self._process, self._descriptor = pty.fork()
         if self._process == 0:
-            # The size is set before the program can ask for it.
-            _set_size(0, columns, lines)
-            _keep_output(0)
-            os.execvpe(command[0], command, environment)
+            try:
+                # The size is set before the program can ask for it.
+                _set_size(0, columns, lines)
+                _keep_output(0)
+                os.execvpe(command[0], command, environment)
+            finally:
+                os._exit(127)  # else this child would go on with the tests
 
     def wait_for(self, words: bytes, seconds: float = 300.0, *, start: int = 0) -> None:
         """Read until the program has written these bytes, after the first `start` of its output."""
