@@ -16,6 +16,7 @@ from pystaged._core import LogitRules, Sampling
 
 _LARGEST_FLOAT = 3.4e38  # a float in C++
 _LARGEST_BIAS = 1e30  # as C++ has it
+NO_LIMIT = 2**31 - 1  # as max_tokens: no fewer than a context has
 MOST_LOGPROBS = 100  # likeliest tokens of each place, which are Python objects; others allow 20
 
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's

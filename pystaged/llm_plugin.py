@@ -104,9 +104,9 @@ class ModelOptions(llm.Options):
         options = self.of_text()
         if options:
             try:
-                from pystaged.config import GenerationConfig  # noqa: PLC0415
+                from pystaged.config import NO_LIMIT, GenerationConfig  # noqa: PLC0415
 
-                GenerationConfig(**{"max_tokens": 2**31 - 1} | options)  # no fewer than a context has
+                GenerationConfig(**{"max_tokens": NO_LIMIT} | options)
             except (TypeError, ImportError) as error:
                 raise ValueError(str(error)) from None
         return self

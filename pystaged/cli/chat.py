@@ -36,7 +36,7 @@ from pystaged.cli.options import (
 )
 from pystaged.cli.painting import show, summary
 from pystaged.cli.turns import Turns, take_lines
-from pystaged.config import GenerationConfig, TextOptions
+from pystaged.config import NO_LIMIT, GenerationConfig, TextOptions
 from pystaged.files import expanded, read_small, whole_file
 from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
@@ -87,7 +87,7 @@ def chat(
     """
     constraint = grammars.options()
     with usage():
-        limit = max_tokens or 2**31 - 1
+        limit = max_tokens or NO_LIMIT
         GenerationConfig(max_tokens=limit, sampling=sampling.config(), stop=stop or (), **constraint)
     name = either(model, named, "smollm2")
     question = None if sys.stdin.isatty() else read_prompt("-").removesuffix("\n")

@@ -33,7 +33,7 @@ from pystaged.cli.options import (
 from pystaged.cli.painting import show, summary
 from pystaged.cli.prompts import Asked, argument, read_prompts
 from pystaged.cli.several import write_in_order
-from pystaged.config import MOST_LOGPROBS, GenerationConfig
+from pystaged.config import MOST_LOGPROBS, NO_LIMIT, GenerationConfig
 from pystaged.engine import Prompt
 from pystaged.result import GenerationResult, TokenLogprob
 from pystaged.stages import shown_stages
@@ -103,7 +103,7 @@ def generate(
     constraint = grammars.options()
     with usage():
         config = GenerationConfig(
-            max_tokens=(2**31 - 1 if chat else 128) if max_tokens is None else max_tokens,
+            max_tokens=(NO_LIMIT if chat else 128) if max_tokens is None else max_tokens,
             stop=stop or (),
             speculate=speculate,
             sampling=sampling.config(),
