@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -19,9 +20,9 @@ from starlette.routing import Route
 import pystaged
 from pystaged.engine import Engine
 from pystaged.loading.metadata import read_metadata
-from pystaged.server import chats, completions, native, tokens
+from pystaged.server import chats, completions, native, settings, tokens
 from pystaged.server.answers import ModelCard
-from pystaged.server.errors import ApiError, explained
+from pystaged.server.errors import ApiError, explained, refusal
 from pystaged.server.openapi import describe
 from pystaged.server.options import renamed
 from pystaged.server.page import page
@@ -40,6 +41,7 @@ from pystaged.server.wire import (
 )
 
 R = TypeVar("R", bound=BaseModel)
+_MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
 
 def application(engine: Engine, settings: Settings) -> Starlette:
@@ -150,29 +152,31 @@ class _Endpoints:
         return await self._text(request, ChatRequest, chats.begin)
 
     async def _text(self, request: Request, kind: type[Any], begin: Callable[[State, Any], Any]) -> Reply:
-        begun = time.monotonic()
+        path, begun = request.scope["path"], time.monotonic()
         answers: list[Any] = []
 
         def over(status: int) -> None:
-            self._state.metrics.request_over(request.url.path, status)
+            self._state.metrics.request_over(path, status)
             if self._state.settings.log:
                 words = answers[0].summary() if answers else ""
                 took = time.monotonic() - begun
-                self._state.settings.log(f"{request.url.path} {status or 'left'} {took:.2f} s{words}")
+                self._state.settings.log(f"{path} {status or 'left'} {took:.2f} s{words}")
 
         try:
             asked = await self._read(request, kind)
-            self._state.gate.check()
         except ApiError as error:
             over(error.status)
             raise
 
         async def work(sender: Sender) -> None:
-            answers.append(await run_sync(begin, self._state, asked))
+            with self._state.gate.coming():
+                try:
+                    answers.append(await run_sync(begin, self._state, asked))
+                except (ValueError, TypeError, ModuleNotFoundError) as error:
+                    raise refusal(error) from None
             await answers[0].send(sender)
 
-        settings = self._state.settings
-        return Reply(work, pings=bool(asked.stream), timeout=settings.timeout, stall=settings.stall_timeout, over=over)
+        return Reply(work, pings=bool(asked.stream), timeout=self._state.settings.timeout, over=over)
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """A request's body, checked. Raises ApiError."""
@@ -194,14 +198,13 @@ class _Endpoints:
         return asked
 
     async def _body(self, request: Request) -> bytes:
-        settings = self._state.settings
+        most = self._state.settings.max_body
         body = bytearray()
         try:
-            with anyio.fail_after(settings.stall_timeout):
+            with anyio.fail_after(settings.STALL):
                 async for part in request.stream():
                     body += part
-                    if len(body) > settings.max_body:
-                        most = settings.max_body
+                    if len(body) > most:
                         message = f"the request is larger than {most} bytes"
                         raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
         except TimeoutError:
@@ -217,11 +220,13 @@ def _no_number(name: str) -> NoReturn:
 
 def _invalid(error: ValidationError) -> ApiError:
     """What is wrong with a request, of the first member that is."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    # Members of unions are named by their types, too.
-    name = str(first["loc"][0]) if first["loc"] else None
-    return ApiError(400, f"{param or 'the request'}: {first['msg']}", param=name)
+    # Of the forms that a member may have, the one that fits best fails last.
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    worst = max(errors, key=lambda each: len(each["loc"]))
+    # Forms are named by their types.
+    parts = [part for part in worst["loc"] if isinstance(part, int) or _MEMBER.fullmatch(part)]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
+    return ApiError(400, f"{name or 'the request'}: {worst['msg']}", param=str(parts[0]) if parts else None)
 
 
 def _json(value: Any) -> Response:
@@ -238,7 +243,5 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _nowhere(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    return _error(
-        ApiError(status, f"there is no {request.method} {request.url.path}", headers=getattr(error, "headers", None))
-    )
+    status, headers = getattr(error, "status_code", 404), getattr(error, "headers", None)
+    return _error(ApiError(status, f"there is no {request.method} {request.scope['path']}", headers=headers))

@@ -23,8 +23,6 @@ def begin(state: State, request: ChatRequest) -> ChatAnswer:
     """Take in a request. May take a while. Raises ApiError, and ChatTemplateError, for what cannot be answered."""
     engine, tools = state.engine, offered(request)
     n = request.n or 1
-    if n > state.settings.most_texts:
-        raise ApiError(400, f"n may be at most {state.settings.most_texts}", param="n")
     messages = told(request)
     given = [tool.model_dump(exclude_none=True) for tool in tools]
     chat_format = engine.chat_format

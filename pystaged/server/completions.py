@@ -14,7 +14,7 @@ from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import CompletionLogprobs, joined
 from pystaged.server.options import begun, checked, text_options
 from pystaged.server.state import State
-from pystaged.server.wire import CompletionRequest
+from pystaged.server.wire import MOST_TEXTS, CompletionRequest
 from pystaged.streams import Writer
 
 _USUAL = 16  # tokens, as OpenAI has it
@@ -41,9 +41,8 @@ def texts(
     if request.best_of is not None and request.best_of > n:
         raise unsupported("best_of", "best_of above n is not supported; ask for n texts")
     prompts = _prompts(request)
-    if len(prompts) * n > state.settings.most_texts:
-        most = state.settings.most_texts
-        raise ApiError(400, f"{len(prompts) * n} texts are asked for; a request may have {most}", param="n")
+    if len(prompts) * n > MOST_TEXTS:
+        raise ApiError(400, f"{len(prompts) * n} texts are asked for; a request may have {MOST_TEXTS}", param="n")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens")
     options = text_options(request, state.settings.defaults, engine, usual)

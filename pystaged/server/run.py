@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from pystaged.server import settings
 
 _BACKLOG = 2048
 _MOST_HEADER = 1 << 16  # bytes of a request's head
@@ -44,23 +49,26 @@ def serve(app: Starlette, listener: socket.socket, *, grace: int, ready: Callabl
     Args:
         ready: called when requests are answered.
     """
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        backlog=_BACKLOG,
-        timeout_graceful_shutdown=grace,
-        server_header=False,
-        h11_max_incomplete_event_size=_MOST_HEADER,
-        ws="none",
-    )
     with _ended_by_signals():
-        _Server(config, ready).run(sockets=[listener])
+        Server(app, grace, ready).run(sockets=[listener])
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
+class Server(uvicorn.Server):
+    """uvicorn's, which runs until it is told to end by `should_exit`; as in `serve`."""
+
+    def __init__(self, app: Starlette, grace: int, ready: Callable[[], object] = lambda: None) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_Connection,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=grace,
+            server_header=False,
+            h11_max_incomplete_event_size=_MOST_HEADER,
+            ws="none",
+        )
         super().__init__(config)
         self._ready = ready
 
@@ -68,6 +76,56 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+
+class _Connection(H11Protocol):
+    """uvicorn's connection, given up where its client does not say what it wants, or reads nothing of what it is sent;
+    uvicorn would keep it for as long as the client stays."""
+
+    _is_expecting = False  # the head of a request
+    _stuck: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # writing pauses wherever the client does not read
+        self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._expect_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck:
+            self._stuck.cancel()
+
+    def _expect_request(self) -> None:
+        if self._is_idle and not self._is_expecting:
+            self._is_expecting = True
+            self.loop.call_later(settings.STALL, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        self._is_expecting = False
+        if self._is_idle:
+            self.transport.abort()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_reading(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._stuck = self.loop.call_later(settings.STALL, self._end_if_stuck, left)
+
+    def _end_if_stuck(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() == before:
+            self.transport.abort()
+        else:
+            self._expect_reading()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -15,6 +15,7 @@ import pytest
 from support.server import Server, events, live, wait_until
 
 from pystaged.engine import Engine
+from pystaged.grammars import GrammarError
 
 PATH = "/v1/completions"
 PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12, "zwölf"]
@@ -31,9 +32,9 @@ def written(engine: Engine, i: int) -> str:
     return engine.generate(prompt, **asked).text
 
 
-def head(length: int) -> bytes:
+def head(length: int, path: str = PATH) -> bytes:
     """The head of a request with a body of so many bytes."""
-    return f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 def is_idle(engine: Engine) -> bool:
@@ -132,14 +133,32 @@ def test_a_turn_that_never_comes(engine: Engine) -> None:
         first.close()
 
 
-def test_a_request_that_is_never_finished(engine: Engine) -> None:
-    with live(engine, stall_timeout=0.2) as server:
+def test_a_request_that_is_never_finished(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pystaged.server.settings.STALL", 0.2)
+    with live(engine) as server:
         connection = server.raw()
         connection.sendall(
             f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n".encode() + b'{"pro'
         )
         assert b" 408 " in connection.recv(1 << 16)
         connection.close()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_request_that_never_begins(engine: Engine, monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    """Nothing comes, or half a head, also behind another request."""
+    monkeypatch.setattr("pystaged.server.settings.STALL", 0.2)
+    with live(engine) as server:
+        for sent in (b"", b"GET /hea"):
+            connection = server.raw()
+            if before:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                while not connection.recv(1 << 16).endswith(b"}"):
+                    pass
+            connection.sendall(sent)
+            with suppress(ConnectionResetError):
+                assert connection.recv(1 << 16) == b""
+            connection.close()
 
 
 def test_a_stream_that_waits_shows_that_the_server_is_there(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,32 +183,42 @@ def test_who_does_not_read_holds_nobody_up(engine: Engine) -> None:
         assert text == engine.generate("a", max_tokens=500, ignore_eos=True, temperature=1, seed=3).text
 
 
-def test_who_never_reads_is_given_up(engine: Engine) -> None:
-    with live(engine, stall_timeout=0.3) as server:
-        connection = server.raw()
-        data = json.dumps(endless(stream=True, n=16, logprobs=20)).encode()
-        connection.sendall(
-            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-        )
-        wait_until(lambda: engine._scheduler._texts)
+@pytest.mark.parametrize("path", [PATH, "/detokenize"])
+def test_who_never_reads_is_given_up(engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """While texts are written, or with an answer that is ready: the connection ends, though the client is there."""
+    monkeypatch.setattr("pystaged.server.settings.STALL", 1.0)
+    with live(engine) as server:
+        before = psutil.Process().num_fds()
+        connection = server.raw(window=1 << 12)
+        request = endless(stream=True, n=16, logprobs=20) if path == PATH else {"tokens": [5] * 1_000_000}
+        data = json.dumps(request).encode()
+        connection.sendall(head(len(data), path) + data)
+        wait_until(lambda: psutil.Process().num_fds() == before + 2)
+        wait_until(lambda: psutil.Process().num_fds() == before + 1)
         wait_until(lambda: is_idle(engine))
         connection.close()
 
 
-def test_a_failure_in_the_middle_is_an_event(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"), [(GrammarError("too complex"), "too complex"), (ValueError("secret"), "its log says more")]
+)
+def test_a_failure_in_the_middle_is_an_event(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
     with live(engine) as server:
         calls = []
 
         def fail(*_: object) -> Any:
             calls.append(1)
             if len(calls) > 2:
-                raise ValueError("it broke")
+                raise error
             return {"index": 0, "text": "x", "logprobs": None, "finish_reason": None}
 
         monkeypatch.setattr("pystaged.server.completions.CompletionAnswer.part", fail)
         data = server.send("POST", PATH, body(2, stream=True, temperature=0)).read().decode()
         last = data.rstrip().split("\n\n")[-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["message"] == "it broke"
+        assert words in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert "secret" not in data
         assert "[DONE]" not in data
 
 

@@ -11,11 +11,9 @@ from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
-import uvicorn
-
 from pystaged.engine import Engine
+from pystaged.server import run
 from pystaged.server.app import application
-from pystaged.server.run import bound
 from pystaged.server.settings import Settings
 
 NAME = "tiny"
@@ -26,9 +24,8 @@ SECONDS = 120
 def live(engine: Engine, **settings: Any) -> Iterator[Server]:
     """A server for as long as the context lasts."""
     app = application(engine, Settings(NAME, **settings))
-    listener = bound("127.0.0.1", 0)
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
-    running = uvicorn.Server(config)
+    listener = run.bound("127.0.0.1", 0)
+    running = run.Server(app, grace=1)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
