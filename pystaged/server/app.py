@@ -136,11 +136,11 @@ class _Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         asked = await self._read(request, TokenizeRequest)
-        return _json(await run_sync(tokens.tokenize, self._state, asked))
+        return await run_sync(lambda: _json(tokens.tokenize(self._state, asked)))
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self._read(request, DetokenizeRequest)
-        return _json(await run_sync(tokens.detokenize, self._state, asked))
+        return await run_sync(lambda: _json(tokens.detokenize(self._state, asked)))
 
     async def completions(self, request: Request) -> Reply:
         return await self._text(request, CompletionRequest, completions.begin)
@@ -220,13 +220,15 @@ def _no_number(name: str) -> NoReturn:
 
 def _invalid(error: ValidationError) -> ApiError:
     """What is wrong with a request, of the first member that is."""
-    # Of the forms that a member may have, the one that fits best fails last.
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    worst = max(errors, key=lambda each: len(each["loc"]))
-    # Forms are named by their types.
-    parts = [part for part in worst["loc"] if isinstance(part, int) or _MEMBER.fullmatch(part)]
+    found: list[tuple[list[str | int], str]] = []
+    for each in error.errors(include_url=False, include_context=False, include_input=False):
+        # The forms that a member may have are named by their types, too.
+        path = [part for part in each["loc"] if isinstance(part, int) or _MEMBER.fullmatch(part)]
+        found.append((path, each["msg"]))
+    # The form that fits best fails last.
+    parts, words = max(found, key=lambda each: (len(each[0]), [part for part in each[0] if isinstance(part, int)]))
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
-    return ApiError(400, f"{name or 'the request'}: {worst['msg']}", param=str(parts[0]) if parts else None)
+    return ApiError(400, f"{name or 'the request'}: {words}", param=str(parts[0]) if parts else None)
 
 
 def _json(value: Any) -> Response:

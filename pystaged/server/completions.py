@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pystaged._core import ContextFullError
 from pystaged.decoding.tree import Stage
 from pystaged.engine import Prompt
 from pystaged.result import GenerationResult, Piece
@@ -15,6 +14,7 @@ from pystaged.server.logprobs import CompletionLogprobs, joined
 from pystaged.server.options import begun, checked, text_options
 from pystaged.server.state import State
 from pystaged.server.wire import MOST_TEXTS, CompletionRequest
+from pystaged.stats import GenerationStats
 from pystaged.streams import Writer
 
 _USUAL = 16  # tokens, as OpenAI has it
@@ -54,10 +54,12 @@ def texts(
     tokens = []
     for prompt in prompts:
         try:
-            tokens.append(engine.encode(prompt))
-        except ContextFullError:
-            count = len(engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-            raise too_long(count, engine.n_ctx, "prompt") from None
+            ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            if len(ids) > engine.n_ctx:
+                raise too_long(len(ids), engine.n_ctx, "prompt")
+            tokens.append(engine.encode(ids))
+        except UnicodeError:
+            raise ApiError(400, "the prompt is not valid Unicode text", param="prompt") from None
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error), param="prompt") from None
     form = "grammar" if request.grammar is not None else "json_schema"
@@ -85,10 +87,10 @@ class CompletionAnswer(Answer):
         self._prompts = prompts
         self._logprobs = [CompletionLogprobs(self.tokenizer) for _ in writers]
 
-    def results(self) -> list[GenerationResult]:
-        found = super().results()
-        for result in found if self._is_silent else []:
-            result.stats.cut([Stage.TARGET] * result.stats.new_tokens)
+    def stats(self) -> list[GenerationStats]:
+        found = super().stats()
+        for stats in found if self._is_silent else []:
+            stats.cut([Stage.TARGET] * stats.new_tokens)
         return found
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:

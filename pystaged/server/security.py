@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +14,7 @@ from pystaged.server.errors import ApiError
 from pystaged.server.reply import Sender
 from pystaged.server.settings import Settings
 
+_HOST = re.compile(r"([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
 _PUBLIC = ("/", "/health", "/v1/health")
 
 
@@ -69,10 +70,8 @@ class Guard:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
+        found = _HOST.fullmatch(host.lower())
+        name = found[1].strip("[]") if found else ""
         return name in self._hosts or name.endswith(".localhost") or _is_address(name)
 
     def _has_key(self, headers: Headers) -> bool:
@@ -81,7 +80,7 @@ class Guard:
         if scheme.lower() == "bearer":
             given = token.strip()
         # Compared with all of them, so that the time tells nothing.
-        matches = [hmac.compare_digest(given.encode("utf-8", "replace"), key) for key in self._keys]
+        matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]  # the bytes as they came
         return any(matches)
 
 

@@ -6,6 +6,7 @@ import json
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -131,6 +132,20 @@ def test_a_turn_that_never_comes(engine: Engine) -> None:
         status, answer = server.ask(PATH, body(1))
         assert (status, answer["error"]["code"]) == (503, "queue_timeout")
         first.close()
+
+
+def test_texts_of_a_request_may_wait_for_each_other(engine: Engine) -> None:
+    """The time to wait is over, but the first text has begun."""
+    with live(engine, parallel=1, queue_timeout=0.1) as server:
+        found: list[tuple[int, Any]] = []
+        asks = threading.Thread(target=lambda: found.append(server.ask(PATH, body(1, n=3))))
+        with held(engine):
+            asks.start()
+            wait_until(lambda: measured(server, "requests_deferred") == 2)
+            time.sleep(0.3)
+        asks.join()
+        assert found[0][0] == 200
+        assert len(found[0][1]["choices"]) == 3
 
 
 def test_a_request_that_is_never_finished(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
