@@ -142,6 +142,48 @@ def test_a_request_that_is_never_finished(engine: Engine) -> None:
         connection.close()
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_head_that_is_never_finished(engine: Engine, before: int) -> None:
+    """By a client that is silent, or has always a little more to say, in its first request or another one."""
+    with live(engine, stall_timeout=1.0) as server:
+        connections = [server.raw() for _ in range(2)]
+        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+        for connection in connections:
+            for _ in range(before):
+                connection.sendall(whole + b"\r\n")
+                answer = b""
+                while not answer.endswith(b"}"):
+                    answer += connection.recv(1 << 16)
+        connections[0].sendall(whole)
+        connections[1].sendall(whole)
+        connections[1].settimeout(0.01)
+        is_open = True
+        while is_open:
+            try:
+                connections[1].sendall(b"a: b\r\n")
+                is_open = bool(connections[1].recv(1))
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                is_open = False
+        assert not connections[0].recv(1)
+        assert server.ask("/health")[0] == 200
+        with server.raw() as silent:
+            assert not silent.recv(1)
+        for connection in connections:
+            connection.close()
+
+
+def test_a_text_may_take_longer_than_a_head(engine: Engine) -> None:
+    with live(engine, stall_timeout=0.1) as server:
+        with held(engine):
+            connection = asked(server, body(3))
+            wait_until(lambda: measured(server, "requests_processing"))
+            threading.Event().wait(0.3)
+        assert b" 200 " in connection.recv(1 << 16)
+        connection.close()
+
+
 def test_a_stream_that_waits_shows_that_the_server_is_there(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pystaged.server.reply._PING", 0.02)
     with live(engine) as server:

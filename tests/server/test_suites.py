@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,16 @@ def run(module: str, *arguments: str, **environment: str) -> str:
     check = subprocess.run([PYTHON, "-c", f"import {module.partition(' ')[0]}"], capture_output=True, check=False)
     if check.returncode:
         pytest.skip(f"{module} is not installed")
-    command = [PYTHON, *arguments]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | OFFLINE | environment,
-    )
+    with tempfile.TemporaryDirectory() as folder:  # some leave files where they run
+        done = subprocess.run(
+            [PYTHON, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+            cwd=folder,
+            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | OFFLINE | environment,
+        )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -87,7 +89,7 @@ INSTRUCTOR = """
 import instructor, openai, sys
 from typing import Literal
 from pydantic import BaseModel
-class Answer(BaseModel):
+class Answer(BaseModel, extra="forbid"):  # a small model would not stop to add properties
     city: Literal["Rome", "Oslo"]
     size: Literal[1, 2, 3]
 for mode in (instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
