@@ -56,10 +56,11 @@ class Written:
 class Figures:
     """Texts written together.
 
-    texts: how many. way: "plain", "drafted", SERVED or a peer's. tokens_per_second: of all together, while all write; of_each:
-    of a text, in the mean, from its first token to its last; overall: of all, prompts included.
+    texts: how many. way: "plain", "drafted", SERVED or a peer's. tokens_per_second: of all together, while all write;
+    of_each: of a text, in the mean, from its first token to its last; overall: of all, prompts included.
     first_token_seconds: median time from the prompt to the first token; longest_gap_seconds: between tokens of a text.
-    different: texts that are not, up to their ends, what the first way wrote for the same prompt. passes: what was shared, of ours.
+    different: texts that are not, up to their ends, what the first way wrote for the same prompt. passes: what was
+    shared, of ours.
     newcomer_seconds, newcomer_gap_seconds: where a prompt arrived beside them, its time to the first token, and their
     longest gap between tokens from when it arrived until then.
     """
@@ -123,18 +124,23 @@ class TextsReport:
                 beside.add_row(each.way, f"{1e3 * each.newcomer_seconds:.0f}", f"{1e3 * each.newcomer_gap_seconds:.0f}")
         if beside.row_count:
             yield beside
-        headings = ("texts", "tokens/s", "% of drafted here", "x llama-server's", "first ms", "llama-server's")
-        served = Table(*headings, title=f"{SERVED}, over HTTP", box=None)
+        yield from self._served()
+
+    def _served(self) -> Iterator[Table]:
+        """The server beside the engine in this process and llama-server, by texts at once."""
+        table = Table(title=f"{SERVED}, over HTTP", box=None)
+        for heading in ("texts", "tokens/s", "% of drafted here", "x llama-server's", "first ms", "llama-server's"):
+            table.add_column(heading)
         alone = {(each.texts, each.way): each for each in self.figures if each.newcomer_seconds is None}
         for (count, way), each in alone.items():
             if way == SERVED:
                 here, peer = alone[count, "drafted"], alone.get((count, _PEER))
                 share = f"{100 * each.tokens_per_second / here.tokens_per_second:.1f}"
-                times = f"{each.tokens_per_second / peer.tokens_per_second:.2f}" if peer else "-"
+                gain = f"{each.tokens_per_second / peer.tokens_per_second:.2f}" if peer else "-"
                 first = [f"{1e3 * one.first_token_seconds:.0f}" if one else "-" for one in (each, peer)]
-                served.add_row(str(count), f"{each.tokens_per_second:.1f}", share, times, *first)
-        if served.row_count:
-            yield served
+                table.add_row(str(count), f"{each.tokens_per_second:.1f}", share, gain, *first)
+        if table.row_count:
+            yield table
 
 
 def _shared(passes: dict[str, float] | None) -> tuple[str, str]:
