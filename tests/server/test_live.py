@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import random
 import socket
+import statistics
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -17,6 +22,7 @@ from support.server import Server, events, live, wait_until
 from pystaged.engine import Engine
 
 PATH = "/v1/completions"
+_MOST_GROWTH = 8 << 20  # bytes, by which 400 requests may change what a process has
 PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12, "zwölf"]
 
 
@@ -235,63 +241,108 @@ def test_a_failure_in_the_middle_is_an_event(engine: Engine, monkeypatch: pytest
         assert "[DONE]" not in data
 
 
-def test_two_hundred_requests_of_sixteen_clients(engine: Engine) -> None:
-    """A third leave in the middle, some misbehave; every text that is finished is the one made alone."""
-    expected = {i: written(engine, i) for i in range(200)}
-    found: dict[int, str] = {}
-    chooses = random.Random(5)
-    jobs = list(range(200))
-    chooses.shuffle(jobs)
-    lock = threading.Lock()
-    failures: list[BaseException] = []
+class Clients:
+    """200 requests by 16 clients: a third leave in the middle, some are hostile.
 
-    def client(server: Server) -> None:
-        try:
-            while True:
-                with lock:
-                    if not jobs:
-                        return
-                    i = jobs.pop()
-                hostile.get(i % 25, ask)(server, i)
-        except BaseException as error:
-            failures.append(error)
+    found: texts by the number of their request. gaps: seconds between the tokens of a stream.
+    """
 
-    def ask(server: Server, i: int) -> None:
-        if i % 3 == 1:
-            response = server.send("POST", PATH, body(i, stream=True))
-            response.read(200 if i % 2 else 1)
-            response.close()
-        elif i % 2:
-            parts = server.events(PATH, body(i))
-            found[i] = "".join(part["choices"][0]["text"] for part in parts)
-        else:
-            found[i] = server.ask(PATH, body(i))[1]["choices"][0]["text"]
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.found: dict[int, str] = {}
+        self.gaps: list[float] = []
+        self._jobs = list(range(200))
+        random.Random(5).shuffle(self._jobs)
+        self._lock = threading.Lock()
+        self._failures: list[BaseException] = []
+        self._open: list[socket.socket] = []
 
-    def large(server: Server, _: int) -> None:
-        assert server.ask(PATH, {"prompt": "x" * (1 << 16)})[0] == 413
-
-    def broken(server: Server, _: int) -> None:
-        assert server.ask(PATH, b'{"prompt": ')[0] == 400
-
-    def half(server: Server, _: int) -> None:
-        connection = server.raw()
-        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Le".encode())
-        connection.close()
-
-    hostile: dict[int, Callable[[Server, int], None]] = {4: large, 11: broken, 18: half}
-    with live(engine, parallel=8, queue=256, max_body=1 << 15) as server:
-        threads = [threading.Thread(target=client, args=(server,)) for _ in range(16)]
-        before = psutil.Process().num_fds()
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._client) for _ in range(16)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert not failures, failures
-        assert len(found) > 100
-        assert found == {i: expected[i] for i in found}
-        wait_until(lambda: is_idle(engine))
-        wait_until(lambda: psutil.Process().num_fds() <= before)
+        assert not self._failures, self._failures
+        for connection in self._open:
+            connection.close()
+
+    def _client(self) -> None:
+        hostile = {4: self._large, 11: self._broken, 18: self._half, 20: self._slow}
+        try:
+            while True:
+                with self._lock:
+                    if not self._jobs:
+                        return
+                    i = self._jobs.pop()
+                hostile.get(i % 25, self._ask)(i)
+        except BaseException as error:
+            self._failures.append(error)
+
+    def _ask(self, i: int) -> None:
+        if i % 3 == 1:
+            response = self._server.send("POST", PATH, body(i, stream=True))
+            response.read(200 if i % 2 else 1)
+            response.close()
+        elif i % 2:
+            response = self._server.send("POST", PATH, body(i, stream=True))
+            lines, times = [], []
+            for line in response:
+                lines.append(line)
+                times += [time.monotonic()] if b'"text":' in line else []
+            self.gaps += [after - before for before, after in pairwise(times)]
+            self.found[i] = "".join(part["choices"][0]["text"] for part in events(b"".join(lines)))
+        else:
+            self.found[i] = self._server.ask(PATH, body(i))[1]["choices"][0]["text"]
+
+    def _large(self, _: int) -> None:
+        assert self._server.ask(PATH, {"prompt": "x" * (1 << 16)})[0] == 413
+
+    def _broken(self, _: int) -> None:
+        assert self._server.ask(PATH, b'{"prompt": ')[0] == 400
+
+    def _half(self, i: int) -> None:
+        connection = self._server.raw()
+        connection.sendall(head(100)[: 40 if i % 2 else None])
+        self._open.append(connection)  # and says no more
+
+    def _slow(self, i: int) -> None:
+        response = self._server.send("POST", PATH, body(i, stream=True, logprobs=20))
+        data = b""
+        while part := response.read(100):
+            data += part
+            threading.Event().wait(0.001)
+        self.found[i] = "".join(part["choices"][0]["text"] for part in events(data))
+
+
+def used(process: psutil.Process) -> int:
+    """Bytes that this process has, without what the allocator keeps for later."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # glibc's alone
+        ctypes.CDLL(None).malloc_trim(0)
+    return int(process.memory_info().rss)
+
+
+def test_two_hundred_requests_of_sixteen_clients(engine: Engine) -> None:
+    """Every text that is finished is the one made alone, and nothing is left behind."""
+    expected = {i: written(engine, i) for i in range(200)}
+    me = psutil.Process()
+    resident: list[int] = []
+    with live(engine, parallel=8, queue=256, max_body=1 << 15) as server:
+        before = me.num_fds()
+        for _ in range(4):
+            clients = Clients(server)
+            clients.run()
+            assert len(clients.found) > 100
+            assert clients.found == {i: expected[i] for i in clients.found}
+            wait_until(lambda: is_idle(engine))
+            wait_until(lambda: me.num_fds() <= before)
+            resident.append(used(me))
+            gap = statistics.quantiles(clients.gaps, n=20)[-1]
+            words = f"gaps between tokens: p95 {1e3 * gap:.1f} ms; resident: {resident[-1] / (1 << 20):.1f} MiB"
+            print(words)  # noqa: T201
         assert engine._contexts.num_bytes <= engine.kv_memory
+    assert resident[-1] - resident[1] < _MOST_GROWTH
 
 
 def test_a_log_has_a_line_for_each_request(engine: Engine) -> None:
