@@ -19,13 +19,15 @@ from starlette.routing import Route
 import pystaged
 from pystaged.engine import Engine
 from pystaged.loading.metadata import read_metadata
-from pystaged.server import chats, completions, native, tokens
+from pystaged.server import chats, completions, messages, native, responses, tokens
 from pystaged.server.answers import ModelCard
 from pystaged.server.errors import ApiError, explained
+from pystaged.server.messages import MessageRequest
 from pystaged.server.openapi import describe
 from pystaged.server.options import renamed
 from pystaged.server.page import page
 from pystaged.server.reply import Reply, Sender, encoded
+from pystaged.server.responses import ResponseRequest
 from pystaged.server.security import Guard
 from pystaged.server.settings import Settings
 from pystaged.server.state import State
@@ -51,6 +53,9 @@ def application(engine: Engine, settings: Settings) -> Starlette:
         ("/health", server.health, "GET"),
         ("/completions", server.completions, "POST"),
         ("/chat/completions", server.chats, "POST"),
+        ("/responses", server.responses, "POST"),
+        ("/messages", server.messages, "POST"),
+        ("/messages/count_tokens", server.count_tokens, "POST"),
     ]
     routes = [Route(prefix + path, run, methods=[method]) for path, run, method in both for prefix in ("/v1", "")]
     routes += [
@@ -148,6 +153,16 @@ class _Endpoints:
 
     async def chats(self, request: Request) -> Reply:
         return await self._text(request, ChatRequest, chats.begin)
+
+    async def responses(self, request: Request) -> Reply:
+        return await self._text(request, ResponseRequest, responses.begin)
+
+    async def messages(self, request: Request) -> Reply:
+        return await self._text(request, MessageRequest, messages.begin)
+
+    async def count_tokens(self, request: Request) -> Response:
+        asked = await self._read(request, MessageRequest)
+        return _json(await run_sync(messages.count, self._state, asked))
 
     async def _text(self, request: Request, kind: type[Any], begin: Callable[[State, Any], Any]) -> Reply:
         begun = time.monotonic()

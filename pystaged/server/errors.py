@@ -49,13 +49,14 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.headers = status, headers or {}
         self.body = {
+            "type": "error",
             "error": {
                 "message": message,
                 "type": kind or _KINDS[status],
                 "param": param,
                 "code": code or status,
                 **more,
-            }
+            },
         }
 
     def json(self) -> bytes:

@@ -24,7 +24,11 @@ class Sender:
 
     Args:
         stall: seconds that the client may take to accept what it is sent.
+
+    names_events: whether events are named by their types.
     """
+
+    names_events = False
 
     def __init__(self, send: Send, stall: float) -> None:
         self._send, self._stall = send, stall
@@ -41,7 +45,8 @@ class Sender:
 
     async def event(self, data: Any) -> None:
         """One event of an answer that comes in parts."""
-        await self._part(b"data: " + encoded(data) + b"\n\n")
+        name = f"event: {data['type']}\n".encode() if self.names_events else b""
+        await self._part(name + b"data: " + encoded(data) + b"\n\n")
 
     async def ping(self) -> None:
         """A comment, which clients ignore."""
@@ -58,7 +63,8 @@ class Sender:
             await self.whole(error.json(), error.status, error.headers)
         elif self._is_in_parts:  # to a whole answer nothing can be added
             async with self._lock:
-                await self._pass(b"data: " + error.json() + b"\n\n", more=False)
+                name = b"event: error\n" if self.names_events else b""
+                await self._pass(name + b"data: " + error.json() + b"\n\n", more=False)
 
     async def _part(self, data: bytes) -> None:
         # An event must not be cut in two by a ping.
