@@ -117,14 +117,18 @@ async def _loading(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class _Protocol(H11Protocol):
-    """Leaves clients that begin a request and do not go on; uvicorn leaves only those that begin none after another."""
+    """Leaves clients that begin a request and do not go on, or do not take the end of an answer; uvicorn leaves only
+    those that begin no request after another."""
 
     patience: float  # seconds
     _deadline: asyncio.TimerHandle | None = None
+    _next_look: asyncio.TimerHandle
+    _was_closing = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._wait()
+        self._look()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -133,6 +137,7 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_waiting()
+        self._next_look.cancel()
 
     def _wait(self) -> None:
         """From when the client's turn began, whatever little it sends."""
@@ -140,6 +145,13 @@ class _Protocol(H11Protocol):
             self._stop_waiting()
         elif self._deadline is None and not self.transport.is_closing():
             self._deadline = self.loop.call_later(self.patience, self.transport.close)
+
+    def _look(self) -> None:
+        """What is being closed is closed when all is sent, which a client can put off for ever."""
+        if self._was_closing:
+            self.transport.abort()
+        self._was_closing = self.transport.is_closing()
+        self._next_look = self.loop.call_later(self.patience, self._look)
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:

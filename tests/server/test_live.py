@@ -214,13 +214,16 @@ def test_who_does_not_read_holds_nobody_up(engine: Engine) -> None:
 
 def test_who_never_reads_is_given_up(engine: Engine) -> None:
     with live(engine, stall_timeout=0.3) as server:
-        connection = server.raw()
+        assert server.ask("/health")[0] == 200
+        before = psutil.Process().num_fds()
+        connection = server.raw(window=1 << 12)
         data = json.dumps(endless(stream=True, n=16, logprobs=20)).encode()
         connection.sendall(
             f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
         )
         wait_until(lambda: engine._scheduler._texts)
         wait_until(lambda: is_idle(engine))
+        wait_until(lambda: psutil.Process().num_fds() == before + 1)  # this side's
         connection.close()
 
 
