@@ -186,9 +186,9 @@ class Writer:
         return self._tokens
 
     @property
-    def met_stop_string(self) -> bool:
-        """Whether a stop string has ended the text."""
-        return self._buffer.stopped
+    def met_stop_string(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._buffer.met
 
     def result(self) -> GenerationResult:
         """What is written by now."""

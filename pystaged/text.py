@@ -34,7 +34,12 @@ class TextBuffer:
         # A model may write invalid UTF-8; then, as in a terminal, a replacement character stands for it.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
-        self.stopped = False
+        self.met: str | None = None  # the stop string that ended the text
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.met is not None
 
     def push(self, data: bytes) -> str:
         """Take the bytes of a token; returns the text that is now certain."""
@@ -54,10 +59,10 @@ class TextBuffer:
     def _release(self, *, final: bool) -> str:
         if self.stopped:
             return ""
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            return self._held[: min(found)]
+            at, self.met = min(found)
+            return self._held[:at]
         keep = 0 if final else max((_overlap(self._held, stop) for stop in self._stop), default=0)
         end = len(self._held) - keep
         text, self._held = self._held[:end], self._held[end:]

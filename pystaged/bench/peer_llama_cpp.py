@@ -37,7 +37,7 @@ class Runner:
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self._server = Server(command(setup) + setup["arguments"])
+        self._server = Server([*command(setup), "-np", "1", *setup["arguments"]])
 
     def run(self, job: dict[str, Any]) -> Measurement:
         sampling = job["sampling"]
@@ -70,33 +70,34 @@ class Runner:
 
 
 class Server:
-    """llama-server on a free port of this machine.
+    """llama-server, or one that understands the same, on a free port of this machine.
 
     Args:
         command: the program and its options.
-        slots: requests that it works on at once.
         output: where what it prints goes, as in Popen.
+        name: for errors.
 
     Raises:
         RuntimeError: it does not become ready.
     """
 
-    def __init__(self, command: list[str], slots: int = 1, output: int | None = None) -> None:
+    def __init__(self, command: list[str], output: int | None = None, name: str = "llama-server") -> None:
+        self._name = name
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
         # Only this machine is asked, whatever proxy is set.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        command = [*command, "--host", "127.0.0.1", "--port", str(port), "-np", str(slots)]
+        command = [*command, "--host", "127.0.0.1", "--port", str(port)]
         self.process = subprocess.Popen(command, stdout=output, stderr=output)
         deadline = time.monotonic() + _SECONDS_TO_LOAD
         while not self._ready():
             if self.process.poll() is not None:
-                raise RuntimeError(f"llama-server ended with {self.process.returncode} while loading")
+                raise RuntimeError(f"{name} ended with {self.process.returncode} while loading")
             if time.monotonic() > deadline:
                 self.close()
-                raise RuntimeError("llama-server does not become ready")
+                raise RuntimeError(f"{name} does not become ready")
             time.sleep(0.1)
 
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -120,11 +121,11 @@ class Server:
             with self._opener.open(urllib.request.Request(f"{self._url}/completion", data, headers)) as response:
                 yield response
         except urllib.error.HTTPError as error:
-            raise RuntimeError(f"llama-server refused: {error.read().decode('utf-8', 'replace')[:200]}") from error
+            raise RuntimeError(f"{self._name} refused: {error.read().decode('utf-8', 'replace')[:200]}") from error
         except (urllib.error.URLError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
-            raise RuntimeError(f"llama-server ended with {self.process.poll()}: {error}") from error
+            raise RuntimeError(f"{self._name} ended with {self.process.poll()}: {error}") from error
 
     def close(self) -> None:
         """End it."""

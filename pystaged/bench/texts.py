@@ -1,16 +1,18 @@
-"""Many texts at once: tokens per second of all and of each, with and without drafting, beside llama-server's slots."""
+"""Many texts at once: tokens per second of all and of each, with and without drafting, through the server, and beside
+llama-server's slots."""
 
 from __future__ import annotations
 
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +30,8 @@ from pystaged.streams import Writer
 
 BESIDE = 4  # texts beside which a prompt arrives
 _BEGUN = 8  # tokens that each of them has written by then
+SERVED = "pystaged serve"
+_PEER = "llama-server, plain"
 _ROOM = 64  # positions left for the last tree
 _LONGEST = 8  # times the tokens asked for, which a text may write until all others have written theirs
 
@@ -52,10 +56,11 @@ class Written:
 class Figures:
     """Texts written together.
 
-    texts: how many. way: "plain", "drafted" or a peer's. tokens_per_second: of all together, while all write; of_each:
-    of a text, in the mean, from its first token to its last; overall: of all, prompts included.
+    texts: how many. way: "plain", "drafted", SERVED or a peer's. tokens_per_second: of all together, while all write;
+    of_each: of a text, in the mean, from its first token to its last; overall: of all, prompts included.
     first_token_seconds: median time from the prompt to the first token; longest_gap_seconds: between tokens of a text.
-    different: texts that are not what the first way wrote for the same prompt. passes: what was shared, of ours.
+    different: texts that are not, up to their ends, what the first way wrote for the same prompt. passes: what was
+    shared, of ours.
     newcomer_seconds, newcomer_gap_seconds: where a prompt arrived beside them, its time to the first token, and their
     longest gap between tokens from when it arrived until then.
     """
@@ -107,7 +112,7 @@ class TextsReport:
                 speed = f"{each.tokens_per_second / one:.2f}" if one else "-"
                 figures = (f"{each.tokens_per_second:.1f}", speed, f"{each.of_each:.1f}")
                 table.add_row(str(each.texts), each.way, *figures, *times, *_shared(each.passes))
-        different = sum(each.different for each in self.figures if each.passes)
+        different = sum(each.different for each in self.figures if each.passes or each.way == SERVED)
         table.caption = "tokens/s: of all together, while all write; " + (
             f"{different} of our texts differ from plain ones" if different else "our texts are the plain ones"
         )
@@ -119,6 +124,23 @@ class TextsReport:
                 beside.add_row(each.way, f"{1e3 * each.newcomer_seconds:.0f}", f"{1e3 * each.newcomer_gap_seconds:.0f}")
         if beside.row_count:
             yield beside
+        yield from self._served()
+
+    def _served(self) -> Iterator[Table]:
+        """The server beside the engine in this process and llama-server, by texts at once."""
+        table = Table(title=f"{SERVED}, over HTTP", box=None)
+        for heading in ("texts", "tokens/s", "% of drafted here", "x llama-server's", "first ms", "llama-server's"):
+            table.add_column(heading)
+        alone = {(each.texts, each.way): each for each in self.figures if each.newcomer_seconds is None}
+        for (count, way), each in alone.items():
+            if way == SERVED:
+                here, peer = alone[count, "drafted"], alone.get((count, _PEER))
+                share = f"{100 * each.tokens_per_second / here.tokens_per_second:.1f}"
+                gain = f"{each.tokens_per_second / peer.tokens_per_second:.2f}" if peer else "-"
+                first = [f"{1e3 * one.first_token_seconds:.0f}" if one else "-" for one in (each, peer)]
+                table.add_row(str(count), f"{each.tokens_per_second:.1f}", share, gain, *first)
+        if table.row_count:
+            yield table
 
 
 def _shared(passes: dict[str, float] | None) -> tuple[str, str]:
@@ -139,6 +161,7 @@ def measure(
     threads: int = 0,
     llama_server: Path | None = None,
     prompt_beside: int = 0,
+    served: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> TextsReport:
     """Write texts together, in each way in turn so that a drift of the machine falls on all alike.
@@ -149,6 +172,7 @@ def measure(
         repeats: of everything; medians are reported.
         llama_server: the program; it takes part, plainly and with the draft, too.
         prompt_beside: tokens of a prompt that arrives beside texts that are being written; 0 for none.
+        served: `pystaged serve` takes part, in a process of its own, with the draft.
         progress: told what is being done.
 
     Raises:
@@ -165,18 +189,19 @@ def measure(
         most = min(_LONGEST * max_tokens, engine.n_ctx - longest + max_tokens)
         config = GenerationConfig(max_tokens=most, temperature=temperature)
         setup: dict[str, Any] = {"model": str(model), "draft": str(draft) if draft else None, "program": llama_server}
+        setup |= {"served": served, "ends": frozenset(engine.tokenizer.end_tokens.tolist())}
         setup |= {"threads": engine.model.num_threads, "max_tokens": max_tokens}
         setup["n_ctx"] = min(longest - max_tokens + most + _ROOM, engine.n_ctx)
         found: list[Figures] = []
         for count in counts:
             batch = [prompts[i % len(prompts)] for i in range(count)]
             with _ways(engine, config, setup, count, progress) as ways:
-                found += _figures(ways, batch, None, repeats, progress)
+                found += _figures(ways, batch, None, repeats, setup["ends"], progress)
         if prompt_beside:
             others = [prompts[i % len(prompts)] for i in range(BESIDE)]
             newcomer = np.resize(np.concatenate(prompts[::-1]), prompt_beside)
             with _ways(engine, config, setup, BESIDE + 1, progress) as ways:
-                found += _figures(ways, others, newcomer, repeats, progress)
+                found += _figures(ways, others, newcomer, repeats, setup["ends"], progress)
         about: dict[str, Any] = {
             "machine": conditions.machine(),
             "versions": conditions.versions(),
@@ -203,12 +228,14 @@ def _ways(
             Ours(name, engine, replace(config, speculate=name == "drafted"), setup["max_tokens"])
             for name in ("plain", "drafted")
         ]
+        names = [SERVED] if setup["served"] else []
         if setup["program"]:
-            for name in ("plain", "draft-simple") if setup["draft"] else ("plain",):
-                try:
-                    ways.append(stack.enter_context(closing(LlamaServer(name, setup, config, count))))
-                except RuntimeError as error:
-                    progress(f"llama-server, {name}, takes no part: {error}")
+            names += [_PEER, *(["llama-server, draft-simple"] if setup["draft"] else [])]
+        for name in names:
+            try:
+                ways.append(stack.enter_context(closing(Slots(name, setup, config, count))))
+            except RuntimeError as error:
+                progress(f"{name} takes no part: {error}")
         yield ways
 
 
@@ -217,6 +244,7 @@ def _figures(
     prompts: Sequence[Tokens],
     newcomer: Tokens | None,
     repeats: int,
+    ends: frozenset[int],
     progress: Callable[[str], None],
 ) -> list[Figures]:
     found: dict[str, list[Figures]] = {way.name: [] for way in ways}
@@ -234,7 +262,7 @@ def _figures(
                 progress(f"{way.name} takes no part any more: {error}")
                 ways.remove(way)
                 continue
-            expected = expected or [each.tokens for each in written]
+            expected = expected or [list(takewhile(lambda token: token not in ends, each.tokens)) for each in written]
             different = sum(
                 any(ours != plain for ours, plain in zip(each.tokens, tokens, strict=False))
                 for each, tokens in zip(written, expected, strict=True)
@@ -325,21 +353,32 @@ class Ours:
         return Writer(self._engine, prompt, self._config, is_end=lambda _: False)
 
 
-class LlamaServer:
-    """Requests to as many slots of llama-server.
+class Slots:
+    """Requests to a server that writes so many texts at once.
 
     Args:
-        way: "plain", or the kind of speculation.
+        name: SERVED, or llama-server's with the kind of speculation.
         setup: program, model, draft (path or None), threads, n_ctx of each slot, and max_tokens that each is to write.
         slots: how many.
+
+    Raises:
+        RuntimeError: it does not become ready.
     """
 
-    def __init__(self, way: str, setup: dict[str, Any], config: GenerationConfig, slots: int) -> None:
-        self.name, self._config, self._least = f"llama-server, {way}", config, setup["max_tokens"]
-        mine = setup | {"n_ctx": setup["n_ctx"] * slots}
-        speculation = ["--spec-type", way] if way != "plain" else []
-        mine |= {} if speculation else {"draft": None}
-        self._server = Server([*command(mine), *speculation], slots, subprocess.DEVNULL)
+    def __init__(self, name: str, setup: dict[str, Any], config: GenerationConfig, slots: int) -> None:
+        self.name, self._config, self._least = name, config, setup["max_tokens"]
+        self._options: dict[str, Any] = {}
+        if name == SERVED:
+            told = [sys.executable, "-m", "pystaged", "serve", setup["model"], "--draft", setup["draft"] or "none"]
+            told += ["--threads", str(setup["threads"]), "--n-ctx", str(setup["n_ctx"]), "--parallel", str(slots)]
+        else:
+            way = name.rpartition(" ")[2]
+            mine = setup | {"n_ctx": setup["n_ctx"] * slots}
+            speculation = ["--spec-type", way] if way != "plain" else []
+            mine |= {} if speculation else {"draft": None}
+            told = [*command(mine), "-np", str(slots), *speculation]
+            self._options = {"samplers": ["temperature"]}
+        self._server = Server(told, subprocess.DEVNULL, name.partition(",")[0])
 
     def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
         """As Way.write."""
@@ -372,11 +411,11 @@ class LlamaServer:
             "n_predict": self._config.max_tokens,
             "temperature": sampling.temperature,
             "seed": sampling.seed,
-            "samplers": ["temperature"],
             "ignore_eos": True,
             "cache_prompt": False,
             "return_tokens": True,
             "stream": True,
+            **self._options,
         }
         for part in self._server.stream(request):
             if tokens := part.get("tokens"):

@@ -201,6 +201,7 @@ def texts(
         int,
         typer.Option(min=0, help="Tokens of a prompt that arrives beside 4 texts; 0 for none.", callback=check),
     ] = 0,
+    served: Annotated[bool, typer.Option("--served", help="pystaged serve takes part, spoken to over HTTP.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write many texts at once: tokens per second of all and of each, time to the first token, with and without
@@ -209,6 +210,8 @@ def texts(
     Example: pystaged bench texts --model llama1b --texts 1,8 --llama-cpp ~/llama.cpp/build/bin
 
     Example: pystaged bench texts --model grown-smollm2 --texts 4 --prompt-beside 4000
+
+    Example: pystaged bench texts --model grown --texts 1,8 --served --llama-cpp ~/llama.cpp/build/bin
     """
     numbers = _numbers("--texts", counts, 1, _MOST_TEXTS)
     with usage():
@@ -227,6 +230,7 @@ def texts(
         threads=threads,
         llama_server=server,
         prompt_beside=prompt_beside,
+        served=served,
         progress=report,
     )
     if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -135,7 +136,7 @@ def serve(
     try:
         from pystaged.server.app import application  # noqa: PLC0415
         from pystaged.server.run import address as address_of  # noqa: PLC0415
-        from pystaged.server.run import bound, serve  # noqa: PLC0415
+        from pystaged.server.run import answering_that_it_loads, bound, serve  # noqa: PLC0415
         from pystaged.server.security import is_loopback  # noqa: PLC0415
         from pystaged.server.settings import Settings  # noqa: PLC0415
     except ModuleNotFoundError as error:
@@ -154,24 +155,28 @@ def serve(
                 f"[bold yellow]warning:[/bold yellow] whoever reaches {address.host}:{address.port} can use this "
                 "server; --api-key asks for a key"
             )
-        with open_engine(name, loading) as engine:
-            settings = Settings(
-                alias or _name_of(name),
-                strict=strict,
-                defaults=defaults,
-                api_keys=keys,
-                allowed_hosts=[*(address.allowed_host or []), address.host],
-                cors_origins=address.cors_origin or [],
-                parallel=waiting.parallel,
-                queue=waiting.queue,
-                timeout=waiting.timeout,
-                queue_timeout=waiting.queue_timeout,
-                metrics_prefix=metrics_prefix,
-                log=report if log_requests else None,
-            )
+        settings = Settings(
+            alias or _name_of(name),
+            strict=strict,
+            defaults=defaults,
+            api_keys=keys,
+            allowed_hosts=[*(address.allowed_host or []), address.host],
+            cors_origins=address.cors_origin or [],
+            parallel=waiting.parallel,
+            queue=waiting.queue,
+            timeout=waiting.timeout,
+            queue_timeout=waiting.queue_timeout,
+            metrics_prefix=metrics_prefix,
+            log=report if log_requests else None,
+        )
+        with ExitStack() as stack:
+            with answering_that_it_loads(listener, settings):
+                engine = stack.enter_context(open_engine(name, loading))
+                app = application(engine, settings)
             serve(
-                application(engine, settings),
+                app,
                 listener,
+                stall=settings.stall_timeout,
                 grace=waiting.grace,
                 ready=lambda: _greet(engine, settings.name, address_of(listener)),
             )

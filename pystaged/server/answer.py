@@ -33,6 +33,7 @@ class Answer(ABC):
     """
 
     mark = b"data: [DONE]\n\n"  # the end of a stream
+    names_events = False
     prefix: str  # of its id
     whole_kind: str
     part_kind: str
@@ -44,7 +45,7 @@ class Answer(ABC):
         self.key = secrets.token_hex(12)
         self.tokenizer = state.engine.tokenizer
         self._seed, self._num_prompts = seed, num_prompts
-        self._created = int(time.time())
+        self.created = int(time.time())
         self._begun = time.monotonic()
         self._first: dict[int, float] = {}  # seconds until the first token of each
         self._spans = [StageSpans() for _ in writers]
@@ -81,6 +82,7 @@ class Answer(ABC):
     async def send(self, sender: Sender) -> None:
         """Write the texts and send what they become."""
         self._sender = sender
+        sender.names_events = self.names_events
         settings = self.state.settings
         try:
             await write(self.state.gate, self.writers, self, settings.queue_timeout)
@@ -175,7 +177,7 @@ class Answer(ABC):
         return {
             "id": f"{self.prefix}-{self.key}",
             "object": kind,
-            "created": self._created,
+            "created": self.created,
             "model": self.state.settings.name,
             "system_fingerprint": self.state.fingerprint,
             "choices": choices,
@@ -209,3 +211,15 @@ class Answer(ABC):
         prompt, new = sum(each.prompt_tokens for each in stats), sum(each.new_tokens for each in stats)
         cached = sum(each.reused_tokens for each in stats)
         return f", {len(stats)} texts, {prompt} tokens of prompts ({cached} were there), {new} written"
+
+
+class EventAnswer(Answer):
+    """One text whose events have names and say what happened, instead of being parts of a whole."""
+
+    mark = b""
+    names_events = True
+    whole_kind = part_kind = ""
+
+    @property
+    def _options(self) -> StreamOptions:
+        return StreamOptions()

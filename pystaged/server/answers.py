@@ -217,6 +217,7 @@ class ErrorBody(TypedDict):
 class Error(TypedDict):
     """An answer that is none."""
 
+    type: Literal["error"]
     error: ErrorBody
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -20,13 +21,15 @@ from starlette.routing import Route
 import pystaged
 from pystaged.engine import Engine
 from pystaged.loading.metadata import read_metadata
-from pystaged.server import chats, completions, native, settings, tokens
+from pystaged.server import chats, completions, messages, native, responses, tokens
 from pystaged.server.answers import ModelCard
-from pystaged.server.errors import ApiError, explained, refusal
+from pystaged.server.errors import ApiError, ending, explained, refusal
+from pystaged.server.messages import MessageRequest
 from pystaged.server.openapi import describe
 from pystaged.server.options import renamed
 from pystaged.server.page import page
 from pystaged.server.reply import Reply, Sender, encoded
+from pystaged.server.responses import ResponseRequest
 from pystaged.server.security import Guard
 from pystaged.server.settings import Settings
 from pystaged.server.state import State
@@ -53,6 +56,9 @@ def application(engine: Engine, settings: Settings) -> Starlette:
         ("/health", server.health, "GET"),
         ("/completions", server.completions, "POST"),
         ("/chat/completions", server.chats, "POST"),
+        ("/responses", server.responses, "POST"),
+        ("/messages", server.messages, "POST"),
+        ("/messages/count_tokens", server.count_tokens, "POST"),
     ]
     routes = [Route(prefix + path, run, methods=[method]) for path, run, method in both for prefix in ("/v1", "")]
     routes += [
@@ -151,6 +157,16 @@ class _Endpoints:
     async def chats(self, request: Request) -> Reply:
         return await self._text(request, ChatRequest, chats.begin)
 
+    async def responses(self, request: Request) -> Reply:
+        return await self._text(request, ResponseRequest, responses.begin)
+
+    async def messages(self, request: Request) -> Reply:
+        return await self._text(request, MessageRequest, messages.begin)
+
+    async def count_tokens(self, request: Request) -> Response:
+        asked = await self._read(request, MessageRequest)
+        return _json(await run_sync(messages.count, self._state, asked))
+
     async def _text(self, request: Request, kind: type[Any], begin: Callable[[State, Any], Any]) -> Reply:
         path, begun = request.scope["path"], time.monotonic()
         answers: list[Any] = []
@@ -176,7 +192,8 @@ class _Endpoints:
                     raise refusal(error) from None
             await answers[0].send(sender)
 
-        return Reply(work, pings=bool(asked.stream), timeout=self._state.settings.timeout, over=over)
+        settings = self._state.settings
+        return Reply(work, pings=bool(asked.stream), timeout=settings.timeout, stall=settings.stall_timeout, over=over)
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """A request's body, checked. Raises ApiError."""
@@ -198,10 +215,10 @@ class _Endpoints:
         return asked
 
     async def _body(self, request: Request) -> bytes:
-        most = self._state.settings.max_body
+        settings, most = self._state.settings, self._state.settings.max_body
         body = bytearray()
         try:
-            with anyio.fail_after(settings.STALL):
+            with anyio.fail_after(settings.stall_timeout):
                 async for part in request.stream():
                     body += part
                     if len(body) > most:
@@ -209,6 +226,8 @@ class _Endpoints:
                         raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
         except TimeoutError:
             raise ApiError(408, "the request did not come in time", headers={"Connection": "close"}) from None
+        except asyncio.CancelledError:
+            raise ending() from None
         except ClientDisconnect:
             raise ApiError(400, "the request was not finished") from None
         return bytes(body)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pystaged.chat.format import ChatTemplateError
 from pystaged.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
@@ -21,27 +24,42 @@ from pystaged.streams import Writer
 
 def begin(state: State, request: ChatRequest) -> ChatAnswer:
     """Take in a request. May take a while. Raises ApiError, and ChatTemplateError, for what cannot be answered."""
+    writers, seed = texts(state, request)
+    return ChatAnswer(state, request, writers, seed, bool(offered(request)))
+
+
+def texts(state: State, request: ChatRequest, param: str = "messages") -> tuple[list[Writer], int]:
+    """A request's texts, and the first seed. Raises as begin.
+
+    Args:
+        param: what the messages are called where they are to blame.
+    """
     engine, tools = state.engine, offered(request)
     n = request.n or 1
-    messages = told(request)
+    prompt = prompt_of(state, request, param)
+    if len(prompt) > engine.n_ctx:
+        raise too_long(len(prompt), engine.n_ctx, param)
+    of_calls = grammar(request, tools)
+    config = _config(state, request, of_calls)
+    config = replace(config, stop=(*config.stop, *engine.chat_format.stop))
+    writers = begun(engine, [prompt], config, n, "tools" if of_calls else _form(request))
+    return writers, config.sampling.seed
+
+
+def prompt_of(state: State, request: ChatRequest, param: str = "messages") -> NDArray[np.int32]:
+    """The tokens of a conversation. Raises as begin."""
+    tools, messages = offered(request), told(request)
     given = [tool.model_dump(exclude_none=True) for tool in tools]
-    chat_format = engine.chat_format
+    chat_format = state.engine.chat_format
     if (given or has_calls(messages)) and not knows_tools(chat_format):
         messages, given = messages_with(messages, given), []
     try:
-        prompt = chat_format.encode(messages, tools=given or None, template_options=request.chat_template_kwargs)
+        return chat_format.encode(messages, tools=given or None, template_options=request.chat_template_kwargs)
     except ChatTemplateError:
         raise
     except (ValueError, TypeError) as error:
-        param = "chat_template_kwargs" if str(error).startswith("template_options") else "messages"
-        raise ApiError(400, str(error), param=param) from None
-    if len(prompt) > engine.n_ctx:
-        raise too_long(len(prompt), engine.n_ctx, "messages")
-    of_calls = grammar(request, tools)
-    config = _config(state, request, of_calls)
-    config = replace(config, stop=(*config.stop, *chat_format.stop))
-    writers = begun(engine, [prompt], config, n, "tools" if of_calls else _form(request))
-    return ChatAnswer(state, request, writers, config.sampling.seed, bool(tools))
+        blamed = "chat_template_kwargs" if str(error).startswith("template_options") else param
+        raise ApiError(400, str(error), param=blamed) from None
 
 
 def _config(state: State, request: ChatRequest, of_calls: str | None) -> GenerationConfig:

@@ -50,13 +50,14 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.headers = status, headers or {}
         self.body = {
+            "type": "error",
             "error": {
                 "message": message,
                 "type": kind or _KINDS[status],
                 "param": param,
                 "code": code or status,
                 **more,
-            }
+            },
         }
 
     def json(self) -> bytes:
@@ -81,6 +82,11 @@ def too_long(num_tokens: int, n_ctx: int, param: str) -> ApiError:
         n_prompt_tokens=num_tokens,
         n_ctx=n_ctx,
     )
+
+
+def ending() -> ApiError:
+    """The server ends before the answer does."""
+    return ApiError(503, "the server ends", code="server_ends", headers={"Connection": "close"})
 
 
 def refusal(error: ValueError | TypeError | ModuleNotFoundError) -> ApiError:

@@ -7,10 +7,12 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
-from pystaged.server import answers, wire
+from pystaged.server import answers, messages, responses, wire
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {"400": "Not to be answered", "401": "No key", "413": "Too large", "429": "Too busy", "503": "Not now"}
+
+_WHOLE = ("/v1/messages/count_tokens",)  # has no events
 
 # An event's data are JSON, as the whole answer is, or the word [DONE].
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -21,6 +23,9 @@ def describe(version: str) -> dict[str, Any]:
     requests: dict[str, tuple[Any, Any]] = {
         "/v1/completions": (wire.CompletionRequest, answers.Completion),
         "/v1/chat/completions": (wire.ChatRequest, answers.ChatCompletion),
+        "/v1/responses": (responses.ResponseRequest, responses.Response),
+        "/v1/messages": (messages.MessageRequest, messages.Message),
+        "/v1/messages/count_tokens": (messages.MessageRequest, messages.TokenCount),
         "/completion": (wire.NativeRequest, list[answers.Native] | answers.Native),
         "/tokenize": (wire.TokenizeRequest, answers.Tokens),
         "/detokenize": (wire.DetokenizeRequest, answers.Detokenized),
@@ -45,7 +50,7 @@ def describe(version: str) -> dict[str, Any]:
     }
     for path, (request, _) in requests.items():
         content = _json(schemas[path, "serialization"])
-        if "completion" in path:
+        if "stream" in request.model_fields and path not in _WHOLE:
             content["text/event-stream"] = {"schema": _EVENT}
         paths[path] = {
             "post": {
@@ -56,8 +61,8 @@ def describe(version: str) -> dict[str, Any]:
         }
     for path, answer in reads.items():
         content = _json(schemas[path, "serialization"])
-        responses = {"200": {"description": "The answer", "content": content}, "401": errors["401"]}
-        paths[path] = {"get": {"summary": answer.__doc__, "responses": responses}}
+        told = {"200": {"description": "The answer", "content": content}, "401": errors["401"]}
+        paths[path] = {"get": {"summary": answer.__doc__, "responses": told}}
     metrics = {"200": {"description": "The metrics", "content": {"text/plain": {"schema": {"type": "string"}}}}}
     paths["/metrics"] = {"get": {"summary": "Metrics, for Prometheus", "responses": metrics | {"401": errors["401"]}}}
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from pystaged.config import GenerationConfig, TextOptions
 from pystaged.engine import Engine
 from pystaged.grammars import GrammarError
 from pystaged.server.errors import ApiError, unsupported
-from pystaged.server.wire import TextRequest
+from pystaged.server.wire import ChatRequest, TextRequest
 from pystaged.streams import Writer
 from pystaged.text import encode_continuation
 
@@ -54,11 +54,22 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 def renamed(body: dict[str, Any]) -> dict[str, Any]:
     """A request with other servers' names replaced. Raises ApiError for what is not supported."""
-    for name, harmless in _UNSUPPORTED.items():
-        value = body.get(name)
+    refuse(body, _UNSUPPORTED)
+    return {_ALIASES.get(name, name) if _ALIASES.get(name) not in body else name: value for name, value in body.items()}
+
+
+def refuse(given: Mapping[str, Any], names: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ApiError where one of the names is given, with a value that is not among its harmless ones."""
+    for name, harmless in names.items():
+        value = given.get(name)
         if value is not None and value not in harmless:
             raise unsupported(name, f"{name} is not supported by this server; leave it out")
-    return {_ALIASES.get(name, name) if _ALIASES.get(name) not in body else name: value for name, value in body.items()}
+
+
+def chat_request(request: TextRequest, messages: Sequence[Mapping[str, str]], **more: Any) -> ChatRequest:
+    """What another interface asks for, as a request for a chat."""
+    same = request.model_dump(include=set(TextRequest.model_fields), exclude_none=True)
+    return ChatRequest.model_validate({**same, "messages": messages, **more})
 
 
 def text_options(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
 from starlette.types import Receive, Scope, Send
 
-from pystaged.server.errors import ApiError, explained
+from pystaged.server.errors import ApiError, ending, explained
 
 _PING = 15.0  # seconds without an event after which a comment shows that the server is there
 _EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
@@ -19,10 +21,18 @@ _log = logging.getLogger("pystaged.server")
 
 
 class Sender:
-    """Sends one answer."""
+    """Sends one answer.
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    Args:
+        stall: seconds that the client may take to accept what it is sent.
+
+    names_events: whether events are named by their types.
+    """
+
+    names_events = False
+
+    def __init__(self, send: Send, stall: float) -> None:
+        self._send, self._stall = send, stall
         self._lock = anyio.Lock()
         self.last = time.monotonic()
         self.status = 0
@@ -36,11 +46,13 @@ class Sender:
 
     async def event(self, data: Any) -> None:
         """One event of an answer that comes in parts."""
-        await self._part(b"data: " + encoded(data) + b"\n\n")
+        name = f"event: {data['type']}\n".encode() if self.names_events else b""
+        await self._part(name + b"data: " + encoded(data) + b"\n\n")
 
     async def ping(self) -> None:
-        """A comment, which clients ignore."""
-        await self._part(b":\n\n")
+        """A comment, which clients ignore. Who does not take it ends the answer with the next event."""
+        with suppress(TimeoutError):
+            await self._part(b":\n\n")
 
     async def end(self, mark: bytes) -> None:
         """The end of an answer in parts."""
@@ -53,7 +65,8 @@ class Sender:
             await self.whole(error.json(), error.status, error.headers)
         elif self._is_in_parts:  # to a whole answer nothing can be added
             async with self._lock:
-                await self._pass(b"data: " + error.json() + b"\n\n", more=False)
+                name = b"event: error\n" if self.names_events else b""
+                await self._pass(name + b"data: " + error.json() + b"\n\n", more=False)
 
     async def _part(self, data: bytes) -> None:
         # An event must not be cut in two by a ping.
@@ -70,7 +83,8 @@ class Sender:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _pass(self, data: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        with anyio.fail_after(self._stall):
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 class Reply:
@@ -81,7 +95,7 @@ class Reply:
     Args:
         work: sends the answer.
         pings: whether it comes in parts.
-        timeout: seconds for it in all.
+        timeout: seconds for it in all; stall: as in Sender.
         over: called at the end with the status that was sent, 0 if none was.
     """
 
@@ -91,13 +105,14 @@ class Reply:
         *,
         pings: bool,
         timeout: float,
+        stall: float,
         over: Callable[[int], None],
     ) -> None:
-        self._work, self._pings, self._timeout, self._over = work, pings, timeout, over
+        self._work, self._pings, self._timeout, self._stall, self._over = work, pings, timeout, stall, over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
-        sender = Sender(send)
+        sender = Sender(send, self._stall)
         try:
             async with anyio.create_task_group() as group:
 
@@ -117,6 +132,9 @@ class Reply:
                     group.start_soon(ping)
                 await self._answer(sender)
                 group.cancel_scope.cancel()
+        except asyncio.CancelledError:  # by uvicorn; that the client has left ends in the group
+            with anyio.move_on_after(1), suppress(TimeoutError):
+                await sender.fail(ending())
         finally:
             self._over(sender.status)
 
@@ -125,12 +143,16 @@ class Reply:
             with anyio.fail_after(self._timeout):
                 await self._work(sender)
         except TimeoutError:
-            await sender.fail(ApiError(503, "the request took too long", code="timeout", kind="timeout_error"))
+            await self._fail(sender, ApiError(503, "the request took too long", code="timeout", kind="timeout_error"))
         except Exception as error:
             known = explained(error)
             if known.status == 500:
                 _log.exception("a request failed", exc_info=error)
-            await sender.fail(known)
+            await self._fail(sender, known)
+
+    async def _fail(self, sender: Sender, error: ApiError) -> None:
+        with suppress(TimeoutError, OSError):  # the client does not read, either
+            await sender.fail(error)
 
 
 def encoded(value: Any) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import pystaged
-from pystaged.bench.texts import Figures, Ours, TextsReport, Written, _summary
+from pystaged.bench.texts import SERVED, Figures, Ours, TextsReport, Written, _summary
 from pystaged.cli import app
 from pystaged.config import GenerationConfig
 
@@ -130,18 +130,19 @@ def test_a_server_that_fails_is_left_out(path: Path, prompts: Path, tmp_path: Pa
 
 def test_command(path: Path, prompts: Path, tmp_path: Path) -> None:
     options = ("--prompts", prompts, "--texts", "1,4", "--max-tokens", "12", "--prompt-beside", "20", "--json")
-    done = run("--model", path, *options, "--llama-cpp", server(tmp_path))
+    done = run("--model", path, *options, "--served", "--llama-cpp", server(tmp_path))
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    ways = ["plain", "drafted", "llama-server, plain"]
+    ways = ["plain", "drafted", SERVED, "llama-server, plain"]
     assert [(each["texts"], each["way"]) for each in found["figures"]] == [(n, way) for n in (1, 4, 4) for way in ways]
     report = TextsReport(found["conditions"], [Figures(**each) for each in found["figures"]])
     for each in report.figures:
         assert each.tokens_per_second > 0
         assert each.first_token_seconds > 0
-        assert (each.passes is not None) == (each.different == 0) == (each.way != ways[2])
-    assert [each.newcomer_seconds is not None for each in report.figures] == [False] * 6 + [True] * 3
-    assert [table.row_count for table in report.tables()] == [6, 3]
+        assert (each.passes is not None) == (each.way in ways[:2])
+        assert (each.different == 0) == (each.way in ways[:3])
+    assert [each.newcomer_seconds is not None for each in report.figures] == [False] * 8 + [True] * 4
+    assert [table.row_count for table in report.tables()] == [8, 4, 2]
     assert "our texts are the plain ones" in str(next(report.tables()).caption)
 
 

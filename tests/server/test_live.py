@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import random
 import socket
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -19,6 +23,7 @@ from pystaged.engine import Engine
 from pystaged.grammars import GrammarError
 
 PATH = "/v1/completions"
+_MOST_GROWTH = 8 << 20  # bytes, by which 400 requests may change what a process has
 PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12, "zwölf"]
 
 
@@ -33,9 +38,9 @@ def written(engine: Engine, i: int) -> str:
     return engine.generate(prompt, **asked).text
 
 
-def head(length: int, path: str = PATH) -> bytes:
+def head(length: int) -> bytes:
     """The head of a request with a body of so many bytes."""
-    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
+    return f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 def is_idle(engine: Engine) -> bool:
@@ -148,9 +153,32 @@ def test_texts_of_a_request_may_wait_for_each_other(engine: Engine) -> None:
         assert len(found[0][1]["choices"]) == 3
 
 
-def test_a_request_that_is_never_finished(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pystaged.server.settings.STALL", 0.2)
-    with live(engine) as server:
+def test_who_has_no_answer_when_the_server_ends_is_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pystaged.server.reply._PING", 0.02)
+    with held(engine), live(engine) as server:
+        whole, parts, half = asked(server, endless()), asked(server, endless(stream=True)), server.raw()
+        half.sendall(head(100) + b"{")
+        wait_until(lambda: measured(server, "requests_processing") == 2)
+        assert b" 200 " in parts.recv(1 << 12)
+
+    def rest(connection: socket.socket) -> str:
+        with connection, connection.makefile("rb") as file:
+            return file.read().decode()
+
+    for connection in (whole, half):
+        answer = rest(connection)
+        assert answer.startswith("HTTP/1.1 503 ")
+        assert json.loads(answer.split("\r\n\r\n")[1])["error"]["code"] == "server_ends"
+    last = rest(parts)
+    assert '"server_ends"' in last
+    assert last.endswith("0\r\n\r\n")  # the end of an answer, not of the connection only
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_request_that_is_never_finished(engine: Engine) -> None:
+    with live(engine, stall_timeout=0.2) as server:
         connection = server.raw()
         connection.sendall(
             f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n".encode() + b'{"pro'
@@ -159,21 +187,46 @@ def test_a_request_that_is_never_finished(engine: Engine, monkeypatch: pytest.Mo
         connection.close()
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_a_request_that_never_begins(engine: Engine, monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
-    """Nothing comes, or half a head, also behind another request."""
-    monkeypatch.setattr("pystaged.server.settings.STALL", 0.2)
-    with live(engine) as server:
-        for sent in (b"", b"GET /hea"):
-            connection = server.raw()
-            if before:
-                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                while not connection.recv(1 << 16).endswith(b"}"):
-                    pass
-            connection.sendall(sent)
-            with suppress(ConnectionResetError):
-                assert connection.recv(1 << 16) == b""
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_head_that_is_never_finished(engine: Engine, before: int) -> None:
+    """By a client that is silent, or has always a little more to say, in its first request or another one."""
+    with live(engine, stall_timeout=1.0) as server:
+        connections = [server.raw() for _ in range(2)]
+        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+        for connection in connections:
+            for _ in range(before):
+                connection.sendall(whole + b"\r\n")
+                answer = b""
+                while not answer.endswith(b"}"):
+                    answer += connection.recv(1 << 16)
+        connections[0].sendall(whole)
+        connections[1].sendall(whole)
+        connections[1].settimeout(0.01)
+        is_open = True
+        while is_open:
+            try:
+                connections[1].sendall(b"a: b\r\n")
+                is_open = bool(connections[1].recv(1))
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                is_open = False
+        assert not connections[0].recv(1)
+        assert server.ask("/health")[0] == 200
+        with server.raw() as silent:
+            assert not silent.recv(1)
+        for connection in connections:
             connection.close()
+
+
+def test_a_text_may_take_longer_than_a_head(engine: Engine) -> None:
+    with live(engine, stall_timeout=0.1) as server:
+        with held(engine):
+            connection = asked(server, body(3))
+            wait_until(lambda: measured(server, "requests_processing"))
+            threading.Event().wait(0.3)
+        assert b" 200 " in connection.recv(1 << 16)
+        connection.close()
 
 
 def test_a_stream_that_waits_shows_that_the_server_is_there(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,19 +251,18 @@ def test_who_does_not_read_holds_nobody_up(engine: Engine) -> None:
         assert text == engine.generate("a", max_tokens=500, ignore_eos=True, temperature=1, seed=3).text
 
 
-@pytest.mark.parametrize("path", [PATH, "/detokenize"])
-def test_who_never_reads_is_given_up(engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """While texts are written, or with an answer that is ready: the connection ends, though the client is there."""
-    monkeypatch.setattr("pystaged.server.settings.STALL", 1.0)
-    with live(engine) as server:
+def test_who_never_reads_is_given_up(engine: Engine) -> None:
+    with live(engine, stall_timeout=0.3) as server:
+        assert server.ask("/health")[0] == 200
         before = psutil.Process().num_fds()
         connection = server.raw(window=1 << 12)
-        request = endless(stream=True, n=16, logprobs=20) if path == PATH else {"tokens": [5] * 1_000_000}
-        data = json.dumps(request).encode()
-        connection.sendall(head(len(data), path) + data)
-        wait_until(lambda: psutil.Process().num_fds() == before + 2)
-        wait_until(lambda: psutil.Process().num_fds() == before + 1)
+        data = json.dumps(endless(stream=True, n=16, logprobs=20)).encode()
+        connection.sendall(
+            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        )
+        wait_until(lambda: engine._scheduler._texts)
         wait_until(lambda: is_idle(engine))
+        wait_until(lambda: psutil.Process().num_fds() == before + 1)  # this side's
         connection.close()
 
 
@@ -237,63 +289,108 @@ def test_a_failure_in_the_middle_is_an_event(
         assert "[DONE]" not in data
 
 
-def test_two_hundred_requests_of_sixteen_clients(engine: Engine) -> None:
-    """A third leave in the middle, some misbehave; every text that is finished is the one made alone."""
-    expected = {i: written(engine, i) for i in range(200)}
-    found: dict[int, str] = {}
-    chooses = random.Random(5)
-    jobs = list(range(200))
-    chooses.shuffle(jobs)
-    lock = threading.Lock()
-    failures: list[BaseException] = []
+class Clients:
+    """200 requests by 16 clients: a third leave in the middle, some are hostile.
 
-    def client(server: Server) -> None:
-        try:
-            while True:
-                with lock:
-                    if not jobs:
-                        return
-                    i = jobs.pop()
-                hostile.get(i % 25, ask)(server, i)
-        except BaseException as error:
-            failures.append(error)
+    found: texts by the number of their request. gaps: seconds between the tokens of a stream.
+    """
 
-    def ask(server: Server, i: int) -> None:
-        if i % 3 == 1:
-            response = server.send("POST", PATH, body(i, stream=True))
-            response.read(200 if i % 2 else 1)
-            response.close()
-        elif i % 2:
-            parts = server.events(PATH, body(i))
-            found[i] = "".join(part["choices"][0]["text"] for part in parts)
-        else:
-            found[i] = server.ask(PATH, body(i))[1]["choices"][0]["text"]
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.found: dict[int, str] = {}
+        self.gaps: list[float] = []
+        self._jobs = list(range(200))
+        random.Random(5).shuffle(self._jobs)
+        self._lock = threading.Lock()
+        self._failures: list[BaseException] = []
+        self._open: list[socket.socket] = []
 
-    def large(server: Server, _: int) -> None:
-        assert server.ask(PATH, {"prompt": "x" * (1 << 16)})[0] == 413
-
-    def broken(server: Server, _: int) -> None:
-        assert server.ask(PATH, b'{"prompt": ')[0] == 400
-
-    def half(server: Server, _: int) -> None:
-        connection = server.raw()
-        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Le".encode())
-        connection.close()
-
-    hostile: dict[int, Callable[[Server, int], None]] = {4: large, 11: broken, 18: half}
-    with live(engine, parallel=8, queue=256, max_body=1 << 15) as server:
-        threads = [threading.Thread(target=client, args=(server,)) for _ in range(16)]
-        before = psutil.Process().num_fds()
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._client) for _ in range(16)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert not failures, failures
-        assert len(found) > 100
-        assert found == {i: expected[i] for i in found}
-        wait_until(lambda: is_idle(engine))
-        wait_until(lambda: psutil.Process().num_fds() <= before)
+        assert not self._failures, self._failures
+        for connection in self._open:
+            connection.close()
+
+    def _client(self) -> None:
+        hostile = {4: self._large, 11: self._broken, 18: self._half, 20: self._slow}
+        try:
+            while True:
+                with self._lock:
+                    if not self._jobs:
+                        return
+                    i = self._jobs.pop()
+                hostile.get(i % 25, self._ask)(i)
+        except BaseException as error:
+            self._failures.append(error)
+
+    def _ask(self, i: int) -> None:
+        if i % 3 == 1:
+            response = self._server.send("POST", PATH, body(i, stream=True))
+            response.read(200 if i % 2 else 1)
+            response.close()
+        elif i % 2:
+            response = self._server.send("POST", PATH, body(i, stream=True))
+            lines, times = [], []
+            for line in response:
+                lines.append(line)
+                times += [time.monotonic()] if b'"text":' in line else []
+            self.gaps += [after - before for before, after in pairwise(times)]
+            self.found[i] = "".join(part["choices"][0]["text"] for part in events(b"".join(lines)))
+        else:
+            self.found[i] = self._server.ask(PATH, body(i))[1]["choices"][0]["text"]
+
+    def _large(self, _: int) -> None:
+        assert self._server.ask(PATH, {"prompt": "x" * (1 << 16)})[0] == 413
+
+    def _broken(self, _: int) -> None:
+        assert self._server.ask(PATH, b'{"prompt": ')[0] == 400
+
+    def _half(self, i: int) -> None:
+        connection = self._server.raw()
+        connection.sendall(head(100)[: 40 if i % 2 else None])
+        self._open.append(connection)  # and says no more
+
+    def _slow(self, i: int) -> None:
+        response = self._server.send("POST", PATH, body(i, stream=True, logprobs=20))
+        data = b""
+        while part := response.read(100):
+            data += part
+            threading.Event().wait(0.001)
+        self.found[i] = "".join(part["choices"][0]["text"] for part in events(data))
+
+
+def used(process: psutil.Process) -> int:
+    """Bytes that this process has, without what the allocator keeps for later."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # glibc's alone
+        ctypes.CDLL(None).malloc_trim(0)
+    return int(process.memory_info().rss)
+
+
+def test_two_hundred_requests_of_sixteen_clients(engine: Engine) -> None:
+    """Every text that is finished is the one made alone, and nothing is left behind."""
+    expected = {i: written(engine, i) for i in range(200)}
+    me = psutil.Process()
+    resident: list[int] = []
+    with live(engine, parallel=8, queue=256, max_body=1 << 15) as server:
+        before = me.num_fds()
+        for _ in range(4):
+            clients = Clients(server)
+            clients.run()
+            assert len(clients.found) > 100
+            assert clients.found == {i: expected[i] for i in clients.found}
+            wait_until(lambda: is_idle(engine))
+            wait_until(lambda: me.num_fds() <= before)
+            resident.append(used(me))
+            gap = statistics.quantiles(clients.gaps, n=20)[-1]
+            words = f"gaps between tokens: p95 {1e3 * gap:.1f} ms; resident: {resident[-1] / (1 << 20):.1f} MiB"
+            print(words)  # noqa: T201
         assert engine._contexts.num_bytes <= engine.kv_memory
+    assert resident[-1] - resident[1] < _MOST_GROWTH
 
 
 def test_a_log_has_a_line_for_each_request(engine: Engine) -> None:

@@ -1,0 +1,137 @@
+"""/v1/messages, as Anthropic's client reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from support.server import NAME, Server, live, wait_until
+
+from pystaged.engine import Engine
+from pystaged.grammars import GrammarError
+
+MESSAGES: Any = [{"role": "user", "content": "Hello"}]
+GREEDY: Any = {"model": NAME, "max_tokens": 12, "extra_body": {"temperature": 0}}
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def text_of(message: anthropic.types.Message) -> str:
+    (block,) = message.content
+    assert block.type == "text"
+    return block.text
+
+
+def test_a_whole_answer(client: anthropic.Anthropic, engine: Engine) -> None:
+    found = client.messages.create(messages=MESSAGES, **GREEDY)
+    expected = engine.chat(MESSAGES, max_tokens=12)
+    assert text_of(found) == expected.text
+    assert (found.type, found.role, found.model, found.stop_reason) == ("message", "assistant", NAME, "max_tokens")
+    assert found.id.startswith("msg_")
+    usage = found.usage
+    assert (usage.input_tokens + (usage.cache_read_input_tokens or 0)) == expected.stats.prompt_tokens
+    assert usage.output_tokens == 12
+
+
+def test_a_stream(client: anthropic.Anthropic) -> None:
+    expected = client.messages.create(messages=MESSAGES, **GREEDY)
+    with client.messages.stream(messages=MESSAGES, **GREEDY) as stream:
+        pieces = list(stream.text_stream)
+        found = stream.get_final_message()
+    assert "".join(pieces) == text_of(found) == text_of(expected)
+    assert len(pieces) > 1
+    assert found.stop_reason == "max_tokens"
+    assert found.usage.output_tokens == 12
+    kinds = [event.type for event in client.messages.create(messages=MESSAGES, stream=True, **GREEDY)]
+    begin, end = ["message_start", "content_block_start"], ["content_block_stop", "message_delta", "message_stop"]
+    assert kinds == [*begin, *["content_block_delta"] * (len(kinds) - 5), *end]
+
+
+def test_many_at_once_in_an_event_loop(server: Server, engine: Engine) -> None:
+    async def work() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+
+            async def one(word: str) -> str:
+                asked: Any = [{"role": "user", "content": word}]
+                async with client.messages.stream(messages=asked, **GREEDY) as stream:
+                    return await stream.get_final_text()
+
+            return await asyncio.gather(*map(one, "abcd"))
+
+    assert asyncio.run(work()) == [
+        engine.chat([{"role": "user", "content": word}], max_tokens=12).text for word in "abcd"
+    ]
+
+
+def test_parts_and_the_system(client: anthropic.Anthropic, engine: Engine) -> None:
+    turns: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "Go on"},
+    ]
+    system: Any = [{"type": "text", "text": "Be brief", "cache_control": {"type": "ephemeral"}}]
+    plain = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}, *turns[1:]]
+    found = client.messages.create(messages=turns, system=system, **GREEDY)
+    expected = engine.chat(plain, max_tokens=12)
+    assert text_of(found) == expected.text
+    counted = client.messages.count_tokens(messages=turns, system=system, model=NAME)
+    assert counted.input_tokens == expected.stats.prompt_tokens
+
+
+def test_reasons(client: anthropic.Anthropic) -> None:
+    def ask(grammar: str, **options: Any) -> anthropic.types.Message:
+        more = {"grammar": f"root ::= {grammar}", "temperature": 0}
+        return client.messages.create(messages=MESSAGES, **GREEDY | {"extra_body": more} | options)
+
+    found = ask('"one two"')
+    assert (text_of(found), found.stop_reason, found.stop_sequence) == ("one two", "end_turn", None)
+    found = ask('"one two three"', stop_sequences=["three", "two"])
+    assert (text_of(found), found.stop_reason, found.stop_sequence) == ("one ", "stop_sequence", "two")
+
+
+def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError) as found:
+        client.messages.create(messages=[{"role": "user", "content": "a" * 999}], **GREEDY)
+    body: Any = found.value.body
+    assert (body["type"], body["error"]["code"]) == ("error", "context_length_exceeded")
+    tool: Any = {"name": "f", "input_schema": {"type": "object"}}
+    for name, value in (("tools", [tool]), ("thinking", {"type": "enabled", "budget_tokens": 1024})):
+        with pytest.raises(anthropic.BadRequestError, match=name):
+            client.messages.create(messages=MESSAGES, **{name: value}, **GREEDY)
+    for turns in ([], [*MESSAGES, {"role": "assistant", "content": "I"}], [{"role": "system", "content": "a"}]):
+        with pytest.raises(anthropic.BadRequestError, match="messages"):
+            client.messages.create(messages=turns, **GREEDY)
+    image: Any = {"type": "image", "source": {"type": "url", "url": "http://localhost/x.png"}}
+    with pytest.raises(anthropic.BadRequestError, match="content"):
+        client.messages.create(messages=[{"role": "user", "content": [image]}], **GREEDY)
+
+
+def test_a_key_that_is_wrong(engine: Engine) -> None:
+    with live(engine, api_keys=["right"]) as server:
+        for key in ("wrong", "right"):
+            with anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0) as client:
+                if key == "right":
+                    assert client.messages.create(messages=MESSAGES, **GREEDY).content
+                else:
+                    with pytest.raises(anthropic.AuthenticationError):
+                        client.messages.create(messages=MESSAGES, **GREEDY)
+
+
+def test_a_failure_in_the_middle(client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    def fail(*_: object) -> Any:
+        raise GrammarError("it broke")
+
+    monkeypatch.setattr("pystaged.server.messages.MessageAnswer.part", fail)
+    with (
+        client.messages.stream(messages=MESSAGES, **GREEDY) as stream,
+        pytest.raises(anthropic.APIError, match="broke"),
+    ):
+        stream.get_final_message()
+    wait_until(lambda: not engine._scheduler._texts)

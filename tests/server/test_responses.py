@@ -1,0 +1,117 @@
+"""/v1/responses, as OpenAI's client reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+from support.server import NAME, Server
+
+from pystaged.engine import Engine
+
+MESSAGES: Any = [{"role": "user", "content": "Hello"}]
+GREEDY: Any = {"model": NAME, "temperature": 0, "max_output_tokens": 12}
+
+
+class Answer(BaseModel, extra="forbid"):
+    """What is asked for."""
+
+    city: Literal["Rome", "Oslo"]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_whole_answer(client: openai.OpenAI, engine: Engine) -> None:
+    expected = engine.chat(MESSAGES, max_tokens=12)
+    for asked in ("Hello", MESSAGES):
+        found = client.responses.create(input=asked, metadata={"a": "b"}, **GREEDY)
+        assert found.output_text == expected.text
+        assert (found.status, found.error, found.model, found.metadata) == ("incomplete", None, NAME, {"a": "b"})
+        assert found.incomplete_details is not None
+        assert found.incomplete_details.reason == "max_output_tokens"
+        usage = found.usage
+        assert usage is not None
+        tokens = (expected.stats.prompt_tokens, 12)
+        assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (*tokens, sum(tokens))
+
+
+def test_a_stream(client: openai.OpenAI) -> None:
+    more = {"grammar": 'root ::= "Hello there"'}
+    with client.responses.stream(input="Hello", extra_body=more, **GREEDY) as stream:
+        events = list(stream)
+        found = stream.get_final_response()
+    assert found.output_text == "Hello there"
+    assert found.status == "completed"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Hello there"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    begin = ["created", "in_progress", "output_item.added", "content_part.added"]
+    end = ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert kinds[:4] == [f"response.{name}" for name in begin]
+    assert kinds[-4:] == [f"response.{name}" for name in end]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    *_, last = client.responses.create(input="Hello", stream=True, **GREEDY)
+    assert last.type == "response.incomplete"
+
+
+def test_many_at_once_in_an_event_loop(server: Server, engine: Engine) -> None:
+    async def work() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            found = await asyncio.gather(*(client.responses.create(input=word, **GREEDY) for word in "abcd"))
+            return [each.output_text for each in found]
+
+    assert asyncio.run(work()) == [
+        engine.chat([{"role": "user", "content": word}], max_tokens=12).text for word in "abcd"
+    ]
+
+
+def test_parts_instructions_and_earlier_answers(client: openai.OpenAI, engine: Engine) -> None:
+    asked: Any = [
+        {"role": "developer", "content": "Be brief"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes?"}]},
+        {"role": "user", "content": "Go on"},
+    ]
+    found = client.responses.create(input=asked[1:], instructions="Be brief", **GREEDY)
+    assert found.output_text == client.responses.create(input=asked, **GREEDY).output_text
+    plain = [("system", "Be brief"), ("user", "Hello"), ("assistant", "Yes?"), ("user", "Go on")]
+    expected = engine.chat([{"role": role, "content": content} for role, content in plain], max_tokens=12)
+    assert found.output_text == expected.text
+
+
+def test_a_form(client: openai.OpenAI) -> None:
+    found = client.responses.parse(input="Name a city.", text_format=Answer, **GREEDY | {"max_output_tokens": 40})
+    assert found.output_parsed is not None
+    assert found.output_parsed.city in ("Rome", "Oslo")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("previous_response_id", "resp_1"),
+        ("tools", [{"type": "web_search"}]),
+        ("reasoning", {"effort": "high"}),
+        ("background", True),
+        ("include", ["message.output_text.logprobs"]),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(client: openai.OpenAI, name: str, value: object) -> None:
+    with pytest.raises(openai.BadRequestError) as found:
+        client.responses.create(input="a", **{name: value}, **GREEDY)
+    assert found.value.param == name
+
+
+def test_errors_name_the_input(client: openai.OpenAI) -> None:
+    image: Any = {"role": "user", "content": [{"type": "input_image", "image_url": "http://localhost/x.png"}]}
+    for asked in ("a" * 999, [image], []):
+        with pytest.raises(openai.BadRequestError) as found:
+            client.responses.create(input=asked, **GREEDY)
+        assert found.value.param == "input"
