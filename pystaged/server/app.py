@@ -264,5 +264,6 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _nowhere(request: Request, error: Exception) -> Response:
+    words = f"there is no {request.method} {request.scope['path']}; /openapi.json says what there is"
     status, headers = getattr(error, "status_code", 404), getattr(error, "headers", None)
-    return _error(ApiError(status, f"there is no {request.method} {request.scope['path']}", headers=headers))
+    return _error(ApiError(status, words, headers=headers))

@@ -10,6 +10,7 @@ from pystaged.server.errors import ApiError
 from pystaged.server.state import State
 from pystaged.server.wire import DetokenizeRequest, TokenizeRequest
 
+_MOST_PIECES = 1 << 17  # more, as JSON, would take seconds in which nobody else is answered
 _TEMPLATE = "tokenizer.chat_template"
 
 
@@ -29,6 +30,9 @@ def tokenize(state: State, request: TokenizeRequest) -> Tokens:
         ).tolist()
     except UnicodeError:
         raise ApiError(400, "the text is not valid Unicode", param="content" if is_content else "prompt") from None
+    if request.with_pieces and len(found) > _MOST_PIECES:
+        message = f"the text has {len(found)} tokens; with_pieces tells of {_MOST_PIECES} at most"
+        raise ApiError(400, message, param="with_pieces")
     return {
         "tokens": [_piece(tokenizer, token) for token in found] if request.with_pieces else found,
         "count": len(found),

@@ -137,3 +137,10 @@ def test_answers_are_as_described(server: Server, description: Any, path: str, b
     responses = description["paths"][path]["get" if body is None else "post"]["responses"]
     schema = responses[str(status)]["content"]["application/json"]["schema"]
     jsonschema.validate(answer, {**schema, "components": description["components"]})
+
+
+def test_so_many_pieces_and_no_more(server: Server) -> None:
+    text = "\n0" * (1 << 17)
+    assert server.ask("/tokenize", {"content": text})[0] == 200
+    status, answer = server.ask("/tokenize", {"content": text, "with_pieces": True})
+    assert (status, answer["error"]["param"]) == (400, "with_pieces")
