@@ -400,15 +400,16 @@ class Engine:
         return self._grammars.constraint(config.grammar)
 
     def _prediction(self, config: GenerationConfig) -> list[int]:
-        """The tokens that a text is expected to have. Raises ValueError for what is no text, or no token."""
+        """The tokens that a text is expected to have, no more than it can. Raises ValueError for what is no text, or no
+        token."""
         if not isinstance(config.prediction, str):
             tokens: list[int] = _token_ids(config.prediction, self.tokenizer.num_tokens).tolist()
-            return tokens
+            return tokens[: self.n_ctx]
         try:
             tokens = encode_continuation(self.tokenizer, config.prediction, parse_special=False).tolist()
         except UnicodeError as error:
             raise ValueError("the prediction is not valid Unicode text: it cannot be written as UTF-8") from error
-        return tokens
+        return tokens[: self.n_ctx]
 
     def score(self, text: Prompt) -> Score:
         """How likely the model finds a text, token by token.

@@ -181,6 +181,11 @@ class Writer:
         return self._opening.prediction
 
     @property
+    def tokens(self) -> Sequence[int]:
+        """The text's, as far as it is written."""
+        return self._tokens
+
+    @property
     def met_stop_string(self) -> str | None:
         """The stop string that has ended the text."""
         return self._buffer.met
@@ -271,7 +276,7 @@ class Writer:
     def _prompt_logprobs(self) -> list[TokenLogprob] | None:
         if self._opening.num_top is None:
             return None
-        found = self._opening.logprobs
+        found = list(self._opening.logprobs)  # another thread may be reading the prompt
         tokens = self.prompt_tokens[1 : 1 + len(found)].tolist()
         return [self._logprob(token, logprobs) for token, logprobs in zip(tokens, found, strict=True)]
 

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 import pystaged
+from pystaged.config import GenerationConfig
 from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.step import Logprobs
 from pystaged.engine import Engine
+from pystaged.streams import Writer
 
 PROMPTS = ["the tree then " * 12, "a", "0123456789" * 30, "the tree then " * 11 + "or"]
 
@@ -62,6 +65,28 @@ def test_a_cold_start_reuses_nothing_and_changes_nothing(engine: Engine) -> None
     assert (warm[0].stats.reused_tokens, cold.stats.reused_tokens) == (0, 0)
     assert warm[1].stats.reused_tokens > 0
     assert warm[0].tokens == warm[1].tokens == cold.tokens
+
+
+def test_no_more_is_predicted_than_a_text_can_have(engine: Engine) -> None:
+    config = GenerationConfig(prediction="the tree then " * 500)
+    assert len(Writer(engine, "a", config).prediction) == engine.n_ctx
+    ids = GenerationConfig(prediction=[5] * 2000)
+    assert Writer(engine, "a", ids).prediction == [5] * engine.n_ctx
+
+
+def test_scores_so_far_while_another_thread_reads_the_prompt(engine: Engine) -> None:
+    class Growing(list[Logprobs]):
+        """Has one more whenever it is looked through."""
+
+        def __iter__(self) -> Iterator[Logprobs]:
+            self.append(self[0])
+            return super().__iter__()
+
+    writer = Writer(engine, [5] * 8, GenerationConfig(prompt_logprobs=0))
+    writer._opening.logprobs = Growing([Logprobs(-1.0, [])])
+    scores = writer.result().prompt_logprobs
+    assert scores is not None
+    assert len(scores) == 2
 
 
 @pytest.mark.parametrize("options", [{"repeat_penalty": 1.5}, {"temperature": 1.0, "seed": 5}])

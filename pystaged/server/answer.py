@@ -8,15 +8,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anyio.to_thread import run_sync
+
 from pystaged.decoding.tree import Stage
 from pystaged.result import GenerationResult, Piece
 from pystaged.server import answers
-from pystaged.server.figures import timings, usage
+from pystaged.server.figures import predicted, timings, usage
 from pystaged.server.reply import Sender, encoded
 from pystaged.server.state import State
 from pystaged.server.wire import StreamOptions, TextRequest
 from pystaged.server.writing import write
 from pystaged.stages import STAGE_NAMES, StageSpans
+from pystaged.stats import GenerationStats
 from pystaged.streams import Writer
 
 
@@ -72,9 +75,9 @@ class Answer(ABC):
         """An event, of a part of a text and what is to be said of all so far."""
         return self._envelope(self.part_kind, [part]) | figures
 
-    def results(self) -> list[GenerationResult]:
-        """The texts, as far as they are written."""
-        return [writer.result() for writer in self.writers]
+    def stats(self) -> list[GenerationStats]:
+        """The figures of the texts so far."""
+        return [writer.stats for writer in self.writers]
 
     async def send(self, sender: Sender) -> None:
         """Write the texts and send what they become."""
@@ -84,16 +87,19 @@ class Answer(ABC):
         try:
             await write(self.state.gate, self.writers, self, settings.queue_timeout)
         finally:
-            for i, result in enumerate(self.results()):
-                self.state.metrics.text_over(result, self._first.get(i))
-        results = self.results()
+            for i, stats in enumerate(self.stats()):
+                self.state.metrics.text_over(stats, self._first.get(i))
         if not self.request.stream:
-            choices = [self.choice(i, result) for i, result in enumerate(results)]
-            await sender.whole(encoded(self.whole(choices, self._figures(results))))
+            # Log-probabilities may make it large, and others wait for this thread.
+            await sender.whole(await run_sync(self._whole))
             return
         if self._options.include_usage:
-            await sender.event(self._envelope(self.part_kind, []) | self._figures(results))
+            await sender.event(self._envelope(self.part_kind, []) | self._figures())
         await sender.end(self.mark)
+
+    def _whole(self) -> bytes:
+        choices = [self.choice(i, writer.result()) for i, writer in enumerate(self.writers)]
+        return encoded(self.whole(choices, self._figures()))
 
     async def piece(self, i: int, piece: Piece) -> None:
         if i not in self._first:
@@ -115,7 +121,7 @@ class Answer(ABC):
             await self._sender.event(self.framed(each, self._so_far()))
         figures = self._so_far()
         if not self._options.include_usage:
-            figures = figures | {"timings": timings(self.results())}
+            figures = figures | {"timings": timings(self.stats())}
         await self._sender.event(self.framed(last, figures))
 
     async def _begin(self, i: int) -> None:
@@ -177,13 +183,15 @@ class Answer(ABC):
             "choices": choices,
         }
 
-    def _figures(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+    def _figures(self) -> dict[str, Any]:
         """What the end has besides the texts."""
-        return {
-            "usage": usage(results, self._num_prompts, self.writers[0].prediction),
-            "timings": timings(results),
-            "seed": self._seed,
-        }
+        return {"usage": self._usage(), "timings": timings(self.stats()), "seed": self._seed}
+
+    def _usage(self) -> answers.Usage:
+        found, prediction = usage(self.stats(), self._num_prompts), self.writers[0].prediction
+        if prediction:
+            found["completion_tokens_details"] = predicted(prediction, [writer.tokens for writer in self.writers])
+        return found
 
     def _nothing_yet(self) -> dict[str, Any]:
         return {"usage": None} if self._options.include_usage else {}
@@ -192,14 +200,14 @@ class Answer(ABC):
         """What a part has besides, as it was asked for."""
         found = self._nothing_yet()
         if self._options.continuous_usage_stats:
-            found["usage"] = usage(self.results(), self._num_prompts, self.writers[0].prediction)
+            found["usage"] = self._usage()
         if self.request.timings_per_token:
-            found["timings"] = timings(self.results())
+            found["timings"] = timings(self.stats())
         return found
 
     def summary(self) -> str:
         """What was written, for a line in a log."""
-        stats = [result.stats for result in self.results()]
+        stats = self.stats()
         prompt, new = sum(each.prompt_tokens for each in stats), sum(each.new_tokens for each in stats)
         cached = sum(each.reused_tokens for each in stats)
         return f", {len(stats)} texts, {prompt} tokens of prompts ({cached} were there), {new} written"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -19,9 +20,9 @@ from starlette.routing import Route
 import pystaged
 from pystaged.engine import Engine
 from pystaged.loading.metadata import read_metadata
-from pystaged.server import chats, completions, messages, native, responses, tokens
+from pystaged.server import chats, completions, messages, native, responses, settings, tokens
 from pystaged.server.answers import ModelCard
-from pystaged.server.errors import ApiError, explained
+from pystaged.server.errors import ApiError, explained, refusal
 from pystaged.server.messages import MessageRequest
 from pystaged.server.openapi import describe
 from pystaged.server.options import renamed
@@ -42,6 +43,7 @@ from pystaged.server.wire import (
 )
 
 R = TypeVar("R", bound=BaseModel)
+_MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
 
 def application(engine: Engine, settings: Settings) -> Starlette:
@@ -139,11 +141,11 @@ class _Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         asked = await self._read(request, TokenizeRequest)
-        return _json(await run_sync(tokens.tokenize, self._state, asked))
+        return await run_sync(lambda: _json(tokens.tokenize(self._state, asked)))
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self._read(request, DetokenizeRequest)
-        return _json(await run_sync(tokens.detokenize, self._state, asked))
+        return await run_sync(lambda: _json(tokens.detokenize(self._state, asked)))
 
     async def completions(self, request: Request) -> Reply:
         return await self._text(request, CompletionRequest, completions.begin)
@@ -165,29 +167,31 @@ class _Endpoints:
         return _json(await run_sync(messages.count, self._state, asked))
 
     async def _text(self, request: Request, kind: type[Any], begin: Callable[[State, Any], Any]) -> Reply:
-        begun = time.monotonic()
+        path, begun = request.scope["path"], time.monotonic()
         answers: list[Any] = []
 
         def over(status: int) -> None:
-            self._state.metrics.request_over(request.url.path, status)
+            self._state.metrics.request_over(path, status)
             if self._state.settings.log:
                 words = answers[0].summary() if answers else ""
                 took = time.monotonic() - begun
-                self._state.settings.log(f"{request.url.path} {status or 'left'} {took:.2f} s{words}")
+                self._state.settings.log(f"{path} {status or 'left'} {took:.2f} s{words}")
 
         try:
             asked = await self._read(request, kind)
-            self._state.gate.check()
         except ApiError as error:
             over(error.status)
             raise
 
         async def work(sender: Sender) -> None:
-            answers.append(await run_sync(begin, self._state, asked))
+            with self._state.gate.coming():
+                try:
+                    answers.append(await run_sync(begin, self._state, asked))
+                except (ValueError, TypeError, ModuleNotFoundError) as error:
+                    raise refusal(error) from None
             await answers[0].send(sender)
 
-        settings = self._state.settings
-        return Reply(work, pings=bool(asked.stream), timeout=settings.timeout, stall=settings.stall_timeout, over=over)
+        return Reply(work, pings=bool(asked.stream), timeout=self._state.settings.timeout, over=over)
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """A request's body, checked. Raises ApiError."""
@@ -209,14 +213,13 @@ class _Endpoints:
         return asked
 
     async def _body(self, request: Request) -> bytes:
-        settings = self._state.settings
+        most = self._state.settings.max_body
         body = bytearray()
         try:
-            with anyio.fail_after(settings.stall_timeout):
+            with anyio.fail_after(settings.STALL):
                 async for part in request.stream():
                     body += part
-                    if len(body) > settings.max_body:
-                        most = settings.max_body
+                    if len(body) > most:
                         message = f"the request is larger than {most} bytes"
                         raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
         except TimeoutError:
@@ -232,11 +235,15 @@ def _no_number(name: str) -> NoReturn:
 
 def _invalid(error: ValidationError) -> ApiError:
     """What is wrong with a request, of the first member that is."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    # Members of unions are named by their types, too.
-    name = str(first["loc"][0]) if first["loc"] else None
-    return ApiError(400, f"{param or 'the request'}: {first['msg']}", param=name)
+    found: list[tuple[list[str | int], str]] = []
+    for each in error.errors(include_url=False, include_context=False, include_input=False):
+        # The forms that a member may have are named by their types, too.
+        path = [part for part in each["loc"] if isinstance(part, int) or _MEMBER.fullmatch(part)]
+        found.append((path, each["msg"]))
+    # The form that fits best fails last.
+    parts, words = max(found, key=lambda each: (len(each[0]), [part for part in each[0] if isinstance(part, int)]))
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
+    return ApiError(400, f"{name or 'the request'}: {words}", param=str(parts[0]) if parts else None)
 
 
 def _json(value: Any) -> Response:
@@ -253,7 +260,5 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _nowhere(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    return _error(
-        ApiError(status, f"there is no {request.method} {request.url.path}", headers=getattr(error, "headers", None))
-    )
+    status, headers = getattr(error, "status_code", 404), getattr(error, "headers", None)
+    return _error(ApiError(status, f"there is no {request.method} {request.scope['path']}", headers=headers))

@@ -36,8 +36,6 @@ def texts(state: State, request: ChatRequest, param: str = "messages") -> tuple[
     """
     engine, tools = state.engine, offered(request)
     n = request.n or 1
-    if n > state.settings.most_texts:
-        raise ApiError(400, f"n may be at most {state.settings.most_texts}", param="n")
     prompt = prompt_of(state, request, param)
     if len(prompt) > engine.n_ctx:
         raise too_long(len(prompt), engine.n_ctx, param)

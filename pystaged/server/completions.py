@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pystaged._core import ContextFullError
 from pystaged.decoding.tree import Stage
 from pystaged.engine import Prompt
 from pystaged.result import GenerationResult, Piece
@@ -14,7 +13,8 @@ from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import CompletionLogprobs, joined
 from pystaged.server.options import begun, checked, text_options
 from pystaged.server.state import State
-from pystaged.server.wire import CompletionRequest
+from pystaged.server.wire import MOST_TEXTS, CompletionRequest
+from pystaged.stats import GenerationStats
 from pystaged.streams import Writer
 
 _USUAL = 16  # tokens, as OpenAI has it
@@ -41,9 +41,8 @@ def texts(
     if request.best_of is not None and request.best_of > n:
         raise unsupported("best_of", "best_of above n is not supported; ask for n texts")
     prompts = _prompts(request)
-    if len(prompts) * n > state.settings.most_texts:
-        most = state.settings.most_texts
-        raise ApiError(400, f"{len(prompts) * n} texts are asked for; a request may have {most}", param="n")
+    if len(prompts) * n > MOST_TEXTS:
+        raise ApiError(400, f"{len(prompts) * n} texts are asked for; a request may have {MOST_TEXTS}", param="n")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens")
     options = text_options(request, state.settings.defaults, engine, usual)
@@ -55,10 +54,12 @@ def texts(
     tokens = []
     for prompt in prompts:
         try:
-            tokens.append(engine.encode(prompt))
-        except ContextFullError:
-            count = len(engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-            raise too_long(count, engine.n_ctx, "prompt") from None
+            ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            if len(ids) > engine.n_ctx:
+                raise too_long(len(ids), engine.n_ctx, "prompt")
+            tokens.append(engine.encode(ids))
+        except UnicodeError:
+            raise ApiError(400, "the prompt is not valid Unicode text", param="prompt") from None
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error), param="prompt") from None
     form = "grammar" if request.grammar is not None else "json_schema"
@@ -86,10 +87,10 @@ class CompletionAnswer(Answer):
         self._prompts = prompts
         self._logprobs = [CompletionLogprobs(self.tokenizer) for _ in writers]
 
-    def results(self) -> list[GenerationResult]:
-        found = super().results()
-        for result in found if self._is_silent else []:
-            result.stats.cut([Stage.TARGET] * result.stats.new_tokens)
+    def stats(self) -> list[GenerationStats]:
+        found = super().stats()
+        for stats in found if self._is_silent else []:
+            stats.cut([Stage.TARGET] * stats.new_tokens)
         return found
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:

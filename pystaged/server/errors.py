@@ -7,6 +7,7 @@ from typing import Any
 
 from pystaged._core import ContextFullError, DeviceError
 from pystaged.chat.format import ChatTemplateError
+from pystaged.grammars import GrammarError
 
 _KINDS = {
     400: "invalid_request_error",
@@ -83,16 +84,22 @@ def too_long(num_tokens: int, n_ctx: int, param: str) -> ApiError:
     )
 
 
+def refusal(error: ValueError | TypeError | ModuleNotFoundError) -> ApiError:
+    """Why a request was not taken in, which is about the request."""
+    known = explained(error)
+    return ApiError(400, str(error)) if known.status == 500 else known
+
+
 def explained(error: BaseException) -> ApiError:
-    """What a text or a request failed with; a fault of ours is told without its words."""
+    """What a text failed with; a fault of ours is told without its words."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextFullError):
         return ApiError(400, str(error), code="context_length_exceeded", kind="exceed_context_size_error")
     if isinstance(error, ChatTemplateError):
         return ApiError(400, str(error), param="messages")
+    if isinstance(error, GrammarError):
+        return ApiError(400, str(error))
     if isinstance(error, (DeviceError, MemoryError)):
         return ApiError(503, str(error) or "there is not enough memory")
-    if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):
-        return ApiError(400, str(error))
     return ApiError(500, "the server failed; its log says more")

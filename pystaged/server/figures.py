@@ -5,39 +5,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pystaged.result import GenerationResult
-from pystaged.server.answers import Timings, Usage
+from pystaged.server.answers import CompletionDetails, Timings, Usage
+from pystaged.stats import GenerationStats
 
 
-def usage(results: Sequence[GenerationResult], num_prompts: int, prediction: Sequence[int] = ()) -> Usage:
+def usage(stats: Sequence[GenerationStats], num_prompts: int) -> Usage:
     """What texts took. A prompt counts once, however many texts go on with it.
 
     Args:
-        results: of each prompt as many, one prompt after the other.
-        prediction: tokens that they were expected to have.
+        stats: of the texts of each prompt, one prompt after the other.
     """
-    firsts = results[:: len(results) // num_prompts]
-    prompt = sum(each.stats.prompt_tokens for each in firsts)
-    new = sum(each.stats.new_tokens for each in results)
-    found: Usage = {
+    firsts = stats[:: len(stats) // num_prompts]
+    prompt = sum(each.prompt_tokens for each in firsts)
+    new = sum(each.new_tokens for each in stats)
+    return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(each.stats.reused_tokens for each in firsts)},
+        "prompt_tokens_details": {"cached_tokens": sum(each.reused_tokens for each in firsts)},
     }
-    if prediction:
-        predicted = Counter(prediction)
-        accepted = sum((predicted & Counter(each.tokens)).total() for each in results)
-        found["completion_tokens_details"] = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": len(prediction) * len(results) - accepted,
-        }
-    return found
 
 
-def timings(results: Sequence[GenerationResult]) -> Timings:
+def predicted(prediction: Sequence[int], texts: Sequence[Sequence[int]]) -> CompletionDetails:
+    """How many of the tokens that texts were expected to have they have."""
+    counts = Counter(prediction)
+    accepted = sum((counts & Counter(text)).total() for text in texts)
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": len(prediction) * len(texts) - accepted,
+    }
+
+
+def timings(stats: Sequence[GenerationStats]) -> Timings:
     """Of all texts together; times are those of the longest."""
-    stats = [each.stats for each in results]
     cached, prompt = sum(each.reused_tokens for each in stats), sum(each.prompt_tokens for each in stats)
     new = sum(each.new_tokens for each in stats)
     reading = 1e3 * max(each.prefill_seconds for each in stats)

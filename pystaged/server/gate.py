@@ -6,8 +6,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import anyio
 
@@ -29,34 +29,38 @@ class Gate:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._begun: dict[object, float] = {}  # when each that is inside began
         self._mean = 0.0  # seconds of a text, 0 before any has ended
-
-    @property
-    def num_inside(self) -> int:
-        return len(self._begun)
+        self._num_coming = 0
+        self.num_inside = 0  # with those whose turn has come and who do not know yet
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def check(self) -> None:
-        """Refuse a request that comes when the queue is full; one that comes before may wait with all its texts."""
-        if self.num_waiting >= self._most_waiting and self.num_inside >= self._parallel:
-            seconds = math.ceil(self.seconds_to_wait())
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """A request is taken in, whose texts will wait. Raises ApiError where the queue is full; of one that comes
+        before all texts may wait."""
+        excess = self.num_inside + self.num_waiting + self._num_coming + 1 - self._parallel - self._most_waiting
+        if excess > 0:
+            seconds = math.ceil(self._seconds(excess))
             raise ApiError(
                 429,
                 f"{self.num_inside} texts are being written and {self.num_waiting} wait; try again in {seconds} s",
                 code="queue_full",
                 headers={"Retry-After": str(seconds)},
             )
+        self._num_coming += 1
+        try:
+            yield
+        finally:
+            self._num_coming -= 1
 
-    def seconds_to_wait(self) -> float:
-        """Until there is room in the queue, as far as texts so far tell; at least 1."""
+    def _seconds(self, excess: int) -> float:
+        """Until so many texts have left, as far as texts so far tell; at least 1."""
         now = self._clock()
         ages = [now - begun for begun in self._begun.values()]
         # One that has taken longer than usual says that the usual is longer than was thought.
-        mean = max([self._mean, *ages])
-        excess = self.num_waiting - self._most_waiting + 1
-        return max(1.0, mean * excess / self._parallel)
+        return max(1.0, max([self._mean, *ages]) * excess / self._parallel)
 
     @asynccontextmanager
     async def inside(self, wait: float = math.inf) -> AsyncIterator[None]:
@@ -73,10 +77,11 @@ class Gate:
         finally:
             seconds = self._clock() - self._begun.pop(key)
             self._mean = seconds if not self._mean else self._mean + _WEIGHT * (seconds - self._mean)
-            self._let_in()
+            self._leave()
 
     async def _enter(self) -> None:
-        if self.num_inside < self._parallel and not self._waiting:
+        if self.num_inside < self._parallel:
+            self.num_inside += 1
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
@@ -84,14 +89,16 @@ class Gate:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._let_in()  # whose turn it was does not want it any more
-            else:
+                self._leave()  # whose turn it was does not want it any more
+            elif turn in self._waiting:
                 self._waiting.remove(turn)
             raise
 
-    def _let_in(self) -> None:
-        while self._waiting and self.num_inside < self._parallel:
+    def _leave(self) -> None:
+        """Pass one's place on."""
+        while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
                 return
+        self.num_inside -= 1

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pystaged.result import GenerationResult
+from pystaged.stats import GenerationStats
 
 if TYPE_CHECKING:
     from pystaged.server.state import State
@@ -35,9 +35,8 @@ class Metrics:
         """Count a request, by its path, which is one of the server's own, and its status."""
         self._requests[path, status] += 1
 
-    def text_over(self, result: GenerationResult, first: float | None) -> None:
+    def text_over(self, stats: GenerationStats, first: float | None) -> None:
         """Count a text, and the seconds until its first token came."""
-        stats = result.stats
         self._counts["prompt_tokens_total"] += stats.prompt_tokens - stats.reused_tokens
         self._counts["prompt_tokens_cached_total"] += stats.reused_tokens
         self._counts["tokens_predicted_total"] += stats.new_tokens
@@ -46,7 +45,7 @@ class Metrics:
         self._counts["spec_decode_num_accepted_tokens_total"] += stats.accepted
         self._seconds["prompt_seconds_total"] += stats.prefill_seconds
         self._seconds["tokens_predicted_seconds_total"] += stats.decode_seconds
-        for length, steps in stats.lengths.items():
+        for length, steps in dict(stats.lengths).items():  # of a text that is cut short in the middle of a pass
             for position in range(length):
                 self._accepted_at[position] += steps
         for name, stage in stats.stages.items():

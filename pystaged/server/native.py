@@ -76,7 +76,7 @@ class NativeAnswer(Answer):
             "tokens_evaluated": stats.prompt_tokens,
             "tokens_cached": stats.reused_tokens,
             "generation_settings": settings,
-            "timings": timings([result]),
+            "timings": timings([stats]),
         }
 
     def _stop_kind(self, i: int, result: GenerationResult) -> str:

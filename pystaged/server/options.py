@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,8 @@ def begun(
         form: the part of the request that says what form they have.
     """
     try:
+        # Its tokens are looked for once, not once for each text.
+        config = replace(config, prediction=tuple(engine._prediction(config)))
         return list(seeded([Writer(engine, prompt, config) for prompt in prompts], n))
     except (GrammarError, ModuleNotFoundError) as error:
         raise ApiError(400, str(error), param=form) from None

@@ -253,7 +253,7 @@ def _text(text: str) -> OutputText:
 
 
 def _usage(result: GenerationResult) -> ResponseUsage:
-    found = usage([result], 1)
+    found = usage([result.stats], 1)
     return {
         "input_tokens": found["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": found["prompt_tokens_details"]["cached_tokens"]},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +14,7 @@ from pystaged.server.errors import ApiError
 from pystaged.server.reply import Sender
 from pystaged.server.settings import Settings
 
+_HOST = re.compile(r"([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
 _PUBLIC = ("/", "/health", "/v1/health")
 
 
@@ -29,7 +30,6 @@ class Guard:
         self._hosts = {"localhost", *(name.lower() for name in settings.allowed_hosts)}
         self._origins = {origin.lower().rstrip("/") for origin in settings.cors_origins}
         self._keys = [key.encode() for key in settings.api_keys]
-        self._stall = settings.stall_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,11 +48,11 @@ class Guard:
 
         error = self._problem(scope, headers, origin, is_listed)
         if error:
-            await Sender(send_with_origin, self._stall).fail(error)
+            await Sender(send_with_origin).fail(error)
         elif is_listed and scope["method"] == "OPTIONS":
             asked = headers.get("access-control-request-headers", "*")
             allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": asked}
-            await Sender(send_with_origin, self._stall).whole(b"", 200, allowed)
+            await Sender(send_with_origin).whole(b"", 200, allowed)
         else:
             await self._app(scope, receive, send_with_origin)
 
@@ -70,10 +70,8 @@ class Guard:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
+        found = _HOST.fullmatch(host.lower())
+        name = found[1].strip("[]") if found else ""
         return name in self._hosts or name.endswith(".localhost") or _is_address(name)
 
     def _has_key(self, headers: Headers) -> bool:
@@ -82,7 +80,7 @@ class Guard:
         if scheme.lower() == "bearer":
             given = token.strip()
         # Compared with all of them, so that the time tells nothing.
-        matches = [hmac.compare_digest(given.encode("utf-8", "replace"), key) for key in self._keys]
+        matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]  # the bytes as they came
         return any(matches)
 
 

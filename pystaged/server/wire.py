@@ -6,12 +6,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+MOST_TEXTS = 128  # of a request
+_MOST_BIASES = 1024
+_LONGEST_GRAMMAR = 1 << 17  # characters
+
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+# Lists end at their first fault: an error for each of a million would take a minute and gigabytes.
+Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(max_length=1 << 20, fail_fast=True)]
 
 
 def _pairs(value: Any) -> Any:
     """llama.cpp's list of pairs as OpenAI's dictionary; false excludes a token."""
+    if isinstance(value, (dict, list)) and len(value) > _MOST_BIASES:
+        raise ValueError(f"may have {_MOST_BIASES} entries, not {len(value)}")
     if not isinstance(value, list):
         return value
     if not all(isinstance(each, list) and len(each) == 2 for each in value):
@@ -39,15 +47,15 @@ class TextRequest(ModelRequest):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_TEXTS)] | None = None
     max_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Number], Field(max_length=1024), BeforeValidator(_pairs)] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=_MOST_BIASES), BeforeValidator(_pairs)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
 
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
@@ -60,10 +68,10 @@ class TextRequest(ModelRequest):
     dry_base: Annotated[Number, Field(ge=0, le=1000)] | None = None
     dry_allowed_length: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     dry_penalty_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    dry_sequence_breakers: Annotated[list[str], Field(max_length=64)] | None = None
+    dry_sequence_breakers: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
-    grammar: str | None = None
+    grammar: Annotated[str, Field(max_length=_LONGEST_GRAMMAR)] | None = None
     json_schema: dict[str, Any] | None = None
     cache_prompt: bool | None = None
     timings_per_token: bool | None = None
@@ -74,7 +82,15 @@ class TextRequest(ModelRequest):
 class CompletionRequest(TextRequest):
     """A request to /v1/completions."""
 
-    prompt: str | list[Token] | list[str | Annotated[list[Token], Field(min_length=1)]] = Field(min_length=1)
+    prompt: Annotated[
+        Annotated[str, Field(min_length=1)]
+        | Annotated[Tokens, Field(min_length=1)]
+        | Annotated[
+            list[Annotated[str | Annotated[Tokens, Field(min_length=1)], Field(union_mode="left_to_right")]],
+            Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True),
+        ],
+        Field(union_mode="left_to_right"),
+    ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: str | None = None
@@ -95,6 +111,9 @@ class Part(BaseModel):
 
     type: str
     text: str | None = None
+
+
+Parts = Annotated[list[Part], Field(max_length=4096, fail_fast=True)]
 
 
 class FunctionCall(BaseModel):
@@ -120,8 +139,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[Part] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Parts | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
 
@@ -176,18 +195,18 @@ class Prediction(BaseModel):
     """What the answer will largely repeat."""
 
     type: Literal["content"] = "content"
-    content: str | list[Part]
+    content: str | Parts
 
 
 class ChatRequest(TextRequest):
     """A request to /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
@@ -208,4 +227,4 @@ class TokenizeRequest(ModelRequest):
 class DetokenizeRequest(ModelRequest):
     """A request to /detokenize."""
 
-    tokens: Annotated[list[Token], Field(max_length=1 << 20)]
+    tokens: Tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -29,17 +30,17 @@ async def write(gate: Gate, writers: Sequence[Writer], listener: Listener, wait:
     """Write texts. What ends one of them ends all.
 
     Args:
-        wait: seconds that a text may wait for its turn.
+        wait: seconds that the first may wait for its turn; the others come behind it.
 
     Raises:
-        ApiError: a text waited too long.
+        ApiError: the first waited too long.
         Exception: what ended a text.
     """
     failed: list[Exception] = []
 
     async def one(i: int) -> None:
         try:
-            async with gate.inside(wait), AsyncStream(writers[i]) as pieces:
+            async with gate.inside(math.inf if i else wait), AsyncStream(writers[i]) as pieces:
                 async for piece in pieces:
                     await listener.piece(i, piece)
             await listener.ended(i)

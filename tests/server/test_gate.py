@@ -77,7 +77,8 @@ def test_a_full_queue_refuses_and_says_for_how_long() -> None:
 
     async def work() -> None:
         gate, begun = Gate(2, 1, clock=lambda: now[0]), list[str]()
-        gate.check()
+        with gate.coming():
+            pass
         first = Text(gate, begun, "a")
         await settle()
         now[0] = 8.0
@@ -85,18 +86,19 @@ def test_a_full_queue_refuses_and_says_for_how_long() -> None:
         await settle()
         texts = [Text(gate, begun, name) for name in "bcd"]
         await settle()
-        with pytest.raises(ApiError, match="2 texts are being written and 1 wait") as refused:
-            gate.check()
+        with pytest.raises(ApiError, match="2 texts are being written and 1 wait") as refused, gate.coming():
+            pass
         # One text of 8 seconds leaves every 4.
         assert refused.value.status == 429
         assert refused.value.headers == {"Retry-After": "4"}
         now[0] = 40.0  # those inside take longer than was usual
-        with pytest.raises(ApiError, match="try again in 16 s"):
-            gate.check()
+        with pytest.raises(ApiError, match="try again in 16 s"), gate.coming():
+            pass
         for text in texts:
             text.leave.set()
         await settle()
-        gate.check()
+        with gate.coming():
+            pass
 
     run(work())
 
@@ -115,3 +117,42 @@ def test_nobody_waits_longer_than_allowed() -> None:
         assert gate.num_inside == 0
 
     run(work())
+
+
+def test_who_comes_when_a_place_is_free_does_not_take_it_from_who_waits() -> None:
+    async def work() -> None:
+        gate, begun = Gate(1, 8), list[str]()
+        async with gate.inside():
+            waiting = Text(gate, begun, "a")
+            waiting.leave.set()
+            await settle()
+        async with gate.inside():
+            assert begun == ["a"]
+            assert gate.num_inside == 1
+
+    run(work())
+
+
+def test_who_leaves_the_queue_at_its_end() -> None:
+    async def work() -> None:
+        gate, begun = Gate(1, 8), list[str]()
+        async with gate.inside():
+            waiting = Text(gate, begun, "a")
+            await settle()
+            waiting.task.cancel()
+        await settle()
+        assert waiting.task.cancelled()
+        assert (gate.num_inside, gate.num_waiting) == (0, 0)
+
+    run(work())
+
+
+def test_requests_that_come_at_once_count() -> None:
+    """While they are taken in, which may take a while, none of their texts waits yet."""
+    gate = Gate(1, 1)
+    with gate.coming(), gate.coming():
+        with pytest.raises(ApiError, match="0 texts are being written and 0 wait") as refused, gate.coming():
+            pass
+        assert refused.value.status == 429
+    with gate.coming():
+        pass

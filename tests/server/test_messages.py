@@ -11,6 +11,7 @@ import pytest
 from support.server import NAME, Server, live, wait_until
 
 from pystaged.engine import Engine
+from pystaged.grammars import GrammarError
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"model": NAME, "max_tokens": 12, "extra_body": {"temperature": 0}}
@@ -125,7 +126,7 @@ def test_a_key_that_is_wrong(engine: Engine) -> None:
 
 def test_a_failure_in_the_middle(client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     def fail(*_: object) -> Any:
-        raise ValueError("it broke")
+        raise GrammarError("it broke")
 
     monkeypatch.setattr("pystaged.server.messages.MessageAnswer.part", fail)
     with (

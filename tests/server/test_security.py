@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 from support.server import NAME
 
 from pystaged.engine import Engine
 from pystaged.server.app import application
 from pystaged.server.settings import Settings
+from pystaged.server.wire import ChatRequest, CompletionRequest, DetokenizeRequest
 
 ASK = {"prompt": "a", "max_tokens": 1}
 TEXT = "/v1/completions"
@@ -35,7 +37,13 @@ def test_own_names_and_addresses_are_answered_to(usual: TestClient, host: str) -
     assert usual.get("/health", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:8080", "127.0.0.1.evil.example", "", "[::1"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "localhost.evil.example:8080", "127.0.0.1.evil.example", "", "[::1", "x@localhost"),
+        *("localhost/x", "localhost?x", "localhost#x", 'localhost"} 1', "localhost:x"),
+    ],
+)
 def test_other_names_are_not(usual: TestClient, host: str) -> None:
     for path in ("/health", "/", TEXT):
         response = usual.get(path, headers={"Host": host})
@@ -81,11 +89,17 @@ def test_keys(engine: Engine) -> None:
                 assert response.status_code == 401
                 error = response.json()["error"]
                 assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        second = {"Authorization": b"Bearer " + "zweiter-ü".encode()}
         for path in ("/props", "/metrics", "/v1/models"):
             assert closed.get(path).status_code == 401
         for path in ("/health", "/"):
             assert closed.get(path).status_code == 200
-        for headers in ({"Authorization": "Bearer first"}, {"authorization": "bearer first "}, {"X-Api-Key": "first"}):
+        for headers in (
+            {"Authorization": "Bearer first"},
+            {"authorization": "bearer first "},
+            {"X-Api-Key": "first"},
+            second,
+        ):
             assert closed.post(TEXT, json=ASK, headers=headers).status_code == 200
 
 
@@ -110,6 +124,52 @@ def test_bodies_that_are_none(usual: TestClient, body: bytes) -> None:
     response = usual.post(TEXT, content=body)
     assert response.status_code == 400
     assert response.json()["error"]["message"]
+
+
+_MANY = 10_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [1.5] * _MANY}),
+        (CompletionRequest, {"prompt": ["a", 1] * _MANY}),
+        (CompletionRequest, {"prompt": [[]] * _MANY}),
+        (CompletionRequest, {"prompt": [[True] * _MANY] * 100}),
+        (CompletionRequest, {"prompt": ["a"] * _MANY}),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * _MANY}),
+        (CompletionRequest, {"prompt": "a", "dry_sequence_breakers": [1] * _MANY}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(_MANY)), "x")}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": [[1, "x"]] * _MANY}),
+        (CompletionRequest, {"prompt": "a", "grammar": "x" * (1 << 18)}),
+        (ChatRequest, {"messages": [1] * _MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * _MANY}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * _MANY}]}),
+        (ChatRequest, {"messages": [{"role": "user", "tool_calls": [1] * _MANY}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"}], "tools": [1] * _MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"}], "prediction": {"content": [1] * _MANY}}),
+        (DetokenizeRequest, {"tokens": [-1] * _MANY}),
+    ],
+)
+def test_a_request_full_of_faults_is_read_to_the_first(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    """Errors for each of a million would take a minute and gigabytes, in the thread that everybody waits for."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    assert refused.value.error_count() <= 4  # one for each form that a member may have
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([1, -1], "prompt[1]: Input should be greater than or equal to 0"),
+        ([1, "a"], "prompt[1]: Input should be a valid integer"),
+        (["a", [1, 2.5]], "prompt[1][1]: Input should be a valid integer"),
+        ("", "prompt: String should have at least 1 character"),
+    ],
+)
+def test_an_error_names_what_is_wrong(usual: TestClient, prompt: object, words: str) -> None:
+    error = usual.post(TEXT, json={"prompt": prompt}).json()["error"]
+    assert (error["message"], error["param"]) == (words, "prompt")
 
 
 def test_a_body_that_is_too_large(engine: Engine) -> None:
