@@ -176,7 +176,6 @@ def serve(
             serve(
                 app,
                 listener,
-                stall=settings.stall_timeout,
                 grace=waiting.grace,
                 ready=lambda: _greet(engine, settings.name, address_of(listener)),
             )

@@ -21,7 +21,7 @@ from starlette.routing import Route
 import pystaged
 from pystaged.engine import Engine
 from pystaged.loading.metadata import read_metadata
-from pystaged.server import chats, completions, messages, native, responses, tokens
+from pystaged.server import chats, completions, messages, native, responses, settings, tokens
 from pystaged.server.answers import ModelCard
 from pystaged.server.errors import ApiError, ending, explained, refusal
 from pystaged.server.messages import MessageRequest
@@ -192,8 +192,7 @@ class _Endpoints:
                     raise refusal(error) from None
             await answers[0].send(sender)
 
-        settings = self._state.settings
-        return Reply(work, pings=bool(asked.stream), timeout=settings.timeout, stall=settings.stall_timeout, over=over)
+        return Reply(work, pings=bool(asked.stream), timeout=self._state.settings.timeout, over=over)
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """A request's body, checked. Raises ApiError."""
@@ -215,10 +214,10 @@ class _Endpoints:
         return asked
 
     async def _body(self, request: Request) -> bytes:
-        settings, most = self._state.settings, self._state.settings.max_body
+        most = self._state.settings.max_body
         body = bytearray()
         try:
-            with anyio.fail_after(settings.stall_timeout):
+            with anyio.fail_after(settings.STALL):
                 async for part in request.stream():
                     body += part
                     if len(body) > most:

@@ -36,7 +36,7 @@ class Block(BaseModel):
     text: str
 
 
-Content = str | Annotated[list[Block], Field(fail_fast=True)]
+Content = str | Annotated[list[Block], Field(max_length=4096, fail_fast=True)]
 
 
 class MessageParam(BaseModel):

@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -23,16 +22,13 @@ _log = logging.getLogger("pystaged.server")
 class Sender:
     """Sends one answer.
 
-    Args:
-        stall: seconds that the client may take to accept what it is sent.
-
     names_events: whether events are named by their types.
     """
 
     names_events = False
 
-    def __init__(self, send: Send, stall: float) -> None:
-        self._send, self._stall = send, stall
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self._lock = anyio.Lock()
         self.last = time.monotonic()
         self.status = 0
@@ -50,9 +46,8 @@ class Sender:
         await self._part(name + b"data: " + encoded(data) + b"\n\n")
 
     async def ping(self) -> None:
-        """A comment, which clients ignore. Who does not take it ends the answer with the next event."""
-        with suppress(TimeoutError):
-            await self._part(b":\n\n")
+        """A comment, which clients ignore."""
+        await self._part(b":\n\n")
 
     async def end(self, mark: bytes) -> None:
         """The end of an answer in parts."""
@@ -83,8 +78,7 @@ class Sender:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _pass(self, data: bytes, *, more: bool) -> None:
-        with anyio.fail_after(self._stall):
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 class Reply:
@@ -95,7 +89,7 @@ class Reply:
     Args:
         work: sends the answer.
         pings: whether it comes in parts.
-        timeout: seconds for it in all; stall: as in Sender.
+        timeout: seconds for it in all.
         over: called at the end with the status that was sent, 0 if none was.
     """
 
@@ -105,14 +99,13 @@ class Reply:
         *,
         pings: bool,
         timeout: float,
-        stall: float,
         over: Callable[[int], None],
     ) -> None:
-        self._work, self._pings, self._timeout, self._stall, self._over = work, pings, timeout, stall, over
+        self._work, self._pings, self._timeout, self._over = work, pings, timeout, over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
-        sender = Sender(send, self._stall)
+        sender = Sender(send)
         try:
             async with anyio.create_task_group() as group:
 
@@ -133,7 +126,7 @@ class Reply:
                 await self._answer(sender)
                 group.cancel_scope.cancel()
         except asyncio.CancelledError:  # by uvicorn; that the client has left ends in the group
-            with anyio.move_on_after(1), suppress(TimeoutError):
+            with anyio.move_on_after(1):
                 await sender.fail(ending())
         finally:
             self._over(sender.status)
@@ -143,16 +136,12 @@ class Reply:
             with anyio.fail_after(self._timeout):
                 await self._work(sender)
         except TimeoutError:
-            await self._fail(sender, ApiError(503, "the request took too long", code="timeout", kind="timeout_error"))
+            await sender.fail(ApiError(503, "the request took too long", code="timeout", kind="timeout_error"))
         except Exception as error:
             known = explained(error)
             if known.status == 500:
                 _log.exception("a request failed", exc_info=error)
-            await self._fail(sender, known)
-
-    async def _fail(self, sender: Sender, error: ApiError) -> None:
-        with suppress(TimeoutError, OSError):  # the client does not read, either
-            await sender.fail(error)
+            await sender.fail(known)
 
 
 def encoded(value: Any) -> bytes:

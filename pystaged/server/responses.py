@@ -48,7 +48,7 @@ class InputItem(BaseModel):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[InputPart], Field(fail_fast=True)]
+    content: str | Annotated[list[InputPart], Field(max_length=4096, fail_fast=True)]
 
 
 class TextFormat(BaseModel):

@@ -16,10 +16,10 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pystaged.server import settings
 from pystaged.server.errors import ApiError
 from pystaged.server.reply import Sender
 from pystaged.server.security import Guard
-from pystaged.server.settings import Settings
 
 _BACKLOG = 2048
 _MOST_HEADER = 1 << 16  # bytes of a request's head
@@ -47,55 +47,21 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def configured(app: ASGIApp, *, stall: float, grace: int) -> uvicorn.Config:
-    """How an application is run.
-
-    Args:
-        stall: seconds that a client may take to send the head of a request.
-        grace: seconds for requests in progress at the end.
-    """
-
-    class Protocol(_Protocol):
-        patience = stall
-
-    return uvicorn.Config(
-        app,
-        http=Protocol,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        backlog=_BACKLOG,
-        timeout_graceful_shutdown=grace,
-        server_header=False,
-        h11_max_incomplete_event_size=_MOST_HEADER,
-        ws="none",
-    )
-
-
-def serve(
-    app: ASGIApp,
-    listener: socket.socket,
-    *,
-    stall: float,
-    grace: int,
-    ready: Callable[[], object] = lambda: None,
-) -> None:
+def serve(app: ASGIApp, listener: socket.socket, *, grace: int, ready: Callable[[], object] = lambda: None) -> None:
     """Answer requests until Ctrl-C or SIGTERM; then texts in progress may take `grace` more seconds. A second Ctrl-C
     ends at once.
 
     Args:
-        stall: as in configured.
         ready: called when requests are answered.
     """
     with _ended_by_signals():
-        _Server(configured(app, stall=stall, grace=grace), ready).run(sockets=[listener])
+        Server(app, grace, ready).run(sockets=[listener])
 
 
 @contextmanager
-def answering_that_it_loads(listener: socket.socket, settings: Settings) -> Iterator[None]:
+def answering_that_it_loads(listener: socket.socket, told: settings.Settings) -> Iterator[None]:
     """Requests get 503 for as long as the context lasts. Those that come after it wait for whoever listens next."""
-    config = configured(Guard(_loading, settings), stall=settings.stall_timeout, grace=1)
-    server = uvicorn.Server(config)
+    server = Server(Guard(_loading, told), grace=1)
     # uvicorn closes the socket in the end; a copy leaves the address open.
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.dup()]}, daemon=True)
     thread.start()
@@ -112,54 +78,25 @@ async def _loading(scope: Scope, receive: Receive, send: Send) -> None:
     del receive
     # A browser that shows this asks again.
     headers = {"Retry-After": "1", "Connection": "close"} | ({"Refresh": "1"} if scope["path"] == "/" else {})
-    await Sender(send, 1.0).fail(ApiError(503, "Loading model", headers=headers))
+    await Sender(send).fail(ApiError(503, "Loading model", headers=headers))
 
 
-class _Protocol(H11Protocol):
-    """Leaves clients that begin a request and do not go on, or do not take the end of an answer; uvicorn leaves only
-    those that begin no request after another."""
+class Server(uvicorn.Server):
+    """uvicorn's, which runs until it is told to end by `should_exit`; as in `serve`."""
 
-    patience: float  # seconds
-    _deadline: asyncio.TimerHandle | None = None
-    _next_look: asyncio.TimerHandle
-    _was_closing = False
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._wait()
-        self._look()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_waiting()
-        self._next_look.cancel()
-
-    def _wait(self) -> None:
-        """From when the client's turn began, whatever little it sends."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_waiting()
-        elif self._deadline is None and not self.transport.is_closing():
-            self._deadline = self.loop.call_later(self.patience, self.transport.close)
-
-    def _look(self) -> None:
-        """What is being closed is closed when all is sent, which a client can put off for ever."""
-        if self._was_closing:
-            self.transport.abort()
-        self._was_closing = self.transport.is_closing()
-        self._next_look = self.loop.call_later(self.patience, self._look)
-
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
+    def __init__(self, app: ASGIApp, grace: int, ready: Callable[[], object] = lambda: None) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_Connection,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=grace,
+            server_header=False,
+            h11_max_incomplete_event_size=_MOST_HEADER,
+            ws="none",
+        )
         super().__init__(config)
         self._ready = ready
 
@@ -167,6 +104,56 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+
+class _Connection(H11Protocol):
+    """uvicorn's connection, given up where its client does not say what it wants, or reads nothing of what it is sent;
+    uvicorn would keep it for as long as the client stays."""
+
+    _is_expecting = False  # the head of a request
+    _stuck: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # writing pauses wherever the client does not read
+        self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._expect_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck:
+            self._stuck.cancel()
+
+    def _expect_request(self) -> None:
+        if self._is_idle and not self._is_expecting:
+            self._is_expecting = True
+            self.loop.call_later(settings.STALL, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        self._is_expecting = False
+        if self._is_idle:
+            self.transport.abort()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_reading(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._stuck = self.loop.call_later(settings.STALL, self._end_if_stuck, left)
+
+    def _end_if_stuck(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() == before:
+            self.transport.abort()
+        else:
+            self._expect_reading()
 
 
 @contextmanager

@@ -30,7 +30,6 @@ class Guard:
         self._hosts = {"localhost", *(name.lower() for name in settings.allowed_hosts)}
         self._origins = {origin.lower().rstrip("/") for origin in settings.cors_origins}
         self._keys = [key.encode() for key in settings.api_keys]
-        self._stall = settings.stall_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,11 +48,11 @@ class Guard:
 
         error = self._problem(scope, headers, origin, is_listed)
         if error:
-            await Sender(send_with_origin, self._stall).fail(error)
+            await Sender(send_with_origin).fail(error)
         elif is_listed and scope["method"] == "OPTIONS":
             asked = headers.get("access-control-request-headers", "*")
             allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": asked}
-            await Sender(send_with_origin, self._stall).whole(b"", 200, allowed)
+            await Sender(send_with_origin).whole(b"", 200, allowed)
         else:
             await self._app(scope, receive, send_with_origin)
 

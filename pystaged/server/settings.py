@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+STALL = 60.0  # seconds that a client may take to send a request, or to read anything of what it is sent
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -16,8 +18,7 @@ class Settings:
     api_keys: a request needs one of them; none for anybody. allowed_hosts: names the server may be called by, besides
     this machine's own and addresses. cors_origins: pages of which sites may use it, "*" for all.
     parallel: texts that are written at once; queue: texts that may wait for that.
-    max_body: bytes of a request. timeout: seconds for a request in all; queue_timeout: for it to wait;
-    stall_timeout: for a client to send its request, or to take what it is sent.
+    max_body: bytes of a request. timeout: seconds for a request in all; queue_timeout: for it to wait.
     metrics_prefix: of the names in /metrics. log: called with a line for each request; None for no lines.
     """
 
@@ -32,6 +33,5 @@ class Settings:
     max_body: int = 4 << 20
     timeout: float = 3600.0
     queue_timeout: float = 600.0
-    stall_timeout: float = 60.0
     metrics_prefix: str = "pystaged:"
     log: Any = None

@@ -38,9 +38,9 @@ def written(engine: Engine, i: int) -> str:
     return engine.generate(prompt, **asked).text
 
 
-def head(length: int) -> bytes:
+def head(length: int, path: str = PATH) -> bytes:
     """The head of a request with a body of so many bytes."""
-    return f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 def is_idle(engine: Engine) -> bool:
@@ -177,8 +177,9 @@ def test_who_has_no_answer_when_the_server_ends_is_told(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_request_that_is_never_finished(engine: Engine) -> None:
-    with live(engine, stall_timeout=0.2) as server:
+def test_a_request_that_is_never_finished(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pystaged.server.settings.STALL", 0.2)
+    with live(engine) as server:
         connection = server.raw()
         connection.sendall(
             f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n".encode() + b'{"pro'
@@ -187,44 +188,50 @@ def test_a_request_that_is_never_finished(engine: Engine) -> None:
         connection.close()
 
 
-@pytest.mark.parametrize("before", [0, 1])
-def test_a_head_that_is_never_finished(engine: Engine, before: int) -> None:
-    """By a client that is silent, or has always a little more to say, in its first request or another one."""
-    with live(engine, stall_timeout=1.0) as server:
-        connections = [server.raw() for _ in range(2)]
-        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-        for connection in connections:
-            for _ in range(before):
-                connection.sendall(whole + b"\r\n")
-                answer = b""
-                while not answer.endswith(b"}"):
-                    answer += connection.recv(1 << 16)
-        connections[0].sendall(whole)
-        connections[1].sendall(whole)
-        connections[1].settimeout(0.01)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_request_that_never_begins(engine: Engine, monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    """Nothing comes, or half a head, also behind another request."""
+    monkeypatch.setattr("pystaged.server.settings.STALL", 0.2)
+    with live(engine) as server:
+        for sent in (b"", b"GET /hea"):
+            connection = server.raw()
+            if before:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                while not connection.recv(1 << 16).endswith(b"}"):
+                    pass
+            connection.sendall(sent)
+            with suppress(ConnectionResetError):
+                assert connection.recv(1 << 16) == b""
+            connection.close()
+
+
+def test_a_head_that_is_never_finished(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though there is always a little more of it."""
+    monkeypatch.setattr("pystaged.server.settings.STALL", 0.3)
+    with live(engine) as server:
+        connection = server.raw()
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        connection.settimeout(0.01)
         is_open = True
         while is_open:
             try:
-                connections[1].sendall(b"a: b\r\n")
-                is_open = bool(connections[1].recv(1))
+                connection.sendall(b"a: b\r\n")
+                is_open = bool(connection.recv(1))
             except TimeoutError:
                 continue
             except ConnectionError:
                 is_open = False
-        assert not connections[0].recv(1)
         assert server.ask("/health")[0] == 200
-        with server.raw() as silent:
-            assert not silent.recv(1)
-        for connection in connections:
-            connection.close()
+        connection.close()
 
 
-def test_a_text_may_take_longer_than_a_head(engine: Engine) -> None:
-    with live(engine, stall_timeout=0.1) as server:
+def test_a_text_may_take_longer_than_a_head(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pystaged.server.settings.STALL", 0.3)
+    with live(engine) as server:
         with held(engine):
             connection = asked(server, body(3))
             wait_until(lambda: measured(server, "requests_processing"))
-            threading.Event().wait(0.3)
+            threading.Event().wait(0.6)
         assert b" 200 " in connection.recv(1 << 16)
         connection.close()
 
@@ -251,18 +258,19 @@ def test_who_does_not_read_holds_nobody_up(engine: Engine) -> None:
         assert text == engine.generate("a", max_tokens=500, ignore_eos=True, temperature=1, seed=3).text
 
 
-def test_who_never_reads_is_given_up(engine: Engine) -> None:
-    with live(engine, stall_timeout=0.3) as server:
-        assert server.ask("/health")[0] == 200
+@pytest.mark.parametrize("path", [PATH, "/detokenize"])
+def test_who_never_reads_is_given_up(engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """While texts are written, or with an answer that is ready: the connection ends, though the client is there."""
+    with live(engine) as server:
         before = psutil.Process().num_fds()
         connection = server.raw(window=1 << 12)
-        data = json.dumps(endless(stream=True, n=16, logprobs=20)).encode()
-        connection.sendall(
-            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-        )
-        wait_until(lambda: engine._scheduler._texts)
+        request = endless(stream=True, n=16, logprobs=20) if path == PATH else {"tokens": [5] * 1_000_000}
+        data = json.dumps(request).encode()
+        connection.sendall(head(len(data), path) + data)
+        monkeypatch.setattr("pystaged.server.settings.STALL", 0.3)  # the request itself may take a while
+        wait_until(lambda: psutil.Process().num_fds() == before + 2)
+        wait_until(lambda: psutil.Process().num_fds() == before + 1)
         wait_until(lambda: is_idle(engine))
-        wait_until(lambda: psutil.Process().num_fds() == before + 1)  # this side's
         connection.close()
 
 

@@ -11,11 +11,9 @@ from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
-import uvicorn
-
 from pystaged.engine import Engine
+from pystaged.server import run
 from pystaged.server.app import application
-from pystaged.server.run import bound, configured
 from pystaged.server.settings import Settings
 
 NAME = "tiny"
@@ -25,9 +23,9 @@ SECONDS = 120
 @contextmanager
 def live(engine: Engine, listener: socket.socket | None = None, **settings: Any) -> Iterator[Server]:
     """A server for as long as the context lasts, which then closes the listener."""
-    told = Settings(NAME, **settings)
-    listener = listener or bound("127.0.0.1", 0)
-    running = uvicorn.Server(configured(application(engine, told), stall=told.stall_timeout, grace=1))
+    app = application(engine, Settings(NAME, **settings))
+    listener = listener or run.bound("127.0.0.1", 0)
+    running = run.Server(app, grace=1)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
