@@ -9,7 +9,7 @@ weights and activations does to it (up to half a quantization step).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -149,18 +149,18 @@ class Checkpoint:
         return table
 
     def save(self, path: Path) -> None:
-        stored = {"config": self.model.config, "state": self.model.state_dict(), "known": self.known}
-        torch.save(stored | {"vocab_size": self.vocab_size}, path)
+        stored = {"config": asdict(self.model.config), "state": self.model.state_dict()}
+        torch.save(stored | {"known": torch.from_numpy(self.known), "vocab_size": self.vocab_size}, path)
 
 
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint, or a GGUF file of any GPT-2."""
     if path.suffix == ".gguf":
         return load_gguf(path)
-    stored = torch.load(path, weights_only=False)
-    model = GPT(stored["config"])
+    stored = torch.load(path, weights_only=True)  # else whoever made the file could run anything here
+    model = GPT(Config(**stored["config"]))
     model.load_state_dict(stored["state"])
-    return Checkpoint(model, stored["known"], stored.get("vocab_size", VOCABULARY))
+    return Checkpoint(model, stored["known"].numpy(), stored["vocab_size"])
 
 
 def load_gguf(path: Path) -> Checkpoint:

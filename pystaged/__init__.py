@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from pystaged.decoding.tree import Stage, TokenTree
     from pystaged.engine import Engine, generate, load, stream
     from pystaged.grammars import GrammarError
+    from pystaged.receipt import Receipt
+    from pystaged.repeating import Difference
     from pystaged.result import DeviceLostError, GenerationResult, Piece, Score, TokenLogprob
     from pystaged.stats import GenerationStats, PassStats
 
@@ -38,6 +40,7 @@ __all__ = [
     "Device",
     "DeviceError",
     "DeviceLostError",
+    "Difference",
     "Engine",
     "FixedPolicy",
     "GainPolicy",
@@ -48,6 +51,7 @@ __all__ = [
     "ModelError",
     "PassStats",
     "Piece",
+    "Receipt",
     "SamplingConfig",
     "Score",
     "Stage",
@@ -70,6 +74,8 @@ _MODULES = {
     "decoding.tree": ("Stage", "TokenTree"),
     "engine": ("Engine", "generate", "load", "stream"),
     "grammars": ("GrammarError",),
+    "receipt": ("Receipt",),
+    "repeating": ("Difference",),
     "result": ("DeviceLostError", "GenerationResult", "Piece", "Score", "TokenLogprob"),
     "stats": ("GenerationStats", "PassStats"),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os  # and not pathlib, which takes several times as long to import as the rest
+import sys
 from importlib import util
 
 _core = util.find_spec("pystaged._core")
@@ -36,6 +37,23 @@ def check(installed: str | None, redirected: str | None) -> None:
         raise ImportError(
             f"LLAMA_CPP_LIB_PATH is set to {redirected}, so llama_cpp would load a library pystaged is not built for; "
             "unset it"
+        )
+
+
+def check_lock(enabled: bool, wanted_off: bool) -> None:
+    """Refuse a Python of free threads that is told to stay without its lock: objects of this package count on it.
+    Otherwise such a Python turns the lock on by itself when it loads the extension.
+
+    Args:
+        enabled: whether the global interpreter lock is on. wanted_off: by PYTHON_GIL=0 or -X gil=0.
+
+    Raises:
+        ImportError: it is off, and stays so.
+    """
+    if wanted_off and not enabled:
+        raise ImportError(
+            "pystaged needs Python's global interpreter lock, which PYTHON_GIL=0 or -X gil=0 keeps off; without these, "
+            "Python turns the lock on when it loads pystaged"
         )
 
 
@@ -71,6 +89,7 @@ def _load(package: str) -> None:
     ctypes.CDLL(found)
 
 
+check_lock(getattr(sys, "_is_gil_enabled", lambda: True)(), getattr(sys.flags, "gil", None) == 0)
 _folder = _package()
 check(_installed(_folder) if _folder else None, os.environ.get("LLAMA_CPP_LIB_PATH"))
 if _folder:

@@ -24,6 +24,7 @@ from pystaged.decoding.scoring import score
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.pair import Pair
 from pystaged.process import ProcessLock
+from pystaged.receipt import Origin
 from pystaged.result import GenerationResult, Results, Score
 from pystaged.scheduler import Scheduler
 from pystaged.stats import PassStats
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from pystaged.async_stream import AsyncStream
     from pystaged.chat.format import ChatFormat
     from pystaged.grammars import GrammarConstraint, Grammars
+    from pystaged.receipt import Receipt
+    from pystaged.repeating import Difference
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 # Not a sequence of strings, which a string is itself.
@@ -327,7 +330,7 @@ class Engine:
             ContextFullError: the prompt is longer than the context.
             DeviceLostError: a device failed; it has the text so far.
         """
-        return Stream(Writer(self, prompt, GenerationConfig(**options)))
+        return self._stream(prompt, GenerationConfig(**options))
 
     def astream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> AsyncStream:
         """Continue a prompt piece by piece in an event loop; arguments and errors as in `stream`.
@@ -361,6 +364,9 @@ class Engine:
             return Results(results(self, [Writer(self, each, config) for each in prompt], 1 if n is None else n))
         return self._write(Writer(self, cast(Prompt, prompt), config), n)
 
+    def _stream(self, prompt: Prompt, config: GenerationConfig) -> Stream:
+        return Stream(Writer(self, prompt, config))
+
     def _write(self, writer: Writer, n: int | None) -> GenerationResult | list[GenerationResult]:
         """A text, or n of them."""
         return Stream(writer).finish() if n is None else Results(results(self, [writer], n))
@@ -387,6 +393,13 @@ class Engine:
                 + (f", or ask for a longer context with n_ctx (--n-ctx), up to {more}" if more > self.n_ctx else "")
             )
         return tokens
+
+    def _origin(self, prompt: NDArray[np.int32], config: GenerationConfig) -> Origin:
+        """What a text is made of."""
+        pair, model = self._pair, self.model
+        if config.progress:  # which may hold anything
+            config = replace(config, progress=None)
+        return Origin(pair.file, model.name, pair.vocabulary, pair.device, model.kv, self.n_ctx, prompt, config)
 
     def _constraint(self, config: GenerationConfig) -> GrammarConstraint | None:
         """What a text with these options must be. Raises as Grammars does."""
@@ -429,6 +442,24 @@ class Engine:
         finally:
             session.close()
         return Score(tokens.tolist(), [self.tokenizer.token_bytes(token, True) for token in tokens.tolist()], logprobs)
+
+    def repeat(self, receipt: Receipt, *, speculate: bool = True) -> Difference | None:
+        """Make a receipt's text again and compare. What follows the first difference is not written.
+
+        Args:
+            speculate: False decodes plainly.
+
+        Returns:
+            The first difference, None where the text is the same.
+
+        Raises:
+            ValueError: another model, kv or n_ctx than the receipt's, or what this model has not: tokens, options.
+            ContextFullError, DeviceLostError: as in `stream`.
+            OSError: the model's file cannot be read, or is another one than was loaded.
+        """
+        from pystaged.repeating import repeat  # noqa: PLC0415
+
+        return repeat(self, receipt, speculate=speculate)
 
     def close(self) -> None:
         """Free the contexts at rest; generating again raises ValueError. Texts in progress go on, but on RPC servers

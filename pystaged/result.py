@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from pystaged._core import DeviceError
 from pystaged.chat.tools import split_tool_calls
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import GenerationStats
+
+if TYPE_CHECKING:
+    from pystaged.receipt import Origin, Receipt
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -117,6 +120,7 @@ class GenerationResult:
     stream that was closed early.
     seed: of the sampling, given or drawn.
     logprobs: of each token, None where they were not asked for; prompt_logprobs: of each of the prompt's but the first.
+    origin: what the text was made of, for `receipt`; None where that can not be said.
     """
 
     text: str
@@ -128,6 +132,21 @@ class GenerationResult:
     pieces: list[bytes] = field(repr=False)
     logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
     prompt_logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
+    origin: Origin | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def receipt(self) -> Receipt:
+        """What another machine needs to make the same text and compare; the model's file is read for it, once.
+
+        Raises:
+            ValueError: the text was cancelled, or not written by an Engine.
+            OSError: the model's file cannot be read, or is another one than was loaded.
+        """
+        from pystaged.receipt import Receipt  # noqa: PLC0415
+
+        if self.origin is None:
+            raise ValueError("only texts that an Engine has written have receipts")
+        return Receipt.of(self.origin, self.text, self.tokens, self.finish_reason)
 
     @property
     def message(self) -> dict[str, Any]:

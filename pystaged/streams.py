@@ -203,6 +203,7 @@ class Writer:
             self._pieces,
             self._logprobs,
             self._prompt_logprobs(),
+            None if self._is_end else self.engine._origin(self.prompt_tokens, self.config),
         )
 
     def admit(self, entry: Entry, must: bool) -> LiveText | Wait:

@@ -21,7 +21,7 @@ from pystaged.engine import LoadOptions
 from pystaged.loading import names
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/coming-from.md", "docs/policies.md", "docs/usage.md"]
+PAGES = ["README.md", "docs/coming-from.md", "docs/policies.md", "docs/receipts.md", "docs/usage.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -46,8 +46,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("plugin")
 @pytest.mark.parametrize("name", PAGES)
-def test_snippets_run(name: str) -> None:
+def test_snippets_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     """The Python of a page, from its beginning to its end; where SmolLM2 is not installed, with the house model."""
+    monkeypatch.chdir(tmp_path)  # some write files
     blocks = BLOCK.findall(page(name))
     assert blocks
     try:

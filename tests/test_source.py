@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import pystaged
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -33,3 +36,26 @@ def test_the_source_alone_says_what_to_do(folder: Path, arguments: list[str]) ->
     line = done.stderr.splitlines()[-1]
     assert line.startswith(f"ImportError: {folder} holds pystaged's source without its compiled module")
     assert f"pip install -e {folder}, or start Python in another folder" in line
+
+
+def test_what_a_build_takes_is_pinned() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(r"^requires = \[(.*)\]$", text, re.MULTILINE)
+    assert found is not None
+    for requirement in found[1].split(", "):
+        assert re.fullmatch(r'"[a-z0-9-]+==[0-9.]+"', requirement), requirement
+    assert "FetchContent" not in "".join(path.read_text() for path in [ROOT / "CMakeLists.txt", *ROOT.glob("cmake/*")])
+    for workflow in ROOT.glob(".github/workflows/*.yml"):
+        for action in re.findall(r"uses: (\S+)", workflow.read_text()):
+            assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action), action
+
+
+@pytest.mark.parametrize("place", ["pystaged", "models"])
+def test_nothing_is_unpickled(place: str) -> None:
+    unsafe = re.compile(
+        r"^\s*(import|from) (pickle|marshal|shelve|dill|joblib)\b|weights_only=False|allow_pickle=True"
+        r"|torch\.load\((?!.*weights_only=True)|\byaml\.load\(|[^.\w](eval|exec)\(",
+        re.MULTILINE,
+    )
+    for path in (ROOT / place).rglob("*.py"):
+        assert not unsafe.search(path.read_text()), path

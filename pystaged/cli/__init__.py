@@ -27,6 +27,7 @@ _COMMANDS = {
     "tune": "Measure again what passes cost on this machine, and show it.",
     "info": "Show what this build and machine offer, and what a model is.",
     "audit": "Check each token of an output against what the model chooses when it evaluates one row at a time.",
+    "verify": "Make the text of a receipt again, and compare.",
     "rpc-server": "Lend this machine to a pystaged elsewhere, which names it with --device rpc:HOST:PORT.",
     "models": "List the models in the cache, or remove one.",
     "ngram": "Tables of n-grams, the lowest stage.",

@@ -35,6 +35,7 @@ from pystaged.cli.prompts import Asked, argument, read_prompts
 from pystaged.cli.several import write_in_order
 from pystaged.config import MOST_LOGPROBS, NO_LIMIT, GenerationConfig
 from pystaged.engine import Prompt
+from pystaged.files import destination
 from pystaged.result import GenerationResult, TokenLogprob
 from pystaged.stages import shown_stages
 from pystaged.streams import Stream, Writer
@@ -73,6 +74,14 @@ def generate(
     show_tree: ShowTree = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what each stage did.")] = False,
     as_json: Json = False,
+    receipt: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what another machine needs to make the same text and compare, by `pystaged verify FILE`.",
+            show_default=False,
+            metavar="FILE",
+        ),
+    ] = None,
     logprobs: Annotated[
         int | None,
         typer.Option(
@@ -97,6 +106,8 @@ def generate(
 
     Example: pystaged generate --prompts prompts.txt --n 4 --temperature 1 --json > texts.jsonl
 
+    Example: pystaged generate "def fibonacci(n):" --receipt fibonacci.receipt
+
     Example: pystaged generate - --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt > text.txt
     """
     # Before a model is loaded, which may take a while.
@@ -115,10 +126,14 @@ def generate(
     several = prompts is not None or n is not None
     if several and (color is not Color.NONE or show_tree):
         raise typer.BadParameter("--color and --show-tree show one text, not several")
+    if several and receipt:
+        raise typer.BadParameter("--receipt is of one text, not several; in Python each has one: result.receipt")
     if not chat and (system or think is not None):
         raise typer.BadParameter("--system and --think are for --chat")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are shown by --json")
+    if receipt:
+        destination(receipt)
     asked = [argument(prompt or "")] if prompts is None else read_prompts(prompts)
     for each in asked:
         if each.messages and not chat:
@@ -142,8 +157,13 @@ def generate(
             stream = Stream(writer)
             if as_json:
                 _write_json(stream, asked[0], chat=chat)
-                return
-            result = show(stream, engine.tokenizer, color, show_tree=show_tree)
+            else:
+                show(stream, engine.tokenizer, color, show_tree=show_tree)
+        result = stream.result
+        if receipt:
+            result.receipt.save(receipt)
+    if as_json:
+        return
     errors.print(summary(result.stats, color))
     if verbose:
         errors.print(stats_table(result.stats))

@@ -342,8 +342,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """A command as Typer reads it: where a parameter is a dataclass, its fields become the options."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
-    hints = get_type_hints(command, include_extras=True)
-    for name, parameter in inspect.signature(command).parameters.items():
+    # get_type_hints would make Optional of what is None by default, before Python 3.11, and Typer not see what is in it.
+    signature = inspect.signature(command, eval_str=True).parameters
+    hints = {name: parameter.annotation for name, parameter in signature.items()}
+    for name, parameter in signature.items():
         found = {name: parameter.default}
         if is_dataclass(hints[name]):
             groups[name] = hints[name]

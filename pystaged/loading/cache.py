@@ -57,13 +57,13 @@ def find(name: str) -> Path | None:
         ValueError: the name fits several models.
     """
     repository, _, wanted = name.partition(":")
-    paths = [path for path in _paths() if repository in (_repository(path), _repository(path).partition("/")[2])]
+    found = [path for path in paths() if repository in (_repository(path), _repository(path).partition("/")[2])]
     if wanted:
-        files = set(fitting([_file(path) for path in paths], wanted))
-        paths = [path for path in paths if _file(path) in files]
-    names = {_name(path): path for path in paths}
+        files = set(fitting([_file(path) for path in found], wanted))
+        found = [path for path in found if _file(path) in files]
+    names = {_name(path): path for path in found}
     chosen = choose(sorted(names), "")
-    if paths and chosen is None:
+    if found and chosen is None:
         raise ValueError(f"{name!r} may be any of {', '.join(names)}; name one of them")
     return names[chosen] if chosen else None
 
@@ -86,14 +86,19 @@ def fitting(files: Sequence[str], wanted: str) -> list[str]:
     return [file for file in files if file.lower() == wanted] or [file for file in files if kind.search(file.lower())]
 
 
+def paths() -> list[Path]:
+    """Files of all cached models; a link whose file is gone is none."""
+    return [path for path in sorted(folder().glob("*/*/**/*.gguf")) if path.is_file()]
+
+
 def names() -> list[str]:
     """Names of all models in the cache, found without reading a file."""
-    return sorted(_name(path) for path in _paths())
+    return sorted(_name(path) for path in paths())
 
 
 def models() -> list[CachedModel]:
     """All models in the cache, by name."""
-    return sorted((_describe(path) for path in _paths()), key=lambda model: model.name)
+    return sorted((_describe(path) for path in paths()), key=lambda model: model.name)
 
 
 def remove(name: str) -> int:
@@ -175,11 +180,6 @@ def _forget_download(snapshot: Path) -> int:
     strategy = found.delete_files(*files)
     strategy.execute()
     return strategy.expected_freed_size
-
-
-def _paths() -> list[Path]:
-    """Files of all cached models; a link whose file is gone is none."""
-    return [path for path in sorted(folder().glob("*/*/**/*.gguf")) if path.is_file()]
 
 
 def _repository(path: Path) -> str:

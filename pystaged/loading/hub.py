@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from pystaged.files import check_room
+from pystaged.files import check_room, update
 from pystaged.loading import cache
 from pystaged.loading.families import ARCHITECTURES, MODEL_TYPES
 from pystaged.loading.file_types import FILE_TYPES
@@ -24,7 +24,6 @@ HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git for small files, SHA-256 for large ones
 _PART_OF_MODEL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _ATTEMPTS = 4
-_CHUNK = 1 << 22
 
 T = TypeVar("T")
 
@@ -275,8 +274,7 @@ def _checksum(path: Path, etag: str) -> str:
     if len(etag) == 40:  # git's, which names the length first
         digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+        update(digest, file)
     return digest.hexdigest()
 
 

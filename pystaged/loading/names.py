@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from pystaged.files import expanded
@@ -58,6 +59,15 @@ def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progres
     if draft == "house" or (draft == "auto" and model == "house"):
         return house(_HOUSE_DRAFT)
     return None if draft in (None, "none", "auto") else resolve(draft, progress)
+
+
+def here() -> list[Path]:
+    """The files of models that are on this machine by name: those in the package, SmolLM2 if it is installed, and what
+    is in the cache."""
+    found = [house(_HOUSE_TARGET), house(_HOUSE_DRAFT)]
+    with suppress(FileNotFoundError):
+        found.append(_smollm2())
+    return [*(path for path in found if path.is_file()), *cache.paths()]
 
 
 def _smollm2() -> Path:

@@ -21,6 +21,7 @@ from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
 from pystaged.drafting.recycled import RecycledCandidates
+from pystaged.files import SeenFile
 from pystaged.loading import names
 from pystaged.loading.costs import Costs
 from pystaged.loading.memories import KeptMemory
@@ -63,9 +64,11 @@ class Pair:
         self._costs = Costs(report)
         progress = announced(report)
         self._path = names.resolve(model, progress)
+        self.file = SeenFile.now(self._path)
         self._draft_path = names.resolve_draft(model, draft, progress)
         # As bytes, because the name of a file need not be valid Unicode.
         self.tokenizer = Tokenizer(os.fsencode(self._path))
+        self.vocabulary = self.tokenizer.fingerprint
         targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device, kv)}
         drafts: dict[str, Model] = {}
         self.substitutes: dict[int, int] = {}
@@ -82,7 +85,7 @@ class Pair:
         self.recycled: RecycledCandidates | None = None
         self._memory: KeptMemory | None = None
         if memory:
-            self._memory = KeptMemory(self._path, self.tokenizer.fingerprint, self.target.vocab_size)
+            self._memory = KeptMemory(self._path, self.vocabulary, self.target.vocab_size)
             self.recycled = self._memory.candidates
             weakref.finalize(self, self._memory.save)  # programs end without closing what they loaded
         self.draft = drafts[self.draft_device] if drafts else None

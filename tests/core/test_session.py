@@ -843,6 +843,13 @@ def test_llama_cpp_that_does_not_fit(installed: str | None, redirected: str | No
         _llama.check(installed, redirected)
 
 
+def test_pythons_without_a_lock() -> None:
+    with pytest.raises(ImportError, match="pystaged needs Python's global interpreter lock, which PYTHON_GIL=0"):
+        _llama.check_lock(enabled=False, wanted_off=True)
+    _llama.check_lock(enabled=False, wanted_off=False)  # which loading the extension turns on
+    _llama.check_lock(enabled=True, wanted_off=True)
+
+
 def test_one_version_of_llama_cpp() -> None:
     project = Path(__file__).parents[2] / "pyproject.toml"
     named = re.findall(r"llama-cpp-python==([0-9.]+)", project.read_text("utf-8"))

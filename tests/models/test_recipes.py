@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import subprocess
 import sys
@@ -71,3 +72,33 @@ def test_distill(target: Path, tmp_path: Path) -> None:
     assert np.abs(engine_logits(out, TOKENS) - logits).max() <= 0.05
     with pystaged.load(target, draft=out) as engine:
         assert engine.generate("the tree", max_tokens=20).tokens
+
+
+def test_a_checkpoint_is_read_without_running_what_it_holds(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    import models.model as model  # noqa: PLC0415, PLR0402
+
+    config = model.Config(width=8, layers=1, heads=1, num_known=5, context=16, tied=False)
+    saved = model.Checkpoint(model.GPT(config), np.arange(0, 50, 10), 60)
+    saved.save(tmp_path / "model.pt")
+    read = model.load(tmp_path / "model.pt")
+    assert read.model.config == config
+    assert read.vocab_size == 60
+    np.testing.assert_array_equal(read.known, saved.known)
+    for name, value in saved.model.state_dict().items():
+        assert torch.equal(read.model.state_dict()[name], value), name
+
+    torch.save({"config": _Evil(tmp_path / "run")}, tmp_path / "evil.pt")
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        model.load(tmp_path / "evil.pt")
+    assert not (tmp_path / "run").exists()
+
+
+class _Evil:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self._path,)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Cross-compiles the kernels and their tests for 64-bit Arm and runs them under emulation, as CPUs of three generations.
-# Needs the Debian packages g++-aarch64-linux-gnu and qemu-user, and cmake. Usage: arm.sh [BUILD-FOLDER]
+# Cross-compiles the engine and its kernels' tests for 64-bit Arm and runs them under emulation, as CPUs of three
+# generations; then repeats the texts of receipts that were made on other CPUs.
+# Needs the Debian packages g++-aarch64-linux-gnu and qemu-user, cmake and python3. Usage: arm.sh [BUILD-FOLDER]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 build=${1:-build/arm}
@@ -19,6 +20,27 @@ run() {
     echo "$1: ${*:2}"
     qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu "$1" "$build/kernel_tests" "${@:2}"
 }
+# What repeat_tests reads. Texts with other options than these are not repeated here.
+numbers() {
+    python3 - "$1" <<'END'
+import json, sys
+receipt = json.load(open(sys.argv[1]))
+sampling = receipt["options"]["sampling"]
+names = ["temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n"]
+print(receipt["n_ctx"], *(sampling[name] for name in names))
+for tokens in receipt["prompt"]["tokens"], receipt["text"]["tokens"]:
+    print(len(tokens), *tokens)
+END
+}
+repeat() {
+    echo "$1: $3"
+    numbers "$3" | qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu "$1" "$build/repeat_tests" models/target.Q8_0.gguf "$2"
+}
 run max neon-i8mm neon-dotprod neon scalar
 run cortex-a76 neon-dotprod neon scalar
 run cortex-a72 neon scalar
+for receipt in tests/data/*.receipt; do
+    repeat max neon-i8mm "$receipt"
+    repeat max neon-dotprod "$receipt"
+    repeat cortex-a72 neon "$receipt"
+done

@@ -1,0 +1,118 @@
+"""Making a receipt's text again, and where it differs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pystaged.files import SeenFile
+from pystaged.loading import names
+from pystaged.receipt import ARITHMETIC, Receipt, current_versions, text_hash
+
+if TYPE_CHECKING:
+    from pystaged.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a text made here differs from a receipt's.
+
+    index: of the first token that differs, or how many tokens both have. receipt, here: the token there, None where the
+    text has ended. gap: how much likelier, in natural log, the model finds the one of here than that of the receipt,
+    unfiltered at temperature 1; nan where one of them is None. what: "tokens"; where all of these are the same, "end"
+    or "text".
+    """
+
+    index: int
+    receipt: int | None
+    here: int | None
+    gap: float = math.nan
+    what: str = "tokens"
+
+
+def find_model(receipt: Receipt) -> Path | None:
+    """The file of a receipt's model among those that are on this machine by name; told by its hash, never by what the
+    receipt calls it. Nothing is downloaded."""
+    for path in names.here():
+        try:
+            file = SeenFile.now(path)
+            if file.size == receipt.model.size and file.sha256() == receipt.model.sha256:
+                return path
+        except OSError:  # gone, or another user's
+            continue
+    return None
+
+
+def check_model(receipt: Receipt, file: SeenFile) -> None:
+    """Refuse another model than the receipt's. Raises ValueError naming both; OSError as SeenFile.sha256."""
+    expected = receipt.model
+    if file.size != expected.size or file.sha256() != expected.sha256:
+        raise ValueError(
+            f"the receipt is of {expected.file} ({expected.name}), {expected.size} bytes with SHA-256 "
+            f"{expected.sha256}; {file.path} has {file.size} bytes and SHA-256 {file.sha256()}"
+        )
+
+
+def repeat(engine: Engine, receipt: Receipt, *, speculate: bool) -> Difference | None:
+    """As Engine.repeat."""
+    check_model(receipt, engine._pair.file)
+    for name, expected, found in (
+        ("kv", receipt.kv, engine.model.kv),
+        ("n_ctx", receipt.n_ctx, engine.n_ctx),
+        ("vocabulary", receipt.vocabulary, engine._pair.vocabulary),
+    ):
+        if expected != found:
+            raise ValueError(f"the receipt's {name} is {expected}, and here it is {found}")
+    config = replace(receipt.config, speculate=speculate)
+    at, count = 0, len(receipt.tokens)
+    with engine._stream(receipt.prompt, config) as stream:
+        for piece in stream:
+            for token in piece.tokens:
+                there = receipt.tokens[at] if at < count else None
+                if token != there:
+                    return Difference(at, there, token, _gap(engine, receipt, at, there, token))
+                at += 1
+        result = stream.result
+    if at < count:
+        return Difference(at, receipt.tokens[at], None)
+    if result.finish_reason != receipt.finish_reason:
+        return Difference(at, None, None, what="end")
+    return None if text_hash(result.text) == receipt.text_sha256 else Difference(at, None, None, what="text")
+
+
+def _gap(engine: Engine, receipt: Receipt, at: int, there: int | None, here: int) -> float:
+    """Of the log-probabilities of two tokens after the same text, read without what other texts left."""
+    if there is None:
+        return math.nan
+    before = [*receipt.prompt, *receipt.tokens[:at]]
+    try:
+        ours, theirs = (engine.score([*before, token]).logprobs[-1] for token in (here, there))
+    except ValueError:  # there is no room to read it, or it is no token of the model's
+        return math.nan
+    return float(ours - theirs)
+
+
+def promise(receipt: Receipt) -> str:
+    """What there is to expect of the text on the CPU of this machine, in words; "" where all versions are the same."""
+    here = current_versions(receipt.config.grammar)
+    others = [
+        f"{name} {version}, here {here[name]}" for name, version in receipt.versions.items() if version != here[name]
+    ]
+    said = f"The receipt has {' and '.join(others)}. " if others else ""
+    if receipt.device != "cpu":
+        return f"{said}It was written on {receipt.device}, of which nothing is promised."
+    if receipt.arithmetic != ARITHMETIC:
+        return (
+            f"{said}Versions of pystaged with the same arithmetic promise the same text; the receipt has number "
+            f"{receipt.arithmetic}, and this version {ARITHMETIC}: nothing is promised."
+        )
+    if not others:
+        return ""
+    same = here.get("llguidance") == receipt.versions.get("llguidance")
+    return said + (
+        f"Both versions of pystaged have arithmetic {ARITHMETIC} and promise the same text."
+        if same
+        else "What a grammar allows is llguidance's to say, so that nothing is promised."
+    )
