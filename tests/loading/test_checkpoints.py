@@ -21,6 +21,8 @@ from support.checkpoints import (
     NUM_TOKENS,
     family_config,
     family_weights,
+    field,
+    sentencepiece_model,
     write_checkpoint,
     write_family,
     write_tokenizer_json,
@@ -357,26 +359,6 @@ def test_bos_and_the_template_of_chats(tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.add_eos_token"].contents() is False
     assert fields["tokenizer.chat_template"].contents() == "{{ messages }}"
     assert llama_tokens(tmp_path / "model.gguf", "a")[0] == NUM_TOKENS - 1
-
-
-def field(number: int, value: int | bytes | float) -> bytes:
-    """A field of a protobuf message, its number and value below 128."""
-    if isinstance(value, int):
-        return bytes([number << 3, value])
-    if isinstance(value, float):
-        return bytes([number << 3 | 5]) + struct.pack("<f", value)
-    return bytes([number << 3 | 2, len(value)]) + value
-
-
-def sentencepiece_model(*, kind: int = 2, normalizer: bytes = field(4, 0), num_bytes: int = 256) -> bytes:
-    """A tokenizer.model of letters, two words and bytes."""
-    pieces = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
-    pieces += [(f"<0x{byte:02X}>".encode(), 0.0, 6) for byte in range(num_bytes)]
-    words = ["he", "\u2581he", "ll", "llo", "\u2581hello"]
-    letters = ["\u2581", *"helowrd"]
-    pieces += [(word.encode(), -float(i), 1) for i, word in enumerate(words + letters)]
-    data = b"".join(field(1, field(1, text) + field(2, score) + field(3, kind)) for text, score, kind in pieces)
-    return data + field(2, field(3, kind)) + field(3, normalizer)
 
 
 def write_sentencepiece(folder: Path, data: bytes) -> Path:
