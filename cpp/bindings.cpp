@@ -341,6 +341,16 @@ PYBIND11_MODULE(_core, m) {
         }
         return names;
     });
+    m.def(
+        "metadata",
+        [](const py::object& path) {
+            std::vector<std::pair<py::bytes, py::bytes>> result;
+            for (const auto& [key, value] : GgufFile(to_path(path)).spelled()) {
+                result.emplace_back(key, value);
+            }
+            return result;
+        },
+        py::arg("path"));
     m.def("physical_cores", &physical_cores);
     m.def("cpu_quota", [](const py::object& root) { return cpu_quota(to_path(root)); }, py::arg("root") = "");
     m.def("devices", [] {

@@ -21,6 +21,9 @@ class ContextFullError(ValueError):
 def kernels() -> list[str]:
     """Kernels this CPU can run, best first."""
 
+def metadata(path: str | bytes | PathLike[str] | PathLike[bytes]) -> list[tuple[bytes, bytes]]:
+    """Keys and values of a GGUF file's metadata as text, without arrays. Raises ModelError."""
+
 def physical_cores() -> int:
     """Physical cores this process may keep busy: those it may run on, no more than cpu_quota()."""
 

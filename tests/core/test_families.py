@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
 from support.device import DEVICE, GPU_LAYERS
-from support.families import CASES, LONG_ROPE, ROPE_FACTORS, YARN
+from support.families import CASES
 from support.family_reference import FamilyReference
 from support.logits import llama_context, llama_pass, model_logits
 from support.random_models import Change, RandomModel, quantize, split, write
@@ -27,6 +27,7 @@ Floats = npt.NDArray[np.float32]
 ROWS = 64  # of a pass
 GELU = {"gpt2", "starcoder2", "gemma2", "gemma3"}
 LENGTH = 192
+
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:

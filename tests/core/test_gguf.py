@@ -13,7 +13,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.gguf_parts import ARRAY, F32, STRING, U8, U32, U64, Entry, Gguf, Tensor, array, assemble, num_bytes, text
+from support.gguf_parts import (
+    ARRAY,
+    F32,
+    I32,
+    STRING,
+    U8,
+    U32,
+    U64,
+    Entry,
+    Gguf,
+    Tensor,
+    array,
+    assemble,
+    num_bytes,
+    text,
+)
 
 import pystaged
 from pystaged import ModelError, _core
@@ -376,4 +391,3 @@ def test_weights_for_another_vocabulary(small: Gguf, tmp_path: Path) -> None:
     path = write(tmp_path / "bad.gguf", small, reshape("token_embd.weight", (32, 256)))
     with pytest.raises(ModelError, match="has weights for 256 tokens, but a vocabulary of 257"):
         pystaged.load(path)
-

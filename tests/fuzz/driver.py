@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -150,10 +151,8 @@ def memory(name: str) -> int:
 
 
 def reset_peak() -> None:
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 # ---- In the parent ----
@@ -171,7 +170,9 @@ def fuzz(
             with tempfile.TemporaryDirectory() as scratch:
                 work(name, seed, begin, min(begin + CHUNK, first + count), folder or Path(scratch), tallies[name])
             tally = tallies[name]
-            say(f"{name}: {tally.cases} cases to {begin + CHUNK}, {len(tally.failures)} failures, {tally.seconds:.0f} s")
+            say(
+                f"{name}: {tally.cases} cases to {begin + CHUNK}, {len(tally.failures)} failures, {tally.seconds:.0f} s"
+            )
     return tallies
 
 
@@ -203,7 +204,13 @@ def work(name: str, seed: int, first: int, last: int, folder: Path, tally: Tally
 
 def child(name: str, seed: int, first: int, last: int, folder: Path, stderr: TextIO) -> Iterator[dict[str, Any]]:
     """What a child says of its cases."""
-    options = {"--target": name, "--seed": seed, "--from": first, "--cases": last - first, "--folder": folder.absolute()}
+    options = {
+        "--target": name,
+        "--seed": seed,
+        "--from": first,
+        "--cases": last - first,
+        "--folder": folder.absolute(),
+    }
     command = [sys.executable, "-m", "tests.fuzz", "--child"]
     environment = os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
@@ -225,7 +232,8 @@ def failure(name: str, seed: int, k: object, words: str, outcome: str, stderr: T
     """What is wrong, and the command that repeats it."""
     stderr.seek(0)
     last = stderr.read()[-1500:]
-    text = f"{name} {k}: {outcome}\n  {words}\n{last}\n  python -m tests.fuzz --target {name} --seed {seed} --from {k} --cases 1"
+    again = f"python -m tests.fuzz --target {name} --seed {seed} --from {k} --cases 1"
+    text = f"{name} {k}: {outcome}\n  {words}\n{last}\n  {again}"
     say(text)
     return text
 

@@ -10,9 +10,24 @@ from functools import partial
 from pathlib import Path
 
 from support.families import CASES
-from support.gguf_parts import ARRAY, BOOL, F32, I32, SIZES, STRING, TENSOR_TYPES, U8, U64, Entry, Tensor, array, assemble
+from support.gguf_parts import (
+    ARRAY,
+    BOOL,
+    F32,
+    I32,
+    SIZES,
+    STRING,
+    TENSOR_TYPES,
+    U8,
+    U64,
+    Entry,
+    Tensor,
+    array,
+    assemble,
+    num_bytes,
+    text,
+)
 from support.gguf_parts import Gguf as Parts
-from support.gguf_parts import num_bytes, text
 from support.random_models import RandomModel, add_sentencepiece, write
 
 from fuzz.mutate import NUMBERS, damage
@@ -180,7 +195,16 @@ def change_bytes(r: random.Random, file: Parts) -> tuple[bytes, str]:
     return damage(r, file.data), "damaged blindly"
 
 
-CHANGES = [change_field, change_field, truncate, change_weights, change_entry, change_entry, change_tensor, change_bytes]
+CHANGES = [
+    change_field,
+    change_field,
+    truncate,
+    change_weights,
+    change_entry,
+    change_entry,
+    change_tensor,
+    change_bytes,
+]
 
 
 class Gguf(Target):
@@ -192,6 +216,7 @@ class Gguf(Target):
         self._bases = {name: self._write(name, TYPES[i % len(TYPES)]) for i, name in enumerate(CASES)}
         pieces = RandomModel("llama", layers=1, vocabulary=add_sentencepiece, vocab_size=320)
         self._bases["sentencepiece"] = write(self._path, pieces).read_bytes()
+        self._parts = {name: Parts(data) for name, data in self._bases.items()}
 
     def _write(self, name: str, quantization: str) -> bytes:
         model = CASES[name]
@@ -208,7 +233,8 @@ class Gguf(Target):
         data, steps = self._bases[name], [name]
         for change in r.choices(CHANGES, k=r.choice([1, 1, 1, 2])):
             try:
-                data, step = change(r, Parts(data))
+                parts = self._parts[name] if len(steps) == 1 else Parts(data)
+                data, step = change(r, parts)
             except (ValueError, KeyError, IndexError):
                 break  # too damaged already to be taken apart again
             steps.append(step)
@@ -241,7 +267,7 @@ def use_tokenizer(path: str) -> None:
 
 
 def use_model(path: str, device: str) -> None:
-    model = _core.Model(path, "", 2, device=device)
+    model = _core.Model(path, "", 1, device=device)
     session = _core.Session(model)
     last = model.vocab_size - 1
     if session.n_ctx < 6:

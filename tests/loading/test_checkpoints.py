@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import math
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
