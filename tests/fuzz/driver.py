@@ -61,25 +61,30 @@ class Tally:
 def main(arguments: list[str]) -> int:
     """Exit status 1 where a case fails."""
     parser = argparse.ArgumentParser("python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--target", choices=TARGETS, action="append", help="one of them; all by default")
+    names = ", ".join(TARGETS)
+    parser.add_argument("--target", action="append", help=f"{names}, or MODULE:CLASS; each of those named by default")
     parser.add_argument("--cases", type=int, default=1000, help="of each target (1000)")
     parser.add_argument("--from", type=int, default=0, dest="first", metavar="K", help="the first of them (0)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=0, help="end after so many")
     parser.add_argument("--folder", type=Path, help="for files, which are left there; only the last case's are")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help=f"after which a case hangs ({SECONDS})")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    targets = given.target or list(TARGETS)
+    if unknown := [name for name in targets if name not in TARGETS and ":" not in name]:
+        parser.error(f"there is no target {unknown[0]}; there are {names}")
     if given.child:
-        try_cases(given.target[0], given.seed, given.first, given.first + given.cases, given.folder)
+        try_cases(targets[0], given.seed, given.first, given.first + given.cases, given.folder, given.seconds)
         return 0
-    end = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
-    return report(fuzz(given.target or list(TARGETS), given.seed, given.first, given.cases, given.folder, end))
+    options = {"folder": given.folder, "seconds": given.seconds, "minutes": given.minutes or float("inf")}
+    return report(fuzz(targets, given.seed, given.first, given.cases, **options))
 
 
 # ---- In the child ----
 
 
-def try_cases(name: str, seed: int, first: int, last: int, folder: Path) -> None:
+def try_cases(name: str, seed: int, first: int, last: int, folder: Path, limit: int) -> None:
     """Write a line of JSON before and after each case."""
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -89,7 +94,7 @@ def try_cases(name: str, seed: int, first: int, last: int, folder: Path) -> None
     target = make(name, folder)
     for case in target.sound():
         tell(lines, begins=None, words=case.words)
-        outcome = attempt(target, case)[0]
+        outcome = attempt(target, case, limit)[0]
         if outcome != "accepted":
             raise RuntimeError(f"{case.words}: {outcome}")
     addresses = memory("VmSize") + ADDRESSES
@@ -97,13 +102,12 @@ def try_cases(name: str, seed: int, first: int, last: int, folder: Path) -> None
     for k in range(first, last):
         case = target.case(random.Random(f"{seed} {name} {k}"))
         tell(lines, begins=k, words=case.words)
-        outcome, seconds, most = attempt(target, case)
+        outcome, seconds, most = attempt(target, case, limit)
         tell(lines, ends=k, outcome=outcome, seconds=seconds, most=most)
-    tell(lines, done=True)
 
 
 def make(name: str, folder: Path) -> Target:
-    module, _, kind = TARGETS[name].partition(":")
+    module, _, kind = TARGETS.get(name, name).partition(":")
     target: Target = getattr(importlib.import_module(module), kind)(folder)
     return target
 
@@ -113,9 +117,9 @@ def tell(lines: TextIO, **what: Any) -> None:
     lines.flush()
 
 
-def attempt(target: Target, case: Case) -> tuple[str, float, float]:
+def attempt(target: Target, case: Case, limit: int) -> tuple[str, float, float]:
     """What becomes of a case, seconds of processor time, and bytes that it took at most."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    faulthandler.dump_traceback_later(limit, exit=True)
     reset_peak()
     before, begun = memory("VmRSS"), time.process_time()
     outcome = use(target, case)
@@ -159,58 +163,57 @@ def reset_peak() -> None:
 
 
 def fuzz(
-    names: list[str], seed: int, first: int, count: int, folder: Path | None, end: float = float("inf")
+    names: list[str],
+    seed: int,
+    first: int,
+    count: int,
+    *,
+    folder: Path | None = None,
+    seconds: int = SECONDS,
+    minutes: float = float("inf"),
 ) -> dict[str, Tally]:
     """Try so many cases of each target, in turns."""
     tallies = {name: Tally() for name in names}
+    end = time.monotonic() + 60 * minutes
     for begin in range(first, first + count, CHUNK):
-        for name in names:
-            if time.monotonic() > end or len(tallies[name].failures) >= MOST_FAILURES:
+        for name, tally in tallies.items():
+            if time.monotonic() > end or len(tally.failures) >= MOST_FAILURES:
                 continue
+            begun, last = time.monotonic(), min(begin + CHUNK, first + count)
             with tempfile.TemporaryDirectory() as scratch:
-                work(name, seed, begin, min(begin + CHUNK, first + count), folder or Path(scratch), tallies[name])
-            tally = tallies[name]
+                run(name, seed, begin, last, (folder or Path(scratch)).absolute(), seconds, tally)
+            tally.seconds += time.monotonic() - begun
             say(
-                f"{name}: {tally.cases} cases to {begin + CHUNK}, {len(tally.failures)} failures, {tally.seconds:.0f} s"
+                f"{name}: {tally.cases} cases, next --from {last}, {len(tally.failures)} failures, {tally.seconds:.0f} s"
             )
     return tallies
 
 
-def work(name: str, seed: int, first: int, last: int, folder: Path, tally: Tally) -> None:
-    begun = time.monotonic()
+def run(name: str, seed: int, first: int, last: int, folder: Path, seconds: int, tally: Tally) -> None:
+    """Cases one after the other, by as many children as that takes."""
     while first < last and len(tally.failures) < MOST_FAILURES:
         with tempfile.TemporaryFile("w+", errors="replace") as stderr:
-            at, words, is_done = None, "before the first", False
-            for line in child(name, seed, first, last, folder, stderr):
+            at, words = None, "before the first"
+            numbers = {"--seed": seed, "--from": first, "--cases": last - first, "--seconds": seconds}
+            for line in child({"--target": name, **numbers, "--folder": folder}, stderr):
                 if "begins" in line:
                     at, words = line["begins"], line["words"]
                 elif "ends" in line:
                     tally.slowest, tally.most = max(tally.slowest, line["seconds"]), max(tally.most, line["most"])
-                    outcome = line["outcome"]
+                    outcome, first = line["outcome"], line["ends"] + 1
                     tally.accepted += outcome == "accepted"
                     tally.refused += outcome == "refused"
                     if outcome not in ("accepted", "refused"):
                         tally.failures.append(failure(name, seed, at, words, outcome, stderr))
-                    first = line["ends"] + 1
-                is_done = "done" in line
-            if is_done:
-                break
-            tally.failures.append(failure(name, seed, at, words, "died or hung", stderr))
-            if at is None:
-                break
-            first = at + 1
-    tally.seconds += time.monotonic() - begun
+            if first < last:
+                tally.failures.append(failure(name, seed, at, words, "died or hung", stderr))
+            if at is None:  # no child comes to its cases
+                return
+            first = max(first, at + 1)
 
 
-def child(name: str, seed: int, first: int, last: int, folder: Path, stderr: TextIO) -> Iterator[dict[str, Any]]:
+def child(options: dict[str, Any], stderr: TextIO) -> Iterator[dict[str, Any]]:
     """What a child says of its cases."""
-    options = {
-        "--target": name,
-        "--seed": seed,
-        "--from": first,
-        "--cases": last - first,
-        "--folder": folder.absolute(),
-    }
     command = [sys.executable, "-m", "tests.fuzz", "--child"]
     environment = os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(

@@ -1,0 +1,66 @@
+"""A short, fixed part of `python -m tests.fuzz`, and what it does with cases that fail."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from fuzz import driver
+
+CASES = 25  # of each target
+FAILING = """
+import os, time
+from fuzz.target import Case, Target
+
+def refuse(words):
+    raise ValueError(words)
+
+WAYS = [
+    lambda: None,
+    lambda: refuse("no"),
+    lambda: refuse(""),
+    os.abort,
+    lambda: time.sleep(600),
+    lambda: os.urandom(300 << 20),
+    lambda: bytes(1 << 40),
+    lambda: {}["a"],
+]
+
+class Failing(Target):
+    def sound(self):
+        yield Case("sound", 1, lambda: None)
+
+    def case(self, r):
+        way = r.randrange(len(WAYS))
+        return Case(f"the way {way}", 1, WAYS[way])
+"""
+OUTCOMES = ["", "", "ValueError without a message", "died or hung", "died or hung", "took ", "MemoryError", "KeyError"]
+
+
+@pytest.mark.parametrize("name", driver.TARGETS)
+def test_cases(name: str) -> None:
+    (tally,) = driver.fuzz([name], 0, 0, CASES).values()
+    assert tally.failures == []
+    assert tally.cases == CASES
+
+
+def test_cases_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    name, first, count = "failing:Failing", 675, 9  # which has them all
+    ways = {k: random.Random(f"0 {name} {k}").randrange(8) for k in range(first, first + count)}
+    assert set(ways.values()) == set(range(8))
+    (tally,) = driver.fuzz([name], 0, first, count, seconds=2).values()
+    found = [failure.splitlines()[:2] for failure in tally.failures]
+    expected = [[f"{name} {k}: {OUTCOMES[way]}", f"  the way {way}"] for k, way in ways.items() if OUTCOMES[way]]
+    assert [words for _, words in found] == [words for _, words in expected]
+    assert all(said.startswith(start) for (said, _), (start, _) in zip(found, expected, strict=True))
+    ways_that_pass = list(ways.values())
+    assert (tally.accepted, tally.refused) == (ways_that_pass.count(0), ways_that_pass.count(1))
+    last = [k for k, way in ways.items() if OUTCOMES[way]][-1]
+    assert f"python -m tests.fuzz --target {name} --seed 0 --from {last} --cases 1" in capsys.readouterr().out
+    assert driver.report({name: tally}) == 1
+    # A case is the same wherever one begins.
+    (alone,) = driver.fuzz([name], 0, last, 1, seconds=2).values()
+    assert alone.failures[0].splitlines()[:2] == tally.failures[-1].splitlines()[:2]
