@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from fuzz.target import Case, Target
 
@@ -101,6 +101,7 @@ def try_cases(name: str, seed: int, first: int, last: int, folder: Path, limit: 
     resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
     for k in range(first, last):
         case = target.case(random.Random(f"{seed} {name} {k}"))
+        os.ftruncate(2, os.lseek(2, 0, os.SEEK_SET))
         tell(lines, begins=k, words=case.words)
         outcome, seconds, most = attempt(target, case, limit)
         tell(lines, ends=k, outcome=outcome, seconds=seconds, most=most)
@@ -140,8 +141,7 @@ def use(target: Target, case: Case) -> str:
     except target.refusals as error:
         return "refused" if str(error) else f"{type(error).__name__} without a message"
     except Exception as error:  # whatever else it is, the case fails with it
-        traceback.print_exc()
-        return f"{type(error).__name__}: {error}"
+        return "".join(traceback.format_exception_only(error)) + traceback.format_exc()[-1500:]
     return "accepted"
 
 
@@ -183,16 +183,15 @@ def fuzz(
             with tempfile.TemporaryDirectory() as scratch:
                 run(name, seed, begin, last, (folder or Path(scratch)).absolute(), seconds, tally)
             tally.seconds += time.monotonic() - begun
-            say(
-                f"{name}: {tally.cases} cases, next --from {last}, {len(tally.failures)} failures, {tally.seconds:.0f} s"
-            )
+            failures = len(tally.failures)
+            say(f"{name}: {tally.cases} cases, next --from {last}, {failures} failures, {tally.seconds:.0f} s")
     return tallies
 
 
 def run(name: str, seed: int, first: int, last: int, folder: Path, seconds: int, tally: Tally) -> None:
     """Cases one after the other, by as many children as that takes."""
     while first < last and len(tally.failures) < MOST_FAILURES:
-        with tempfile.TemporaryFile("w+", errors="replace") as stderr:
+        with tempfile.TemporaryFile() as stderr:
             at, words = None, "before the first"
             numbers = {"--seed": seed, "--from": first, "--cases": last - first, "--seconds": seconds}
             for line in child({"--target": name, **numbers, "--folder": folder}, stderr):
@@ -204,15 +203,16 @@ def run(name: str, seed: int, first: int, last: int, folder: Path, seconds: int,
                     tally.accepted += outcome == "accepted"
                     tally.refused += outcome == "refused"
                     if outcome not in ("accepted", "refused"):
-                        tally.failures.append(failure(name, seed, at, words, outcome, stderr))
+                        tally.failures.append(failure(name, seed, at, words, outcome))
             if first < last:
-                tally.failures.append(failure(name, seed, at, words, "died or hung", stderr))
+                said = os.pread(stderr.fileno(), 1 << 20, 0).decode(errors="replace")[-1500:]
+                tally.failures.append(failure(name, seed, at, words, f"died or hung\n{said}"))
             if at is None:  # no child comes to its cases
                 return
             first = max(first, at + 1)
 
 
-def child(options: dict[str, Any], stderr: TextIO) -> Iterator[dict[str, Any]]:
+def child(options: dict[str, Any], stderr: IO[bytes]) -> Iterator[dict[str, Any]]:
     """What a child says of its cases."""
     command = [sys.executable, "-m", "tests.fuzz", "--child"]
     environment = os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONWARNINGS": "ignore"}
@@ -231,12 +231,10 @@ def child(options: dict[str, Any], stderr: TextIO) -> Iterator[dict[str, Any]]:
             process.kill()
 
 
-def failure(name: str, seed: int, k: object, words: str, outcome: str, stderr: TextIO) -> str:
+def failure(name: str, seed: int, k: int | None, words: str, outcome: str) -> str:
     """What is wrong, and the command that repeats it."""
-    stderr.seek(0)
-    last = stderr.read()[-1500:]
     again = f"python -m tests.fuzz --target {name} --seed {seed} --from {k} --cases 1"
-    text = f"{name} {k}: {outcome}\n  {words}\n{last}\n  {again}"
+    text = f"{name} {k}: {outcome.rstrip()}\n  {words}\n  {again}"
     say(text)
     return text
 
