@@ -9,6 +9,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,9 @@ def try_cases(name: str, seed: int, first: int, last: int, folder: Path, limit: 
     os.dup2(2, 1)
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    folder = folder / "files"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     os.environ |= {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     target = make(name, folder)
     for case in target.sound():

@@ -135,7 +135,13 @@ class Http(Target):
         status = int(head.split(b" ", 2)[1])
         if status == 500 or (well and status != 200):
             raise AssertionError(f"{answer!r}")
-        if status == 200 and b"application/json" in head and b"content-length" in head and b"HTTP/1.1 " not in body:
+        if (
+            body
+            and status == 200
+            and b"application/json" in head
+            and b"content-length" in head
+            and b"HTTP/1.1 " not in body
+        ):
             json.loads(body)
 
     def _ask(self, data: bytes, patience: float = SECONDS, *, leaves: bool = False) -> bytes:

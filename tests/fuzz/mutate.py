@@ -70,7 +70,9 @@ def damage_value(r: random.Random, value: Any) -> Any:
         elif what == 2:
             holder.extend([copy.deepcopy(holder[key])] * r.choice([1, 2, 40, 3000]))
         elif what == 3 and isinstance(holder[key], (int, float)):
-            holder[key] = r.choice([-holder[key], holder[key] + 1, holder[key] - 1, 2 * holder[key], holder[key] * 1e9])
+            holder[key] = r.choice(
+                [-holder[key], holder[key] + 1, holder[key] - 1, 2 * holder[key], 10**9 * holder[key]]
+            )
         elif what == 4 and isinstance(holder[key], str):
             holder[key] = damage(r, holder[key].encode("utf-8", "surrogatepass")).decode("utf-8", "replace")
         elif what == 5:
