@@ -127,7 +127,11 @@ def cache_folder() -> Path:
     """The user's cache folder for pystaged."""
     import platformdirs  # noqa: PLC0415
 
-    return Path(platformdirs.user_cache_dir("pystaged"))
+    folder = Path(platformdirs.user_cache_dir("pystaged"))
+    if folder.is_absolute():
+        return folder
+    # Without a home it would be a folder named ~ wherever one happens to be; here nothing can be written or found.
+    return Path(os.devnull) / "there is no home folder, set XDG_CACHE_HOME"
 
 
 def _locked_part(path: Path) -> tuple[Path, BinaryIO]:
