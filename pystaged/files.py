@@ -8,7 +8,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -124,13 +124,14 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for pystaged."""
+    """The user's cache folder for pystaged; where there is none, a path at which nothing can be."""
     import platformdirs  # noqa: PLC0415
 
-    folder = Path(platformdirs.user_cache_dir("pystaged"))
-    if folder.is_absolute():
-        return folder
-    # Without a home it would be a folder named ~ wherever one happens to be; here nothing can be written or found.
+    with suppress(RuntimeError):
+        folder = Path(platformdirs.user_cache_dir("pystaged"))
+        if folder.is_absolute():
+            return folder
+    # Without a home it would be a folder named ~ wherever one happens to be; there nothing can be written or found.
     return Path(os.devnull) / "there is no home folder, set XDG_CACHE_HOME"
 
 

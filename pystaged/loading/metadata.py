@@ -10,6 +10,6 @@ def read_metadata(path: Path) -> dict[str, str]:
     from pystaged._core import ModelError, metadata  # noqa: PLC0415  who lists no models needs none
 
     try:
-        return {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, value in metadata(path)}
+        return metadata(path)
     except ModelError:
         return {}

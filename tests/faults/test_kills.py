@@ -1,4 +1,4 @@
-"""Writers that are killed at any moment, and disks that are full at any byte. PYSTAGED_KILLS is the number of moments."""
+"""Writers that are killed at any moment, and disks that are full at any byte. PYSTAGED_KILLS is how many moments."""
 
 from __future__ import annotations
 
