@@ -436,6 +436,11 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope-factor": ("llama", {"rope_scaling": ROPE | {"factor": -8.0}}, "factor is -8.0, but must be"),
     "rope-base": ("llama", {"rope_theta": math.inf}, "rope_theta is inf"),
     "yarn": ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 16}}, "beta_fast is 16, which"),
+    "rope-positions": (
+        "llama",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2**40}},
+        "original_max_position_embeddings is 1099511627776, outside 1 to",
+    ),
     "long-missing": ("phi3", {"rope_scaling": {"type": "longrope"}}, "long_factor must be a list of 8 numbers"),
     "long-short": (
         "phi3",
