@@ -91,7 +91,7 @@ def try_cases(name: str, seed: int, first: int, last: int, folder: Path, limit: 
     os.dup2(2, 1)
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    folder = folder / "files"
+    folder = folder / "fuzzed"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.environ |= {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
@@ -101,8 +101,8 @@ def try_cases(name: str, seed: int, first: int, last: int, folder: Path, limit: 
         outcome = attempt(target, case, limit)[0]
         if outcome != "accepted":
             raise RuntimeError(f"{case.words}: {outcome}")
-    addresses = memory("VmSize") + ADDRESSES
-    resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
+    if addresses := memory("VmSize"):
+        resource.setrlimit(resource.RLIMIT_AS, (addresses + ADDRESSES, addresses + ADDRESSES))
     for k in range(first, last):
         case = target.case(random.Random(f"{seed} {name} {k}"))
         os.ftruncate(2, os.lseek(2, 0, os.SEEK_SET))
