@@ -35,7 +35,7 @@ from pystaged.loading.packed import load_packed
 from pystaged.loading.quantize import quantize
 
 PULLED = "someone/tiny-GGUF"
-SAVED = 60  # times that a small file is saved, one after the other
+SAVED = 25  # times that a small file is saved, one after the other
 State = object
 
 

@@ -91,7 +91,7 @@ class Http(Target):
         super().__init__(folder)
         path = write(folder / "model.gguf", replace(CASES["llama"], context=1024))
         self._engine = pystaged.load(path, policy=FixedPolicy(2, 3, 6), memory=False, report=lambda _: None)
-        self._live = live(self._engine, stall_timeout=5, timeout=30, defaults={"max_tokens": 8})
+        self._live = live(self._engine, defaults={"max_tokens": 8})
         self._server = self._live.__enter__()
 
     def sound(self) -> Iterator[Case]:
