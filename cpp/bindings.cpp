@@ -155,6 +155,14 @@ py::str to_text(const std::string& bytes) {
         PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
 }
 
+py::dict to_dict(const std::vector<std::pair<std::string, std::string>>& texts) {
+    py::dict result;
+    for (const auto& [key, value] : texts) {
+        result[to_text(key)] = to_text(value);
+    }
+    return result;
+}
+
 KvType to_kv_type(const std::string& name) {
     if (name != "f16" && name != "q8_0") {
         throw py::value_error("keys and values are stored as f16 or q8_0, not " + name);
@@ -341,6 +349,8 @@ PYBIND11_MODULE(_core, m) {
         }
         return names;
     });
+    m.def(
+        "metadata", [](const py::object& path) { return to_dict(GgufFile(to_path(path)).spelled()); }, py::arg("path"));
     m.def("physical_cores", &physical_cores);
     m.def("cpu_quota", [](const py::object& root) { return cpu_quota(to_path(root)); }, py::arg("root") = "");
     m.def("devices", [] {
@@ -417,6 +427,7 @@ PYBIND11_MODULE(_core, m) {
              }),
              py::arg("path"))
         .def_property_readonly("num_tokens", &Tokenizer::num_tokens)
+        .def_property_readonly("metadata", [](const Tokenizer& self) { return to_dict(self.metadata()); })
         .def(
             "encode",
             [](const Tokenizer& self, const py::str& text, bool add_special, bool parse_special) {

@@ -251,6 +251,31 @@ bool GgufFile::flag(const std::string& name, bool otherwise) const {
     return gguf_get_val_bool(context_.get(), id);
 }
 
+std::vector<std::pair<std::string, std::string>> GgufFile::spelled() const {
+    const gguf_context* context = context_.get();
+    std::vector<std::pair<std::string, std::string>> result;
+    for (int64_t id = 0; id < gguf_get_n_kv(context); ++id) {
+        std::string value;
+        switch (gguf_get_kv_type(context, id)) {
+            case GGUF_TYPE_STRING: value = gguf_get_val_str(context, id); break;
+            case GGUF_TYPE_BOOL: value = gguf_get_val_bool(context, id) ? "true" : "false"; break;
+            case GGUF_TYPE_UINT8: value = std::to_string(gguf_get_val_u8(context, id)); break;
+            case GGUF_TYPE_INT8: value = std::to_string(gguf_get_val_i8(context, id)); break;
+            case GGUF_TYPE_UINT16: value = std::to_string(gguf_get_val_u16(context, id)); break;
+            case GGUF_TYPE_INT16: value = std::to_string(gguf_get_val_i16(context, id)); break;
+            case GGUF_TYPE_UINT32: value = std::to_string(gguf_get_val_u32(context, id)); break;
+            case GGUF_TYPE_INT32: value = std::to_string(gguf_get_val_i32(context, id)); break;
+            case GGUF_TYPE_UINT64: value = std::to_string(gguf_get_val_u64(context, id)); break;
+            case GGUF_TYPE_INT64: value = std::to_string(gguf_get_val_i64(context, id)); break;
+            case GGUF_TYPE_FLOAT32: value = std::to_string(gguf_get_val_f32(context, id)); break;
+            case GGUF_TYPE_FLOAT64: value = std::to_string(gguf_get_val_f64(context, id)); break;
+            default: continue;
+        }
+        result.emplace_back(gguf_get_key(context, id), std::move(value));
+    }
+    return result;
+}
+
 std::optional<std::vector<int64_t>> GgufFile::integers(const std::string& name) const {
     const gguf_context* context = context_.get();
     const int64_t id = key(name);

@@ -44,6 +44,8 @@ public:
     // The numbers or booleans of an array; nothing where the key is missing or no array.
     std::optional<std::vector<int64_t>> integers(const std::string& key) const;
     bool has(const std::string& name) const { return key(name) >= 0; }
+    // Keys and values of all that are no arrays, as libllama spells them.
+    std::vector<std::pair<std::string, std::string>> spelled() const;
     // The key of an array of that type and its length.
     std::optional<std::pair<int64_t, size_t>> array(const std::string& key, gguf_type type) const;
     const char* array_text(int64_t key_id, size_t index) const;

@@ -97,8 +97,7 @@ void call_with_stack(size_t bytes, const std::function<void()>& work) {
 }
 
 // libllama asserts, and so aborts, on some malformed vocabularies; those are refused here first.
-void check_vocabulary(const std::string& path) {
-    const GgufFile file(path);
+void check_vocabulary(const GgufFile& file) {
     const std::string model = file.text("tokenizer.ggml.model");
     if (model != "gpt2" && model != "llama") {
         file.fail("tokenizer model '" + model + "' is not supported, only 'gpt2' (BPE) and 'llama' (SentencePiece)");
@@ -135,7 +134,11 @@ void Tokenizer::Free::operator()(llama_model* model) const {
 }
 
 Tokenizer::Tokenizer(const std::string& path) {
-    check_vocabulary(path);
+    {
+        const GgufFile file(path);
+        check_vocabulary(file);
+        metadata_ = file.spelled();
+    }
     llama_model_params params = llama_model_default_params();
     params.vocab_only = true;
     std::string reason;

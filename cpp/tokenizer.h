@@ -41,6 +41,8 @@ public:
     // Whether texts begin with a token of their own, and end with one.
     bool adds_bos() const;
     bool adds_eos() const;
+    // Of the file as it was: keys and values that are no arrays, as libllama spells them.
+    const std::vector<std::pair<std::string, std::string>>& metadata() const { return metadata_; }
     // Token ids, or -1.
     int32_t bos() const;
     int32_t eos() const;
@@ -70,6 +72,7 @@ private:
     std::unique_ptr<llama_model, Free> model_;
     const llama_vocab* vocab_ = nullptr;
     std::vector<Special> specials_;  // sorted by text
+    std::vector<std::pair<std::string, std::string>> metadata_;
 };
 
 }  // namespace pystaged

@@ -21,6 +21,9 @@ class ContextFullError(ValueError):
 def kernels() -> list[str]:
     """Kernels this CPU can run, best first."""
 
+def metadata(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, str]:
+    """Single values of a GGUF file's metadata, as text. Raises ModelError."""
+
 def physical_cores() -> int:
     """Physical cores this process may keep busy: those it may run on, no more than cpu_quota()."""
 
@@ -129,6 +132,9 @@ class Tokenizer:
     def __init__(self, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None: ...
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Single values of the file's metadata when it was read, as text."""
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> NDArray[np.int32]:
         """Token ids of a text.
 

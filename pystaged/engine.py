@@ -21,7 +21,6 @@ from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
 from pystaged.decoding.scoring import score
-from pystaged.loading.metadata import read_metadata
 from pystaged.loading.pair import Pair
 from pystaged.process import ProcessLock
 from pystaged.receipt import Origin
@@ -198,7 +197,7 @@ class Engine:
             if self._chat_format is None:
                 from pystaged.chat.format import ChatFormat  # noqa: PLC0415  brings jinja2
 
-                self._chat_format = ChatFormat(read_metadata(self._pair.path), self.tokenizer, self._warn)
+                self._chat_format = ChatFormat(self.tokenizer.metadata, self.tokenizer, self._warn)
             return self._chat_format
 
     @overload

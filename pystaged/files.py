@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -175,10 +175,15 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for pystaged."""
+    """The user's cache folder for pystaged; where there is none, a path at which nothing can be."""
     import platformdirs  # noqa: PLC0415
 
-    return Path(platformdirs.user_cache_dir("pystaged"))
+    with suppress(RuntimeError):
+        folder = Path(platformdirs.user_cache_dir("pystaged"))
+        if folder.is_absolute():
+            return folder
+    # Without a home it would be a folder named ~ wherever one happens to be; there nothing can be written or found.
+    return Path(os.devnull) / "there is no home folder, set XDG_CACHE_HOME"
 
 
 def _locked_part(path: Path) -> tuple[Path, BinaryIO]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -42,6 +43,9 @@ def end_with_parent() -> None:
             pass
         os._exit(1)
 
+    # A parent that ended while this process began must not find later what it writes.
+    if select.select([0], [], [], 0)[0] and not os.read(0, 4096):
+        os._exit(1)
     threading.Thread(target=wait, daemon=True).start()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,11 @@ def test_the_child_finds_what_the_parent_finds(tmp_path: Path, monkeypatch: pyte
     child = process.start("job_of_test", "one 'word'", Path("two"), cwd=folder, stdout=subprocess.PIPE, text=True)
     out, _ = child.communicate(timeout=60)
     assert (child.returncode, out.strip()) == (7, "job_of_test|one 'word'|two")
+
+
+def test_a_child_of_a_parent_that_has_ended_does_nothing(tmp_path: Path) -> None:
+    """It asks before it begins, and not only by a thread that may come too late."""
+    code = "import threading; threading.Thread.start = print; from pystaged import process; process.end_with_parent()"
+    command = [sys.executable, "-c", f"{code}; open('late', 'w')"]
+    done = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, check=False, timeout=60)
+    assert (done.returncode, list(tmp_path.iterdir())) == (1, [])

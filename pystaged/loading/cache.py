@@ -206,10 +206,10 @@ def _describe(path: Path) -> CachedModel:
     metadata = read_metadata(path)
     kind, shape = "damaged", ""
     if metadata:
-        architecture = metadata["general.architecture"]
+        architecture = metadata.get("general.architecture", "?")
         heads = metadata.get(f"{architecture}.attention.head_count", "?")
         layers, width = (metadata.get(f"{architecture}.{key}", "?") for key in ("block_count", "embedding_length"))
-        kind, shape = _type_name(metadata.get("general.file_type", "")), f"{layers} x {width}, {heads} heads"
+        kind, shape = _type_name(metadata.get("general.file_type", "")), _shown(f"{layers} x {width}, {heads} heads")
     return CachedModel(_name(path), path, path.stat().st_size, kind, shape, _source(path).license)
 
 
@@ -230,8 +230,7 @@ def _source(path: Path) -> _Source:
     found = found if isinstance(found, dict) else {}
     files, downloaded = found.get("files"), found.get("downloaded")
     return _Source(
-        # It is shown in terminals.
-        license="".join(each if each.isprintable() else "?" for each in str(found.get("license", ""))),
+        license=_shown(str(found.get("license", ""))),
         files={file: str(revision) for file, revision in files.items()} if isinstance(files, dict) else {},
         downloaded={str(file) for file in downloaded} if isinstance(downloaded, list) else set(),
     )
@@ -243,6 +242,11 @@ def _keep(path: Path, source: _Source) -> None:
         found = {"license": source.license, "files": source.files, "downloaded": sorted(source.downloaded)}
         part.write_text(json.dumps(found))
         part.replace(target)
+
+
+def _shown(text: str) -> str:
+    """What a file says of itself, as terminals may show it."""
+    return "".join(each if each.isprintable() else "?" for each in text[:80])
 
 
 def _type_name(file_type: str) -> str:

@@ -216,6 +216,14 @@ def positive(path: Path, name: str, value: object) -> float:
     return float(value)
 
 
+def _positions(path: Path, original: object) -> int:
+    """Those that a model was trained for before they were stretched."""
+    value = positive(path, _ORIGINAL, original)
+    if not 1 <= value <= _MOST:
+        raise ValueError(f"{path}: {_ORIGINAL} is {original!r}, outside 1 to {_MOST}")
+    return int(value)
+
+
 def _check_layers(reader: _Reader, shape: Shape) -> None:
     """Check patterns of layers and scales of attention, which GGUF leaves to the architecture.
 
@@ -272,14 +280,14 @@ def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Fl
         metadata["rope.freq_base_swa"] = positive(path, "rope_local_base_freq", local.get("rope_theta", 1e4))
     original = found.get("original_max_position_embeddings") or reader.get("original_max_position_embeddings")
     if family.fused_gate:
-        metadata["rope.scaling.original_context_length"] = int(positive(path, _ORIGINAL, original))
+        metadata["rope.scaling.original_context_length"] = _positions(path, original)
     if kind in ("linear", "yarn"):
         metadata |= {"rope.scaling.type": kind, "rope.scaling.factor": real("factor")}
     if kind == "yarn":
         for name, usual in {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "mscale": None}.items():
             if found.get(name) not in (None, usual):
                 raise ValueError(f"{path}: {name} is {found[name]!r}, which llama.cpp does not honour for {kind}")
-        metadata["rope.scaling.original_context_length"] = int(positive(path, _ORIGINAL, original or context))
+        metadata["rope.scaling.original_context_length"] = _positions(path, original or context)
     elif kind == "llama3":
         low, high = real("low_freq_factor", 1.0), real("high_freq_factor", 4.0)
         waves = 2 * np.pi * base ** (np.arange(0, dims, 2) / dims)
@@ -294,7 +302,7 @@ def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Fl
             computed[f"rope_factors_{name}.weight"] = np.array(
                 [positive(path, f"{name}_factor", factor) for factor in factors], np.float32
             )
-        start = positive(path, _ORIGINAL, original)
+        start = _positions(path, original)
         stretch = context / start
         sharper = math.sqrt(1 + math.log(stretch) / math.log(start)) if stretch > 1 and start > 1 else 1.0
         metadata["rope.scaling.attn_factor"] = real("attention_factor", sharper)

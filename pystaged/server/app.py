@@ -20,7 +20,6 @@ from starlette.routing import Route
 
 import pystaged
 from pystaged.engine import Engine
-from pystaged.loading.metadata import read_metadata
 from pystaged.server import chats, completions, messages, native, responses, settings, tokens
 from pystaged.server.answers import ModelCard
 from pystaged.server.errors import ApiError, ending, explained, refusal
@@ -83,7 +82,7 @@ class _Endpoints:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._metadata = read_metadata(state.engine._pair.path)
+        self._metadata = state.engine.tokenizer.metadata
         self._version = pystaged.__version__
         self._openapi = encoded(describe(self._version))
         self._page = page()

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import math
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,8 @@ from support.checkpoints import (
     NUM_TOKENS,
     family_config,
     family_weights,
+    field,
+    sentencepiece_model,
     write_checkpoint,
     write_family,
     write_tokenizer_json,
@@ -359,26 +360,6 @@ def test_bos_and_the_template_of_chats(tmp_path: Path) -> None:
     assert llama_tokens(tmp_path / "model.gguf", "a")[0] == NUM_TOKENS - 1
 
 
-def field(number: int, value: int | bytes | float) -> bytes:
-    """A field of a protobuf message, its number and value below 128."""
-    if isinstance(value, int):
-        return bytes([number << 3, value])
-    if isinstance(value, float):
-        return bytes([number << 3 | 5]) + struct.pack("<f", value)
-    return bytes([number << 3 | 2, len(value)]) + value
-
-
-def sentencepiece_model(*, kind: int = 2, normalizer: bytes = field(4, 0), num_bytes: int = 256) -> bytes:
-    """A tokenizer.model of letters, two words and bytes."""
-    pieces = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
-    pieces += [(f"<0x{byte:02X}>".encode(), 0.0, 6) for byte in range(num_bytes)]
-    words = ["he", "\u2581he", "ll", "llo", "\u2581hello"]
-    letters = ["\u2581", *"helowrd"]
-    pieces += [(word.encode(), -float(i), 1) for i, word in enumerate(words + letters)]
-    data = b"".join(field(1, field(1, text) + field(2, score) + field(3, kind)) for text, score, kind in pieces)
-    return data + field(2, field(3, kind)) + field(3, normalizer)
-
-
 def write_sentencepiece(folder: Path, data: bytes) -> Path:
     write_family(folder, "llama")
     (folder / "tokenizer.json").unlink()
@@ -455,6 +436,11 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope-factor": ("llama", {"rope_scaling": ROPE | {"factor": -8.0}}, "factor is -8.0, but must be"),
     "rope-base": ("llama", {"rope_theta": math.inf}, "rope_theta is inf"),
     "yarn": ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 16}}, "beta_fast is 16, which"),
+    "rope-positions": (
+        "llama",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2**40}},
+        "original_max_position_embeddings is 1099511627776, outside 1 to",
+    ),
     "long-missing": ("phi3", {"rope_scaling": {"type": "longrope"}}, "long_factor must be a list of 8 numbers"),
     "long-short": (
         "phi3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,23 @@ def write_checkpoint(folder: Path, *, shards: int = 1, seed: int = 0, **changes:
     write_tokenizer(folder)
     write_weights(folder, weights(shape, seed=seed), shards)
     return folder
+
+
+def field(number: int, value: int | bytes | float) -> bytes:
+    """A field of a protobuf message, its number and value below 128."""
+    if isinstance(value, int):
+        return bytes([number << 3, value])
+    if isinstance(value, float):
+        return bytes([number << 3 | 5]) + struct.pack("<f", value)
+    return bytes([number << 3 | 2, len(value)]) + value
+
+
+def sentencepiece_model(*, kind: int = 2, normalizer: bytes = field(4, 0), num_bytes: int = 256) -> bytes:
+    """A tokenizer.model of letters, two words and bytes."""
+    pieces = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
+    pieces += [(f"<0x{byte:02X}>".encode(), 0.0, 6) for byte in range(num_bytes)]
+    words = ["he", "\u2581he", "ll", "llo", "\u2581hello"]
+    letters = ["\u2581", *"helowrd"]
+    pieces += [(word.encode(), -float(i), 1) for i, word in enumerate(words + letters)]
+    data = b"".join(field(1, field(1, text) + field(2, score) + field(3, kind)) for text, score, kind in pieces)
+    return data + field(2, field(3, kind)) + field(3, normalizer)

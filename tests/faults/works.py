@@ -1,0 +1,206 @@
+"""What is killed, or runs out of disk: works that write files, each with what it leaves. Run as a program,
+`works.py NAME FOLDER`, it does a work anew in a child of fork() for each line of standard input:
+
+    kill SECONDS    and kills it so long after it began
+    limit BYTES     with no file longer than that
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFReader
+from support.checkpoints import write_family
+from support.families import CASES
+from support.random_models import write
+
+from pystaged.decoding.cost import PassCost
+from pystaged.drafting.recycled import KEPT
+from pystaged.drafting.table import NgramTable
+from pystaged.files import leftovers
+from pystaged.loading import cache, hub
+from pystaged.loading.convert import convert
+from pystaged.loading.costs import CostStore
+from pystaged.loading.kept import PACKED
+from pystaged.loading.memories import KeptMemory
+from pystaged.loading.packed import load_packed
+from pystaged.loading.quantize import quantize
+
+PULLED = "someone/tiny-GGUF"
+SAVED = 25  # times that a small file is saved, one after the other
+State = object
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that writes a file.
+
+    Args:
+        prepare: makes what it reads, once.
+        run: does it.
+        state: what is there afterwards, None for nothing; raises where that is damaged.
+        failures: what it may raise where there is no room; none for what is a convenience.
+    """
+
+    prepare: Callable[[Path], object]
+    run: Callable[[Path], object]
+    state: Callable[[Path], State]
+    failures: tuple[type[Exception], ...] = ()
+
+
+def tensors(path: Path) -> State:
+    """All tensors of a model, None without a file."""
+    if not path.exists():
+        return None
+    return [(tensor.name, bytes(tensor.data)) for tensor in GGUFReader(path).tensors]
+
+
+def convert_checkpoint(folder: Path) -> None:
+    convert(folder / "checkpoint", folder / "out.gguf", quantization="F16")
+
+
+def quantize_model(folder: Path) -> None:
+    quantize(folder / "model.gguf", folder / "out.gguf", "q8_0")
+
+
+def pack(folder: Path) -> None:
+    PACKED.path(folder / "model.gguf").unlink(missing_ok=True)
+    load_packed(folder / "model.gguf", "", 1, lambda _: None)
+
+
+def packed(folder: Path) -> State:
+    path = PACKED.path(folder / "model.gguf")
+    return path.read_bytes() if path.exists() else None
+
+
+def save_costs(folder: Path) -> None:
+    for i in range(1, SAVED + 1):
+        CostStore(folder / "costs").save("key", PassCost({n: 0.01 * (n + i) for n in (1, 2, 4)}))
+
+
+def costs(folder: Path) -> State:
+    if not list((folder / "costs").glob("*.json")):
+        return None
+    found = CostStore(folder / "costs").load("key")
+    if found is None:
+        raise ValueError("half of the costs")
+    return sorted(found.seconds)
+
+
+def _memory(folder: Path) -> KeptMemory:
+    return KeptMemory(folder / "model.gguf", "v", 300)
+
+
+def save_memory(folder: Path) -> None:
+    memory = _memory(folder)
+    for _ in range(SAVED):
+        tokens = np.arange(200 * KEPT, dtype=np.int32).reshape(200, KEPT) % 300
+        memory.candidates.learn(tokens[:, 0], tokens[:, 1], tokens, -np.ones((200, KEPT), np.float32))
+        memory.save()
+
+
+def memory(folder: Path) -> State:
+    return len(_memory(folder).candidates.entries()[0]) or None
+
+
+def save_table(folder: Path) -> None:
+    documents = [np.random.default_rng(0).integers(0, 50, 5000)]
+    table = NgramTable.build(documents, vocab_size=50, vocab_hash="v")
+    for _ in range(5):
+        table.save(folder / "table.npz")
+
+
+def table(folder: Path) -> State:
+    path = folder / "table.npz"
+    return NgramTable.load(path).tokens.tolist() if path.exists() else None
+
+
+def pull(folder: Path) -> None:
+    del folder
+    hub.pull(PULLED)
+
+
+def pulled(folder: Path) -> State:
+    del folder
+    found = cache.find("tiny-GGUF")
+    if found:
+        cache.models()
+    return found.read_bytes() if found else None
+
+
+def remove_pulled(folder: Path) -> None:
+    """Pulled and removed, again and again."""
+    pull(folder)
+    cache.remove("tiny-GGUF")
+    pull(folder)
+
+
+def _llama(folder: Path) -> None:
+    write(folder / "model.gguf", CASES["llama"])
+
+
+def _wide(folder: Path) -> None:
+    write(folder / "model.gguf", CASES["llama-untied"])
+
+
+WORKS = {
+    "convert": Work(
+        lambda folder: write_family(folder / "checkpoint", "llama"),
+        convert_checkpoint,
+        lambda folder: tensors(folder / "out.gguf"),
+        (OSError,),
+    ),
+    "quantize": Work(_wide, quantize_model, lambda folder: tensors(folder / "out.gguf"), (OSError, ValueError)),
+    "pull": Work(lambda _: None, remove_pulled, pulled, (OSError,)),
+    "packed": Work(_llama, pack, packed),
+    "costs": Work(_llama, save_costs, costs),
+    "memory": Work(_llama, save_memory, memory),
+    "table": Work(_llama, save_table, table, (OSError,)),
+}
+
+
+def main() -> None:
+    work, folder = WORKS[sys.argv[1]], Path(sys.argv[2])
+    for line in sys.stdin:
+        order, number = line.split()
+        begun = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            os._exit(attempt(work, folder, int(number) if order == "limit" else 0))
+        if order == "kill":
+            time.sleep(float(number))
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)} {time.monotonic() - begun}\n")
+        sys.stdout.flush()
+
+
+def attempt(work: Work, folder: Path, limit: int) -> int:
+    """0 where it was done, 1 where it was refused, 2 where it failed in another way."""
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        work.run(folder)
+    except work.failures as error:
+        return 1 if str(error) else 2
+    except BaseException as error:  # it must not go on in this copy of the program
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+    return 0
+
+
+def parts(folder: Path) -> list[Path]:
+    """What killed writers left of ours."""
+    return [part for part in leftovers(folder) if "huggingface" not in part.parts and "hf" not in part.parts]
+
+
+if __name__ == "__main__":
+    main()

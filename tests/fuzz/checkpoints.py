@@ -1,0 +1,127 @@
+"""Checkpoints of Hugging Face: weights and shapes, and tokenizers."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from support.checkpoints import sentencepiece_model, write_checkpoint, write_family, write_tokenizer
+
+from fuzz.mutate import damage, damage_json, damage_value, spelled
+from fuzz.target import Case, Target, short
+from pystaged import _core
+from pystaged.loading.convert import convert
+
+ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": ROPE},
+    "mistral": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "smollm3": {},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "gemma3_text": {"sliding_window": 40},
+    "phi3": {"tie_word_embeddings": True},
+}
+SETTINGS = {
+    "bos_token": "<s>",
+    "eos_token": {"content": "</s>"},
+    "added_tokens_decoder": {"290": {"content": "\u2581\u2581", "special": False}, "291": {"content": "<|end|>"}},
+    "chat_template": [{"name": "default", "template": "{{ messages }}"}],
+    "add_bos_token": True,
+}
+Files = dict[str, bytes]
+
+
+class Checkpoint(Target):
+    """config.json, model.safetensors and the index of its parts: converted, then loaded."""
+
+    damaged = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._at = folder / "checkpoint"
+        self._bases = {name: self._written(partial(write_family, self._at, name, **more)) for name, more in self._all()}
+        self._bases |= self._more()
+
+    def _all(self) -> list[tuple[str, dict[str, Any]]]:
+        return list(FAMILIES.items())
+
+    def _more(self) -> dict[str, Files]:
+        return {
+            "gpt2": self._written(partial(write_checkpoint, self._at, n_embd=32, n_layer=1)),
+            "parts": self._written(partial(write_family, self._at, "llama", shards=2)),
+        }
+
+    def _written(self, write: Any) -> Files:
+        shutil.rmtree(self._at, ignore_errors=True)
+        self._at.mkdir()
+        write()
+        return {path.name: path.read_bytes() for path in self._at.iterdir()}
+
+    def sound(self) -> Iterator[Case]:
+        for name, files in self._bases.items():
+            yield Case(name, sum(map(len, files.values())), partial(self._use, files))
+
+    def case(self, r: random.Random) -> Case:
+        name = r.choice(list(self._bases))
+        files = dict(self._bases[name])
+        file = r.choice([each for each in self.damaged if each in files])
+        files[file] = damaged_file(r, file, files[file], r.choice(list(self._bases.values())).get(file, b""))
+        words = f"{name}: {file}: {short(files[file])}"
+        if r.random() < 0.05:
+            del files[file]
+        return Case(words, sum(map(len, files.values())), partial(self._use, files))
+
+    def _use(self, files: Files) -> None:
+        shutil.rmtree(self._at, ignore_errors=True)
+        self._at.mkdir()
+        for name, data in files.items():
+            (self._at / name).write_bytes(data)
+        out = self.folder / "model.gguf"
+        convert(self._at, out, quantization="F16")
+        tokenizer = _core.Tokenizer(str(out))
+        tokenizer.encode("Hello the world\n 12 \u00e9\U0001f999<|endoftext|><s>")
+        model = _core.Model(str(out), "", 1)
+        if tokenizer.num_tokens != model.vocab_size:
+            raise AssertionError(f"{tokenizer.num_tokens} tokens, {model.vocab_size} rows")
+        session = _core.Session(model, 8)
+        session.evaluate([1], [-1])
+        session.follow(_core.Sampling())
+
+
+class Tokenizer(Checkpoint):
+    """The files of tokenizers of each kind."""
+
+    damaged = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
+
+    def _all(self) -> list[tuple[str, dict[str, Any]]]:
+        return [("llama", {"num_hidden_layers": 1})]
+
+    def _more(self) -> dict[str, Files]:
+        files = self._written(partial(write_family, self._at, "llama", num_hidden_layers=1))
+        del files["tokenizer.json"]
+        plain = self._written(lambda: write_tokenizer(self._at))
+        settings = json.dumps(SETTINGS).encode()
+        ends = json.dumps({"eos_token": "<|endoftext|>", "chat_template": "{{ messages }}"}).encode()
+        return {
+            "sentencepiece": files | {"tokenizer.model": sentencepiece_model(), "tokenizer_config.json": settings},
+            "vocab.json": files | plain | {"tokenizer_config.json": ends},
+        }
+
+
+def damaged_file(r: random.Random, name: str, data: bytes, other: bytes) -> bytes:
+    """A file damaged as one of its kind."""
+    if name.endswith(".json"):
+        return damage_json(r, data)
+    if name.endswith(".safetensors") and r.random() < 0.6:
+        size = int.from_bytes(data[:8], "little")
+        header = spelled(r, damage_value(r, json.loads(data[8 : 8 + size])))
+        size = len(header) if r.random() < 0.9 else r.choice([0, len(header) - 1, len(header) + 9, 2**63, 2**64 - 1])
+        return size.to_bytes(8, "little") + header + data[8 + int.from_bytes(data[:8], "little") :]
+    return damage(r, data, other)

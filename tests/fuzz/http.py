@@ -1,0 +1,170 @@
+"""Requests, as bytes on a socket: no answer is a fault of the server's, and the next request is answered."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from support.families import CASES
+from support.random_models import write
+from support.server import NAME, live
+
+import pystaged
+from fuzz.mutate import damage, damage_value, spelled
+from fuzz.target import Case, Target, short
+from pystaged.decoding.policy import FixedPolicy
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"], "additionalProperties": False}
+FUNCTION = {"name": "weather", "description": "of a place", "parameters": SCHEMA}
+CHAT = {
+    "model": NAME,
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    ],
+    "max_tokens": 4,
+}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "the tree", "max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": True}),
+    (
+        "/v1/completions",
+        {"prompt": ["a", "b"], "max_tokens": 3, "n": 2, "seed": 1, "stop": ["x"], "logit_bias": {"5": 1}},
+    ),
+    (
+        "/v1/completions",
+        {"prompt": [1, 2, 3], "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}},
+    ),
+    ("/completion", {"prompt": "a", "n_predict": 3, "n_probs": 3, "repeat_penalty": 1.1, "dry_multiplier": 0.8}),
+    (
+        "/completion",
+        {"prompt": "a", "n_predict": 5, "grammar": 'root ::= "a" | "b" root', "min_p": 0.1, "xtc_probability": 0.5},
+    ),
+    ("/v1/chat/completions", CHAT),
+    (
+        "/v1/chat/completions",
+        CHAT | {"stream": True, "temperature": 1.5, "top_k": 5, "logprobs": True, "top_logprobs": 2},
+    ),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+    ("/v1/chat/completions", CHAT | {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}),
+    (
+        "/v1/chat/completions",
+        CHAT | {"prediction": {"type": "content", "content": "a b"}, "chat_template_kwargs": {"a": 1}},
+    ),
+    ("/tokenize", {"content": "Hello", "with_pieces": True}),
+    ("/detokenize", {"tokens": [1, 2, 3]}),
+]
+GETS = ["/", "/health", "/v1/models", f"/v1/models/{NAME}", "/props", "/metrics", "/tokenizer_info", "/openapi.json"]
+HEADERS = [
+    "Content-Length: 99999999999999999999",
+    "Content-Length: -1",
+    "Content-Length: 5",
+    "Transfer-Encoding: chunked",
+    "Transfer-Encoding: gzip",
+    "Expect: 100-continue",
+    "Upgrade: websocket",
+    "Host: evil.example",
+    "Host: [::1",
+    "Origin: http://evil.example",
+    "Authorization: Bearer \u00ff",
+    "Connection: upgrade",
+    "X-Long: " + "x" * 70_000,
+    " folded",
+    "no colon",
+]
+SECONDS = 60
+PATIENCE = 0.5  # with requests that may never end
+
+
+class Http(Target):
+    """A server in this process."""
+
+    refusals = ()
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        path = write(folder / "model.gguf", replace(CASES["llama"], context=1024))
+        self._engine = pystaged.load(path, policy=FixedPolicy(2, 3, 6), memory=False, report=lambda _: None)
+        self._live = live(self._engine, defaults={"max_tokens": 8})
+        self._server = self._live.__enter__()
+
+    def sound(self) -> Iterator[Case]:
+        for path, body in BODIES:
+            yield self._case(request("POST", path, json.dumps(body).encode()), well=True)
+        for path in GETS:
+            yield self._case(request("GET", path, b""), well=True)
+
+    def case(self, r: random.Random) -> Case:
+        path, body = r.choice(BODIES)
+        data = spelled(r, damage_value(r, body)) if r.random() < 0.8 else damage(r, json.dumps(body).encode())
+        whole = request("POST", path, data)
+        what = r.random()
+        if what < 0.1:
+            whole = request(
+                r.choice(["GET", "PUT", "OPTIONS", "HEAD", "\0"]), r.choice([*GETS, path, "*", "//", "/%ff%00"]), data
+            )
+        elif what < 0.2:
+            head, _, rest = whole.partition(b"\r\n")
+            whole = b"\r\n".join([head, r.choice(HEADERS).encode("utf-8"), rest])
+        elif what < 0.3:
+            whole = damage(r, whole)
+        elif what < 0.4:
+            half = r.randrange(len(data) + 1)
+            parts = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (data[:half], data[half:]) if part)
+            parts = damage(r, parts) if r.random() < 0.5 else parts
+            whole = request("POST", path, b"")[:-4].replace(b"\r\nContent-Length: 0", b"\r\nTransfer-Encoding: chunked")
+            whole += b"\r\n\r\n" + parts + b"0\r\n\r\n"
+        return self._case(whole, leaves=r.random() < 0.1)
+
+    def _case(self, data: bytes, *, well: bool = False, leaves: bool = False) -> Case:
+        return Case(short(data), len(data), partial(self._use, data, well, leaves))
+
+    def _use(self, data: bytes, well: bool, leaves: bool) -> None:
+        answer = self._ask(data, SECONDS if well else PATIENCE, leaves=leaves)
+        if leaves:
+            answer = self._ask(request("GET", "/health", b""))
+        if not answer and not well:
+            return
+        head, _, body = answer.partition(b"\r\n\r\n")
+        status = int(head.split(b" ", 2)[1])
+        if status == 500 or (well and status != 200):
+            raise AssertionError(f"{answer!r}")
+        if (
+            body
+            and status == 200
+            and b"application/json" in head
+            and b"content-length" in head
+            and b"HTTP/1.1 " not in body
+        ):
+            json.loads(body)
+
+    def _ask(self, data: bytes, patience: float = SECONDS, *, leaves: bool = False) -> bytes:
+        """The whole answer; where none comes for so many seconds, the server is told that no more will be sent."""
+        with socket.create_connection(("127.0.0.1", self._server.port), timeout=patience) as connection:
+            answer = b""
+            with suppress(ConnectionError):
+                connection.sendall(data)
+                while not leaves and (part := self._part(connection)):
+                    answer += part
+        return answer
+
+    def _part(self, connection: socket.socket) -> bytes:
+        try:
+            return connection.recv(1 << 16)
+        except TimeoutError:
+            if connection.gettimeout() == SECONDS:
+                raise
+            connection.settimeout(SECONDS)
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(1 << 16)
+
+
+def request(method: str, path: str, body: bytes) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close", "Content-Type: application/json"]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body

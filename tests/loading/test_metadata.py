@@ -1,0 +1,75 @@
+"""What files say of themselves: as libllama reads it, and never by ending the process."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import llama_cpp
+import pytest
+from support.families import CASES
+from support.gguf_parts import ARRAY, STRING, Entry, Gguf, array, assemble, text
+from support.random_models import write
+
+from pystaged.loading import cache
+from pystaged.loading.metadata import read_metadata
+
+
+def libllama_says(path: Path) -> dict[str, str]:
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    assert model
+
+    def said(get: Callable[..., int], index: int) -> str:
+        buffer = ctypes.create_string_buffer(1 << 16)
+        assert get(model, index, buffer, len(buffer)) < len(buffer)
+        return buffer.value.decode()
+
+    found = {
+        said(llama_cpp.llama_model_meta_key_by_index, i): said(llama_cpp.llama_model_meta_val_str_by_index, i)
+        for i in range(llama_cpp.llama_model_meta_count(model))
+    }
+    llama_cpp.llama_model_free(model)
+    return found
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama-yarn", "granite-no-rope", "gemma3"])
+def test_as_libllama_reads_it(tmp_path: Path, case: str) -> None:
+    path = write(tmp_path / "model.gguf", CASES[case])
+    found = read_metadata(path)
+    assert found["general.architecture"] == CASES[case].family
+    assert found == libllama_says(path)
+
+
+def test_nothing_of_what_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF, but no more")
+    assert read_metadata(tmp_path / "model.gguf") == read_metadata(tmp_path / "none.gguf") == {}
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cache.repository_folder("some/one") / "model.gguf"
+    path.parent.mkdir(parents=True)
+    return write(path, CASES["llama"])
+
+
+def test_a_vocabulary_that_ends_libllama(cached: Path) -> None:
+    """A token stands there twice, for which libllama aborts."""
+    parts = Gguf(cached.read_bytes())
+    twice = array(STRING, [text("a")] * 300)
+    entries = [Entry(e.key, ARRAY, twice) if e.key == b"tokenizer.ggml.tokens" else e for e in parts.entries]
+    cached.write_bytes(assemble(entries, parts.tensors))
+    assert [(model.type, model.shape) for model in cache.models()] == [("?", "2 x 64, 4 heads")]
+
+
+def test_what_terminals_would_obey_is_not_shown(cached: Path) -> None:
+    parts = Gguf(cached.read_bytes())
+    wiped = Entry(b"llama.block_count", STRING, text("\x1b[2J"))
+    entries = [wiped if e.key == wiped.key else e for e in parts.entries if e.key != b"general.architecture"]
+    cached.write_bytes(assemble([*entries, Entry(b"general.architecture", STRING, text("llama"))], parts.tensors))
+    assert [model.shape for model in cache.models()] == ["?[2J x 64, 4 heads"]
+    cached.write_bytes(assemble(entries, parts.tensors))
+    assert [model.shape for model in cache.models()] == ["? x ?, ? heads"]

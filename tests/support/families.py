@@ -1,0 +1,88 @@
+"""Random models of every family, with each of its options."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from support.random_models import RandomModel
+
+ROPE_FACTORS = np.linspace(1, 8, 16, dtype=np.float32)
+LONG_ROPE = {
+    "rope_factors_long.weight": np.linspace(1, 30, 8, dtype=np.float32),
+    "rope_factors_short.weight": np.linspace(1, 2, 8, dtype=np.float32),
+}
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 64}
+GRANITE = {"logit_scale": 2.0, "residual_scale": 0.8, "embedding_scale": 3.0, "attention.scale": 0.1}
+
+CASES: dict[str, RandomModel] = {
+    "gpt2": RandomModel("gpt2", kv_heads=4),
+    "llama": RandomModel("llama", head_dim=32),
+    "llama-untied": RandomModel("llama", tie=False, width=96, heads=6, kv_heads=3),
+    "llama-biases": RandomModel("llama", biases=True),
+    "llama-fused": RandomModel("llama", fused=True, biases=True, kv_heads=1),
+    "llama-factors": RandomModel("llama", head_dim=32, vectors={"rope_freqs.weight": ROPE_FACTORS}),
+    "llama-linear": RandomModel("llama", metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    "llama-yarn": RandomModel("llama", head_dim=32, metadata=YARN | {"rope.freq_base": 5e4}),
+    "llama-odd": RandomModel("llama", width=50, heads=5, kv_heads=1, ffn_width=70, vocab_size=301),
+    "llama-no-groups": RandomModel("llama", kv_heads=4),
+    "qwen2": RandomModel("qwen2", biases=True, metadata={"rope.freq_base": 1e6}),
+    "qwen2-yarn": RandomModel("qwen2", biases=True, head_bias=True, tie=False, metadata=YARN),
+    "qwen3": RandomModel("qwen3", head_dim=32),
+    "qwen3-untied": RandomModel("qwen3", head_dim=16, tie=False, fused=True),
+    "smollm3": RandomModel("smollm3", layers=5),
+    "granite": RandomModel("granite", metadata=GRANITE),
+    "granite-no-rope": RandomModel(
+        "granite", metadata={"rope.scaling.finetuned": False, "logit_scale": 0.5}, biases=True
+    ),
+    "mistral3": RandomModel("mistral3", head_dim=32),
+    "mistral3-yarn": RandomModel(
+        "mistral3",
+        metadata=YARN
+        | {
+            "rope.scaling.yarn_beta_fast": 16.0,
+            "rope.scaling.yarn_beta_slow": 2.0,
+            "rope.scaling.yarn_log_multiplier": 0.5,
+            "attention.temperature_scale": 0.1,
+        },
+    ),
+    "phi3": RandomModel("phi3", fused=True),
+    "phi3-long": RandomModel(
+        "phi3",
+        fused=True,
+        tie=False,
+        kv_heads=4,
+        vectors=LONG_ROPE,
+        metadata={
+            "rope.scaling.type": "longrope",
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.attn_factor": 1.2,
+            "attention.sliding_window": 40,
+        },
+    ),
+    "phi3-partial": RandomModel("phi3", fused=True, rotary=8, ffn_width=70),
+    "starcoder2": RandomModel("starcoder2"),
+    "starcoder2-biases": RandomModel("starcoder2", biases=True, tie=False),
+    "stablelm": RandomModel("stablelm", rotary=4, tie=False),
+    "stablelm-parallel": RandomModel("stablelm", rotary=4, tie=False, parallel=True, own_head_norms=True, biases=True),
+    "olmo2": RandomModel("olmo2", tie=False),
+    "olmo2-windows": RandomModel(
+        "olmo2", tie=False, layers=4, seed=1, metadata=YARN | {"attention.sliding_window": 50}
+    ),
+    "gemma2": RandomModel("gemma2", head_dim=32, layers=4, metadata={"attention.sliding_window": 50}),
+    "gemma2-no-window": RandomModel("gemma2", metadata={"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": RandomModel("gemma3", head_dim=32, kv_heads=1, layers=7, metadata={"attention.sliding_window": 50}),
+    "gemma3-linear": RandomModel(
+        "gemma3",
+        layers=4,
+        tie=False,
+        metadata={
+            "attention.sliding_window": 33,
+            "attention.sliding_window_pattern": 2,
+            "rope.freq_base": 1e6,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+            "final_logit_softcapping": -3.0,
+        },
+    ),
+    "gemma3-no-window": RandomModel("gemma3"),
+}
