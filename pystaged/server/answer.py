@@ -12,11 +12,11 @@ from anyio.to_thread import run_sync
 
 from pystaged.decoding.tree import Stage
 from pystaged.result import GenerationResult, Piece
-from pystaged.server import answers
+from pystaged.server import answer_types
 from pystaged.server.figures import predicted, timings, usage
 from pystaged.server.reply import Sender, encoded
+from pystaged.server.request_types import StreamOptions, TextRequest
 from pystaged.server.state import State
-from pystaged.server.wire import StreamOptions, TextRequest
 from pystaged.server.writing import write
 from pystaged.stages import STAGE_NAMES, StageSpans
 from pystaged.stats import GenerationStats
@@ -134,7 +134,7 @@ class Answer(ABC):
             return {}
         spans = StageSpans().split(result.text, result.pieces, result.stages)
         stats = result.stats
-        found: answers.Ours = {
+        found: answer_types.Ours = {
             "pieces": [(text, STAGE_NAMES[stage]) for text, stage in spans],
             "texts": stats.texts_per_pass,
             "rows": stats.rows_per_pass,
@@ -147,7 +147,7 @@ class Answer(ABC):
         if not self.request.pystaged:
             return {}
         words = [self.tokenizer.token_bytes(token) for token in piece.tokens]
-        found: answers.Ours = {
+        found: answer_types.Ours = {
             "pieces": [(text, STAGE_NAMES[stage]) for text, stage in self._spans[i].split(piece, words, piece.stages)],
             "tree": self._tree(piece),
             "texts": float(self.state.gate.num_inside),
@@ -155,7 +155,7 @@ class Answer(ABC):
         }
         return {"token_ids": list(piece.tokens), "pystaged": found}
 
-    def _tree(self, piece: Piece) -> list[answers.Node]:
+    def _tree(self, piece: Piece) -> list[answer_types.Node]:
         tree, path = piece.tree, set(piece.path)
         return [
             {
@@ -187,7 +187,7 @@ class Answer(ABC):
         """What the end has besides the texts."""
         return {"usage": self._usage(), "timings": timings(self.stats()), "seed": self._seed}
 
-    def _usage(self) -> answers.Usage:
+    def _usage(self) -> answer_types.Usage:
         found, prediction = usage(self.stats(), self._num_prompts), self.writers[0].prediction
         if prediction:
             found["completion_tokens_details"] = predicted(prediction, [writer.tokens for writer in self.writers])

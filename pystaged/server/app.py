@@ -21,18 +21,14 @@ from starlette.routing import Route
 import pystaged
 from pystaged.engine import Engine
 from pystaged.server import chats, completions, messages, native, responses, settings, tokens
-from pystaged.server.answers import ModelCard
+from pystaged.server.answer_types import ModelCard
 from pystaged.server.errors import ApiError, ending, explained, refusal
 from pystaged.server.messages import MessageRequest
 from pystaged.server.openapi import describe
 from pystaged.server.options import renamed
 from pystaged.server.page import page
 from pystaged.server.reply import Reply, Sender, encoded
-from pystaged.server.responses import ResponseRequest
-from pystaged.server.security import Guard
-from pystaged.server.settings import Settings
-from pystaged.server.state import State
-from pystaged.server.wire import (
+from pystaged.server.request_types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -41,6 +37,10 @@ from pystaged.server.wire import (
     TextRequest,
     TokenizeRequest,
 )
+from pystaged.server.responses import ResponseRequest
+from pystaged.server.security import Guard
+from pystaged.server.settings import Settings
+from pystaged.server.state import State
 
 R = TypeVar("R", bound=BaseModel)
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")

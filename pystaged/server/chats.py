@@ -12,13 +12,13 @@ from pystaged.chat.format import ChatTemplateError
 from pystaged.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
 from pystaged.server.answer import Answer
-from pystaged.server.answers import Call, Delta
+from pystaged.server.answer_types import Call, Delta
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import of_chat
 from pystaged.server.options import begun, checked, text_options
+from pystaged.server.request_types import ChatRequest
 from pystaged.server.state import State
 from pystaged.server.tools import CallReader, grammar, has_calls, knows_tools, messages_with, offered, told
-from pystaged.server.wire import ChatRequest
 from pystaged.streams import Writer
 
 

@@ -8,12 +8,12 @@ from pystaged.decoding.tree import Stage
 from pystaged.engine import Prompt
 from pystaged.result import GenerationResult, Piece
 from pystaged.server.answer import Answer
-from pystaged.server.answers import CompletionLogprobs as Found
+from pystaged.server.answer_types import CompletionLogprobs as Found
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import CompletionLogprobs, joined
 from pystaged.server.options import begun, checked, text_options
+from pystaged.server.request_types import MOST_TEXTS, CompletionRequest
 from pystaged.server.state import State
-from pystaged.server.wire import MOST_TEXTS, CompletionRequest
 from pystaged.stats import GenerationStats
 from pystaged.streams import Writer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pystaged.server.answers import CompletionDetails, Timings, Usage
+from pystaged.server.answer_types import CompletionDetails, Timings, Usage
 from pystaged.stats import GenerationStats
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pystaged._core import Tokenizer
 from pystaged.result import TokenLogprob
-from pystaged.server import answers
+from pystaged.server import answer_types
 
 _LEAST = -9999.0  # JSON has no infinity
 
@@ -37,7 +37,7 @@ class CompletionLogprobs:
 
     def prompt(
         self, tokens: Sequence[int], text: str, known: Sequence[TokenLogprob] | None
-    ) -> answers.CompletionLogprobs:
+    ) -> answer_types.CompletionLogprobs:
         """Those of a prompt's tokens; the first has none.
 
         Args:
@@ -53,7 +53,7 @@ class CompletionLogprobs:
         self._offset, self._decoder = len(text), codecs.getincrementaldecoder("utf-8")(errors="replace")
         return found
 
-    def more(self, logprobs: Sequence[TokenLogprob]) -> answers.CompletionLogprobs:
+    def more(self, logprobs: Sequence[TokenLogprob]) -> answer_types.CompletionLogprobs:
         """Those of the next tokens."""
         found = self._empty()
         for each in logprobs:
@@ -61,10 +61,10 @@ class CompletionLogprobs:
         return found
 
     @staticmethod
-    def _empty() -> answers.CompletionLogprobs:
+    def _empty() -> answer_types.CompletionLogprobs:
         return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
-    def _add(self, found: answers.CompletionLogprobs, token: int, known: TokenLogprob | None) -> None:
+    def _add(self, found: answer_types.CompletionLogprobs, token: int, known: TokenLogprob | None) -> None:
         name = spelled(self._tokenizer, token)
         found["tokens"].append(name)
         found["token_logprobs"].append(number(known.logprob) if known else None)
@@ -80,7 +80,7 @@ class CompletionLogprobs:
         found["top_logprobs"].append(top)
 
 
-def joined(parts: Sequence[answers.CompletionLogprobs]) -> answers.CompletionLogprobs:
+def joined(parts: Sequence[answer_types.CompletionLogprobs]) -> answer_types.CompletionLogprobs:
     """Parts of a text's, one after the other."""
     return {
         "tokens": [each for part in parts for each in part["tokens"]],
@@ -90,10 +90,10 @@ def joined(parts: Sequence[answers.CompletionLogprobs]) -> answers.CompletionLog
     }
 
 
-def of_chat(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> answers.ChatLogprobs:
+def of_chat(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> answer_types.ChatLogprobs:
     """Those of the next tokens of an answer."""
 
-    def top(each: TokenLogprob) -> answers.TopLogprob:
+    def top(each: TokenLogprob) -> answer_types.TopLogprob:
         data = tokenizer.token_bytes(each.token, special=True)
         return {"token": data.decode("utf-8", "replace"), "logprob": number(each.logprob), "bytes": list(data)}
 

@@ -12,8 +12,8 @@ from pystaged.server import chats
 from pystaged.server.answer import EventAnswer
 from pystaged.server.errors import unsupported
 from pystaged.server.options import chat_request, refuse
+from pystaged.server.request_types import ChatRequest, TextRequest
 from pystaged.server.state import State
-from pystaged.server.wire import ChatRequest, TextRequest
 
 # What would change the answer, and is not there; the values given ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -9,8 +9,8 @@ from pystaged.server.answer import Answer
 from pystaged.server.completions import texts
 from pystaged.server.figures import timings
 from pystaged.server.logprobs import number
+from pystaged.server.request_types import NativeRequest
 from pystaged.server.state import State
-from pystaged.server.wire import NativeRequest
 from pystaged.streams import Writer
 
 

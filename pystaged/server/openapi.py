@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
-from pystaged.server import answers, messages, responses, wire
+from pystaged.server import answer_types, messages, request_types, responses
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {"400": "Not to be answered", "401": "No key", "413": "Too large", "429": "Too busy", "503": "Not now"}
@@ -21,26 +21,26 @@ _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "require
 def describe(version: str) -> dict[str, Any]:
     """The description, OpenAPI 3.1."""
     requests: dict[str, tuple[Any, Any]] = {
-        "/v1/completions": (wire.CompletionRequest, answers.Completion),
-        "/v1/chat/completions": (wire.ChatRequest, answers.ChatCompletion),
+        "/v1/completions": (request_types.CompletionRequest, answer_types.Completion),
+        "/v1/chat/completions": (request_types.ChatRequest, answer_types.ChatCompletion),
         "/v1/responses": (responses.ResponseRequest, responses.Response),
         "/v1/messages": (messages.MessageRequest, messages.Message),
         "/v1/messages/count_tokens": (messages.MessageRequest, messages.TokenCount),
-        "/completion": (wire.NativeRequest, list[answers.Native] | answers.Native),
-        "/tokenize": (wire.TokenizeRequest, answers.Tokens),
-        "/detokenize": (wire.DetokenizeRequest, answers.Detokenized),
+        "/completion": (request_types.NativeRequest, list[answer_types.Native] | answer_types.Native),
+        "/tokenize": (request_types.TokenizeRequest, answer_types.Tokens),
+        "/detokenize": (request_types.DetokenizeRequest, answer_types.Detokenized),
     }
     reads: dict[str, Any] = {
-        "/v1/models": answers.Models,
-        "/health": answers.Health,
-        "/props": answers.Properties,
-        "/tokenizer_info": answers.TokenizerInfo,
+        "/v1/models": answer_types.Models,
+        "/health": answer_types.Health,
+        "/props": answer_types.Properties,
+        "/tokenizer_info": answer_types.TokenizerInfo,
     }
     kinds: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
         *((path, "validation", TypeAdapter(each)) for path, (each, _) in requests.items()),
         *((path, "serialization", TypeAdapter(each)) for path, (_, each) in requests.items()),
         *((path, "serialization", TypeAdapter(each)) for path, each in reads.items()),
-        ("error", "serialization", TypeAdapter(answers.Error)),
+        ("error", "serialization", TypeAdapter(answer_types.Error)),
     ]
     schemas, definitions = TypeAdapter.json_schemas(kinds, ref_template=_REF)
     paths: dict[str, Any] = {}

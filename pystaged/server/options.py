@@ -17,7 +17,7 @@ from pystaged.config import GenerationConfig, TextOptions
 from pystaged.engine import Engine
 from pystaged.grammars import GrammarError
 from pystaged.server.errors import ApiError, unsupported
-from pystaged.server.wire import ChatRequest, TextRequest
+from pystaged.server.request_types import ChatRequest, TextRequest
 from pystaged.streams import Writer
 from pystaged.text import encode_continuation
 

@@ -10,11 +10,11 @@ from typing_extensions import NotRequired, TypedDict
 from pystaged.result import GenerationResult, Piece
 from pystaged.server import chats
 from pystaged.server.answer import EventAnswer
-from pystaged.server.answers import Timings
+from pystaged.server.answer_types import Timings
 from pystaged.server.figures import usage
 from pystaged.server.options import chat_request, refuse
+from pystaged.server.request_types import TextRequest
 from pystaged.server.state import State
-from pystaged.server.wire import TextRequest
 
 # What would change the answer, and is not there; the values given ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

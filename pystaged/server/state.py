@@ -11,8 +11,8 @@ from pystaged.engine import Engine
 from pystaged.server.errors import ApiError
 from pystaged.server.gate import Gate
 from pystaged.server.metrics import Metrics
+from pystaged.server.request_types import ModelRequest
 from pystaged.server.settings import Settings
-from pystaged.server.wire import ModelRequest
 
 _SAMPLES = 64
 _SAMPLE = 1 << 16  # bytes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pystaged._core import Tokenizer
-from pystaged.server.answers import Detokenized, TokenizerInfo, TokenPiece, Tokens
+from pystaged.server.answer_types import Detokenized, TokenizerInfo, TokenPiece, Tokens
 from pystaged.server.errors import ApiError
+from pystaged.server.request_types import DetokenizeRequest, TokenizeRequest
 from pystaged.server.state import State
-from pystaged.server.wire import DetokenizeRequest, TokenizeRequest
 
 _MOST_PIECES = 1 << 17  # more, as JSON, would take seconds in which nobody else is answered
 _TEMPLATE = "tokenizer.chat_template"

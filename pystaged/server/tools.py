@@ -9,9 +9,9 @@ from typing import Any
 
 from pystaged.chat.format import ChatFormat
 from pystaged.chat.tools import split_tool_calls
-from pystaged.server.answers import Call
+from pystaged.server.answer_types import Call
 from pystaged.server.errors import ApiError
-from pystaged.server.wire import ChatRequest, Tool, ToolChoice
+from pystaged.server.request_types import ChatRequest, Tool, ToolChoice
 
 _BEGIN = "<tool_call>"
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes

@@ -13,8 +13,8 @@ from support.server import NAME
 
 from pystaged.engine import Engine
 from pystaged.server.app import application
+from pystaged.server.request_types import ChatRequest, CompletionRequest, DetokenizeRequest
 from pystaged.server.settings import Settings
-from pystaged.server.wire import ChatRequest, CompletionRequest, DetokenizeRequest
 
 ASK = {"prompt": "a", "max_tokens": 1}
 TEXT = "/v1/completions"
