@@ -342,7 +342,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """A command as Typer reads it: where a parameter is a dataclass, its fields become the options."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
-    # Before Python 3.11 get_type_hints makes Optional of what is None by default, which hides options from Typer.
+    # Before Python 3.11 get_type_hints makes Optional of what is None by default, and Typer does not look into that.
     signature = inspect.signature(command, eval_str=True).parameters
     hints = {name: parameter.annotation for name, parameter in signature.items()}
     for name, parameter in signature.items():

@@ -33,6 +33,7 @@ TARGETS = {  # by name: module and class; each of what is read without being tru
     "memory": "fuzz.kept:Memory",
     "packed": "fuzz.kept:Packed",
     "cache": "fuzz.kept:Cache",
+    "receipt": "fuzz.receipts:Receipts",
     "http": "fuzz.http:Http",
 }
 CHUNK = 500  # cases of a child

@@ -57,6 +57,26 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
         "/v1/chat/completions",
         CHAT | {"prediction": {"type": "content", "content": "a b"}, "chat_template_kwargs": {"a": 1}},
     ),
+    (
+        "/v1/responses",
+        {"model": NAME, "input": [{"role": "user", "content": "a"}], "max_output_tokens": 16, "stream": True},
+    ),
+    (
+        "/v1/responses",
+        {"model": NAME, "input": "a", "instructions": "Be brief.", "max_output_tokens": 16, "top_p": 0.9},
+    ),
+    ("/v1/messages", {"model": NAME, "system": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}),
+    (
+        "/v1/messages",
+        {
+            "model": NAME,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            "max_tokens": 4,
+            "stream": True,
+            "stop_sequences": ["x"],
+        },
+    ),
+    ("/v1/messages/count_tokens", {"model": NAME, "messages": [{"role": "user", "content": "a"}]}),
     ("/tokenize", {"content": "Hello", "with_pieces": True}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
 ]

@@ -1,0 +1,40 @@
+"""Receipts: what is read is written again as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from support.paths import DATA
+
+from fuzz.mutate import damage_json
+from fuzz.target import Case, Target, short
+from pystaged.receipt import Receipt
+
+
+class Receipts(Target):
+    """Files of others, which name options, tokens and hashes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._path = folder / "text.receipt"
+        self._bases = [path.read_bytes() for path in sorted(DATA.glob("*.receipt"))]
+
+    def sound(self) -> Iterator[Case]:
+        for data in self._bases:
+            yield self._case(data)
+
+    def case(self, r: random.Random) -> Case:
+        return self._case(damage_json(r, r.choice(self._bases)))
+
+    def _case(self, data: bytes) -> Case:
+        return Case(short(data), len(data), partial(self._use, data))
+
+    def _use(self, data: bytes) -> None:
+        self._path.write_bytes(data)
+        receipt = Receipt.load(self._path)
+        receipt.save(self._path)
+        if Receipt.load(self._path) != receipt:
+            raise AssertionError("a receipt is another one when it was saved")
