@@ -3,61 +3,17 @@
 from __future__ import annotations
 
 import fcntl
-import functools
-import hashlib
 import os
 import re
 import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 _PART = re.compile(r"\.[0-9a-f]{16}\.part")
 _CHUNK = 1 << 22
-
-
-@dataclass(frozen=True, slots=True)
-class SeenFile:
-    """A file as it was when somebody looked.
-
-    number: names the file itself, whatever its path. modified: nanoseconds.
-    """
-
-    path: Path
-    number: tuple[int, int]
-    size: int
-    modified: int
-
-    @classmethod
-    def now(cls, path: Path) -> SeenFile:
-        """As it is. Raises OSError."""
-        return cls._of(path, path.stat())
-
-    @classmethod
-    def _of(cls, path: Path, found: os.stat_result) -> SeenFile:
-        return cls(path, (found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns)
-
-    def sha256(self) -> str:
-        """SHA-256 of its content, read once a process.
-
-        Raises:
-            OSError: it cannot be read, or is not what it was.
-            ValueError: it is no regular file.
-        """
-        return _sha256(self)
-
-
-@functools.lru_cache(maxsize=64)
-def _sha256(seen: SeenFile) -> str:
-    digest = hashlib.sha256()
-    with open_regular(seen.path) as file:
-        update(digest, file)
-        if SeenFile._of(seen.path, os.fstat(file.fileno())) != seen:
-            raise OSError(f"{seen.path} was replaced or changed after it was loaded")
-    return digest.hexdigest()
 
 
 def update(digest: Any, file: BinaryIO) -> None:

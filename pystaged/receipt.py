@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 import pystaged
 from pystaged._llama import VERSION as LLAMA_CPP_PYTHON
 from pystaged.config import GenerationConfig, Grammar, SamplingConfig
-from pystaged.files import SeenFile, read_small, whole_file
+from pystaged.files import read_small, whole_file
+from pystaged.loading.seen import SeenModel
 
 # Versions of pystaged with the same number promise the same bytes. Raise it with whatever changes a bit of a logit, a
 # token that is drawn, where a text ends, or how its bytes become text; tests/test_receipts.py says so.
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """A model's file. name: as the file calls itself. file: its name, without folders. sha256: of its content."""
+    """A model's file, or its parts one after another. name: as it calls itself. file: the first's, without folders."""
 
     name: str
     file: str
@@ -51,7 +52,7 @@ class Origin:
     file: the model's, as it was when it was loaded. prompt: int32[n].
     """
 
-    file: SeenFile
+    file: SeenModel
     name: str
     vocabulary: str
     device: str

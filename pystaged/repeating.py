@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pystaged.files import SeenFile
 from pystaged.loading import names
+from pystaged.loading.seen import SeenModel
 from pystaged.receipt import ARITHMETIC, Receipt, current_versions, text_hash
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def find_model(receipt: Receipt) -> Path | None:
     receipt calls it. Nothing is downloaded."""
     for path in names.here():
         try:
-            file = SeenFile.now(path)
+            file = SeenModel.now(path)
             if file.size == receipt.model.size and file.sha256() == receipt.model.sha256:
                 return path
         except OSError:  # gone, or another user's
@@ -45,8 +45,8 @@ def find_model(receipt: Receipt) -> Path | None:
     return None
 
 
-def check_model(receipt: Receipt, file: SeenFile) -> None:
-    """Refuse another model than the receipt's. Raises ValueError naming both; OSError as SeenFile.sha256."""
+def check_model(receipt: Receipt, file: SeenModel) -> None:
+    """Refuse another model than the receipt's. Raises ValueError naming both; OSError as SeenModel.sha256."""
     expected = receipt.model
     if file.size != expected.size or file.sha256() != expected.sha256:
         raise ValueError(

@@ -22,12 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import assert_refused, run
 from support.conversations import says
+from support.families import CASES
 from support.paths import DATA
+from support.random_models import split, write
 
 import pystaged
-from pystaged import Difference, Engine, Receipt, _core, files, receipt, repeating
+from pystaged import Difference, Engine, Receipt, _core, receipt, repeating
 from pystaged.config import GenerationConfig, SamplingConfig
-from pystaged.loading import hub, names
+from pystaged.loading import hub, names, seen
 from pystaged.receipt import ARITHMETIC, text_hash, token_hash
 
 PROMPT = "the tree then "
@@ -252,6 +254,22 @@ def test_a_file_that_was_replaced_is_not_vouched_for(path: Path, tmp_path: Path)
             _ = result.receipt
         copy.unlink()
         with pytest.raises(FileNotFoundError):
+            _ = result.receipt
+
+
+def test_all_parts_of_a_model_are_vouched_for(tmp_path: Path) -> None:
+    parts = split(write(tmp_path / "whole.gguf", CASES["llama"]), tmp_path, 3)
+    with pystaged.load(parts[0], draft=None, memory=False) as engine:
+        result = engine.generate([5, 6, 7], max_tokens=4)
+        contents = [part.read_bytes() for part in parts]
+        assert result.receipt.model.sha256 == hashlib.sha256(b"".join(contents)).hexdigest()
+        assert result.receipt.model.size == sum(map(len, contents))
+        assert engine.repeat(result.receipt) is None
+    with pystaged.load(parts[0], draft=None, memory=False) as engine:
+        result = engine.generate([5, 6, 7], max_tokens=4)
+        os.utime(parts[2], ns=(1, 1))
+        seen._sha256.cache_clear()
+        with pytest.raises(OSError, match=r"00003-of-00003\.gguf was replaced or changed"):
             _ = result.receipt
 
 
@@ -545,10 +563,10 @@ def test_the_house_model_is_found() -> None:
 
 
 def test_a_file_is_read_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    files._sha256.cache_clear()
+    seen._sha256.cache_clear()
     reads: list[object] = []
-    honest = files.update
-    monkeypatch.setattr(files, "update", lambda *args: reads.append(args) or honest(*args))
+    honest = seen.update
+    monkeypatch.setattr(seen, "update", lambda *args: reads.append(args) or honest(*args))
     results = engine.generate(["a", "b"], n=2, max_tokens=2)
     assert len({each.receipt.model.sha256 for each in results}) == 1
     assert len(reads) == 1

@@ -11,8 +11,8 @@ import typer
 import pystaged
 from pystaged.cli.console import draft_name, model_name, report
 from pystaged.cli.options import Threads, check_device
-from pystaged.files import SeenFile
 from pystaged.loading import names
+from pystaged.loading.seen import SeenModel
 from pystaged.receipt import Receipt
 from pystaged.repeating import Difference, check_model, find_model, promise
 
@@ -54,7 +54,7 @@ def verify(
             f"no model here has the receipt's SHA-256 {record.sha256}; it calls it {record.file} ({record.name}), "
             f"{record.size} bytes; name its file with --model"
         )
-    check_model(expected, SeenFile.now(path))
+    check_model(expected, SeenModel.now(path))
     said = promise(expected)
     if said:
         report(said)

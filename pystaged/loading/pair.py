@@ -21,12 +21,12 @@ from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
 from pystaged.drafting.recycled import RecycledCandidates
-from pystaged.files import SeenFile
 from pystaged.loading import names
 from pystaged.loading.costs import Costs
 from pystaged.loading.memories import KeptMemory
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
+from pystaged.loading.seen import SeenModel
 from pystaged.loading.tables import find_table
 from pystaged.memory import available_memory
 
@@ -64,7 +64,7 @@ class Pair:
         self._costs = Costs(report)
         progress = announced(report)
         self._path = names.resolve(model, progress)
-        self.file = SeenFile.now(self._path)
+        self.file = SeenModel.now(self._path)
         self._draft_path = names.resolve_draft(model, draft, progress)
         # As bytes, because the name of a file need not be valid Unicode.
         self.tokenizer = Tokenizer(os.fsencode(self._path))
