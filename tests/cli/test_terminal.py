@@ -202,7 +202,8 @@ def test_ctrl_c_leaves_cursor_and_text(extra: list[str], presses: int) -> None:
     assert "Traceback" not in shown
     text, said = shown.rsplit("\n", 1)
     assert said == "interrupted"
-    written = text.rstrip().split("\n")
+    # Costs measured on a busy machine are not always kept, and measured again.
+    written = [line for line in text.rstrip().split("\n") if not line.startswith("measuring passes")]
     lines = [line.rstrip() for line in expected.split("\n")]
     assert written[:-1] == lines[: len(written) - 1]
     assert lines[len(written) - 1].startswith(written[-1])
