@@ -185,9 +185,9 @@ def measure(
                 f"the longest prompt and {max_tokens} tokens more are {longest} tokens, but the model's context holds "
                 f"{engine.n_ctx}"
             )
-        # Greedy texts and others, past their ends.
+        # Greedy texts and others, past their ends, from prompts that all have to read.
         most = min(_LONGEST * max_tokens, engine.n_ctx - longest + max_tokens)
-        config = GenerationConfig(max_tokens=most, temperature=temperature)
+        config = GenerationConfig(max_tokens=most, temperature=temperature, reuse=False)
         setup: dict[str, Any] = {"model": str(model), "draft": str(draft) if draft else None, "program": llama_server}
         setup |= {"served": served, "ends": frozenset(engine.tokenizer.end_tokens.tolist())}
         setup |= {"threads": engine.model.num_threads, "max_tokens": max_tokens}
