@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import paths
 from support.commands import assert_refused, run
 from support.conversations import says
 from support.families import CASES
-from support.paths import DATA
 from support.random_models import split, write
 
 import pystaged
@@ -172,14 +172,11 @@ def test_a_context_that_is_full_ends_it_alike(path: Path, engine: Engine) -> Non
 
 
 def test_answers(tmp_path: Path) -> None:
-    try:
-        names.resolve("smollm2")
-    except FileNotFoundError:
-        pytest.skip("SmolLM2 is not installed")
+    file = paths.smollm2()
     messages = [says("user", "Name three colours.")]
-    with pystaged.load("smollm2", n_ctx=512, report=lambda _: None) as engine:
+    with pystaged.load(file, n_ctx=512, report=lambda _: None) as engine:
         results = engine.chat(messages, n=2, max_tokens=24, temperature=0.8)
-    with pystaged.load("smollm2", n_ctx=512, report=lambda _: None) as engine:
+    with pystaged.load(file, n_ctx=512, report=lambda _: None) as engine:
         for result in results:
             result.receipt.save(tmp_path / "it")
             assert engine.repeat(Receipt.load(tmp_path / "it")) is None
@@ -190,7 +187,7 @@ def test_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernel", _core.kernels())
 def test_what_was_promised(monkeypatch: pytest.MonkeyPatch, name: str, kernel: str) -> None:
     monkeypatch.setenv("PYSTAGED_KERNEL", kernel)
-    kept = Receipt.load(DATA / f"{name}.receipt")
+    kept = Receipt.load(paths.DATA / f"{name}.receipt")
     with pystaged.load("house", n_ctx=kept.n_ctx) as engine:
         assert (kept.arithmetic, engine.repeat(kept)) == (ARITHMETIC, None), (
             "what the model writes has changed: raise ARITHMETIC in pystaged/receipt.py, and make tests/data/*.receipt "
@@ -557,7 +554,7 @@ def test_commands_that_are_refused(path: Path, house_draft: Path, tmp_path: Path
 
 
 def test_the_house_model_is_found() -> None:
-    done = run("verify", DATA / "greedy.receipt")
+    done = run("verify", paths.DATA / "greedy.receipt")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(b"same: ")
 

@@ -62,7 +62,8 @@ class Contest:
         misleading = [] if self.accept else prompts.misleading(path)
         longest = max(len(prompt.tokens) for prompt in [*found_prompts, *misleading])
         setup, kernel = self._setup(path, draft, longest)
-        taking_part = contenders.ours(setup | {"warm": [prompt.tokens.tolist() for prompt in warm]}, self.accept)
+        remembered = {"warm": [prompt.tokens.tolist() for prompt in warm], "max_tokens": self.max_tokens}
+        taking_part = contenders.ours(setup | remembered, self.accept)
         if not self.accept:
             taking_part += contenders.peers(setup, self.llama_cpp, self.peers)
         progress("passes of the target", 0.0, 0.0)

@@ -174,14 +174,18 @@ class Suite:
     def _warm_up(self, job: _Job) -> None:
         contender, task = self._contenders[job.key], self._task(job)
         task |= {"max_tokens": _WARM_UP_TOKENS, "script": [0] * _WARM_UP_TOKENS}
-        # Ours share a process for the run, so their memory is told from processes of their own.
-        worker = self._workers[contender.worker] if contender.is_peer else Worker(*contender.setups)
-        try:
-            found: Measurement = worker.run(task, self._limit)
-        finally:
-            if not contender.is_peer:
-                worker.close()
-        self.outcome.memory[job.key] = found.peak_bytes
+        if (
+            not contender.is_peer
+        ):  # ours share a process for the run, so their memory is told from processes of their own
+            alone = Worker(*((note, setup | {"warm": []}) for note, setup in contender.setups))
+            try:
+                found: Measurement = alone.run(task, self._limit)
+            finally:
+                alone.close()
+            self.outcome.memory[job.key] = found.peak_bytes
+        limit = self._limit * (1 + len(contender.setups[0][1].get("warm", [])))
+        found = self._workers[contender.worker].run(task, limit)
+        self.outcome.memory.setdefault(job.key, found.peak_bytes)
         seconds = found.first_token_seconds + found.seconds / max(found.counted, 1) * self._max_tokens
         self._took[job.key] = [seconds]
 

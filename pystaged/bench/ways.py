@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle, product
 from operator import mul
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Session
+from pystaged.bench.suite import SAMPLINGS
 from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import Constraint
@@ -27,6 +28,8 @@ from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.drafting.recycled import RecycledCandidates
 from pystaged.loading.pair import Pair
 from pystaged.stats import DrafterStats, GenerationStats
+
+_DRAFTING = "staged", "n-grams"  # the ways that remember
 
 
 class _Ready(Decoder):
@@ -54,50 +57,51 @@ class Runner:
 
     Args:
         setup: model, draft (path or None), threads, n_ctx; accept: acceptance at depth for the way "synthetic"; warm:
-            prompts, lists of tokens, that whatever drafts has continued before, and remembers; without any it has no
-            memory.
+            prompts, lists of tokens, that what drafts has continued before, by max_tokens each, and remembers; without
+            any it has no memory.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._pair = Pair(setup["model"], setup["draft"], setup["threads"], lambda _: None)
         self._n_ctx = setup["n_ctx"]
-        self._accept, self._warm = setup["accept"], setup.get("warm", [])
-        # Nothing learnt under one sampling helps another.
+        self._accept = setup["accept"]
+        self._warm, self._warm_tokens = setup.get("warm", []), setup.get("max_tokens", 0)
+        # Rates of acceptance learnt under one sampling do not help another.
         self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
-        # Of such a decoder: in use, and as it was at first.
-        self._memories: dict[tuple[str, SamplingConfig], tuple[RecycledCandidates, RecycledCandidates]] = {}
+        # What all that draft share, and as it was before the first prompt measured.
+        self._memory: tuple[RecycledCandidates, RecycledCandidates] | None = None
         # Now, not while another way is being timed.
         self._pair.target_cost()
         self._pair.draft_cost()
 
     def run(self, job: dict[str, Any]) -> Measurement:
+        if self._warm and job["way"] in _DRAFTING:
+            self._remember()
         key = job["way"], job["sampling"]
         if key not in self._decoders:
-            self._decoders[key] = self._begin(job)
-        if key in self._memories:
-            memory, at_first = self._memories[key]
-            memory.become(at_first)
+            self._decoders[key] = self._decoder(job["way"])
         return self._generate(self._decoders[key], job)
 
     def close(self) -> None:
         for decoder in self._decoders.values():
             decoder.close()
         self._decoders.clear()
-        self._memories.clear()
+        self._memory = self._pair.recycled = None
 
-    def _begin(self, job: dict[str, Any]) -> Decoder:
-        way = job["way"]
-        if not self._warm or way not in ("staged", "n-grams"):
-            return self._decoder(way)
-        memory = self._pair.recycled = RecycledCandidates()
-        decoder = self._decoder(way)
-        self._pair.recycled = None
-        for prompt in self._warm:
-            self._generate(decoder, job | {"prompt": prompt})
-        at_first = RecycledCandidates()
-        at_first.become(memory)
-        self._memories[way, job["sampling"]] = memory, at_first
-        return decoder
+    def _remember(self) -> None:
+        """The memory as the prompts of `warm` leave it, which the ways that draft continue in turn."""
+        if self._memory is None:
+            memory = self._pair.recycled = RecycledCandidates()
+            keys = list(product(_DRAFTING, SAMPLINGS.values()))
+            self._decoders |= {(way, sampling): self._decoder(way) for way, sampling in keys}
+            for prompt, (way, sampling) in zip(self._warm, cycle(keys), strict=False):
+                job = {"prompt": prompt, "sampling": sampling, "max_tokens": self._warm_tokens}
+                self._generate(self._decoders[way, sampling], job)
+            at_first = RecycledCandidates()
+            at_first.become(memory)
+            self._memory = memory, at_first
+        memory, at_first = self._memory
+        memory.become(at_first)
 
     def _decoder(self, way: str) -> Decoder:
         pair = self._pair

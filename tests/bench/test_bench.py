@@ -79,18 +79,19 @@ def test_what_was_continued_before_is_remembered(random_gguf: Callable[..., Path
     setup = {"model": str(random_gguf("Q8_0")), "draft": None, "threads": 1, "n_ctx": 96, "accept": []}
     prompt = list(range(3, 20))
     job = {"way": "n-grams", "prompt": prompt, "sampling": SamplingConfig(), "max_tokens": 40, "script": []}
-    cold, warm = (Runner(setup | {"warm": others}) for others in ([], [prompt]))
+    cold, warm = (Runner(setup | {"warm": others, "max_tokens": 40}) for others in ([], 4 * [prompt]))
     before = cold.run(job)
     for _ in range(2):  # nothing is remembered of the prompts measured
         after = warm.run(job)
         assert after.tokens == before.tokens
-    for memory, at_first in warm._memories.values():
-        memory.become(at_first)
-        assert len(memory.entries()[0]) > 0
-    assert not cold._memories
+    assert warm._memory
+    memory, at_first = warm._memory
+    memory.become(at_first)
+    assert len(memory.entries()[0]) > 0
+    assert not cold._memory
     cold.close()
     warm.close()
-    assert not warm._memories
+    assert not warm._memory
 
 
 def test_a_chain_is_a_chain() -> None:

@@ -14,22 +14,18 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
+from support import paths
 from support.conversations import says
 from support.random_models import RandomModel, add_vocabulary, write
 
 import pystaged
-from pystaged.loading import names
 
 TURNS = ["Hello! I am Ada.", "What is the capital of France?", "And what is it known for?", "Thank you."]
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[pystaged.Engine]:
-    try:
-        names.resolve("smollm2")
-    except FileNotFoundError:
-        pytest.skip("SmolLM2 is not installed")
-    with pystaged.load("smollm2", n_ctx=1024, report=lambda _: None) as engine:
+    with pystaged.load(paths.smollm2(), n_ctx=1024, report=lambda _: None) as engine:
         yield engine
 
 
@@ -92,7 +88,7 @@ def converse(engine: pystaged.Engine, name: str, seed: int) -> list[dict[str, An
 def test_conversations_in_threads_are_as_alone(smollm2: pystaged.Engine) -> None:
     people = [("Ada", 1), ("Grace", 2), ("Alan", 3)]
     alone = [converse(smollm2, *person) for person in people]
-    with pystaged.load("smollm2", n_ctx=1024, report=lambda _: None) as engine:
+    with pystaged.load(paths.smollm2(), n_ctx=1024, report=lambda _: None) as engine:
         together = threading.Barrier(len(people))
 
         def begin(person: tuple[str, int]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from support import paths
 from support.chat import KEY, chat_format, write_vocabulary
 from support.conversations import BOS, CASES, EOS, EXPECTED, TEMPLATES, says, transformers_writes
 
@@ -53,10 +54,7 @@ def test_what_is_written_down_is_what_transformers_says() -> None:
 
 
 def test_smollm2() -> None:
-    try:
-        path = names.resolve("smollm2")
-    except FileNotFoundError:
-        pytest.skip("SmolLM2 is not installed")
+    path = paths.smollm2()
     said: list[str] = []
     chat = ChatFormat(read_metadata(path), Tokenizer(path), said.append)
     text = chat.render(QUESTION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -35,14 +36,16 @@ class _Kept(Target):
         self._path = self.write()
         self._base = self._path.read_bytes()
 
+    @abstractmethod
     def write(self) -> Path:
-        raise NotImplementedError
+        """Write the file."""
 
     def damaged(self, r: random.Random, data: bytes) -> bytes:
         return damage(r, data)
 
+    @abstractmethod
     def read(self) -> None:
-        raise NotImplementedError
+        """Read it, whatever was done to it."""
 
     def sound(self) -> Iterator[Case]:
         yield Case("as it was", len(self._base), partial(self._use, self._base))

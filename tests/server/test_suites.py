@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import paths
 from support.server import NAME, Server, live
 
 import pystaged
 from pystaged.engine import Engine
-from pystaged.loading import names
 
 PYTHON = os.environ.get("PYSTAGED_CLIENTS", sys.executable)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -50,17 +50,9 @@ def run(module: str, *arguments: str, folder: Path | None = None, **environment:
     return done.stdout
 
 
-def smollm2_file() -> str:
-    try:
-        names.resolve("smollm2")
-    except FileNotFoundError:
-        pytest.skip("SmolLM2 is not installed")
-    return "smollm2"
-
-
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[Engine]:
-    with pystaged.load(smollm2_file(), n_ctx=1024, memory=False, report=lambda _: None) as engine:
+    with pystaged.load(paths.smollm2(), n_ctx=1024, memory=False, report=lambda _: None) as engine:
         yield engine
 
 
@@ -268,7 +260,7 @@ def test_llama_cpp(tmp_path: Path) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--deselect", TWICE, *(f"unit/test_{name}.py" for name in FILES)]
     told: Any = {"defaults": {"max_tokens": 64, "seed": 42}, "metrics_prefix": "llamacpp:"}
     with (
-        pystaged.load(smollm2_file(), n_ctx=256, memory=False, report=lambda _: None) as engine,
+        pystaged.load(paths.smollm2(), n_ctx=256, memory=False, report=lambda _: None) as engine,
         live(engine, **told) as server,
     ):
         said = run("requests", "-m", "pytest", *options, folder=folder, DEBUG_EXTERNAL="1", PORT=str(server.port))
