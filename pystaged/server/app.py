@@ -82,9 +82,7 @@ class _Endpoints:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._metadata = state.engine.tokenizer.metadata
-        self._version = pystaged.__version__
-        self._openapi = encoded(describe(self._version))
+        self._openapi = encoded(describe(pystaged.__version__))
         self._page = page()
 
     async def page(self, request: Request) -> Response:
@@ -123,7 +121,7 @@ class _Endpoints:
 
     async def props(self, request: Request) -> Response:
         del request
-        return _json(tokens.properties(self._state, self._metadata, self._version))
+        return _json(tokens.properties(self._state))
 
     async def metrics(self, request: Request) -> Response:
         del request
@@ -133,7 +131,7 @@ class _Endpoints:
 
     async def tokenizer_info(self, request: Request) -> Response:
         del request
-        return _json(tokens.tokenizer_info(self._state, self._metadata))
+        return _json(tokens.tokenizer_info(self._state))
 
     async def openapi(self, request: Request) -> Response:
         del request

@@ -16,7 +16,7 @@ from pystaged.server.answer_types import Call, Delta
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import of_chat
 from pystaged.server.options import begun, checked, text_options
-from pystaged.server.request_types import ChatRequest
+from pystaged.server.request_types import ChatRequest, joined
 from pystaged.server.state import State
 from pystaged.server.tools import CallReader, grammar, has_calls, knows_tools, messages_with, offered, told
 from pystaged.streams import Writer
@@ -72,8 +72,7 @@ def _config(state: State, request: ChatRequest, of_calls: str | None) -> Generat
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
     if request.prediction:
-        content = request.prediction.content
-        options["prediction"] = content if isinstance(content, str) else "".join(part.text or "" for part in content)
+        options["prediction"] = joined(request.prediction.content)
     schema = _schema(request)
     if schema is not None:
         options["json_schema"] = schema

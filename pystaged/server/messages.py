@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from pystaged.result import GenerationResult, Piece
@@ -12,7 +12,7 @@ from pystaged.server import chats
 from pystaged.server.answer import EventAnswer
 from pystaged.server.errors import unsupported
 from pystaged.server.options import chat_request, refuse
-from pystaged.server.request_types import ChatRequest, TextRequest
+from pystaged.server.request_types import ChatRequest, Open, Part, TextRequest, joined
 from pystaged.server.state import State
 
 # What would change the answer, and is not there; the values given ask for nothing.
@@ -27,10 +27,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Block(BaseModel):
+class Block(Part):
     """A part of a message."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["text"]
     text: str
@@ -39,10 +37,8 @@ class Block(BaseModel):
 Content = str | Annotated[list[Block], Field(max_length=4096, fail_fast=True)]
 
 
-class MessageParam(BaseModel):
+class MessageParam(Open):
     """A message."""
-
-    model_config = ConfigDict(extra="allow")
 
     role: Literal["user", "assistant"]
     content: Content
@@ -106,14 +102,10 @@ def _chat(request: MessageRequest) -> ChatRequest:
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
     if request.messages[-1].role == "assistant":
         raise unsupported("messages", "the last message must be the user's: answers cannot be begun for the model")
-    messages = [{"role": message.role, "content": _joined(message.content)} for message in request.messages]
+    messages = [{"role": message.role, "content": joined(message.content)} for message in request.messages]
     if request.system:
-        messages.insert(0, {"role": "system", "content": _joined(request.system)})
+        messages.insert(0, {"role": "system", "content": joined(request.system)})
     return chat_request(request, messages, **({"stop": request.stop_sequences} if request.stop_sequences else {}))
-
-
-def _joined(content: Content) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
 class MessageAnswer(EventAnswer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -27,6 +28,12 @@ def _pairs(value: Any) -> Any:
     return {str(token): -1e30 if bias is False else bias for token, bias in value}
 
 
+class Open(BaseModel):
+    """What may have members that are not named, which are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 class StreamOptions(BaseModel):
     """What a stream has besides the text."""
 
@@ -34,10 +41,10 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class ModelRequest(BaseModel):
+class ModelRequest(Open):
     """A request for a model."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
 
     model: str | None = None
 
@@ -104,16 +111,19 @@ class NativeRequest(CompletionRequest):
     return_tokens: bool | None = None
 
 
-class Part(BaseModel):
+class Part(Open):
     """A part of a message."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
 
 
 Parts = Annotated[list[Part], Field(max_length=4096, fail_fast=True)]
+
+
+def joined(content: str | Sequence[Part]) -> str:
+    """The text of what may come in parts."""
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 class FunctionCall(BaseModel):
@@ -123,20 +133,16 @@ class FunctionCall(BaseModel):
     arguments: str = ""
 
 
-class ToolCall(BaseModel):
+class ToolCall(Open):
     """A call in an earlier answer."""
-
-    model_config = ConfigDict(extra="allow")
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Open):
     """A message; members besides these go to the model's template."""
-
-    model_config = ConfigDict(extra="allow")
 
     role: str
     content: str | Parts | None = None
@@ -144,10 +150,8 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
 
 
-class Function(BaseModel):
+class Function(Open):
     """A function that the model may call; its parameters are a JSON schema."""
-
-    model_config = ConfigDict(extra="allow")
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -174,10 +178,8 @@ class ToolChoice(BaseModel):
     function: ChosenFunction
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Open):
     """A schema that the answer meets."""
-
-    model_config = ConfigDict(extra="allow")
 
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from pystaged.result import GenerationResult, Piece
 from pystaged.server import chats
 from pystaged.server.answer import EventAnswer
-from pystaged.server.answer_types import Timings
+from pystaged.server.answer_types import PromptDetails, Timings
 from pystaged.server.figures import usage
 from pystaged.server.options import chat_request, refuse
-from pystaged.server.request_types import TextRequest
+from pystaged.server.request_types import Open, Part, TextRequest, joined
 from pystaged.server.state import State
 
 # What would change the answer, and is not there; the values given ask for nothing.
@@ -32,38 +32,30 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class InputPart(BaseModel):
+class InputPart(Part):
     """A part of a message."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class InputItem(BaseModel):
+class InputItem(Open):
     """A message."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Annotated[list[InputPart], Field(max_length=4096, fail_fast=True)]
 
 
-class TextFormat(BaseModel):
+class TextFormat(Open):
     """What the answer must be."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class TextConfig(BaseModel):
+class TextConfig(Open):
     """The same, as a request has it."""
-
-    model_config = ConfigDict(extra="allow")
 
     format: TextFormat | None = None
 
@@ -77,12 +69,6 @@ class ResponseRequest(TextRequest):
     text: TextConfig | None = None
 
 
-class InputDetails(TypedDict):
-    """Of a prompt's tokens, those that were there already."""
-
-    cached_tokens: int
-
-
 class OutputDetails(TypedDict):
     """Of an answer's tokens, those of reasoning: none."""
 
@@ -93,7 +79,7 @@ class ResponseUsage(TypedDict):
     """Tokens."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: PromptDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
@@ -152,8 +138,8 @@ def begin(state: State, request: ResponseRequest) -> ResponseAnswer:
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     for item in items:
-        content = item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)
-        messages.append({"role": "system" if item.role == "developer" else item.role, "content": content})
+        role = "system" if item.role == "developer" else item.role
+        messages.append({"role": role, "content": joined(item.content)})
     more: dict[str, Any] = {"max_completion_tokens": request.max_output_tokens}
     form = request.text.format if request.text else None
     if form is not None:
@@ -256,7 +242,7 @@ def _usage(result: GenerationResult) -> ResponseUsage:
     found = usage([result.stats], 1)
     return {
         "input_tokens": found["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": found["prompt_tokens_details"]["cached_tokens"]},
+        "input_tokens_details": found["prompt_tokens_details"],
         "output_tokens": found["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": found["total_tokens"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 
 import pystaged
@@ -44,13 +43,13 @@ class State:
 
 
 def _fingerprint(engine: Engine) -> str:
-    """Names what texts depend on besides their requests: the model's file, by samples of it, and how it runs."""
+    """Names what texts depend on besides their requests: the model's files, by samples of them, and how it runs."""
     model = engine.model
     found = hashlib.sha256(f"{model.kv}|{engine.n_ctx}|{','.join(model.devices)}".encode())
-    with engine._pair.path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        found.update(str(size).encode())
-        for i in range(_SAMPLES):
-            file.seek(max(0, size - _SAMPLE) * i // (_SAMPLES - 1))
-            found.update(file.read(_SAMPLE))
+    for seen in engine._pair.file.files:
+        found.update(str(seen.size).encode())
+        with seen.path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(max(0, seen.size - _SAMPLE) * i // (_SAMPLES - 1))
+                found.update(file.read(_SAMPLE))
     return found.hexdigest()[:12]

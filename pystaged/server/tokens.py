@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pystaged
 from pystaged._core import Tokenizer
 from pystaged.server.answer_types import Detokenized, TokenizerInfo, TokenPiece, Tokens
 from pystaged.server.errors import ApiError
@@ -49,20 +50,20 @@ def detokenize(state: State, request: DetokenizeRequest) -> Detokenized:
     return {"content": text, "prompt": text}
 
 
-def tokenizer_info(state: State, metadata: dict[str, str]) -> TokenizerInfo:
+def tokenizer_info(state: State) -> TokenizerInfo:
     """What a client needs to know to count tokens itself."""
     tokenizer = state.engine.tokenizer
     return {
         "bos_token": token_text(tokenizer, tokenizer.bos) or None,
         "eos_token": token_text(tokenizer, tokenizer.eos) or None,
         "pad_token": None,
-        "chat_template": metadata.get(_TEMPLATE),
+        "chat_template": tokenizer.metadata.get(_TEMPLATE),
         "vocab_size": tokenizer.num_tokens,
         "fingerprint": tokenizer.fingerprint,
     }
 
 
-def properties(state: State, metadata: dict[str, str], version: str) -> dict[str, Any]:
+def properties(state: State) -> dict[str, Any]:
     """What the server is, without paths."""
     engine, tokenizer = state.engine, state.engine.tokenizer
     params = {"temperature": 1.0} | state.settings.defaults
@@ -73,10 +74,10 @@ def properties(state: State, metadata: dict[str, str], version: str) -> dict[str
         },
         "total_slots": state.settings.parallel,
         "model_alias": state.settings.name,
-        "chat_template": metadata.get(_TEMPLATE, ""),
+        "chat_template": tokenizer.metadata.get(_TEMPLATE, ""),
         "bos_token": token_text(tokenizer, tokenizer.bos),
         "eos_token": token_text(tokenizer, tokenizer.eos),
-        "build_info": f"pystaged {version}",
+        "build_info": f"pystaged {pystaged.__version__}",
         "system_fingerprint": state.fingerprint,
         "draft": engine.draft.name if engine.draft else "n-grams",
     }
