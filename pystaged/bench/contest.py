@@ -16,6 +16,7 @@ from pystaged.bench import conditions, contenders, models, passes, prompts, summ
 from pystaged.bench.contenders import Setup
 from pystaged.bench.report import Report
 from pystaged.bench.suite import Suite
+from pystaged.loading.tables import find_table
 
 _TREE_ROOM = 64  # positions left for the last tree
 
@@ -69,6 +70,7 @@ class Contest:
         progress("passes of the target", 0.0, 0.0)
         times = passes.measure(path, repeats=5, num_threads=setup["threads"], peer=False)
         outcome = Suite(taking_part, chosen, misleading, self.max_tokens, 60 * self.minutes, progress).run()
+        table = find_table(draft or path, None, Tokenizer(os.fsencode(path)))
         used = {run.prompt for run in outcome.runs} & set(range(len(chosen)))
         found = {
             "machine": conditions.machine(),
@@ -77,6 +79,7 @@ class Contest:
             "threads": setup["threads"],
             "model": conditions.model_file(path, self.model),
             "draft": conditions.model_file(draft) if draft else None,
+            "ngram_table": table.num_tokens if table else 0,  # tokens that were counted
             "prompts": {
                 "file": file.name,
                 "sha256": conditions.sha256(file),

@@ -165,11 +165,13 @@ class Report:
         cores = f"{machine['logical_cores']} logical cores"
         kernel = f"{found['threads']} threads, kernel {found['kernel']}"
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        table = f"a table of {found['ngram_table']:,} tokens" if found["ngram_table"] else "no table"
         used = ", ".join(f"{count} {category}" for category, count in prompts["used"].items())
         return [
             f"- machine: {machine['processor']}, {cores}, {machine['system']}; {kernel}",
             f"- versions: Python {machine['python']}, {versions}",
             *(_file_line(part, found[part]) for part in ("model", "draft") if found[part]),
+            f"- n-grams: {table}; memory of {found['warm'] or 'no'} other prompts",
             f"- prompts: {prompts['file']} (SHA-256 {prompts['sha256'][:16]}): {used}",
             f"- single prompts in turn; {self.outcome.seconds / 60:.0f} minutes, {found['date']}",
             f"- made by `{found['command']}`",

@@ -20,7 +20,7 @@ from pystaged.chat.sandbox import Sandbox, TemplateRefusal
 
 _KEY = "tokenizer.chat_template"
 _MOST_SOURCE = 1 << 20  # characters; the longest of known models have some 70,000
-_ROOM = 1 << 22  # characters that a template may write besides its messages'
+_ROOM = 1 << 20  # characters that a template may write besides its messages'
 _ESCAPED = 8  # characters that one of a message may become, as JSON say
 _RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _CHATML = """{%- for message in messages -%}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +13,11 @@ import typer
 from numpy.typing import NDArray
 from rich.progress import Progress, TextColumn
 
+import pystaged
 from pystaged import _core
 from pystaged.cli.console import errors, model_name, report
 from pystaged.cli.options import Threads, usage
-from pystaged.drafting.corpus import sample_documents
+from pystaged.drafting.corpus import sample_answers, sample_documents
 from pystaged.drafting.table import MOST_TOKENS, NgramTable
 from pystaged.files import destination
 from pystaged.loading import names
@@ -34,11 +36,15 @@ def build(
         typer.Option(help="File to write; beside the draft if not given, where generate finds it.", show_default=False),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens to sample.")] = 1_000_000,
-    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.5,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the sampling.", show_default="1.5, or 1 where the model chats")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same table.")] = 0,
     threads: Threads = 0,
 ) -> None:
-    """Sample text from a draft and count the n-grams that draft for it.
+    """Sample text from a model and count the n-grams that draft for it, or for the target itself.
+
+    A model with a chat template asks itself questions and answers them; of half of them the likeliest answers count.
 
     Example: pystaged ngram build --model draft.gguf
     """
@@ -47,25 +53,46 @@ def build(
         raise FileNotFoundError("there is no house draft in this installation")
     target = destination(out or table_path(path))  # before the work, not after it
     tokenizer = _core.Tokenizer(os.fsencode(path))
-    drafts = _core.Model(os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), threads)
-    start = next((token for token in reversed(range(tokenizer.num_tokens)) if tokenizer.is_end(token)), None)
-    if start is None:
-        raise ValueError(f"{path} has no token that ends a text, so none to begin with")
-    with usage():
-        sampled = sample_documents(drafts, start, tokens, temperature=temperature, seed=seed)
     columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total} tokens"))
-    with Progress(*columns, console=errors) as progress:
+    with (
+        _texts(path, tokenizer, tokens, temperature, seed, threads) as texts,
+        Progress(*columns, console=errors) as progress,
+    ):
         task = progress.add_task("sampling", total=tokens)
 
         def documents() -> Iterator[NDArray[np.int32]]:
-            for document in sampled:
-                progress.advance(task, len(document))
-                yield document
+            for text in texts:
+                progress.advance(task, len(text))
+                yield text
 
         table = NgramTable.build(documents(), vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint)
     table.save(target)
     report(f"{table.num_tokens} tokens counted, {target.stat().st_size / 1e6:.2f} MB in {target}")
     if target == table_path(path).resolve():
-        report(f"it is used whenever {path.name} drafts")
+        report(f"it is used whenever {path.name} drafts, or n-grams draft for it")
     else:
         report(f"to be found without being named it must lie at {table_path(path)}")
+
+
+@contextmanager
+def _texts(
+    path: Path, tokenizer: _core.Tokenizer, tokens: int, temperature: float | None, seed: int, threads: int
+) -> Iterator[Iterator[NDArray[np.int32]]]:
+    """What is counted, int32[n] each."""
+    if tokenizer.metadata.get("tokenizer.chat_template"):
+        with pystaged.load(path, draft=None, memory=False, num_threads=threads, report=report) as engine:
+            with usage():
+                texts = sample_answers(
+                    engine, tokens, temperature=1.0 if temperature is None else temperature, seed=seed
+                )
+            yield texts
+        return
+    start = next((token for token in reversed(range(tokenizer.num_tokens)) if tokenizer.is_end(token)), None)
+    if start is None:
+        raise ValueError(f"{path} has no token that ends a text, so none to begin with")
+    model = _core.Model(os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), threads)
+    with usage():
+        texts = sample_documents(
+            model, start, tokens, temperature=1.5 if temperature is None else temperature, seed=seed
+        )
+    yield texts

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import count, takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Model, Sampling, Session, Work, run
 
+if TYPE_CHECKING:
+    from pystaged.engine import Engine
+
 _SHARE = 16  # sequences that a context has room for: short ones, but trigrams look back two tokens only
 _SIDE_BY_SIDE = 64  # sequences in one pass
+_LONGEST_QUESTION, _LONGEST_ANSWER = 128, 256
 
 
 def sample_documents(
@@ -31,11 +37,69 @@ def sample_documents(
     Raises:
         ValueError: at once: temperature or seed out of range.
     """
+    _check(temperature, seed)
+    return _sampled(model, start, num_tokens, temperature, seed)
+
+
+def sample_answers(
+    engine: Engine, num_tokens: int, *, temperature: float, seed: int = 0
+) -> Iterator[NDArray[np.int32]]:
+    """Sample answers of a model that chats to questions of its own: after the beginning of a user's turn such a model
+    writes what users ask (Xu et al. 2024, arXiv 2406.08464).
+
+    Args:
+        num_tokens: of all answers together, at least; they come by sixty-four.
+        temperature: of the questions and of every other sixty-four answers; the rest is greedy.
+        seed: the same seed gives the same text; from 0 to 2**32 - 1.
+
+    Yields:
+        int32[n], one answer each.
+
+    Raises:
+        ValueError: at once: temperature or seed out of range, or the model's template writes nothing before a message.
+        ChatTemplateError: at once: the template cannot be used.
+        ContextFullError: the model's context is too short for a question.
+    """
+    _check(temperature, seed)
+    one, other = (engine.chat_format.encode([{"role": "user", "content": word}]).tolist() for word in ("a", "b"))
+    opening = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+    if not opening:
+        raise ValueError("the model's chat template writes nothing before a message, so there is nothing to begin with")
+    return _answered(engine, opening, num_tokens, temperature, seed << 32)
+
+
+def _answered(
+    engine: Engine, opening: list[int], num_tokens: int, temperature: float, seed: int
+) -> Iterator[NDArray[np.int32]]:
+    written, chat_format = 0, engine.chat_format
+    for number in count():
+        found = engine.generate(
+            opening,
+            n=_SIDE_BY_SIDE,
+            max_tokens=_LONGEST_QUESTION,
+            temperature=temperature,
+            seed=seed + number * _SIDE_BY_SIDE,
+        )
+        questions = [result.text.strip() for result in found]
+        answers = engine.generate(
+            [chat_format.encode([{"role": "user", "content": question}]) for question in questions],
+            max_tokens=_LONGEST_ANSWER,
+            temperature=temperature if number % 2 == 0 else 0,
+            seed=seed + number,
+            stop=chat_format.stop,
+        )
+        for answer in answers:
+            written += len(answer.tokens)
+            yield np.array(answer.tokens, np.int32)
+        if written >= num_tokens:
+            return
+
+
+def _check(temperature: float, seed: int) -> None:
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be above 0 and finite, or all sequences are the same; not {temperature}")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be between 0 and 2**32 - 1, not {seed}")
-    return _sampled(model, start, num_tokens, temperature, seed)
 
 
 def _sampled(model: Model, start: int, num_tokens: int, temperature: float, seed: int) -> Iterator[NDArray[np.int32]]:

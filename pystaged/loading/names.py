@@ -84,6 +84,11 @@ def _smollm2() -> Path:
     return found[0]
 
 
+def tables() -> list[Path]:
+    """The n-gram tables in the package, for the vocabularies of GPT-2 and of SmolLM2."""
+    return [house(HOUSE_TABLE), house("smollm2.ngram.npz")]
+
+
 def house(name: str) -> Path:
     """A file of the models in the package; in an editable install they are where the repository has them."""
     package = Path(__file__).parents[1]

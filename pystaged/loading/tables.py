@@ -22,7 +22,7 @@ def find_table(
     tokenizer: Tokenizer,
     report: Callable[[str], None] = lambda _: None,
 ) -> NgramTable | None:
-    """The table that is named, else one beside the model, else the one in the package; None where no vocabulary fits.
+    """The table that is named, else one beside the model, else one in the package; None where no vocabulary fits.
 
     Args:
         model: file whose text a table may be of: the draft's, or the target's where there is no draft. Beside it are
@@ -37,15 +37,15 @@ def find_table(
     """
     if ngrams is not None:
         return NgramTable.load(expanded(ngrams), vocab_hash=tokenizer.fingerprint)
-    house = names.house(names.HOUSE_TABLE)
+    ours = names.tables()
     beside = [table_path(model), model.with_name(names.HOUSE_TABLE)] if model else []
-    for path in dict.fromkeys((*beside, house)):
+    for path in dict.fromkeys((*beside, *ours)):
         if not path.exists():
             continue
         try:
             return NgramTable.load(path, vocab_hash=tokenizer.fingerprint)
         except (OSError, ValueError) as error:
-            # The house's own is for few models; that it does not fit others is no news.
-            if path != house:
+            # The package's own are for few models; that they do not fit others is no news.
+            if path not in ours:
                 report(f"passed over: {error}")
     return None

@@ -15,21 +15,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.commands import run
+from support.random_models import RandomModel, add_vocabulary, write
 
+import pystaged
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.drafting.context import ContextNgrams
-from pystaged.drafting.corpus import sample_documents
+from pystaged.drafting.corpus import sample_answers, sample_documents
 from pystaged.drafting.katz import estimate
 from pystaged.drafting.table import NgramTable
 from pystaged.loading.tables import find_table, table_path
 
 VOCAB_SIZE = 6
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
 ROUNDING = 3 / 32 + 1e-6  # one log-probability and two backoffs, each rounded to 1/16
 
 
@@ -474,6 +481,41 @@ def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert b"to be found without being named it must lie at" in done.stderr
     assert elsewhere.read_bytes() == table_path(draft).read_bytes()
+
+
+@pytest.fixture
+def chatting(tmp_path: Path) -> Path:
+    """A model with a template."""
+
+    def vocabulary(writer: GGUFWriter, size: int) -> None:
+        add_vocabulary(writer, size, {300: "<|im_start|>", 301: "<|im_end|>"})
+        writer.add_chat_template(CHATML)
+
+    return write(tmp_path / "chats.gguf", RandomModel("llama", vocab_size=400, context=512, vocabulary=vocabulary))
+
+
+def test_a_model_that_chats_is_counted_by_its_answers(chatting: Path) -> None:
+    with pystaged.load(chatting, draft=None, memory=False, report=lambda _: None) as engine:
+        found = list(sample_answers(engine, 64 * 256 + 1, temperature=0.9, seed=2))
+        assert len(found) == 128
+        for begin, seed, temperature in ((0, 2 << 32, 0.9), (64, (2 << 32) + 1, 0.0)):
+            for i in (0, 5, 63):
+                asked = engine.generate(
+                    "<|im_start|>user\n", max_tokens=128, temperature=0.9, seed=(2 << 32) + begin + i
+                )
+                question = [{"role": "user", "content": asked.text.strip()}]
+                answer = engine.chat(question, max_tokens=256, temperature=temperature, seed=seed)
+                assert found[begin + i].tolist() == answer.tokens
+
+
+def test_build_of_a_model_that_chats(chatting: Path) -> None:
+    done = run("ngram", "build", "--model", chatting, "--tokens", "500")
+    assert done.returncode == 0, done.stderr
+    found = find_table(chatting, None, Tokenizer(os.fsencode(chatting)))
+    assert found is not None
+    with pystaged.load(chatting, draft=None, memory=False, report=lambda _: None) as engine:
+        answers = list(sample_answers(engine, 500, temperature=1.0))
+    assert found.num_tokens == sum(map(len, answers))
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,15 @@ class Template(Target):
                 template = damage(r, template.encode()).decode("utf-8", "replace")
         return template
 
-    def _case(self, template: str, given: dict[str, Any], words: str) -> Case:
+    def _case(self, template: str, given: Any, words: str) -> Case:
         return Case(words, len(template) + len(repr(given)), partial(self._use, template, given))
 
-    def _use(self, template: str, given: dict[str, Any]) -> None:
+    def _use(self, template: str, given: Any) -> None:
         known = {"messages", "tools", "template", "template_options", "add_generation_prompt"}
         chat = chat_format(template, self._tokenizer)
         chat.variables()
+        if not isinstance(given, dict):
+            given = {"messages": given}
         given = {"messages": []} | {key: value for key, value in given.items() if key in known}
         chat.render(**given)
         given.pop("add_generation_prompt", None)
