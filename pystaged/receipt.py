@@ -22,7 +22,7 @@ from pystaged.loading.seen import SeenModel
 # Versions of pystaged with the same number promise the same bytes. Raise it with whatever changes a bit of a logit, a
 # token that is drawn, where a text ends, or how its bytes become text; tests/test_receipts.py says so.
 ARITHMETIC = 1
-MOST_BYTES = 1 << 24
+MOST_BYTES = 16_000_000
 _FORMAT = "pystaged receipt 1"
 # Options that no text depends on; all others are in a receipt.
 _WITHOUT_EFFECT = {"speculate", "progress", "logprobs", "prompt_logprobs", "reuse", "prediction"}
@@ -47,9 +47,9 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a text was made of, as Receipt has it.
+    """What an engine makes a text of: the part of its Receipt that is known before it is written.
 
-    file: the model's, as it was when it was loaded. prompt: int32[n].
+    file: the model's, as it was when it was loaded; its hash is made when a receipt asks for it. prompt: int32[n].
     """
 
     file: SeenModel
@@ -149,21 +149,29 @@ class Receipt:
             ValueError: it is no receipt, naming the field.
         """
         path = Path(path)
-        data = read_small(path, MOST_BYTES)
+        try:
+            data = read_small(path, MOST_BYTES)
+        except ValueError as error:
+            raise ValueError(f"{error}, so it is no receipt") from None
         try:
             return cls.from_json(data.decode())
         except RecursionError:
-            raise ValueError(f"{path} is no receipt: it is nested too deeply") from None
+            reason = "it is nested too deeply"
+        except UnicodeError:
+            reason = "it is no text in UTF-8"
+        except json.JSONDecodeError as error:
+            reason = f"line {error.lineno}, column {error.colno} is no JSON" if data.strip() else "it is empty"
         except ValueError as error:
-            raise ValueError(f"{path} is no receipt: {error}") from None
+            reason = str(error)
+        raise ValueError(f"{path} is no receipt: {reason}")
 
     @classmethod
     def from_json(cls, text: str) -> Receipt:
-        """The same from what a file holds. Raises ValueError and RecursionError."""
+        """Read one from the content of a file. Raises ValueError, and RecursionError for JSON nested too deeply."""
         given = json.loads(
             text, object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
         )
-        json.dumps(given, ensure_ascii=False).encode()  # half a character is no text
+        json.dumps(given, ensure_ascii=False).encode()  # refuses half a character
         whole = _Fields(given, "")
         if isinstance(given.get("format"), str) and given["format"] != _FORMAT:
             raise ValueError(f"its format is {_word(given['format'])!r}, and this pystaged reads {_FORMAT!r}")
@@ -212,7 +220,7 @@ def token_hash(tokens: Sequence[int]) -> str:
 
 
 def current_versions(grammar: Grammar | None) -> dict[str, str]:
-    """Of what a text with this grammar, or none, depends on here."""
+    """The versions here of all that a text depends on; llguidance's too where it has a grammar."""
     found = {"pystaged": pystaged.__version__, "llama-cpp-python": LLAMA_CPP_PYTHON}
     if grammar:
         from importlib import metadata  # noqa: PLC0415  slow to import
@@ -225,13 +233,13 @@ def current_versions(grammar: Grammar | None) -> dict[str, str]:
 
 
 def _names(kind: type[Any]) -> list[str]:
-    """Options of a dataclass that a text depends on."""
+    """Those of a dataclass's options that a text depends on."""
     names = [each.name for each in fields(kind)]
     return [name for name in names if not name.startswith("_") and name not in _WITHOUT_EFFECT]
 
 
 def _options(config: GenerationConfig | SamplingConfig | Grammar) -> dict[str, Any]:
-    """The same as JSON has them."""
+    """The options that a text depends on, as JSON has them."""
     return {name: _value(getattr(config, name)) for name in _names(type(config))}
 
 
@@ -246,7 +254,7 @@ def _value(value: Any) -> Any:
 
 
 def _config(given: Mapping[str, Any]) -> GenerationConfig:
-    """Options as JSON has them, checked. Raises ValueError."""
+    """Options from JSON, checked; those that no text depends on are the default ones. Raises ValueError."""
     whole = _Fields(given, "options.")
     whole.check_names(_names(GenerationConfig))
     sampling = _Fields(given["sampling"], "options.sampling.")
@@ -287,7 +295,7 @@ class _Fields:
         self._where = where
 
     def check_names(self, names: Sequence[str]) -> None:
-        """All of these, and no other."""
+        """Refuse an object that lacks one of these, or has another."""
         for name in names:
             if name not in self.given:
                 raise ValueError(f"{self._where}{name} is missing")
@@ -295,7 +303,7 @@ class _Fields:
             raise ValueError(f"there is no field {self._where}{_word(name)}")
 
     def check_written(self, as_written: Mapping[str, Any]) -> None:
-        """What was read would be written as it was."""
+        """Refuse spellings that options take and receipts do not have, such as a string for a list of stop strings."""
         for name, value in as_written.items():
             if self.given[name] != value:
                 raise ValueError(f"{self._where}{name} is not written as receipts have it")
@@ -334,7 +342,7 @@ class _Fields:
 
 
 def _word(text: str) -> str:
-    """As a terminal may show it."""
+    """A text cut and without control characters, so that a terminal may show it."""
     return "".join(each if each.isprintable() else "?" for each in text)[:_LONGEST_WORD]
 
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class Difference:
     """Where a text made here differs from a receipt's.
 
-    index: of the first token that differs, or how many tokens both have. receipt, here: the token there, None where the
-    text has ended. gap: how much likelier, in natural log, the model finds the one of here than that of the receipt,
-    unfiltered at temperature 1; nan where one of them is None. what: "tokens"; where all of these are the same, "end"
-    or "text".
+    index: of the first token that differs, or how many tokens both have. receipt, here: the two tokens; None for a text
+    that has ended there. gap: how much likelier, in natural log, the model finds the token made here than the
+    receipt's, unfiltered at temperature 1; nan where one of them is None or cannot be read. what: "tokens"; where all
+    of these are the same, "end" (another finish_reason) or "text" (another hash).
     """
 
     index: int
@@ -33,8 +33,8 @@ class Difference:
 
 
 def find_model(receipt: Receipt) -> Path | None:
-    """The file of a receipt's model among those that are on this machine by name; told by its hash, never by what the
-    receipt calls it. Nothing is downloaded."""
+    """The file of a receipt's model in the package or the cache, told by its hash, never by what the receipt calls it;
+    None where there is none. Nothing is downloaded."""
     for path in names.here():
         try:
             file = SeenModel.now(path)
@@ -51,20 +51,23 @@ def check_model(receipt: Receipt, file: SeenModel) -> None:
     if file.size != expected.size or file.sha256() != expected.sha256:
         raise ValueError(
             f"the receipt is of {expected.file} ({expected.name}), {expected.size} bytes with SHA-256 "
-            f"{expected.sha256}; {file.path} has {file.size} bytes and SHA-256 {file.sha256()}"
+            f"{expected.sha256}; {file.path} is another: {file.size} bytes with SHA-256 {file.sha256()}"
         )
 
 
 def repeat(engine: Engine, receipt: Receipt, *, speculate: bool) -> Difference | None:
-    """As Engine.repeat."""
+    """What Engine.repeat does, and raises."""
     check_model(receipt, engine._pair.file)
-    for name, expected, found in (
-        ("kv", receipt.kv, engine.model.kv),
-        ("n_ctx", receipt.n_ctx, engine.n_ctx),
-        ("vocabulary", receipt.vocabulary, engine._pair.vocabulary),
-    ):
+    for name, expected, found in (("kv", receipt.kv, engine.model.kv), ("n_ctx", receipt.n_ctx, engine.n_ctx)):
         if expected != found:
-            raise ValueError(f"the receipt's {name} is {expected}, and here it is {found}")
+            raise ValueError(
+                f"the receipt's {name} is {expected}, and here it is {found}; load the model with {name}={expected!r}"
+            )
+    if receipt.vocabulary != engine._pair.vocabulary:
+        raise ValueError(
+            f"the receipt's vocabulary is {receipt.vocabulary}, and the model's is {engine._pair.vocabulary}: "
+            "the receipt was changed, or another version of llama-cpp-python reads the file differently"
+        )
     config = replace(receipt.config, speculate=speculate)
     at, count = 0, len(receipt.tokens)
     with engine._stream(receipt.prompt, config) as stream:
@@ -83,7 +86,7 @@ def repeat(engine: Engine, receipt: Receipt, *, speculate: bool) -> Difference |
 
 
 def _gap(engine: Engine, receipt: Receipt, at: int, there: int | None, here: int) -> float:
-    """Of the log-probabilities of two tokens after the same text, read without what other texts left."""
+    """How much likelier, in natural log, the token made here is than the receipt's; nan where that cannot be said."""
     if there is None:
         return math.nan
     before = [*receipt.prompt, *receipt.tokens[:at]]
@@ -94,8 +97,12 @@ def _gap(engine: Engine, receipt: Receipt, at: int, there: int | None, here: int
     return float(ours - theirs)
 
 
-def promise(receipt: Receipt) -> str:
-    """What there is to expect of the text on the CPU of this machine, in words; "" where all versions are the same."""
+def promise(receipt: Receipt, device: str) -> str:
+    """Whether the versions here promise the receipt's text, in words; "" where they are the same and it is the CPU's.
+
+    Args:
+        device: where the text is repeated, as `load` takes it.
+    """
     here = current_versions(receipt.config.grammar)
     others = [
         f"{name} {version}, here {here[name]}" for name, version in receipt.versions.items() if version != here[name]
@@ -103,6 +110,8 @@ def promise(receipt: Receipt) -> str:
     said = f"The receipt has {' and '.join(others)}. " if others else ""
     if receipt.device != "cpu":
         return f"{said}It was written on {receipt.device}, of which nothing is promised."
+    if device != "cpu":
+        return f"{said}It is repeated on device {device!r}; the same text is promised of the CPU alone."
     if receipt.arithmetic != ARITHMETIC:
         return (
             f"{said}Versions of pystaged with the same arithmetic promise the same text; the receipt has number "

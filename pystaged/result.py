@@ -120,7 +120,7 @@ class GenerationResult:
     stream that was closed early.
     seed: of the sampling, given or drawn.
     logprobs: of each token, None where they were not asked for; prompt_logprobs: of each of the prompt's but the first.
-    origin: what the text was made of, for `receipt`; None where that can not be said.
+    origin: what the text was made of, for `receipt`; None for a result that no Engine made.
     """
 
     text: str

@@ -197,8 +197,9 @@ def verdict(samples: Sequence[Sample]) -> list[str]:
     problems = [f"memory grew by {memory:.1%}"] if memory > MEMORY else []
     problems += [f"speed fell by {-speed:.1%}"] if speed < -SPEED else []
     for name in ("threads", "descriptors", "children"):
-        # What is about to end is not there in all samples.
-        before, after = max(getattr(each, name) for each in early), min(getattr(each, name) for each in late)
+        # The least of each half: what is about to end is not there in all samples, and what leaks slowly is in the
+        # last ones of the earlier half, too.
+        before, after = min(getattr(each, name) for each in early), min(getattr(each, name) for each in late)
         problems += [f"{after} {name}, where there were {before}"] if after > before else []
     return problems
 

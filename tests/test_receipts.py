@@ -157,7 +157,7 @@ def test_quantized_keys_and_values_are_part_of_it(path: Path, engine: Engine) ->
         made = other.generate(PROMPT, max_tokens=40).receipt
         assert made.kv == "q8_0"
         assert other.repeat(made) is None
-        with pytest.raises(ValueError, match="kv is q8_0, and here it is f16"):
+        with pytest.raises(ValueError, match="kv is q8_0, and here it is f16; load the model with kv='q8_0'"):
             engine.repeat(made)
 
 
@@ -167,7 +167,7 @@ def test_a_context_that_is_full_ends_it_alike(path: Path, engine: Engine) -> Non
         assert made.finish_reason == "length"
         assert len(made.prompt) + len(made.tokens) == 41
         assert short.repeat(made) is None
-    with pytest.raises(ValueError, match="n_ctx is 40, and here it is 96"):
+    with pytest.raises(ValueError, match="n_ctx is 40, and here it is 96; load the model with n_ctx=40"):
         engine.repeat(made)
 
 
@@ -322,13 +322,17 @@ def test_tokens_that_are_none(engine: Engine, sampled: Receipt) -> None:
         engine.repeat(replace(sampled, prompt=(300,)))
     with pytest.raises(ValueError, match="the prompt is empty"):
         engine.repeat(replace(sampled, prompt=()))
+    with pytest.raises(
+        ValueError, match=f"vocabulary is v, and the model's is {engine.tokenizer.fingerprint}: the rec"
+    ):
+        engine.repeat(replace(sampled, vocabulary="v"))
 
 
 def test_another_model_is_named(random_gguf: Callable[..., Path], path: Path, sampled: Receipt) -> None:
     other = random_gguf(vocab_size=300, context=96, seed=1)
     with (
         pystaged.load(other, memory=False) as engine,
-        pytest.raises(ValueError, match=r"the receipt is of .*SHA-256 [0-9a-f]{64}; .* has .*") as caught,
+        pytest.raises(ValueError, match=r"the receipt is of .*SHA-256 [0-9a-f]{64}; .* is another: .*") as caught,
     ):
         engine.repeat(sampled)
     for word in (path.name, sampled.model.sha256, str(other)):
@@ -355,18 +359,19 @@ def test_models_are_found_by_their_hashes_alone(
 
 
 def test_which_versions_promise_it(sampled: Receipt) -> None:
-    assert repeating.promise(sampled) == ""
+    assert repeating.promise(sampled, "cpu") == ""
     later = replace(sampled, versions=sampled.versions | {"pystaged": "9.0"})
     here = pystaged.__version__
-    assert repeating.promise(later) == (
+    assert repeating.promise(later, "cpu") == (
         f"The receipt has pystaged 9.0, here {here}. Both versions of pystaged have arithmetic {ARITHMETIC} "
         "and promise the same text."
     )
-    assert "nothing is promised" in repeating.promise(replace(later, arithmetic=ARITHMETIC + 1))
-    assert "metal, of which nothing is promised" in repeating.promise(replace(sampled, device="metal"))
+    assert "nothing is promised" in repeating.promise(replace(later, arithmetic=ARITHMETIC + 1), "cpu")
+    assert "metal, of which nothing is promised" in repeating.promise(replace(sampled, device="metal"), "cpu")
+    assert "repeated on device 'auto'; the same text is promised of the CPU alone" in repeating.promise(sampled, "auto")
     config = GenerationConfig(regex="a")
     other = sampled.versions | {"llguidance": "0.1"}
-    assert "llguidance's to say" in repeating.promise(replace(sampled, versions=other, config=config))
+    assert "llguidance's to say" in repeating.promise(replace(sampled, versions=other, config=config), "cpu")
 
 
 # ---- Never trusted ----
@@ -451,8 +456,9 @@ def test_what_is_no_receipt_is_refused_by_field(
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "is no receipt"),
-        (b"\x1f\x8b\x08", "is no receipt"),
+        (b"", "is no receipt: it is empty"),
+        (b'{"format":\n "pysta', "is no receipt: line 2, column 2 is no JSON"),
+        (b"\x1f\x8b\x08", "is no receipt: it is no text in UTF-8"),
         (b"[]", "a receipt must be an object"),
         (b"[" * 100_000, "it is nested too deeply"),
         (b'{"a": ' * 100_000, "it is nested too deeply"),
@@ -460,7 +466,7 @@ def test_what_is_no_receipt_is_refused_by_field(
         (b'{"format": NaN}', "NaN is no number"),
         (b'{"format": 1e999}', "a number is out of range"),
         (b'{"format": %s}' % (b"9" * 10**6), "a number has too many digits"),
-        (rb'{"format": "\ud800"}', "is no receipt"),
+        (rb'{"format": "\ud800"}', "is no receipt: it is no text in UTF-8"),
         (b"\xff\xfe{}", "is no receipt"),
     ],
 )
@@ -474,10 +480,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     large = tmp_path / "large"
     with large.open("wb") as file:
         file.truncate(receipt.MOST_BYTES + 1)
-    with pytest.raises(ValueError, match="is larger than"):
+    with pytest.raises(ValueError, match="is larger than 16 MB, so it is no receipt"):
         Receipt.load(large)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is no regular file, so it is no receipt"):
         Receipt.load(tmp_path / "pipe")
     with pytest.raises(FileNotFoundError):
         Receipt.load(tmp_path / "gone")
@@ -549,6 +555,9 @@ def test_commands_that_are_refused(path: Path, house_draft: Path, tmp_path: Path
     done = run("generate", PROMPT, "--model", path, "--n", "2", "--receipt", file)
     assert done.returncode == 2
     assert b"--receipt is of one text" in done.stderr
+    done = run("generate", PROMPT, "--model", path, "--receipt", "-")
+    assert done.returncode == 2
+    assert b"--receipt names a file" in done.stderr
     assert_refused(run("generate", PROMPT, "--model", path, "--receipt", tmp_path), "is a folder")
     assert_refused(run("generate", PROMPT, "--model", path, "--receipt", tmp_path / "no" / "it"), "there is no folder")
 

@@ -31,6 +31,15 @@ def test_what_is_not(changes: dict[str, int], problem: str) -> None:
     assert found.startswith(problem)
 
 
+def test_a_slow_leak() -> None:
+    leaking = [sample._replace(descriptors=20 + i // 7) for i, sample in enumerate(FLAT * 3)]
+    assert verdict(leaking) == ["25 descriptors, where there were 22"]
+
+
+def test_what_is_about_to_end() -> None:
+    assert verdict([sample._replace(threads=5 + i % 3) for i, sample in enumerate(FLAT)]) == []
+
+
 def test_too_little() -> None:
     assert verdict(FLAT[:1]) == ["1 samples are too few"]
 

@@ -132,6 +132,8 @@ def generate(
         raise typer.BadParameter("--system and --think are for --chat")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are shown by --json")
+    if receipt == Path("-"):
+        raise typer.BadParameter("--receipt names a file; standard output has the text")
     if receipt:
         destination(receipt)
     asked = [argument(prompt or "")] if prompts is None else read_prompts(prompts)

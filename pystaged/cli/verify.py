@@ -41,12 +41,13 @@ def verify(
 ) -> None:
     """Make the text of a receipt again on this machine, and compare.
 
-    Says "same", or where the text differs and how far, and leaves with status 1 if it does. A model is only downloaded
-    where --model names one of the hub.
+    Says "same", or where the text differs and how far, and leaves with status 1 if it does.
+    A model is only downloaded where --model names one of the hub.
 
     Example: pystaged generate "def fibonacci(n):" --receipt text.receipt && pystaged verify text.receipt
     """
     expected = Receipt.load(receipt)
+    house = names.resolve("house")
     path = find_model(expected) if model is None else names.resolve(model_name(model))
     if path is None:
         record = expected.model
@@ -55,11 +56,11 @@ def verify(
             f"{record.size} bytes; name its file with --model"
         )
     check_model(expected, SeenModel.now(path))
-    said = promise(expected)
+    said = promise(expected, device)
     if said:
         report(said)
     with pystaged.load(
-        "house" if path == names.resolve("house") else path,  # which has a draft
+        "house" if path == house else path,  # by name it has a draft
         draft=draft_name(draft),
         device=device,
         num_threads=threads,

@@ -198,7 +198,7 @@ def attempt(work: Work, folder: Path, limit: int) -> int:
 
 
 def parts(folder: Path) -> list[Path]:
-    """What killed writers left of ours."""
+    """What killed writers left of ours; what huggingface_hub leaves in its own folders is its own."""
     return [part for part in leftovers(folder) if "huggingface" not in part.parts and "hf" not in part.parts]
 
 

@@ -53,7 +53,7 @@ class Tally:
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
     slowest: float = 0.0
-    most: float = 0.0
+    most: float = 0.0  # bytes
 
     @property
     def cases(self) -> int:
@@ -87,7 +87,8 @@ def main(arguments: list[str]) -> int:
 
 
 def try_cases(name: str, seed: int, first: int, last: int, folder: Path, limit: int) -> None:
-    """Write a line of JSON before and after each case."""
+    """Write a line of JSON before each case, {begins, words}, and after it, {ends, outcome, seconds, most}. A line
+    that begins None is of sound input, which must be accepted."""
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     faulthandler.enable()
@@ -139,6 +140,7 @@ def attempt(target: Target, case: Case, limit: int) -> tuple[str, float, float]:
 
 
 def use(target: Target, case: Case) -> str:
+    """What becomes of it: "accepted", "refused", or what is wrong."""
     try:
         case.use()
     except UnicodeDecodeError as error:  # of a message, which is then lost
@@ -218,7 +220,7 @@ def run(name: str, seed: int, first: int, last: int, folder: Path, seconds: int,
 
 
 def child(options: dict[str, Any], stderr: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """What a child says of its cases."""
+    """The lines that a child writes about its cases, one by one; it is killed when nobody reads on."""
     command = [sys.executable, "-m", "tests.fuzz", "--child"]
     environment = os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
