@@ -31,6 +31,7 @@ _FIELDS = (
     *("prompt", "options", "text"),
 )
 _LONGEST_WORD = 256  # characters of a name or version
+_HASHED = 4096  # tokens at a time
 
 T = TypeVar("T")
 
@@ -208,7 +209,11 @@ def text_hash(text: str) -> str:
 
 def token_hash(tokens: Sequence[int]) -> str:
     """SHA-256 of token ids in decimal, with a space between them."""
-    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()
+    digest, space = hashlib.sha256(), ""
+    for first in range(0, len(tokens), _HASHED):  # a text of all of them would take a multiple of their memory
+        digest.update((space + " ".join(map(str, tokens[first : first + _HASHED]))).encode())
+        space = " "
+    return digest.hexdigest()
 
 
 def current_versions(grammar: Grammar | None) -> dict[str, str]:
@@ -262,7 +267,7 @@ def _config(given: Mapping[str, Any]) -> GenerationConfig:
     try:
         config = GenerationConfig(**whole.given | {"grammar": grammar, "sampling": SamplingConfig(**values)})
     except (ValueError, TypeError) as error:
-        raise ValueError(f"options: {error}") from None
+        raise ValueError(_word(f"options: {error}")) from None
     sampling.check_written(_options(config.sampling))
     whole.check_written(_options(config))
     return config
