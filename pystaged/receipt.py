@@ -69,7 +69,7 @@ class Receipt:
 
     versions: of pystaged and llama-cpp-python, and of llguidance where the text has a grammar.
     arithmetic: versions of pystaged with the same number promise the same bytes.
-    vocabulary: names it. device, kv, n_ctx: as `load` takes them; n_ctx is never 0.
+    vocabulary: names it. device, kv, n_ctx: as `load` takes them, but "rpc" without addresses; n_ctx is never 0.
     prompt: token ids. config: options; those that no text depends on are the default ones.
     tokens: new ones only. text_sha256: of the text in UTF-8.
     """
@@ -103,7 +103,7 @@ class Receipt:
             ARITHMETIC,
             ModelRecord(_word(origin.name), _word(file.path.name), file.size, file.sha256()),
             origin.vocabulary,
-            _word(origin.device),
+            "rpc" if origin.device.startswith("rpc:") else _word(origin.device),  # no addresses
             origin.kv,
             origin.n_ctx,
             tuple(origin.prompt.tolist()),

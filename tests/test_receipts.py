@@ -219,6 +219,13 @@ def test_what_it_says(engine: Engine, path: Path, sampled: Receipt) -> None:
     assert with_grammar.versions.keys() == {"pystaged", "llama-cpp-python", "llguidance"}
 
 
+def test_addresses_of_servers_are_not_in_it(engine: Engine) -> None:
+    result = engine.generate(PROMPT, max_tokens=4)
+    assert result.origin
+    away = replace(result, origin=replace(result.origin, device="rpc:192.168.0.5:50052,[fe80::1]:50052"))
+    assert away.receipt.device == "rpc"
+
+
 def test_a_drawn_seed_is_in_it(engine: Engine) -> None:
     result = engine.generate(PROMPT, max_tokens=8, temperature=1.0, seed=None)
     assert result.receipt.config.sampling.seed == result.seed
