@@ -406,6 +406,10 @@ def _texts(name: str, given: object) -> tuple[str, ...]:
         raise TypeError(f"{name} must be a string or a sequence of strings")
     if "" in strings:
         raise ValueError("a stop string must not be empty" if name == "stop" else f"{name} must not be empty")
+    try:
+        "".join(strings).encode()
+    except UnicodeError:
+        raise ValueError(f"{name} is not valid Unicode text") from None
     return strings
 
 

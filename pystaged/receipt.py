@@ -31,6 +31,7 @@ _FIELDS = (
     *("prompt", "options", "text"),
 )
 _LONGEST_WORD = 256  # characters of a name or version
+_HASHED = 4096  # tokens at a time
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class Receipt:
 
     versions: of pystaged and llama-cpp-python, and of llguidance where the text has a grammar.
     arithmetic: versions of pystaged with the same number promise the same bytes.
-    vocabulary: names it. device, kv, n_ctx: as `load` takes them; n_ctx is never 0.
+    vocabulary: names it. device, kv, n_ctx: as `load` takes them, but "rpc" without addresses; n_ctx is never 0.
     prompt: token ids. config: options; those that no text depends on are the default ones.
     tokens: new ones only. text_sha256: of the text in UTF-8.
     """
@@ -102,7 +103,7 @@ class Receipt:
             ARITHMETIC,
             ModelRecord(_word(origin.name), _word(file.path.name), file.size, file.sha256()),
             origin.vocabulary,
-            _word(origin.device),
+            "rpc" if origin.device.startswith("rpc:") else _word(origin.device),  # no addresses
             origin.kv,
             origin.n_ctx,
             tuple(origin.prompt.tolist()),
@@ -216,7 +217,11 @@ def text_hash(text: str) -> str:
 
 def token_hash(tokens: Sequence[int]) -> str:
     """SHA-256 of token ids in decimal, with a space between them."""
-    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()
+    digest, space = hashlib.sha256(), ""
+    for first in range(0, len(tokens), _HASHED):  # a text of all of them would take a multiple of their memory
+        digest.update((space + " ".join(map(str, tokens[first : first + _HASHED]))).encode())
+        space = " "
+    return digest.hexdigest()
 
 
 def current_versions(grammar: Grammar | None) -> dict[str, str]:
@@ -270,7 +275,7 @@ def _config(given: Mapping[str, Any]) -> GenerationConfig:
     try:
         config = GenerationConfig(**whole.given | {"grammar": grammar, "sampling": SamplingConfig(**values)})
     except (ValueError, TypeError) as error:
-        raise ValueError(f"options: {error}") from None
+        raise ValueError(_word(f"options: {error}")) from None
     sampling.check_written(_options(config.sampling))
     whole.check_written(_options(config))
     return config

@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -216,6 +217,13 @@ def test_what_it_says(engine: Engine, path: Path, sampled: Receipt) -> None:
     assert sampled.config.sampling.seed == 2**64 - 1
     with_grammar = engine.generate(PROMPT, max_tokens=4, regex="[a-z]+").receipt
     assert with_grammar.versions.keys() == {"pystaged", "llama-cpp-python", "llguidance"}
+
+
+def test_addresses_of_servers_are_not_in_it(engine: Engine) -> None:
+    result = engine.generate(PROMPT, max_tokens=4)
+    assert result.origin
+    away = replace(result, origin=replace(result.origin, device="rpc:192.168.0.5:50052,[fe80::1]:50052"))
+    assert away.receipt.device == "rpc"
 
 
 def test_a_drawn_seed_is_in_it(engine: Engine) -> None:
@@ -501,6 +509,39 @@ def test_damage_is_refused_or_another_receipt(
     with contextlib.suppress(ValueError):
         found = Receipt.load(path)
         assert Receipt.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("options.sampling.ignore_eos", "x" * 10**6),
+        ("options.sampling.temperature_last", [0] * 10**6),
+        ("options.sampling.logit_bias", [["\u202e" * 10**6, 1e300]]),
+    ],
+)
+def test_what_is_refused_is_not_repeated_at_length(sampled: Receipt, where: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="options: ") as caught:
+        Receipt.from_json(changed(sampled.to_json(), where, value))
+    assert len(str(caught.value)) < 300
+    assert str(caught.value).isprintable()
+
+
+def test_a_hash_of_many_tokens_takes_little_memory() -> None:
+    tokens = [*range(1000)] * 300
+    tracemalloc.start()
+    found = token_hash(tokens)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()
+    assert token_hash([]) == hashlib.sha256(b"").hexdigest()
+    assert most < 8 * len(tokens)
+
+
+@pytest.mark.parametrize("option", ["stop", "dry_sequence_breakers"])
+def test_half_a_character_is_no_option(engine: Engine, option: str) -> None:
+    """A receipt of it could not be read."""
+    with pytest.raises(ValueError, match=f"^{option} is not valid Unicode text"):
+        engine.generate(PROMPT, max_tokens=4, **{option: ["a", "\ud800"]})
 
 
 def test_one_too_large_to_be_read_is_not_written(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from pystaged.loading.memories import KeptMemory, _digest
 from pystaged.loading.packed import load_packed
 
 VOCAB = 300
+# Tokens, keys and halves that a memory may have, and some that it may not.
+_ITEMS = [0, 1, VOCAB - 1, VOCAB, 2**32 - 1, 0x3C00, 0x3C01, 0x0001, 0x3800, 0x38003800, 0x7C00, 0x7E00, 0xBC00, 2**63]
 
 
 class _Kept(Target):
@@ -78,11 +81,21 @@ class Costs(_Kept):
                 raise AssertionError(f"passes take {times}")
 
 
+def named_model(folder: Path, name: str) -> Path:
+    """A random model. What is kept for it says its path and its time: both are of one length wherever it lies, so that
+    a case is the same in each folder."""
+    path = folder.absolute() / "model.gguf"
+    path = path.with_stem("m" * max(200 - len(os.fsencode(path.parent)), 1))
+    write(path, CASES[name])
+    os.utime(path, ns=(10**18, 10**18))
+    return path
+
+
 class Memory(_Kept):
     """Recycled candidates are tokens with chances."""
 
     def write(self) -> Path:
-        self._model = write(self.folder / "model.gguf", CASES["llama"])
+        self._model = named_model(self.folder, "llama")
         memory = KeptMemory(self._model, "v", VOCAB)
         r = np.random.default_rng(0)
         tokens = r.integers(0, VOCAB, (200, KEPT), dtype=np.int32)
@@ -93,13 +106,20 @@ class Memory(_Kept):
 
     def damaged(self, r: random.Random, data: bytes) -> bytes:
         """With a digest that fits, or not."""
-        payload = data[data.rindex(b"\n", 0, data.index(b"whose content") + 200) + 1 :] if r.random() < 0.7 else b""
-        if not payload:
+        begin = data.index(b"\n", data.index(b"\nwhose content") + 1) + 1
+        head, payload = data[:begin], data[begin + len(_digest(b"")) + 1 :]
+        kind = r.random()
+        if kind < 0.3:
             return damage(r, data)
-        head = data[: len(data) - len(payload)]
-        payload = damage(r, payload)
-        payload = payload[: len(payload) - len(payload) % (8 + 6 * KEPT)]
-        return head[: -len(_digest(b"")) - 1] + _digest(payload) + b"\n" + payload
+        if kind < 0.5:
+            payload = damage(r, payload)
+            payload = payload[: len(payload) - len(payload) % (8 + 6 * KEPT)]
+        else:
+            for _ in range(r.choice([1, 1, 3, 50])):
+                width = r.choice([2, 4, 8])
+                at = r.randrange(len(payload) // width) * width
+                payload = payload[:at] + r.choice(_ITEMS).to_bytes(8, "little")[:width] + payload[at + width :]
+        return head + _digest(payload) + b"\n" + payload
 
     def read(self) -> None:
         MEMORIES.all()
@@ -114,7 +134,7 @@ class Packed(_Kept):
     """Whatever lies in the cache, the logits are those of the file."""
 
     def write(self) -> Path:
-        self._model = write(self.folder / "model.gguf", CASES["qwen3"])
+        self._model = named_model(self.folder, "qwen3")
         self._expected = logits(_core.Model(str(self._model), "", 1))
         load_packed(self._model, "", 1, lambda _: None)
         return PACKED.path(self._model)

@@ -35,6 +35,10 @@ class Receipts(Target):
     def _use(self, data: bytes) -> None:
         self._path.write_bytes(data)
         receipt = Receipt.load(self._path)
-        receipt.save(self._path)
-        if Receipt.load(self._path) != receipt:
+        try:
+            receipt.save(self._path)
+            again = Receipt.load(self._path)
+        except (ValueError, OSError) as error:  # which is no refusal of what was damaged
+            raise AssertionError(f"a receipt that was read cannot be written and read again: {error}") from error
+        if again != receipt:
             raise AssertionError("a receipt is another one when it was saved")
