@@ -174,9 +174,7 @@ class Suite:
     def _warm_up(self, job: _Job) -> None:
         contender, task = self._contenders[job.key], self._task(job)
         task |= {"max_tokens": _WARM_UP_TOKENS, "script": [0] * _WARM_UP_TOKENS}
-        if (
-            not contender.is_peer
-        ):  # ours share a process for the run, so their memory is told from processes of their own
+        if not contender.is_peer:  # ours share a process, so their memory is told from processes of their own
             alone = Worker(*((note, setup | {"warm": []}) for note, setup in contender.setups))
             try:
                 found: Measurement = alone.run(task, self._limit)
