@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import select
@@ -18,6 +19,18 @@ from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
 _SECONDS_TO_END = 10.0
+# glibc's names of what mallopt sets, and what it is set to.
+_M_MMAP_THRESHOLD, _LARGE = -3, 1 << 17  # bytes
+_M_ARENA_MAX, _HEAPS = -8, 2
+
+
+def bound_heaps() -> None:
+    """Have glibc give memory back that was freed: large blocks at once, and two heaps for all threads instead of one
+    for each. For programs that run for days; before threads begin. Elsewhere it does nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        mallopt(_M_ARENA_MAX, _HEAPS)
 
 
 def start(module: str, *args: str | os.PathLike[str], **popen_options: Any) -> subprocess.Popen[Any]:

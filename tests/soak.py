@@ -36,6 +36,7 @@ from support.random_models import write  # noqa: E402
 import pystaged  # noqa: E402
 from pystaged import Engine  # noqa: E402
 from pystaged.loading.quantize import quantize  # noqa: E402
+from pystaged.process import bound_heaps  # noqa: E402
 
 MEMORY, SPEED = 0.02, 0.10  # what may change, as a share
 WARM = 0.3  # of the time, in which caches fill
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=120)
     parser.add_argument("--every", type=float, default=60, metavar="SECONDS", help="between two lines (60)")
     given = parser.parse_args(arguments)
+    bound_heaps()  # as a server does
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         samples = soak(Path(folder), 60 * given.minutes, given.every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +31,29 @@ def test_a_child_of_a_parent_that_has_ended_does_nothing(tmp_path: Path) -> None
     command = [sys.executable, "-c", f"{code}; open('late', 'w')"]
     done = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, check=False, timeout=60)
     assert (done.returncode, list(tmp_path.iterdir())) == (1, [])
+
+
+def test_large_blocks_go_back_at_once() -> None:
+    """glibc would keep a block as large as one that was freed before."""
+    code = """
+import ctypes, sys
+from pystaged.process import bound_heaps
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+class Info(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+libc.mallinfo2.restype = Info
+if sys.argv[1] == "bound":
+    bound_heaps()
+libc.free(libc.malloc(1 << 24))
+before = libc.mallinfo2().hblkhd
+libc.malloc(1 << 20)
+print(libc.mallinfo2().hblkhd - before >= 1 << 20)
+"""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        process.bound_heaps()  # does nothing
+        pytest.skip("not glibc")
+    for how, mapped in (("usual", "False"), ("bound", "True")):
+        done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == mapped

@@ -15,6 +15,7 @@ from pystaged.cli.console import errors, open_engine, report
 from pystaged.cli.options import LoadOptions, ModelArgument, ModelToo, SamplingOptions, check, either, grouped, usage
 from pystaged.engine import Engine
 from pystaged.files import read_small
+from pystaged.process import bound_heaps
 
 _KEY_VARIABLE = "PYSTAGED_API_KEY"
 _MOST_KEYS = 1 << 20  # bytes of a file
@@ -143,6 +144,7 @@ def serve(
         raise ModuleNotFoundError(
             f'serving needs {error.name}: pip install "pystaged[server]"', name=error.name
         ) from None
+    bound_heaps()
     name = either(model, named, "house")
     keys = address.keys()
     with usage():
