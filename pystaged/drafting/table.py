@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,12 @@ MOST_TOKENS = 10_000_000
 
 _FORMAT_VERSION = 1
 _MOST_ITEMS = 1 << 24  # of an array: texts of MOST_TOKENS give no more
-_MOST_BYTES_PER_ITEM = 1 << 20  # the name of the vocabulary is one item
 _MOST_ARRAY_BYTES = 4 * _MOST_ITEMS
 _MOST_BYTES = 1 << 28  # of a file
+_MOST_UNPACKED = 64, 1 << 20  # times a file's size, and bytes besides: tables unpack to two to five times their size
+_FINGERPRINT = re.compile("[0-9]{1,10}-[0-9a-f]{16}")
 _STORED = {  # arrays of a file: kind, most bytes per item, dimensions
-    "vocab_hash": ("U", _MOST_BYTES_PER_ITEM, 0),
+    "vocab_hash": ("U", 128, 0),
     "older": ("u", 4, 1),  # keys // (vocab_size + 1), as differences
     "newer": ("u", 4, 1),  # keys % (vocab_size + 1)
     "lengths": ("u", 1, 1),  # differences of offsets
@@ -36,6 +38,10 @@ _STORED = {  # arrays of a file: kind, most bytes per item, dimensions
 _STEPS_PER_NAT = 16  # log-probabilities are kept in steps of 1/16 nat: one byte each
 
 
+class OtherVocabularyError(ValueError):
+    """A table was counted with another vocabulary than the model's."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NgramTable:
     """The most probable next tokens after known pairs of tokens, single tokens, and nothing. Immutable.
@@ -44,7 +50,7 @@ class NgramTable:
     2308.04623). A row holds the head of one context's backed-off distribution down to its last seen successor. After
     that come the tokens of the shorter context in their order there, their log-probabilities plus `log_backoffs[row]`.
 
-    vocab_hash names the vocabulary of the ids; num_tokens is the size of the text counted.
+    vocab_hash: Tokenizer.fingerprint, the vocabulary of the ids; num_tokens is the size of the text counted.
     keys: int64[rows], ascending: 0, then v + 1 after v, then (u + 1) * (vocab_size + 1) + v + 1 after u, v.
     offsets: int64[rows + 1] into tokens: int32 and logprobs: float32, natural log rounded to 1/16, never rising.
     log_backoffs: float32[rows], natural log.
@@ -164,14 +170,15 @@ class NgramTable:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is no such table, it is damaged, or its vocabulary is not `vocab_hash`.
+            ValueError: it is no such table, or damaged.
+            OtherVocabularyError: its vocabulary is not `vocab_hash`.
         """
         try:
             table = _decode(read_small(Path(path), _MOST_BYTES))
         except ValueError as error:
             raise ValueError(f"{path}: {error}; build the n-gram table again or fetch a fresh copy") from error
         if vocab_hash is not None and vocab_hash != table.vocab_hash:
-            raise ValueError(
+            raise OtherVocabularyError(
                 f"{path}: this n-gram table is for vocabulary {table.vocab_hash}, the model has {vocab_hash}; "
                 "use the model's own table or build one from its text"
             )
@@ -194,6 +201,7 @@ def _decode(content: bytes) -> NgramTable:
     """Rebuild a table from the bytes of its file, trusting none of them."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            _check_packing(archive, len(content))
             stored = {
                 name: _read_array(archive, name) for name in ("sizes", *_STORED) if f"{name}.npy" in archive.namelist()
             }
@@ -211,6 +219,8 @@ def _decode(content: bytes) -> NgramTable:
         array = stored.get(name)
         fits = array is not None and array.dtype.kind == kind and array.itemsize <= itemsize and array.ndim == ndim
         _require(fits, f"{name} is missing or of the wrong type")
+    vocab_hash = str(stored["vocab_hash"])
+    _require(_FINGERPRINT.fullmatch(vocab_hash) is not None, "vocab_hash names no vocabulary")
 
     older, newer, lengths = (stored[name].astype(np.int64) for name in ("older", "newer", "lengths"))
     tokens, steps, log_backoffs = stored["tokens"], stored["logprobs"], stored["log_backoffs"]
@@ -228,7 +238,7 @@ def _decode(content: bytes) -> NgramTable:
     _require(bool(np.all(np.diff(rows * 256 + steps) >= 0)), "log-probabilities are not in order")
     return NgramTable(
         vocab_size=vocab_size,
-        vocab_hash=str(stored["vocab_hash"]),
+        vocab_hash=vocab_hash,
         num_tokens=num_tokens,
         max_successors=max_successors,
         keys=keys,
@@ -243,11 +253,31 @@ class _TooLargeError(ValueError):
     """An array that no table has, found before it is unpacked."""
 
 
+def _check_packing(archive: zipfile.ZipFile, num_bytes: int) -> None:
+    """Refuse what unpacks to much more than the file's size.
+
+    Raises:
+        ValueError: a member is packed in a way that unpacks without bound, whatever the directory says.
+        _TooLargeError: the members are out of proportion.
+    """
+    members = archive.infolist()
+    _require(
+        all(each.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for each in members),
+        "packed as numpy packs nothing",
+    )
+    size, (times, more) = sum(each.file_size for each in members), _MOST_UNPACKED
+    if size > times * num_bytes + more:
+        raise _TooLargeError(
+            f"its {num_bytes / 1e6:.2f} MB would unpack to {size / 1e6:.0f} MB, as no n-gram table does"
+        )
+
+
 def _read_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
     """An array of the archive; its header says how large it is, and the archive gives no more than its directory says.
 
     Raises:
         _TooLargeError: more items or larger ones than a table can have.
+        ValueError: it is said to be larger than its member, or the member holds no array.
     """
     with archive.open(f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)
@@ -256,6 +286,7 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
     size = math.prod(shape) * dtype.itemsize
     if math.prod(shape) > _MOST_ITEMS or size > _MOST_ARRAY_BYTES:
         raise _TooLargeError(f"{name} would take {size / 1e6:.0f} MB, more than that of any n-gram table")
+    _require(size <= archive.getinfo(f"{name}.npy").file_size, f"{name} is cut off")
     with archive.open(f"{name}.npy") as member:
         array: NDArray[Any] = np.lib.format.read_array(member, allow_pickle=False)
     return array

@@ -11,7 +11,7 @@ from pystaged.loading.hub import HUB_ID, pull
 from pystaged.loading.progress import Progress
 
 _HOUSE_TARGET = "target.Q8_0.gguf"
-_HOUSE_DRAFT = "draft.Q8_0.gguf"
+HOUSE_DRAFT = "draft.Q8_0.gguf"
 HOUSE_TABLE = "draft.ngram.npz"
 HOUSE_PROMPTS = "humaneval_prompts.jsonl"
 
@@ -57,14 +57,14 @@ def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progres
         FileNotFoundError, ValueError, OSError: as in resolve.
     """
     if draft == "house" or (draft == "auto" and model == "house"):
-        return house(_HOUSE_DRAFT)
+        return house(HOUSE_DRAFT)
     return None if draft in (None, "none", "auto") else resolve(draft, progress)
 
 
 def here() -> list[Path]:
     """The files of models that are on this machine by name: those in the package, SmolLM2 if it is installed, and what
     is in the cache."""
-    found = [house(_HOUSE_TARGET), house(_HOUSE_DRAFT)]
+    found = [house(_HOUSE_TARGET), house(HOUSE_DRAFT)]
     with suppress(FileNotFoundError):
         found.append(_smollm2())
     return [*(path for path in found if path.is_file()), *cache.paths()]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
 from pystaged._core import Tokenizer
-from pystaged.drafting.table import NgramTable
+from pystaged.drafting.table import NgramTable, OtherVocabularyError
 from pystaged.files import expanded
 from pystaged.loading import names
+
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # a model's name may leave no room for its table's
 
 
 def table_path(model: Path) -> Path:
@@ -29,7 +32,7 @@ def find_table(
             looked for `table_path` and `draft.ngram.npz`.
         ngrams: path of a table.
         tokenizer: the target's.
-        report: told of a table beside the model that is of no use.
+        report: told of a table that is of no use; not of the package's own for other vocabularies.
 
     Raises:
         OSError: the table that is named cannot be read.
@@ -40,12 +43,13 @@ def find_table(
     ours = names.tables()
     beside = [table_path(model), model.with_name(names.HOUSE_TABLE)] if model else []
     for path in dict.fromkeys((*beside, *ours)):
-        if not path.exists():
-            continue
         try:
             return NgramTable.load(path, vocab_hash=tokenizer.fingerprint)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                report(f"passed over: {error}")
+        except ValueError as error:
             # The package's own are for few models; that they do not fit others is no news.
-            if path not in ours:
+            if path not in ours or not isinstance(error, OtherVocabularyError):
                 report(f"passed over: {error}")
     return None

@@ -30,6 +30,7 @@ from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.corpus import sample_answers, sample_documents
 from pystaged.drafting.katz import estimate
 from pystaged.drafting.table import NgramTable
+from pystaged.loading import names
 from pystaged.loading.tables import find_table, table_path
 
 VOCAB_SIZE = 6
@@ -37,6 +38,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
 )
+SIX, SEVEN = "6-0123456789abcdef", "7-0123456789abcdef"  # as vocabularies are named
 ROUNDING = 3 / 32 + 1e-6  # one log-probability and two backoffs, each rounded to 1/16
 
 
@@ -99,7 +101,7 @@ def build(documents: list[list[int]], max_successors: int = 16, min_count: int =
     return NgramTable.build(
         as_arrays(documents),
         vocab_size=VOCAB_SIZE,
-        vocab_hash="six",
+        vocab_hash=SIX,
         max_successors=max_successors,
         min_count=min_count,
     )
@@ -215,7 +217,7 @@ def test_candidates_refuse_foreign_tokens(context: list[int]) -> None:
 )
 def test_build_refuses(documents: list[NDArray[np.integer]], options: dict[str, int], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        NgramTable.build(documents, vocab_hash="six", **({"vocab_size": VOCAB_SIZE} | options))
+        NgramTable.build(documents, vocab_hash=SIX, **({"vocab_size": VOCAB_SIZE} | options))
 
 
 def assert_same(first: NgramTable, second: NgramTable) -> None:
@@ -229,9 +231,9 @@ def assert_same(first: NgramTable, second: NgramTable) -> None:
 @pytest.mark.parametrize("length", [1, 2, 400])
 def test_saved_tables_load_as_they_were(tmp_path: Path, vocab_size: int, length: int) -> None:
     text = (np.random.default_rng(7).random(length) ** 4 * vocab_size).astype(np.int64)
-    table = NgramTable.build([text], vocab_size=vocab_size, vocab_hash="sha256:é", max_successors=5)
+    table = NgramTable.build([text], vocab_size=vocab_size, vocab_hash=SIX, max_successors=5)
     table.save(tmp_path / "table")
-    loaded = NgramTable.load(tmp_path / "table", vocab_hash="sha256:é")
+    loaded = NgramTable.load(tmp_path / "table", vocab_hash=SIX)
     assert_same(table, loaded)
     assert [path.name for path in tmp_path.iterdir()] == ["table"]
     assert loaded.candidates(text[-2:].tolist(), 5)[0].tolist() == table.candidates(text[-2:].tolist(), 5)[0].tolist()
@@ -258,8 +260,8 @@ def test_a_failed_save_leaves_the_old_file(saved: Path, monkeypatch: pytest.Monk
 
 
 def test_load_refuses_another_vocabulary(saved: Path) -> None:
-    with pytest.raises(ValueError, match=r"table\.ngram: .* vocabulary six, the model has seven; use"):
-        NgramTable.load(saved, vocab_hash="seven")
+    with pytest.raises(ValueError, match=rf"table\.ngram: .* vocabulary {SIX}, the model has {SEVEN}; use"):
+        NgramTable.load(saved, vocab_hash=SEVEN)
 
 
 def test_load_of_nothing(tmp_path: Path) -> None:
@@ -369,27 +371,49 @@ def test_raw_zip_members_are_refused(tmp_path: Path) -> None:
         NgramTable.load(tmp_path / "foreign")
 
 
-@pytest.mark.parametrize(("descr", "items"), [("|u1", 2**31), ("|V524288", 2**12)], ids=["many", "large"])
+@pytest.mark.parametrize(
+    ("descr", "items", "zeros", "packing", "problem"),
+    [
+        ("|u1", 2**31, 1 << 10, zipfile.ZIP_DEFLATED, "older would take 2147 MB, more than that of any n-gram table"),
+        (
+            "|V524288",
+            2**12,
+            1 << 10,
+            zipfile.ZIP_DEFLATED,
+            "older would take 2147 MB, more than that of any n-gram table",
+        ),
+        ("|u1", 2**24, 1 << 10, zipfile.ZIP_DEFLATED, "not an n-gram table, or a damaged one"),
+        ("|u1", 2**24, 1 << 26, zipfile.ZIP_DEFLATED, "its 0.07 MB would unpack to 67 MB, as no n-gram table does"),
+        ("|u1", 2**10, 1 << 26, zipfile.ZIP_BZIP2, "not an n-gram table, or a damaged one"),
+        ("|u1", 2**10, 1 << 26, zipfile.ZIP_LZMA, "not an n-gram table, or a damaged one"),
+    ],
+    ids=["many", "large", "cut off", "zeros", "bzip2", "lzma"],
+)
 def test_a_small_file_that_would_unpack_to_a_large_one_is_refused_before_that(
-    tmp_path: Path, descr: str, items: int
+    tmp_path: Path, descr: str, items: int, zeros: int, packing: int, problem: str
 ) -> None:
-    """64 MB of zeros, said to be the beginning of 2 GB."""
     path = tmp_path / "bomb"
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": (items,)})
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(path, "w", packing) as archive:
         archive.writestr("sizes.npy", npy(np.array([1, 300, 10, 16])))
-        archive.writestr("older.npy", header.getvalue() + bytes(1 << 26))
+        archive.writestr("older.npy", header.getvalue() + bytes(zeros))
     assert path.stat().st_size < 100_000
     tracemalloc.start()
     try:
-        with pytest.raises(
-            ValueError, match="bomb: older would take 2147 MB, more than that of any n-gram table; build"
-        ):
+        with pytest.raises(ValueError, match=f"bomb: {problem}; build"):
             NgramTable.load(path)
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["", "six", "6-\x1b]0;title\x07cdef", "٦-0123456789abcdef", "6" * 100_000])
+def test_a_name_that_no_vocabulary_has_is_refused_and_not_shown(tmp_path: Path, name: str) -> None:
+    NgramTable.build([np.array([0, 1])], vocab_size=6, vocab_hash=name).save(tmp_path / "table")
+    with pytest.raises(ValueError, match=r"table: vocab_hash [a-z ]+; build") as refused:
+        NgramTable.load(tmp_path / "table", vocab_hash=SIX)
+    assert str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
@@ -434,13 +458,13 @@ def test_tables_are_looked_for_beside_the_draft(draft: Path) -> None:
 
 def test_tables_beside_the_draft_that_are_of_no_use(draft: Path) -> None:
     tokenizer = Tokenizer(os.fsencode(draft))
-    table_for("another", draft.with_name("small.Q8_0.ngram.npz"), 30)
+    table_for(SEVEN, draft.with_name("small.Q8_0.ngram.npz"), 30)
     draft.with_name("draft.ngram.npz").write_bytes(b"no table")
     report: list[str] = []
     assert find_table(draft, None, tokenizer, report.append) is None
     other, damaged = report
     assert other.startswith(f"passed over: {draft.with_name('small.Q8_0.ngram.npz')}: this n-gram table is for")
-    assert "vocabulary another" in other
+    assert f"vocabulary {SEVEN}" in other
     assert damaged.startswith(f"passed over: {draft.with_name('draft.ngram.npz')}: not an n-gram table")
 
 
@@ -452,11 +476,48 @@ def test_a_table_that_is_named(draft: Path, tmp_path: Path) -> None:
         found = find_table(draft, named, tokenizer)
         assert found is not None
         assert found.num_tokens == 40
-    table_for("another", tmp_path / "other", 40)
-    with pytest.raises(ValueError, match=f"other: .*for vocabulary another, the model has {tokenizer.fingerprint}"):
+    table_for(SEVEN, tmp_path / "other", 40)
+    with pytest.raises(ValueError, match=f"other: .*for vocabulary {SEVEN}, the model has {tokenizer.fingerprint}"):
         find_table(draft, tmp_path / "other", tokenizer)
     with pytest.raises(FileNotFoundError):
         find_table(draft, tmp_path / "nothing", tokenizer)
+
+
+def test_a_damaged_table_of_the_package_is_told_and_a_foreign_one_is_not(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = [tmp_path / name for name in ("foreign", "damaged", "absent")]
+    table_for(SEVEN, ours[0], 30)
+    ours[1].write_bytes(b"no table")
+    monkeypatch.setattr(names, "tables", lambda: ours)
+    report: list[str] = []
+    assert find_table(draft, None, Tokenizer(os.fsencode(draft)), report.append) is None
+    assert [line.partition("; ")[0] for line in report] == [
+        f"passed over: {tmp_path / 'damaged'}: not an n-gram table, or a damaged one"
+    ]
+
+
+def test_a_model_whose_name_leaves_no_room_for_that_of_a_table_loads(draft: Path) -> None:
+    longest = draft.rename(draft.with_name(f"{'x' * 250}.gguf"))
+    report: list[str] = []
+    with pystaged.load(longest, draft=None, memory=False, report=report.append) as engine:
+        assert engine.generate("a", max_tokens=2).tokens
+    assert not any("passed over" in line for line in report)
+
+
+def test_the_tables_in_the_package_load() -> None:
+    for path in names.tables():
+        assert NgramTable.load(path).num_tokens > 100_000
+
+
+def test_smollm2_finds_its_table() -> None:
+    try:
+        model = names.resolve("smollm2")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    found = find_table(model, None, Tokenizer(os.fsencode(model)))
+    assert found is not None
+    assert_same(found, NgramTable.load(names.house("smollm2.ngram.npz")))
 
 
 def test_the_house_table_is_for_its_vocabulary(house_draft: Path, draft: Path) -> None:

@@ -113,7 +113,7 @@ def memory(folder: Path) -> State:
 
 def save_table(folder: Path) -> None:
     documents = [np.random.default_rng(0).integers(0, 50, 5000)]
-    table = NgramTable.build(documents, vocab_size=50, vocab_hash="v")
+    table = NgramTable.build(documents, vocab_size=50, vocab_hash="50-0123456789abcdef")
     for _ in range(5):
         table.save(folder / "table.npz")
 

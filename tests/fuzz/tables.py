@@ -26,7 +26,9 @@ class Table(Target):
         super().__init__(folder)
         self._path = folder / "table.npz"
         documents = [np.random.default_rng(0).integers(0, VOCAB, 3000) ** 2 // VOCAB]
-        NgramTable.build(documents, vocab_size=VOCAB, vocab_hash="v" * 16, max_successors=8).save(self._path)
+        NgramTable.build(documents, vocab_size=VOCAB, vocab_hash=f"{VOCAB}-0123456789abcdef", max_successors=8).save(
+            self._path
+        )
         self._base = self._path.read_bytes()
         with zipfile.ZipFile(io.BytesIO(self._base)) as archive:
             self._members = {name: archive.read(name) for name in archive.namelist()}
@@ -41,7 +43,8 @@ class Table(Target):
         if what == "bytes":
             return self._case("bytes", damage(r, self._base))
         if what == "member":
-            members = self._members | {f"{name}.npy": damage(r, self._members[f"{name}.npy"])}
+            zeros = bytes(r.choice([0, 0, 0, 1 << 24]))
+            members = self._members | {f"{name}.npy": damage(r, self._members[f"{name}.npy"]) + zeros}
             packing = r.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
             return self._case(f"the member {name}", zipped(members, packing))
         array = damaged_array(r, self._arrays[name])
