@@ -17,9 +17,9 @@ import pystaged
 from pystaged import _core
 from pystaged.cli.console import errors, model_name, report
 from pystaged.cli.options import Threads, usage
-from pystaged.drafting.corpus import sample_answers, sample_documents
+from pystaged.drafting.corpus import check_sampling, sample_answers, sample_documents
 from pystaged.drafting.table import MOST_TOKENS, NgramTable
-from pystaged.files import destination
+from pystaged.files import destination, part_file
 from pystaged.loading import names
 from pystaged.loading.tables import table_path
 
@@ -42,36 +42,49 @@ def build(
     seed: Annotated[int, typer.Option(help="Same seed, same table.")] = 0,
     threads: Threads = 0,
 ) -> None:
-    """Sample text from a model and count the n-grams that draft for it, or for the target itself.
+    """Sample text from a model and count the n-grams that draft for it, or for the target itself. Ctrl-C ends the
+    sampling early, and what was sampled by then is counted.
 
-    A model with a chat template asks itself questions and answers them; of half of them the likeliest answers count.
+    A model with a chat template asks itself questions and answers them; of every other one the likeliest answer counts.
 
     Example: pystaged ngram build --model draft.gguf
     """
-    path = names.resolve_draft("house", "house") if model == "house-draft" else names.resolve(model_name(model))
-    if path is None:
-        raise FileNotFoundError("there is no house draft in this installation")
-    target = destination(out or table_path(path))  # before the work, not after it
+    with usage():
+        check_sampling(1.0 if temperature is None else temperature, seed)
+    path = names.house(names.HOUSE_DRAFT) if model == "house-draft" else names.resolve(model_name(model))
+    target = destination(out or table_path(path))
+    with part_file(target):
+        pass  # that a file can be made there is known before the work, not after it
     tokenizer = _core.Tokenizer(os.fsencode(path))
     columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total} tokens"))
-    with (
-        _texts(path, tokenizer, tokens, temperature, seed, threads) as texts,
-        Progress(*columns, console=errors) as progress,
-    ):
-        task = progress.add_task("sampling", total=tokens)
-
-        def documents() -> Iterator[NDArray[np.int32]]:
+    sampled: list[NDArray[np.int32]] = []
+    interrupted = False
+    try:
+        with (
+            _texts(path, tokenizer, tokens, temperature, seed, threads) as texts,
+            Progress(*columns, console=errors) as progress,
+        ):
+            task = progress.add_task("sampling", total=tokens)
             for text in texts:
+                sampled.append(text)
                 progress.advance(task, len(text))
-                yield text
-
-        table = NgramTable.build(documents(), vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint)
+    except KeyboardInterrupt:
+        if not any(map(len, sampled)):
+            raise
+        interrupted = True
+    table = NgramTable.build(sampled, vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint)
     table.save(target)
     report(f"{table.num_tokens} tokens counted, {target.stat().st_size / 1e6:.2f} MB in {target}")
     if target == table_path(path).resolve():
-        report(f"it is used whenever {path.name} drafts, or n-grams draft for it")
+        report(f"it is used for targets with exactly this vocabulary: when {path.name} drafts, or n-grams draft for it")
     else:
-        report(f"to be found without being named it must lie at {table_path(path)}")
+        report(
+            f"to be found without being named it must lie at {table_path(path)}; "
+            "it is for targets with exactly this vocabulary"
+        )
+    if interrupted:
+        report("it is of the texts until then")
+        raise typer.Exit(130)
 
 
 @contextmanager
@@ -81,18 +94,10 @@ def _texts(
     """What is counted, int32[n] each."""
     if tokenizer.metadata.get("tokenizer.chat_template"):
         with pystaged.load(path, draft=None, memory=False, num_threads=threads, report=report) as engine:
-            with usage():
-                texts = sample_answers(
-                    engine, tokens, temperature=1.0 if temperature is None else temperature, seed=seed
-                )
-            yield texts
+            yield sample_answers(engine, tokens, temperature=1.0 if temperature is None else temperature, seed=seed)
         return
     start = next((token for token in reversed(range(tokenizer.num_tokens)) if tokenizer.is_end(token)), None)
     if start is None:
         raise ValueError(f"{path} has no token that ends a text, so none to begin with")
     model = _core.Model(os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), threads)
-    with usage():
-        texts = sample_documents(
-            model, start, tokens, temperature=1.5 if temperature is None else temperature, seed=seed
-        )
-    yield texts
+    yield sample_documents(model, start, tokens, temperature=1.5 if temperature is None else temperature, seed=seed)

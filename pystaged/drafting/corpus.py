@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, takewhile
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Model, Sampling, Session, Work, run
+from pystaged.batch import results
+from pystaged.config import GenerationConfig
+from pystaged.streams import Writer
 
 if TYPE_CHECKING:
     from pystaged.engine import Engine
@@ -37,7 +40,7 @@ def sample_documents(
     Raises:
         ValueError: at once: temperature or seed out of range.
     """
-    _check(temperature, seed)
+    check_sampling(temperature, seed)
     return _sampled(model, start, num_tokens, temperature, seed)
 
 
@@ -48,8 +51,9 @@ def sample_answers(
     writes what users ask (Xu et al. 2024, arXiv 2406.08464).
 
     Args:
-        num_tokens: of all answers together, at least; they come by sixty-four.
-        temperature: of the questions and of every other sixty-four answers; the rest is greedy.
+        num_tokens: of all answers together, at least; they come by sixty-four, or fewer where a question is empty or
+            was asked before.
+        temperature: of the questions and of every other answer; the rest is greedy.
         seed: the same seed gives the same text; from 0 to 2**32 - 1.
 
     Yields:
@@ -59,8 +63,9 @@ def sample_answers(
         ValueError: at once: temperature or seed out of range, or the model's template writes nothing before a message.
         ChatTemplateError: at once: the template cannot be used.
         ContextFullError: the model's context is too short for a question.
+        ValueError: the model asks nothing new, or answers nothing.
     """
-    _check(temperature, seed)
+    check_sampling(temperature, seed)
     one, other = (engine.chat_format.encode([{"role": "user", "content": word}]).tolist() for word in ("a", "b"))
     opening = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
     if not opening:
@@ -71,31 +76,45 @@ def sample_answers(
 def _answered(
     engine: Engine, opening: list[int], num_tokens: int, temperature: float, seed: int
 ) -> Iterator[NDArray[np.int32]]:
-    written, chat_format = 0, engine.chat_format
-    for number in count():
+    written, asked = 0, {""}
+    for first in count(seed, 2 * _SIDE_BY_SIDE):
         found = engine.generate(
-            opening,
-            n=_SIDE_BY_SIDE,
-            max_tokens=_LONGEST_QUESTION,
-            temperature=temperature,
-            seed=seed + number * _SIDE_BY_SIDE,
+            opening, n=_SIDE_BY_SIDE, max_tokens=_LONGEST_QUESTION, temperature=temperature, seed=first
         )
-        questions = [result.text.strip() for result in found]
-        answers = engine.generate(
-            [chat_format.encode([{"role": "user", "content": question}]) for question in questions],
-            max_tokens=_LONGEST_ANSWER,
-            temperature=temperature if number % 2 == 0 else 0,
-            seed=seed + number,
-            stop=chat_format.stop,
-        )
-        for answer in answers:
+        questions = [text for text in dict.fromkeys(result.text.strip() for result in found) if text not in asked]
+        asked.update(questions)
+        before = written
+        for answer in results(engine, _answers(engine, questions, temperature, first + _SIDE_BY_SIDE)):
             written += len(answer.tokens)
             yield np.array(answer.tokens, np.int32)
+        if written == before:
+            raise ValueError(
+                "the model asks itself nothing new, or answers nothing; try another seed or a higher temperature"
+            )
         if written >= num_tokens:
             return
 
 
-def _check(temperature: float, seed: int) -> None:
+def _answers(engine: Engine, questions: Sequence[str], temperature: float, seed: int) -> list[Writer]:
+    """Every other one greedy; each has a seed of its own, or all would draw alike."""
+    chat_format = engine.chat_format
+    return [
+        Writer(
+            engine,
+            chat_format.encode([{"role": "user", "content": question}]),
+            GenerationConfig(
+                max_tokens=_LONGEST_ANSWER,
+                temperature=0 if i % 2 else temperature,
+                seed=seed + i,
+                stop=chat_format.stop,
+            ),
+        )
+        for i, question in enumerate(questions)
+    ]
+
+
+def check_sampling(temperature: float, seed: int) -> None:
+    """Raise ValueError where temperature or seed are out of range, as of sample_documents and sample_answers."""
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be above 0 and finite, or all sequences are the same; not {temperature}")
     if not 0 <= seed < 2**32:

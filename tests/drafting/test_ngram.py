@@ -6,11 +6,13 @@ import contextlib
 import io
 import math
 import os
+import subprocess
+import sys
 import tracemalloc
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from gguf import GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.commands import run
+from support.commands import assert_refused, environment, run
 from support.random_models import RandomModel, add_vocabulary, write
 
 import pystaged
@@ -533,7 +535,8 @@ def test_the_house_table_is_for_its_vocabulary(house_draft: Path, draft: Path) -
 def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
     done = run("ngram", "build", "--model", draft, "--tokens", "500")
     assert (done.returncode, done.stdout) == (0, b""), done.stderr
-    assert b"is used whenever small.Q8_0.gguf drafts" in done.stderr
+    said = done.stderr.replace(b"\n", b" ")
+    assert b"for targets with exactly this vocabulary: when small.Q8_0.gguf drafts, or n-grams" in said
     found = find_table(draft, None, Tokenizer(os.fsencode(draft)))
     assert found is not None
     assert found.num_tokens >= 500
@@ -546,27 +549,42 @@ def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def chatting(tmp_path: Path) -> Path:
+    return chatting_by(CHATML, tmp_path / "chats.gguf")
+
+
+def chatting_by(template: str, path: Path) -> Path:
     """A model with a template."""
 
     def vocabulary(writer: GGUFWriter, size: int) -> None:
         add_vocabulary(writer, size, {300: "<|im_start|>", 301: "<|im_end|>"})
-        writer.add_chat_template(CHATML)
+        writer.add_chat_template(template)
 
-    return write(tmp_path / "chats.gguf", RandomModel("llama", vocab_size=400, context=512, vocabulary=vocabulary))
+    return write(path, RandomModel("llama", vocab_size=400, context=512, vocabulary=vocabulary))
 
 
 def test_a_model_that_chats_is_counted_by_its_answers(chatting: Path) -> None:
+    """Of each round of 64 questions those that are new, answered by sampling and greedily in turn."""
     with pystaged.load(chatting, draft=None, memory=False, report=lambda _: None) as engine:
-        found = list(sample_answers(engine, 64 * 256 + 1, temperature=0.9, seed=2))
-        assert len(found) == 128
-        for begin, seed, temperature in ((0, 2 << 32, 0.9), (64, (2 << 32) + 1, 0.0)):
-            for i in (0, 5, 63):
-                asked = engine.generate(
-                    "<|im_start|>user\n", max_tokens=128, temperature=0.9, seed=(2 << 32) + begin + i
-                )
-                question = [{"role": "user", "content": asked.text.strip()}]
-                answer = engine.chat(question, max_tokens=256, temperature=temperature, seed=seed)
-                assert found[begin + i].tolist() == answer.tokens
+        found = sample_answers(engine, 10**6, temperature=0.9, seed=2)
+        known = {""}
+        for seed in ((2 << 32), (2 << 32) + 128):
+            asked = engine.generate("<|im_start|>user\n", n=64, max_tokens=128, temperature=0.9, seed=seed)
+            questions = [text for text in dict.fromkeys(each.text.strip() for each in asked) if text not in known]
+            known.update(questions)
+            answers = [next(found).tolist() for _ in questions]
+            for i in (0, 1, 4, len(questions) - 1):
+                message = [{"role": "user", "content": questions[i]}]
+                temperature = 0.0 if i % 2 else 0.9
+                answer = engine.chat(message, max_tokens=256, temperature=temperature, seed=seed + 64 + i)
+                assert answers[i] == answer.tokens
+
+
+def test_a_question_is_answered_once_and_a_model_with_no_other_is_refused(chatting: Path) -> None:
+    with pystaged.load(chatting, draft=None, memory=False, report=lambda _: None) as engine:
+        found = sample_answers(engine, 10**6, temperature=1e-6)
+        assert len(next(found)) > 0
+        with pytest.raises(ValueError, match="asks itself nothing new, or answers nothing; try"):
+            next(found)
 
 
 def test_build_of_a_model_that_chats(chatting: Path) -> None:
@@ -599,13 +617,63 @@ def test_sampling_refuses_options(draft: Path, options: dict[str, float], messag
     [
         ("--seed", "-1", 2, "seed must be between 0 and 2**32 - 1, not -1"),
         ("--out", "/dev/null", 1, "/dev/null is a device or a pipe and is not replaced"),
+        ("--out", f"/tmp/{'x' * 240}.npz", 1, "File name too long"),
     ],
 )
-def test_build_refuses_options(draft: Path, option: str, value: str, status: int, message: str) -> None:
+def test_build_refuses_options_before_it_samples(
+    draft: Path, option: str, value: str, status: int, message: str
+) -> None:
     done = run("ngram", "build", "--model", draft, "--tokens", "100", option, value)
     assert done.returncode == status
     assert message in done.stderr.decode()
+    assert b"sampling" not in done.stderr
     assert not table_path(draft).exists()
+
+
+def test_wrong_options_are_told_before_a_model_is_looked_for() -> None:
+    done = run("ngram", "build", "--model", "none.gguf", "--temperature", "0")
+    assert done.returncode == 2
+    assert b"temperature must be above 0" in done.stderr
+
+
+def test_a_template_that_writes_nothing_is_no_wrong_usage(tmp_path: Path) -> None:
+    path = chatting_by("{{ messages[0].content }}", tmp_path / "chats.gguf")
+    assert_refused(run("ngram", "build", "--model", path), "chat template writes nothing before a message")
+
+
+def interrupted(model: Path, *, is_early: bool) -> subprocess.CompletedProcess[bytes]:
+    """A build that Ctrl-C ends, before its first text or after some."""
+    code = f"""
+import os, signal
+from pystaged.cli import main, ngram
+def interrupting(model, start, *_, **__):
+    honest = sample_documents(model, start, 10**6, temperature=1.5)
+    for _ in range({0 if is_early else 20}):
+        yield next(honest)
+    signal.raise_signal(signal.SIGINT)
+    raise AssertionError
+sample_documents, ngram.sample_documents = ngram.sample_documents, interrupting
+main()
+"""
+    command = [sys.executable, "-c", code, "ngram", "build", "--model", model]
+    return subprocess.run(command, capture_output=True, check=False, env=environment(), timeout=60)
+
+
+def test_ctrl_c_counts_what_was_sampled(draft: Path) -> None:
+    done = interrupted(draft, is_early=False)
+    assert done.returncode == 130, done.stderr
+    assert b"it is of the texts until then" in done.stderr
+    texts = islice(sample_documents(Model(os.fsencode(draft)), 0, 10**6, temperature=1.5), 20)
+    found = find_table(draft, None, Tokenizer(os.fsencode(draft)))
+    assert found is not None
+    assert found.num_tokens == sum(map(len, texts))
+
+
+def test_ctrl_c_before_the_first_text_writes_nothing(draft: Path) -> None:
+    done = interrupted(draft, is_early=True)
+    assert done.returncode == 130, done.stderr
+    assert b"counted" not in done.stderr
+    assert list(draft.parent.iterdir()) == [draft]
 
 
 def test_a_name_that_is_not_utf_8(draft: Path) -> None:
