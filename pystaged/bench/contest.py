@@ -27,7 +27,7 @@ class Contest:
 
     accept: acceptance at depth 1, 2, ... of the synthetic mode; empty for the usual benchmark.
     warm: so many other prompts of the file have been continued before, and are remembered by what drafts; else nothing
-    is.
+    is; without `accept`, whose drafter remembers nothing.
     """
 
     model: str = "house"

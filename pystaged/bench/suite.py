@@ -164,11 +164,11 @@ class Suite:
         """Whoever is slower by far than another peer leaves the time to the others."""
         measured: dict[str, list[Measurement]] = {key: [] for key, each in self._contenders.items() if each.is_peer}
         for run in self.outcome.runs:
-            if run.contender in measured:
+            if run.contender in measured and run.measurement.is_timed:
                 measured[run.contender].append(run.measurement)
         speeds = {key: tokens_per_second(runs) for key, runs in measured.items()}
         for key, speed in speeds.items():
-            if speed * _TOO_SLOW < max(speeds.values()):
+            if 0 < speed * _TOO_SLOW < max(speeds.values()):
                 self._drop(key, f"took part in {_TRIED} prompts: another peer is over {_TOO_SLOW} times as fast")
 
     def _warm_up(self, job: _Job) -> None:

@@ -23,7 +23,8 @@ _Text = tuple[str, int]  # sampling and prompt
 
 @dataclass(slots=True)
 class Row:
-    """One contender's texts under one sampling, of one category or all. Figures that are not known are None.
+    """One contender's texts under one sampling, of one category or all. Figures that are not known are None; a text
+    that ended before any token could be timed is none of these.
 
     speedup: over plain decoding on the same prompts, all tokens by all seconds; interval: 95 % over prompts, by the
     bootstrap; speedups: of single texts, least: of them. over_best_peer, over_best_peer_interval: likewise over
@@ -83,7 +84,9 @@ def rows(contenders: Sequence[Contender], outcome: Outcome, runs: Iterable[Run])
     """Figures of some runs in the contenders' order; the first is plain decoding."""
     texts: dict[str, dict[_Text, Run]] = {each.key: {} for each in contenders}
     for run in runs:
-        texts[run.contender][run.sampling, run.prompt] = run
+        # One that ended at once says how its writer ends texts, not how fast it is.
+        if run.measurement.is_timed:
+            texts[run.contender][run.sampling, run.prompt] = run
     plain = texts[contenders[0].key]
     peers = [each.key for each in contenders if each.is_peer and texts[each.key]]
     best = max(peers, key=lambda key: _ratio(texts[key], plain) or 0.0, default="")
@@ -141,12 +144,7 @@ def _interval(mine: Mapping[_Text, Run], others: Mapping[_Text, Run]) -> tuple[f
         sums[prompts.index(text[1])] += each.counted, each.seconds, other.counted, other.seconds
     drawn = np.random.default_rng(0).integers(len(prompts), size=(_RESAMPLES, len(prompts)))
     tokens, seconds, base_tokens, base_seconds = np.moveaxis(sums[drawn].sum(axis=1), 1, 0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = tokens / seconds / (base_tokens / base_seconds)
-    ratios = ratios[np.isfinite(ratios)]  # others may have drawn nothing but texts that ended at once
-    if not len(ratios):
-        return None
-    low, high = np.quantile(ratios, [0.025, 0.975])
+    low, high = np.quantile(tokens / seconds / (base_tokens / base_seconds), [0.025, 0.975])
     return float(low), float(high)
 
 

@@ -61,6 +61,11 @@ class Measurement:
     taken: dict[int, int] = field(default_factory=dict)
     peak_bytes: int = field(default_factory=peak_bytes)
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether it says anything of speed: there were tokens, and they took time."""
+        return self.counted > 0 and self.seconds > 0
+
 
 def tokens_per_second(measured: Iterable[Measurement]) -> float:
     """Of decoding, without the prompts; all together."""

@@ -107,6 +107,8 @@ def bench(
             raise typer.BadParameter(f"the options of {context.invoked_subcommand} stand after its name")
         return
     rates = _rates(accept) if accept is not None else []
+    if rates and warm:
+        raise typer.BadParameter("--accept measures nothing that remembers; leave --warm out")
     _check_type(model, quantization)
     found_draft = draft_name(draft)
     if not rates:

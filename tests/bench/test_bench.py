@@ -25,7 +25,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from pystaged._core import Model, Session, Tokenizer
-from pystaged.bench import conditions, contenders, models, prompts, summary, worker
+from pystaged.bench import conditions, contenders, models, prompts, summary, ways, worker
 from pystaged.bench.contenders import Contender
 from pystaged.bench.contest import Contest
 from pystaged.bench.prompts import Prompt
@@ -36,6 +36,7 @@ from pystaged.bench.worker import Measurement, Worker, WorkerError
 from pystaged.cli import app
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import finish
 from pystaged.loading import names
 from pystaged.stats import GenerationStats
@@ -75,23 +76,38 @@ def test_all_ways_write_the_same(sampling: SamplingConfig) -> None:
     runner.close()
 
 
-def test_what_was_continued_before_is_remembered(random_gguf: Callable[..., Path]) -> None:
+def test_what_was_continued_before_is_remembered_and_what_is_measured_is_not(
+    random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup = {"model": str(random_gguf("Q8_0")), "draft": None, "threads": 1, "n_ctx": 96, "accept": []}
     prompt = list(range(3, 20))
-    job = {"way": "n-grams", "prompt": prompt, "sampling": SamplingConfig(), "max_tokens": 40, "script": []}
+    job = {"way": "n-grams", "prompt": prompt, "sampling": WARM, "max_tokens": 40, "script": []}
+    monkeypatch.setattr(ways, "GainPolicy", lambda *_: FixedPolicy(2, 3, 6))  # which drafts for so cheap a target, too
     cold, warm = (Runner(setup | {"warm": others, "max_tokens": 40}) for others in ([], 4 * [prompt]))
+    known: list[bytes] = []  # when a text begins
+    generate = Runner._generate
+
+    def knowing(runner: Runner, decoder: Decoder, job: dict[str, Any]) -> Measurement:
+        known.append(memory_of(runner))
+        return generate(runner, decoder, job)
+
+    monkeypatch.setattr(Runner, "_generate", knowing)
     before = cold.run(job)
-    for _ in range(2):  # nothing is remembered of the prompts measured
-        after = warm.run(job)
-        assert after.tokens == before.tokens
-    assert warm._memory
-    memory, at_first = warm._memory
-    memory.become(at_first)
-    assert len(memory.entries()[0]) > 0
-    assert not cold._memory
+    first, second = warm.run(job), warm.run(job)
+    assert first.tokens == second.tokens == before.tokens
+    assert max(first.steps, second.steps) < before.steps
+    assert known[0] == b""
+    *_, at_first, at_second = known
+    assert at_first == at_second != memory_of(warm)
     cold.close()
     warm.close()
-    assert not warm._memory
+    assert memory_of(warm) == b""
+
+
+def memory_of(runner: Runner) -> bytes:
+    """All that is remembered."""
+    memory = runner._pair.recycled
+    return b"".join(each.tobytes() for each in memory.entries()) if memory else b""
 
 
 def test_a_chain_is_a_chain() -> None:
@@ -174,7 +190,8 @@ PEER = """
                 os.kill(os.getpid(), signal.SIGSEGV)
             if self.setup["does"] == "hang":
                 time.sleep(100)
-            return Measurement(job["max_tokens"], self.setup.get("seconds", 2.0), 0.5, tokens=[7])
+            counted = self.setup.get("counted", job["max_tokens"])
+            return Measurement(counted, self.setup.get("seconds", 2.0), 0.5, tokens=[7])
         def close(self):
             pass
 """
@@ -340,21 +357,36 @@ def test_intervals_hold_the_figure_of_most_samples_of_prompts() -> None:
     assert hits >= 0.85 * trials
 
 
-def test_a_peer_that_ends_at_once_has_no_speed() -> None:
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_a_peer_that_ends_at_once_has_no_speed(seconds: float) -> None:
     taking_part = [contender("plain", [], is_peer=False), contender("peer", [])]
-    runs = [run("plain", 0, 10, 1.0), run("peer", 0, 0, 0.0)]
+    runs = [run("plain", 0, 10, 1.0), run("peer", 0, 0, seconds)]
     plain, peer = summary.rows(taking_part, outcome_of(taking_part, runs), runs)
-    assert (peer.tokens_per_second, peer.speedup, plain.over_best_peer) == (0.0, 0.0, None)
-    assert peer.least is None
+    assert (peer.prompts, peer.tokens_per_second, peer.speedup, peer.least) == (0, None, None, None)
+    assert (plain.over_best_peer, plain.best_peer) == (None, "")
 
 
-def test_texts_that_end_at_once_leave_intervals_finite() -> None:
-    taking_part = [contender("plain", [], is_peer=False), contender("peer", [])]
-    runs = [run("plain", at, 10, 1.0) for at in range(3)]
-    runs += [run("peer", 0, 10, 2.0), run("peer", 1, 0, 0.0), run("peer", 2, 0, 0.0)]
-    plain, peer = summary.rows(taking_part, outcome_of(taking_part, runs), runs)
-    assert plain.over_best_peer_interval == (2.0, 2.0)
-    assert peer.least == 0.5
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_texts_that_end_at_once_are_not_counted_for_speed(seconds: float) -> None:
+    taking_part = [contender("plain", [], is_peer=False), contender("peer", []), contender("other", [])]
+    runs = [run("plain", at, 10, 1.0 + at) for at in range(5)]
+    runs += [run("peer", at, 10, (1.0 + at) / 2) for at in range(3)] + [run("peer", at, 0, seconds) for at in (3, 4)]
+    runs += [run("other", at, 10, (1.0 + at) / 1.5) for at in range(5)]
+    plain, peer, _ = summary.rows(taking_part, outcome_of(taking_part, runs), runs)
+    assert (peer.prompts, peer.tokens_per_second, peer.least) == (3, 30 / 3.0, 2.0)
+    assert (plain.best_peer, plain.over_best_peer, peer.speedup) == ("peer", 0.5, 2.0)
+    assert plain.over_best_peer_interval == pytest.approx((0.5, 0.5))
+
+
+def test_a_peer_whose_first_texts_end_at_once_is_not_taken_for_slow(fake: Callable[[str], dict[str, Any]]) -> None:
+    taking_part = [
+        contender("plain", [("", fake("well"))], is_peer=False),
+        contender("silent", [("", fake("well") | {"counted": 0})]),
+        contender("fast", [("", fake("well"))]),
+    ]
+    outcome = Suite(taking_part, [prompt(i) for i in range(4)], [], 8, 100.0, quiet).run()
+    assert Counter(run.contender for run in outcome.runs) == {"plain": 8, "silent": 8, "fast": 8}
+    assert outcome.notes["silent"] == []
 
 
 # ---- Prompts ----

@@ -361,6 +361,7 @@ def test_a_long_prompt(path: Path) -> None:
         ["ngram", "build", "--model", "house-draft", "--seed", "-1"],
         ["bench", "--accept", "x"],
         ["bench", "--accept", "0.5,2"],
+        ["bench", "--accept", "0.5", "--warm", "3"],
         ["bench", "--minutes", "nan"],
         ["bench", "--threads", "99999999999"],
         ["bench", "--peers", "llama,nobody"],
