@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from pystaged import process
+from pystaged.cli import app
 
 
 def test_the_child_finds_what_the_parent_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +59,47 @@ print(libc.mallinfo2().hblkhd - before >= 1 << 20)
     for how, mapped in (("usual", "False"), ("bound", "True")):
         done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == mapped
+
+
+def test_threads_share_two_heaps() -> None:
+    """glibc would give each thread one of its own, up to eight for each core."""
+    code = """
+import ctypes, sys, threading
+from pystaged.process import bound_heaps
+if sys.argv[1] == "bound":
+    bound_heaps()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+all_there = threading.Barrier(7)
+def allocate():
+    all_there.wait()
+    libc.malloc(1 << 10)
+    all_there.wait()
+threads = [threading.Thread(target=allocate) for _ in range(6)]
+for thread in threads:
+    thread.start()
+all_there.wait()
+all_there.wait()
+libc.malloc_stats()
+"""
+    if not hasattr(ctypes.CDLL(None), "malloc_stats"):
+        pytest.skip("not glibc")
+    heaps = []
+    for how in ("usual", "bound"):
+        done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True, timeout=60)
+        heaps.append(done.stderr.count("Arena "))
+    assert heaps[0] >= 6
+    assert heaps[1] == 2
+
+
+def test_a_server_bounds_its_heaps_before_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("uvicorn")
+
+    class BoundedError(Exception):
+        pass
+
+    def bound() -> None:
+        raise BoundedError
+
+    monkeypatch.setattr("pystaged.cli.serve.bound_heaps", bound)
+    assert isinstance(CliRunner().invoke(app, ["serve", "none.gguf"]).exception, BoundedError)
