@@ -13,6 +13,7 @@
 #include <string_view>
 #include <variant>
 
+#include "draft_head.h"
 #include "error.h"
 #include "memory.h"
 #include "session.h"
@@ -507,6 +508,7 @@ PYBIND11_MODULE(_core, m) {
              }),
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
              py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "")
+        .def("tap", &Model::tap, py::arg("layers"))
         .def_property_readonly("matrix_bytes", &Model::matrix_bytes)
         .def_property_readonly("buffer_bytes", &Model::buffer_bytes)
         .def_property_readonly("is_mapped", &Model::is_mapped)
@@ -531,6 +533,7 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("name", [](const Model& self) { return to_text(self.name()); })
         .def_property_readonly("kernel", [](const Model& self) { return self.kernel().name; })
         .def_property_readonly("num_threads", &Model::num_threads)
+        .def_property_readonly("taps", &Model::taps)
         .def_property_readonly("kv", [](const Model& self) { return self.kv_type() == KvType::f16 ? "f16" : "q8_0"; })
         .def_property_readonly("file_bytes", &Model::file_bytes)
         .def_property_readonly("weight_bytes", &Model::weight_bytes)
@@ -553,6 +556,60 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("ffn_width", [](const Model& self) { return self.numbers().ffn_width; })
         .def_property_readonly("cell_bytes", &Model::cell_bytes)
         .def_property_readonly("architecture", [](const Model& self) { return self.family().name; });
+
+    using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
+    py::class_<DraftHead>(m, "DraftHead")
+        .def(py::init([](const py::object& path, const std::string& kernel) {
+                 const std::string bytes = to_path(path);
+                 const py::gil_scoped_release release;
+                 return std::make_unique<DraftHead>(bytes, kernel);
+             }),
+             py::arg("path"), py::arg("kernel") = "")
+        .def_property_readonly("name", [](const DraftHead& self) { return to_text(self.name()); })
+        .def_property_readonly("taps", &DraftHead::taps)
+        .def_property_readonly("width", &DraftHead::width)
+        .def_property_readonly("tokens", [](const DraftHead& self) { return to_array(self.tokens()); })
+        .def_property_readonly("weight_bytes", &DraftHead::weight_bytes)
+        .def("check", &DraftHead::check, py::arg("target"))
+        .def(
+            "begin",
+            [](const DraftHead& self, const Model& target, const Floats& states) {
+                self.check(target);
+                if (states.size() != static_cast<py::ssize_t>(target.state_size())) {
+                    throw py::value_error("states must be those of one row: [taps, width]");
+                }
+                py::array_t<float> out(self.width());
+                float* data = out.mutable_data();
+                const py::gil_scoped_release release;
+                self.begin(target, states.data(), data);
+                return out;
+            },
+            py::arg("target"), py::arg("states"))
+        .def(
+            "step",
+            [](const DraftHead& self, const Model& target, const Floats& states, const py::object& tokens, int k) {
+                const std::vector<int32_t> ids = to_ints(tokens, "tokens");
+                const auto n = static_cast<py::ssize_t>(ids.size());
+                if (states.ndim() != 2 || states.shape(0) != n || states.shape(1) != self.width()) {
+                    throw py::value_error("states must have shape [tokens, width]");
+                }
+                if (k < 0 || k > static_cast<int>(self.tokens().size())) {
+                    throw py::value_error("k must be between 0 and the number of the head's tokens");
+                }
+                py::array_t<float> after({n, static_cast<py::ssize_t>(self.width())});
+                py::array_t<int32_t> candidates({n, static_cast<py::ssize_t>(k)});
+                py::array_t<float> logprobs({n, static_cast<py::ssize_t>(k)});
+                float* after_data = after.mutable_data();
+                int32_t* candidate_data = candidates.mutable_data();
+                float* logprob_data = logprobs.mutable_data();
+                {
+                    const py::gil_scoped_release release;
+                    self.step(target, states.data(), ids.data(), static_cast<int>(n), k, after_data, candidate_data,
+                              logprob_data);
+                }
+                return py::make_tuple(after, candidates, logprobs);
+            },
+            py::arg("target"), py::arg("states"), py::arg("tokens"), py::arg("k"));
 
     py::class_<Session>(m, "Session")
         .def(py::init([](std::shared_ptr<Model> model, int n_ctx) {
@@ -655,6 +712,20 @@ PYBIND11_MODULE(_core, m) {
                                        tokens = self.tokens();
                                    }
                                    return to_array(tokens);
+                               })
+        .def_property_readonly("states",
+                               [](Session& self) {
+                                   std::vector<float> states;
+                                   {
+                                       const py::gil_scoped_release release;
+                                       states = self.states();
+                                   }
+                                   const auto taps = static_cast<py::ssize_t>(self.model().taps().size());
+                                   const py::ssize_t width = self.model().numbers().width;
+                                   const auto size = static_cast<py::ssize_t>(states.size());
+                                   const std::vector<py::ssize_t> shape{taps > 0 ? size / (taps * width) : 0, taps,
+                                                                        width};
+                                   return py::array_t<float>(shape, states.data());
                                })
         .def_property_readonly("num_pending",
                                [](Session& self) {

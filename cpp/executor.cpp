@@ -95,6 +95,7 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) 
         logits->values.resize(floats);
         logits->maxima.resize(floats / kRun);
     }
+    logits->states.resize(num_rows * model_.state_size());
     logits->shortlist.resize(num_rows * size_t(shortlist_size));
     logits->shortlist_values.resize(logits->shortlist.size());
     // Whoever holds them last may be in a child of fork(), where a mutex can be locked for ever.

@@ -19,6 +19,7 @@ struct Logits {
     int num_rows = 0;
     Lines<float> values;  // [rows][logits stride]
     Lines<float> maxima;  // [rows][logits stride / kRun]
+    Lines<float> states;  // [rows][taps][width]
     // On devices that bring back no more at first, [rows][shortlist size].
     std::vector<int32_t> shortlist;
     std::vector<float> shortlist_values;

@@ -335,11 +335,24 @@ void Session::move_up(const std::vector<int32_t>& path) {
 }
 
 // Commits a path that was moved up.
-void Session::keep(const std::vector<int32_t>& path) {
+void Session::keep(const std::vector<int32_t>& path, std::vector<float> states) {
     for (const int32_t row : path) {
         committed_.push_back(pending_[row].token);
     }
+    states_ = std::move(states);
     drop_from(0);
+}
+
+// Of judged rows.
+std::vector<float> Session::states_of(const std::vector<int32_t>& path) const {
+    const size_t size = model_->state_size();
+    std::vector<float> states;
+    for (size_t i = 0; i < path.size() && size > 0; ++i) {
+        const Row& row = judged_row(path[i]);
+        const float* first = row.logits->states.data() + row.slot * size;
+        states.insert(states.end(), first, first + size);
+    }
+    return states;
 }
 
 void Session::discard() {
@@ -356,6 +369,7 @@ void Session::truncate(int length) {
                                     std::to_string(length));
     }
     drop_from(0);
+    states_.clear();
     committed_.resize(length);
     cells_->release(length);
 }
@@ -388,6 +402,7 @@ void Session::stretch(int length) {
         copies.emplace_back(committed - 1, cell);
     }
     cells_->move(copies);
+    states_.clear();
     committed_.resize(length, committed_.back());
 }
 
@@ -395,6 +410,7 @@ void Session::close() {
     const Turn turn(*this);
     pending_ = {};
     committed_ = {};
+    states_ = {};
     cells_.reset();
     executor_.reset();
 }
@@ -405,6 +421,11 @@ void Session::logits(int row, float* out) {
     const Executor::Turn computing(*executor_);
     const LogitsRow logits = logits_row(row);
     std::copy_n(logits.logits, logits.size, out);
+}
+
+std::vector<float> Session::states() {
+    const Turn turn(*this);
+    return states_;
 }
 
 std::vector<int32_t> Session::tokens() {

@@ -82,6 +82,9 @@ public:
 
     // Copies one row's logits, out[vocab_size].
     void logits(int row, float* out);
+    // Hidden states of the last committed rows, [rows][taps][width]: of those that the last call committed, if that was
+    // verify(), else of none.
+    std::vector<float> states();
     std::vector<int32_t> tokens();
     int num_pending();
     bool closed();
@@ -125,7 +128,8 @@ private:
     void drop_from(size_t first);
     Followed follow_from(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
     void move_up(const std::vector<int32_t>& path);
-    void keep(const std::vector<int32_t>& path);
+    void keep(const std::vector<int32_t>& path, std::vector<float> states = {});
+    std::vector<float> states_of(const std::vector<int32_t>& path) const;
     int shortlist_size() const { return executor_->backend().shortlist_size(*cells_); }
     void read_logits();
     const Row& judged_row(int row) const;
@@ -144,6 +148,7 @@ private:
     std::unique_ptr<Cells> cells_;  // none once closed
     std::vector<int32_t> committed_;
     std::vector<Row> pending_;
+    std::vector<float> states_;
     std::weak_ptr<Logits> unread_;  // those of the last pass that are still on the device
 };
 

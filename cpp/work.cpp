@@ -185,6 +185,7 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
         logits = executor_->make_logits(pass.num_logits, shortlist_size);
         pass.logits = logits->values.data();
         pass.maxima = logits->maxima.data();
+        pass.states = logits->states.data();
     }
     executor_->backend().compute(pass);
     if (!logits) {
@@ -223,11 +224,16 @@ std::vector<Outcome> Run::finish() {
         }
         works_[i]->session->move_up(paths.back());
     }
+    std::vector<std::vector<float>> states;
+    for (size_t i = 0; i < works_.size(); ++i) {
+        const bool verified = works_[i]->kind == Work::Kind::verify;
+        states.push_back(verified ? works_[i]->session->states_of(paths[i]) : std::vector<float>());
+    }
     // Nothing fails from here on.
     finished_ = true;
     for (size_t i = 0; i < works_.size(); ++i) {
         if (works_[i]->kind != Work::Kind::propose) {
-            works_[i]->session->keep(paths[i]);
+            works_[i]->session->keep(paths[i], std::move(states[i]));
         }
         if (works_[i]->kind == Work::Kind::verify) {
             outcomes[i].followed.path = std::move(paths[i]);

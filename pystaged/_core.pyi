@@ -254,6 +254,12 @@ class Model:
     @property
     def num_threads(self) -> int: ...
     @property
+    def taps(self) -> list[int]:
+        """The layers behind which sessions hand out hidden states."""
+    def tap(self, layers: Sequence[int]) -> None:
+        """From now on sessions hand out the hidden states behind these layers, which rise from 1 on. Raises ValueError
+        where there are no such layers, where they are on devices, and where there are sessions."""
+    @property
     def file_bytes(self) -> int: ...
     @property
     def weight_bytes(self) -> int:
@@ -290,6 +296,52 @@ class Model:
     @property
     def architecture(self) -> str:
         """The family, as the file names it: "llama", "qwen3", ..."""
+
+class DraftHead:
+    """A draft head: a small recurrent network that goes on from a target's hidden state, a token at a time (ReDrafter,
+    Cheng et al. 2024, arXiv 2403.09919).
+
+    Args:
+        path: GGUF file of architecture "draft-head".
+        kernel: as in Model.
+
+    Raises:
+        ModelError: the file is missing, damaged or no draft head.
+    """
+
+    def __init__(self, path: str | bytes | PathLike[str] | PathLike[bytes], kernel: str = "") -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def taps(self) -> list[int]:
+        """The layers of the target behind which it reads hidden states, 1 for the first."""
+    @property
+    def width(self) -> int:
+        """Numbers of a state; of the target's hidden states it reads the first so many."""
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The tokens it can propose, int32[n], rising."""
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads."""
+    def check(self, target: Model) -> None:
+        """Refuse a target that it cannot read. Raises ValueError."""
+    def begin(self, target: Model, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The state before a text's next root, float32[width], from the target's hidden states of the last committed
+        row, float32[taps, target's width]."""
+    def step(
+        self, target: Model, states: NDArray[np.float32], tokens: _Ints, k: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
+        """Take in tokens, int[n], each after a state of its own, float32[n, width]; k may be 0.
+
+        Returns:
+            The states behind them, float32[n, width]; the k likeliest next tokens of each, int32[n, k], best first; and
+            their log-probabilities among the head's tokens, float32[n, k].
+
+        Raises:
+            ValueError: the target is none for this head, or a shape, a token or k is out of range.
+            ModelError: what comes of the head's weights is not finite.
+        """
 
 class Session:
     """A model with its context: evaluates trees of tokens, judges which path stands, keeps that path.
@@ -398,6 +450,10 @@ class Session:
     @property
     def tokens(self) -> NDArray[np.int32]:
         """The committed tokens, int32[n]."""
+    @property
+    def states(self) -> NDArray[np.float32]:
+        """Hidden states of the last committed rows, float32[n, taps, width]: of those that the last call committed, if
+        that was `verify`, else of none."""
     @property
     def num_pending(self) -> int: ...
     @property

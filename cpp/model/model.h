@@ -71,6 +71,12 @@ public:
     const Kernel& kernel() const { return kernel_; }
     int num_threads() const { return num_threads_; }
     KvType kv_type() const { return kv_type_; }
+    // From now on sessions hand out the hidden states behind these layers, which rise from 1 on. Throws
+    // std::invalid_argument where there are no such layers, where they are on devices, and where there are sessions.
+    void tap(std::vector<int> layers);
+    const std::vector<int>& taps() const { return taps_; }
+    // Numbers that sessions hand out of a row.
+    size_t state_size() const { return taps_.size() * numbers_.width; }
     size_t file_bytes() const { return file_bytes_; }
     // Bytes of weights that one pass reads, and multiply-adds of one of its rows, attention aside.
     size_t weight_bytes() const { return weight_bytes_; }
@@ -122,6 +128,7 @@ private:
     Vector head_bias_, position_embedding_, rope_factors_, rope_factors_long_, rope_factors_short_;
     std::vector<Layer> layers_;
     Norm output_norm_;
+    std::vector<int> taps_;
 
     friend class Executor;  // for Executor::of()
     mutable std::mutex executor_mutex_;

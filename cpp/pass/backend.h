@@ -50,6 +50,7 @@ struct Pass {
     int num_logits = 0;                    // how many of the last rows need logits
     float* logits = nullptr;               // [num_logits][logits stride]
     float* maxima = nullptr;               // [num_logits][logits stride / kRun], of each run of logits
+    float* states = nullptr;               // [num_logits][taps][width], or none
     // Called between layers where they are computed one by one, or none; what it throws ends the pass.
     const std::function<void()>* interrupted = nullptr;
 };

@@ -38,6 +38,7 @@ public:
     Value attention(const Value& qkv, int layer, int first_row);
     Value hidden(const Value& x, const Layer& layer);
     Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
+    void tap(const Value&, int) const {}  // models on devices have no taps
     Value logits(const Value& x);
 
 private:

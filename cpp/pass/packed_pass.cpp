@@ -377,6 +377,16 @@ PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& 
     return {out, x.n, x.stride};
 }
 
+void PackedPass::tap(const Value& x, int index) const {
+    const std::vector<int>& taps = model_.taps();
+    const auto found = std::find(taps.begin(), taps.end(), index + 1);
+    const int width = model_.numbers().width, first = x.n - pass_->num_logits;
+    for (int i = 0; found != taps.end() && pass_->states && i < pass_->num_logits; ++i) {
+        std::copy_n(x.rows + (first + i) * x.stride, width,
+                    pass_->states + (i * taps.size() + (found - taps.begin())) * width);
+    }
+}
+
 // Straight to the caller's memory.
 PackedPass::Value PackedPass::logits(const Value& x) {
     const PackedMatrix& weight = model_.head().packed;

@@ -60,6 +60,7 @@ public:
     Value attention(const Value& qkv, int layer, int first_row);
     Value hidden(const Value& x, const Layer& layer);
     Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
+    void tap(const Value& x, int layer) const;
     Value logits(const Value& x);
 
 private:

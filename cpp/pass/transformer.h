@@ -15,6 +15,7 @@ namespace pystaged {
 //                                                     `first_row` on, perhaps none
 //   Value hidden(Value, layer)                        between the feed-forward network's matrices
 //   Value add(Value x, Value y, Linear, Norm)         x + norm(W y + b), scaled as the model has it
+//   void tap(Value, layer)                            may keep the rows of the residual stream behind a layer
 //   Value logits(Value)
 template <class Ops>
 typename Ops::Value run_transformer(Ops& ops, const Model& model, int num_rows, int num_logits) {
@@ -36,6 +37,7 @@ typename Ops::Value run_transformer(Ops& ops, const Model& model, int num_rows, 
         const bool parallel = layer.attn_norm.present() && !layer.ffn_norm.present();
         input = parallel ? ops.tail(input, first_row) : ops.norm(x, layer.ffn_norm);
         x = ops.add(x, ops.hidden(input, layer), layer.ffn_down, layer.ffn_post_norm);
+        ops.tap(x, i);
     }
     return ops.logits(ops.norm(x, model.output_norm()));
 }

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pystaged.loading.heads import is_head
+
 Setup = dict[str, Any]
 
 OURS = {
@@ -67,7 +69,8 @@ class Contender:
 
 def ours(setup: Setup, accept: list[float]) -> list[Contender]:
     """Our own ways; with `accept` plain decoding and a drafter of that acceptance at depth."""
-    named = {way: name for way, name in OURS.items() if setup["draft"] or way not in ("tree", "chain")}
+    with_model = without_head(setup)["draft"]
+    named = {way: name for way, name in OURS.items() if with_model or way not in ("tree", "chain")}
     if accept:
         named = {"plain": OURS["plain"], "synthetic": f"synthetic, accept {', '.join(f'{rate:g}' for rate in accept)}"}
     setups = [("", setup | {"runner": f"{__package__}.ways", "accept": accept})]
@@ -87,6 +90,7 @@ def peers(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> list[C
     """
     if names == "none":
         return []
+    setup = without_head(setup)
     found = _llama_cpp_python(setup) + _transformers(setup) + _openvino(setup)
     for folder in llama_cpp:
         found += _server(setup, find_server(folder), {each.key for each in found})
@@ -113,6 +117,11 @@ def find_server(folder: Path) -> Path:
     raise FileNotFoundError(
         f"there is no {_SERVER} in {folder}; give the folder of a build of llama.cpp or ik_llama.cpp, or its bin folder"
     )
+
+
+def without_head(setup: Setup) -> Setup:
+    """A setup whose draft, if any, is a model: draft heads are ours alone. Raises ModelError for a damaged draft."""
+    return setup | {"draft": None} if setup["draft"] and is_head(Path(setup["draft"])) else setup
 
 
 def _llama_cpp_python(setup: Setup) -> list[Contender]:

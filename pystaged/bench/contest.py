@@ -70,7 +70,8 @@ class Contest:
         progress("passes of the target", 0.0, 0.0)
         times = passes.measure(path, repeats=5, num_threads=setup["threads"], peer=False)
         outcome = Suite(taking_part, chosen, misleading, self.max_tokens, 60 * self.minutes, progress).run()
-        table = find_table(draft or path, None, Tokenizer(os.fsencode(path)))
+        counted = Path(contenders.without_head(setup)["draft"] or path)  # whose text its table is of
+        table = find_table(counted, None, Tokenizer(os.fsencode(path)))
         used = {run.prompt for run in outcome.runs} & set(range(len(chosen)))
         found = {
             "machine": conditions.machine(),

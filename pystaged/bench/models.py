@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
@@ -10,9 +11,11 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
+from pystaged._core import Tokenizer
 from pystaged.files import cache_folder
 from pystaged.loading import names
 from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.heads import find_head
 from pystaged.loading.quantize import quantize
 
 WIDTH, LAYERS, HEADS, CONTEXT = 1280, 36, 20, 1024  # of GPT-2 Large
@@ -89,8 +92,13 @@ def check_type(model: str, quantization: str) -> None:
 
 
 def find_draft(model: str, draft: str | Path | None) -> Path | None:
-    """The file of a draft as in names.resolve_draft, where "auto" is the house draft for all that speak like it."""
-    return names.resolve_draft("house" if model in ("grown", "random") else model, draft)
+    """The file of a draft as in names.resolve_draft, where "auto" is the house draft for all that speak like it, or the
+    draft head that fits."""
+    found = names.resolve_draft("house" if model in ("grown", "random") else model, draft)
+    if found or draft != "auto" or model in LLAMAS:
+        return found
+    path = names.resolve("smollm2" if model == "grown-smollm2" else model)
+    return find_head(path, Tokenizer(os.fsencode(path)))
 
 
 def _make(model: str, source: Path, path: Path, quantization: str) -> None:

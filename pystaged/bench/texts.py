@@ -22,6 +22,7 @@ from rich.table import Table
 
 from pystaged.batch import Batch
 from pystaged.bench import conditions
+from pystaged.bench.contenders import without_head
 from pystaged.bench.peer_llama_cpp import Server, command
 from pystaged.config import GenerationConfig
 from pystaged.engine import Engine
@@ -230,7 +231,7 @@ def _ways(
         ]
         names = [SERVED] if setup["served"] else []
         if setup["program"]:
-            names += [_PEER, *(["llama-server, draft-simple"] if setup["draft"] else [])]
+            names += [_PEER, *(["llama-server, draft-simple"] if without_head(setup)["draft"] else [])]
         for name in names:
             try:
                 ways.append(stack.enter_context(closing(Slots(name, setup, config, count))))

@@ -26,6 +26,7 @@ from pystaged.cli.console import draft_name, errors, report
 from pystaged.cli.options import Json, Threads, check, usage
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading.pair import Pair
 
 app = typer.Typer()
@@ -264,6 +265,7 @@ def lossless(
     ways = pairs.drafters(pair.target, pair.draft, pair.table, pair.substitutes)
     decoders = {way: Decoder(session, drafter) for way, drafter in ways.items()}
     decoders["as measured costs decide"] = pair.decoder(0, None)
+    decoders["as loaded, in trees of 12 nodes"] = pair.decoder(0, FixedPolicy(width=4, depth=6, budget=12))
     plain = Decoder(session)
     runs = {
         f"{mode}, seed {seed}": replace(sampling, seed=seed)
@@ -305,7 +307,7 @@ def parts(
     pair, texts = _open(model, draft, quantization, prompts, limit)
     smaller = pair.draft
     if smaller is None:
-        raise typer.BadParameter("a draft is needed")
+        raise typer.BadParameter("a draft that is a model is needed")
     session = Session(pair.target)
     title = f"{len(texts)} prompts, {max_tokens} tokens each, trees of {nodes} nodes"
     headings = ("", "tokens per step", "draft passes per token", "acceptance at depth 1, 2, ...")

@@ -143,7 +143,9 @@ class PairOptions:
 
     draft: Annotated[
         str,
-        typer.Option(help="Draft with the same vocabulary, named like the model; 'none' for n-grams alone, 'auto'."),
+        typer.Option(
+            help="Draft with the same vocabulary, or a draft head, named likewise; 'none' for n-grams alone, 'auto'."
+        ),
     ] = "auto"
     device: Annotated[
         str,

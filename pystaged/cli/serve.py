@@ -185,7 +185,7 @@ def serve(
 
 def _greet(engine: Engine, name: str, where: str) -> None:
     model = engine.model
-    draft = f"{engine.draft.name or 'a model'} and n-grams draft" if engine.draft else "n-grams draft"
+    draft = f"{engine.draft_name} and n-grams draft" if engine.draft_name else "n-grams draft"
     report(f"{name}: {model.architecture}, {model.file_bytes / _GIB:.2f} GiB on {model.devices or 'cpu'}; {draft}")
     room = engine.kv_memory // max(1, engine.context_bytes)
     memory = f"{engine.kv_memory / _GIB:.2f} GiB for keys and values"

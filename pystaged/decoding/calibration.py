@@ -17,7 +17,7 @@ _EDGES = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23, 0.31, 0.4, 0.5, 0.6, 0.7, 0.
 _CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
 _TEMPERATURE = 1.25  # of the softmax; tells hits from misses best on the house pair
 _RANKS = 6
-_SOURCES = 9  # stages; the lowest has several, see ngrams.py
+_SOURCES = 16  # stages; those of n-grams have several, see ngrams.py and head.py
 _MEMORY = 500.0  # observations after which the older ones fade
 _WEIGHT = 12.0  # observations that the prior is worth
 _TRUST = (1.0, 0.9, 0.6)  # in a share before anything is learnt: target, draft, all others

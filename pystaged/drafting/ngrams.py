@@ -17,7 +17,7 @@ from pystaged.decoding.constraint import allows
 from pystaged.decoding.cost import PassCost, measure
 from pystaged.decoding.policy import MAX_EXPANDED, FixedPolicy, Growth, TreePolicy
 from pystaged.decoding.requests import Requests, finish
-from pystaged.decoding.tree import Stage, TokenTree
+from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.growing import CANDIDATES, TreeDrafter
 from pystaged.drafting.recycled import KEPT, RecycledCandidates
@@ -55,6 +55,8 @@ class NgramDrafter(TreeDrafter):
         clock: seconds.
     """
 
+    stage = Stage.NGRAM  # who its proposals are by
+
     def __init__(
         self,
         table: NgramTable | None,
@@ -65,7 +67,7 @@ class NgramDrafter(TreeDrafter):
         cost: NgramCost | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(Stage.NGRAM, policy, clock)
+        super().__init__(self.stage, policy, clock)
         self._cost = cost
         self._table = table
         self.memory = self._recycled = recycled
@@ -105,6 +107,7 @@ class NgramDrafter(TreeDrafter):
         children = self._policy.children
         yield from self.prepare(sampling, max_depth, seconds)
         builder, last = self._begin(self._context[-1], max_depth)
+        self._begun(builder, last, seconds)
         scores = [-builder.nodes[node].score for node in range(1, len(builder.nodes))]  # negative, rising
         leaves = [(-1.0, last)]  # likewise, with their nodes
         passes = 0
@@ -124,8 +127,9 @@ class NgramDrafter(TreeDrafter):
             if width <= 0:
                 break
             batch, leaves = leaves[:width], leaves[width:]
+            self._consult(builder, [node for _, node in batch])
             for _, node in batch:
-                tokens, guesses, source = self._candidates(builder.path(node), max(CANDIDATES, children))
+                tokens, guesses, source = self._candidates(builder.path(node), max(CANDIDATES, children), node)
                 if tokens:
                     self._expand(builder, node, tokens, guesses, children, source)
                     for child in builder.children[node].values():
@@ -166,9 +170,16 @@ class NgramDrafter(TreeDrafter):
         """Tokens of the text whose n-grams are not known yet."""
         return len(self._context) - len(self._grams)
 
-    def _mixture(self, tail: list[int]) -> tuple[dict[int, float], int]:
-        """Probabilities of the next token, mixed of the context's n-grams, the table's and recycled candidates; and the
-        source by which calibration tells them apart."""
+    def _begun(self, builder: TreeBuilder, last: int, seconds: float) -> None:
+        """Called before a tree grows from its node `last`, with the seconds that drafting may take."""
+
+    def _consult(self, builder: TreeBuilder, nodes: Sequence[int]) -> None:
+        """Called before nodes of it are expanded together."""
+
+    def _mixture(self, tail: list[int], node: int) -> tuple[dict[int, float], int]:
+        """Probabilities of the token after a node, the last of `tail`, mixed of the context's n-grams, the table's and
+        recycled candidates; and the source by which calibration tells them apart."""
+        del node
         chances: dict[int, float] = {}
         recycled: dict[int, float] = {}
         order, known = 0, 0
@@ -190,10 +201,11 @@ class NgramDrafter(TreeDrafter):
             chances[token] = chances.get(token, 0.0) + rest * chance
         return chances, Stage.NGRAM + order if order else _OF_RECYCLED[known]
 
-    def _candidates(self, path: list[int], k: int) -> tuple[list[int], list[float], int]:
-        """The k best next tokens after the context and a path, with their scores, best first; and their source."""
+    def _candidates(self, path: list[int], k: int, node: int = -1) -> tuple[list[int], list[float], int]:
+        """The k best next tokens after the context and a path, with their scores, best first; and their source. `node`
+        is where the path ends in the tree that grows, if it does."""
         tail = (self._context[-_TAIL:] + path)[-_TAIL:]
-        chances, source = self._mixture(tail)
+        chances, source = self._mixture(tail, node)
         ranked = [
             (math.log(chance), token) for token, chance in chances.items() if token < self._vocab_size and chance > 0
         ]

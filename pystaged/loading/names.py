@@ -51,7 +51,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
 
 def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progress = lambda *_: None) -> Path | None:
     """The GGUF file of a draft: "house" for the one in the package, "auto" for that one if the model is "house" too;
-    None where n-grams draft alone: for "none" and None, and for "auto" with another model.
+    None where no file is named: for "none" and None, and for "auto" with another model.
 
     Raises:
         FileNotFoundError, ValueError, OSError: as in resolve.
@@ -87,6 +87,11 @@ def _smollm2() -> Path:
 def tables() -> list[Path]:
     """The n-gram tables in the package, for the vocabularies of GPT-2 and of SmolLM2."""
     return [house(HOUSE_TABLE), house("smollm2.ngram.npz")]
+
+
+def heads() -> list[Path]:
+    """The draft heads in the package, for SmolLM2-135M-Instruct."""
+    return [house("smollm2.head.gguf")]
 
 
 def house(name: str) -> Path:

@@ -11,18 +11,20 @@ from pathlib import Path
 
 import numpy as np
 
-from pystaged._core import Model, Session, Tokenizer
+from pystaged._core import DraftHead, Model, Session, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model, open_session
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
+from pystaged.drafting.head import HeadDrafter, measure_head
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
 from pystaged.drafting.recycled import RecycledCandidates
 from pystaged.loading import names
 from pystaged.loading.costs import Costs
+from pystaged.loading.heads import find_head, is_head, load_head
 from pystaged.loading.memories import KeptMemory
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
@@ -33,7 +35,7 @@ from pystaged.memory import available_memory
 _PYTHON_LOOKUPS = 2  # Python around one pass of a draft takes about as long as so many n-gram lookups
 _LEAST_SHARED = 0.9  # of the tokens of a target that a draft must have under the same number
 _USUAL_CELLS = 1000  # of the texts for which devices are chosen
-_DRAFT_RATE, _NGRAM_RATE = 0.75, 0.5  # acceptance by which drafters are judged before they have run
+_DRAFT_RATE, _HEAD_RATE, _NGRAM_RATE = 0.75, 0.6, 0.5  # acceptance by which drafters are judged before they have run
 
 
 class Pair:
@@ -66,9 +68,16 @@ class Pair:
         self._path = names.resolve(model, progress)
         self.file = SeenModel.now(self._path)
         self._draft_path = names.resolve_draft(model, draft, progress)
+        head_path = None
+        if self._draft_path and is_head(self._draft_path):
+            head_path, self._draft_path = self._draft_path, None
         # As bytes, because the name of a file need not be valid Unicode.
         self.tokenizer = Tokenizer(os.fsencode(self._path))
         self.vocabulary = self.tokenizer.fingerprint
+        if head_path and device == "auto":
+            device = "cpu"  # where heads draft
+        if draft == "auto" and device == "cpu" and not (head_path or self._draft_path):
+            head_path = find_head(self._path, self.tokenizer, report)
         targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device, kv)}
         drafts: dict[str, Model] = {}
         self.substitutes: dict[int, int] = {}
@@ -80,8 +89,13 @@ class Pair:
             }
         self.table = find_table(self._draft_path or self._path, ngrams, self.tokenizer, report)
         self.ngram_cost = measure_ngrams(self.table, self.tokenizer.num_tokens, recycled=memory)
+        self.head: DraftHead | None = None
+        self.head_cost: NgramCost | None = None
         self.device, self.draft_device = self._fastest(targets, drafts)
         self.target = targets[self.device]
+        if head_path:
+            self.head = load_head(head_path, self.target, self.tokenizer)
+            self.head_cost = measure_head(self.head, self.target, self.ngram_cost)
         self.recycled: RecycledCandidates | None = None
         self._memory: KeptMemory | None = None
         if memory:
@@ -123,8 +137,11 @@ class Pair:
 
     def _decoder(self, target: Session, draft: Session | None, policy: TreePolicy | None) -> Decoder:
         if policy is not None:
-            drafter = self._model_drafter(draft, policy) if draft else self._ngram_drafter(policy, self.recycled)
-            return Decoder(target, drafter)
+            if draft:
+                return Decoder(target, self._model_drafter(draft, policy))
+            if self.head:
+                return Decoder(target, self._head_drafter(self.head, target, policy))
+            return Decoder(target, self._ngram_drafter(policy, self.recycled))
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
         lookup = self.ngram_cost.lookup
@@ -134,6 +151,9 @@ class Pair:
         if draft and draft_cost:
             by_draft = GainPolicy(target_cost, draft_cost, crowd=crowd)
             drafters.insert(0, self._model_drafter(draft, by_draft, draft_cost, crowd))
+        if self.head and self.head_cost:
+            by_head = GainPolicy(target_cost, self.head_cost.lookup, crowd=crowd)
+            drafters.insert(0, self._head_drafter(self.head, target, by_head, self.head_cost, crowd))
         uses = partial(self._uses, target_cost, draft_cost, crowd=crowd)
         return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd)
 
@@ -164,10 +184,12 @@ class Pair:
     def _uses(
         self, target_cost: PassCost, draft_cost: PassCost | None, cells: int, crowd: Crowd | None = None
     ) -> list[tuple[float, float]]:
-        """What using each drafter is believed to bring, the draft first, before it has been tried."""
+        """What using each drafter is believed to bring, the draft or its head first, before it has been tried."""
         crowd = crowd or Crowd()
         lookup = self.ngram_cost.lookup(1)
         uses = [expected_use(target_cost, lookup, _NGRAM_RATE, cells, crowd)]
+        if self.head_cost:
+            uses.insert(0, expected_use(target_cost, self.head_cost.lookup(1), _HEAD_RATE, cells, crowd))
         if draft_cost:
             # With the Python around the pass.
             pass_seconds = draft_cost(crowd.texts, cells) / crowd.texts + _PYTHON_LOOKUPS * lookup
@@ -209,6 +231,26 @@ class Pair:
     ) -> NgramDrafter:
         clock = (crowd or Crowd()).clock
         return NgramDrafter(self.table, policy, self.target.vocab_size, recycled=recycled, cost=cost, clock=clock)
+
+    def _head_drafter(
+        self,
+        head: DraftHead,
+        target: Session,
+        policy: TreePolicy,
+        cost: NgramCost | None = None,
+        crowd: Crowd | None = None,
+    ) -> HeadDrafter:
+        return HeadDrafter(
+            head,
+            self.target,
+            target,
+            self.table,
+            policy,
+            self.target.vocab_size,
+            recycled=self.recycled,
+            cost=cost,
+            clock=(crowd or Crowd()).clock,
+        )
 
     def _model_drafter(
         self, draft: Session, policy: TreePolicy, cost: PassCost | None = None, crowd: Crowd | None = None

@@ -79,7 +79,7 @@ def properties(state: State) -> dict[str, Any]:
         "eos_token": token_text(tokenizer, tokenizer.eos),
         "build_info": f"pystaged {pystaged.__version__}",
         "system_fingerprint": state.fingerprint,
-        "draft": engine.draft.name if engine.draft else "n-grams",
+        "draft": engine.draft_name or "n-grams",
     }
 
 

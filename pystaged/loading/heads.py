@@ -1,0 +1,68 @@
+"""Which draft head belongs to a target."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from pystaged._core import DraftHead, Model, Tokenizer, metadata
+from pystaged.loading import names
+
+ARCHITECTURE = "draft-head"
+
+
+def is_head(path: Path) -> bool:
+    """Whether a GGUF file holds a draft head, not a model. Raises ModelError for a file that is none."""
+    return metadata(path).get("general.architecture") == ARCHITECTURE
+
+
+def load_head(path: Path, target: Model, tokenizer: Tokenizer) -> DraftHead:
+    """The draft head of a file, whose target from now on hands out what it reads.
+
+    A target may be wider than the head, which then reads the first numbers of its states, as in a model that was grown.
+
+    Raises:
+        ModelError: the file is damaged.
+        ValueError: it was made for another target, or this one is not on the CPU.
+    """
+    found = metadata(path)
+    if target.devices:
+        raise ValueError(f"{path} is a draft head, which needs its target on the CPU; choose the device cpu")
+    if found.get(f"{ARCHITECTURE}.vocabulary") != tokenizer.fingerprint:
+        raise ValueError(f"{path} is a draft head for another vocabulary; choose one that was trained for this model")
+    if found.get(f"{ARCHITECTURE}.target_layers") != str(target.num_layers):
+        raise ValueError(f"{path} is a draft head for models of another depth than {target.num_layers} layers")
+    head = DraftHead(path, os.environ.get("PYSTAGED_KERNEL", ""))
+    if head.width > target.width:
+        raise ValueError(f"{path} is a draft head for models that are {head.width} wide, not {target.width}")
+    target.tap(head.taps)
+    head.check(target)
+    return head
+
+
+def find_head(target: Path, tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
+    """The head in the package for models of a target's vocabulary, width and depth; None where there is none.
+
+    Args:
+        target: the model's file.
+        report: told of a head that cannot be read.
+    """
+    found = metadata(target)
+    family = found.get("general.architecture", "")
+    wanted = {
+        "vocabulary": tokenizer.fingerprint,
+        "embedding_length": found.get(f"{family}.embedding_length"),
+        "target_layers": found.get(f"{family}.block_count"),
+    }
+    for path in names.heads():
+        if not path.exists():
+            continue
+        try:
+            head = metadata(path)
+            if all(head.get(f"{ARCHITECTURE}.{key}") == value for key, value in wanted.items()):
+                DraftHead(path)
+                return path
+        except OSError as error:
+            report(f"passed over: {error}")
+    return None
