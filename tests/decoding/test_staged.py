@@ -763,9 +763,9 @@ def test_lookups_stop_where_the_next_one_would_not_fit(lookups: int) -> None:
     now = [0.0]
 
     class Ticking(NgramDrafter):
-        def _candidates(self, path: list[int], k: int) -> tuple[list[int], list[float]]:
+        def _candidates(self, path: list[int], k: int, node: int = -1) -> tuple[list[int], list[float], int]:
             now[0] += 1.0
-            return super()._candidates(path, k)
+            return super()._candidates(path, k, node)
 
     cost = NgramCost(PassCost({1: 1.0}), PassCost({1: 0.01}))
     drafter = Ticking(None, CHAIN, 300, cost=cost, clock=lambda: now[0])
