@@ -22,7 +22,8 @@ class RecycledCandidates:
     """The target's likeliest next tokens after a token and after a pair, with probabilities; one for all texts of a
     model, which take turns.
 
-    Two direct-mapped tables, in which the newer of two keys has a slot: 13 MB, used from their first entries on.
+    Two direct-mapped tables, in which the newer of two keys has a slot: 13 MB, taken at once, because memory that comes
+    little by little looks like a leak.
 
     Args:
         slots: for pairs, a power of two; half as many for tokens.
@@ -35,8 +36,8 @@ class RecycledCandidates:
         self.num_learnt = 0  # rows
         # Those of tokens first, then those of pairs; key -1 for a free slot.
         self._keys = np.full(3 * slots // 2, -1, np.int64)
-        self._tokens = np.zeros((3 * slots // 2, KEPT), np.int32)
-        self._chances = np.zeros((3 * slots // 2, KEPT), np.float32)
+        self._tokens = np.full((3 * slots // 2, KEPT), -1, np.int32)
+        self._chances = np.full((3 * slots // 2, KEPT), 0, np.float32)
 
     def learn(
         self,
