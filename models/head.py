@@ -245,13 +245,15 @@ def commonest(answers: list[Answers], size: int, vocab_size: int) -> Tensor:
     return torch.argsort(counts, descending=True, stable=True)[:size].sort().values
 
 
-def export(head: DraftHead, target: Target, tokens: Tensor, taps: list[int], path: Path, quantization: str) -> None:
+def export(
+    head: DraftHead, target: Target, tokens: Tensor, taps: list[int], path: Path, quantization: str, name: str = ""
+) -> None:
     """Write a head as GGUF, for pystaged."""
     kind = GGMLQuantizationType[quantization]
     tensors = {name: value.detach().float() for name, value in head.named_parameters()}
     ffn_width = tensors["blocks.0.ffn_gate"].shape[0]
     with whole_file(path) as part, closing(GGUFWriter(part, "draft-head")) as writer:
-        writer.add_name(f"draft head of {target.name}")
+        writer.add_name(f"draft head of {name or target.name}")
         writer.add_embedding_length(head.width)
         writer.add_feed_forward_length(ffn_width)
         writer.add_block_count(len(head.blocks))
@@ -285,6 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--window", type=int, default=1024, help="positions of a step")
     parser.add_argument("--rate", type=float, default=1.2e-3)
     parser.add_argument("--type", default="Q4_0", help="of the matrices")
+    parser.add_argument("--name", default="", help="of the target, if the file's own is not what it is known by")
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
     path = names.resolve(given.target)
@@ -303,7 +306,7 @@ def main(arguments: list[str] | None = None) -> None:
     if found:
         trainer.resume(found)
     trainer.train(60 * given.minutes, checkpoint)
-    export(head, target, tokens, answers[0].layers, given.out, given.type)
+    export(head, target, tokens, answers[0].layers, given.out, given.type, given.name)
 
 
 if __name__ == "__main__":

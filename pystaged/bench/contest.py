@@ -16,6 +16,7 @@ from pystaged.bench import conditions, contenders, models, passes, prompts, summ
 from pystaged.bench.contenders import Setup
 from pystaged.bench.report import Report
 from pystaged.bench.suite import Suite
+from pystaged.loading.heads import is_head, load_head
 from pystaged.loading.tables import find_table
 
 _TREE_ROOM = 64  # positions left for the last tree
@@ -104,6 +105,8 @@ class Contest:
                 f"the longest prompt has {longest} tokens; with {self.max_tokens} more that is beyond the model's "
                 f"context of {target.max_context}; choose a smaller --max-tokens"
             )
+        if draft and is_head(draft):
+            load_head(draft, target, tokenizer)  # now, or every way would fail
         setup = {
             "model": str(path),
             "draft": str(draft) if draft else None,

@@ -43,7 +43,7 @@ ModelName = Annotated[
     ),
 ]
 DraftName = Annotated[
-    str, typer.Option("--draft", help="Path of a draft, 'house', 'auto', or 'none' for n-grams alone.")
+    str, typer.Option("--draft", help="Path of a draft or draft head, 'house', 'auto', or 'none' for n-grams alone.")
 ]
 Quantization = Annotated[str, typer.Option("--type", help="Type of a model to be made.")]
 Prompts = Annotated[

@@ -66,6 +66,10 @@ class Pair:
         self._costs = Costs(report)
         progress = announced(report)
         self._path = names.resolve(model, progress)
+        if is_head(self._path):
+            raise ValueError(
+                f"{self._path} is a draft head, not a model; name the model it was made for, and it as draft"
+            )
         self.file = SeenModel.now(self._path)
         self._draft_path = names.resolve_draft(model, draft, progress)
         head_path = None
@@ -75,9 +79,8 @@ class Pair:
         self.tokenizer = Tokenizer(os.fsencode(self._path))
         self.vocabulary = self.tokenizer.fingerprint
         if head_path and device == "auto":
-            device = "cpu"  # where heads draft
-        if draft == "auto" and device == "cpu" and not (head_path or self._draft_path):
-            head_path = find_head(self._path, self.tokenizer, report)
+            report(f"on the cpu, where {head_path.name} can draft")
+            device = "cpu"
         targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device, kv)}
         drafts: dict[str, Model] = {}
         self.substitutes: dict[int, int] = {}
@@ -93,6 +96,8 @@ class Pair:
         self.head_cost: NgramCost | None = None
         self.device, self.draft_device = self._fastest(targets, drafts)
         self.target = targets[self.device]
+        if draft == "auto" and self.device == "cpu" and not self._draft_path:
+            head_path = find_head(self._path, self.tokenizer, report)
         if head_path:
             self.head = load_head(head_path, self.target, self.tokenizer)
             self.head_cost = measure_head(self.head, self.target, self.ngram_cost)

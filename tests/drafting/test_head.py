@@ -313,6 +313,8 @@ def test_a_model_is_no_head(target_path: Path, head_path: Path) -> None:
         Model(head_path)
     assert heads.is_head(head_path)
     assert not heads.is_head(target_path)
+    with pytest.raises(ValueError, match="a draft head, not a model"):
+        pystaged.load(head_path)
 
 
 def test_heads_of_other_targets_are_refused(
