@@ -262,9 +262,9 @@ def export(
         writer.add_string("draft-head.vocabulary", target.vocabulary)
         writer.add_array("draft-head.taps", taps)
         writer.add_array("draft-head.tokens", tokens.tolist())
-        for name, value in tensors.items():
+        for part_name, value in tensors.items():
             found = np.ascontiguousarray(value.numpy())
-            full_name = f"{name.replace('blocks.', 'blk.')}.weight"
+            full_name = f"{part_name.replace('blocks.', 'blk.')}.weight"
             if found.ndim == 2:
                 writer.add_tensor(full_name, quants.quantize(found, kind), raw_dtype=kind)
             else:
