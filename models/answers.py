@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import distributions
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,8 @@ import numpy.typing as npt
 
 import pystaged
 from pystaged._core import Model, Sampling, Session
+from pystaged.decoding.requests import only
+from pystaged.drafting.corpus import user_opening
 from pystaged.files import whole_file
 from pystaged.loading import names
 
@@ -151,10 +152,8 @@ def write_file(engine: pystaged.Engine, model: Model, questions: Questions, numb
     """Ask, answer and write one file; how many tokens the answers have."""
     chat = engine.chat_format
     questions.begin(number)
-    one, other = (chat.encode([{"role": "user", "content": word}]).tolist() for word in "ab")
-    opening = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
     seed = number * 1000
-    own = engine.generate(opening, n=ANSWERS // 2, max_tokens=MOST_QUESTION, temperature=1.0, seed=seed)
+    own = engine.generate(user_opening(chat), n=ANSWERS // 2, max_tokens=MOST_QUESTION, temperature=1.0, seed=seed)
     asked = [text for text in (result.text.strip() for result in own) if text]
     asked += [questions.next() for _ in range(ANSWERS - len(asked))]
     prompts = [chat.encode([{"role": "user", "content": question}]) for question in asked]
@@ -183,10 +182,8 @@ def states_of(target: Session, prompt: npt.NDArray[np.int32], answer: npt.NDArra
     """The target's states that each token of an answer came of, float32[tokens, taps, width], of mean square 1."""
     target.truncate(0)
     target.prefill(prompt[:-1])
-    rows = np.arange(len(answer), dtype=np.int32)
-    masks = np.zeros((len(answer), int(answer.max()) // 32 + 1), np.uint32)
-    masks[rows, answer // 32] = np.left_shift(np.uint32(1), (answer % 32).astype(np.uint32))
-    target.verify(np.concatenate([prompt[-1:], answer[:-1]]), rows - 1, Sampling(), masks=masks)
+    parents = np.arange(-1, len(answer) - 1)
+    target.verify(np.concatenate([prompt[-1:], answer[:-1]]), parents, Sampling(), masks=only(answer))
     states = target.states
     return states / np.sqrt(np.square(states).mean(axis=2, keepdims=True) + 1e-12)
 

@@ -85,14 +85,19 @@ class Score(Read):
     @property
     def _chain(self) -> tuple[NDArray[np.int32], Sampling, int, NDArray[np.uint32]]:
         """A path of a tree that cannot but be followed."""
-        rows, following = np.arange(self.num_rows, dtype=np.int32), self.following[: self.num_rows]
-        masks = np.zeros((self.num_rows, int(following.max()) // 32 + 1), np.uint32)
-        masks[rows, following // 32] = np.left_shift(np.uint32(1), (following % 32).astype(np.uint32))
-        return rows - 1, self.sampling, 0, masks
+        parents = np.arange(-1, self.num_rows - 1, dtype=np.int32)
+        return parents, self.sampling, 0, only(self.following[: self.num_rows])
 
     def result(self, found: Any) -> int:
         self.logprobs = Logprobs.of(*found[2])
         return self.num_rows
+
+
+def only(following: NDArray[np.int32]) -> NDArray[np.uint32]:
+    """Masks that allow one token each, uint32[n, words], of tokens int32[n], n >= 1."""
+    masks = np.zeros((len(following), int(following.max()) // 32 + 1), np.uint32)
+    masks[np.arange(len(following)), following // 32] = np.left_shift(np.uint32(1), (following % 32).astype(np.uint32))
+    return masks
 
 
 @dataclass(slots=True, eq=False)

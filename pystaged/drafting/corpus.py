@@ -16,6 +16,7 @@ from pystaged.config import GenerationConfig
 from pystaged.streams import Writer
 
 if TYPE_CHECKING:
+    from pystaged.chat.format import ChatFormat
     from pystaged.engine import Engine
 
 _SHARE = 16  # sequences that a context has room for: short ones, but trigrams look back two tokens only
@@ -66,11 +67,21 @@ def sample_answers(
         ValueError: the model asks nothing new, or answers nothing.
     """
     check_sampling(temperature, seed)
-    one, other = (engine.chat_format.encode([{"role": "user", "content": word}]).tolist() for word in ("a", "b"))
+    return _answered(engine, user_opening(engine.chat_format), num_tokens, temperature, seed << 32)
+
+
+def user_opening(chat_format: ChatFormat) -> list[int]:
+    """The tokens before a user's first message.
+
+    Raises:
+        ValueError: the template writes none.
+        ChatTemplateError: the template cannot be used.
+    """
+    one, other = (chat_format.encode([{"role": "user", "content": word}]).tolist() for word in ("a", "b"))
     opening = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
     if not opening:
         raise ValueError("the model's chat template writes nothing before a message, so there is nothing to begin with")
-    return _answered(engine, opening, num_tokens, temperature, seed << 32)
+    return opening
 
 
 def _answered(
