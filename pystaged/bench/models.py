@@ -98,7 +98,7 @@ def find_draft(model: str, draft: str | Path | None) -> Path | None:
     if found or draft != "auto" or model in LLAMAS:
         return found
     path = names.resolve("smollm2" if model == "grown-smollm2" else model)
-    return find_head(path, Tokenizer(os.fsencode(path)))
+    return find_head(Tokenizer(os.fsencode(path)))
 
 
 def _make(model: str, source: Path, path: Path, quantization: str) -> None:

@@ -41,14 +41,14 @@ def load_head(path: Path, target: Model, tokenizer: Tokenizer) -> DraftHead:
     return head
 
 
-def find_head(target: Path, tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
+def find_head(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
     """The head in the package for models of a target's vocabulary, width and depth; None where there is none.
 
     Args:
-        target: the model's file.
+        tokenizer: the target's, which knows its file's metadata.
         report: told of a head that cannot be read.
     """
-    found = metadata(target)
+    found = tokenizer.metadata
     family = found.get("general.architecture", "")
     wanted = {
         "vocabulary": tokenizer.fingerprint,

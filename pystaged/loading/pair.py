@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pystaged._core import DraftHead, Model, Session, Tokenizer
+from pystaged._core import DraftHead, Model, ModelError, Session, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model, open_session
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
@@ -66,17 +66,20 @@ class Pair:
         self._costs = Costs(report)
         progress = announced(report)
         self._path = names.resolve(model, progress)
-        if is_head(self._path):
-            raise ValueError(
-                f"{self._path} is a draft head, not a model; name the model it was made for, and it as draft"
-            )
         self.file = SeenModel.now(self._path)
         self._draft_path = names.resolve_draft(model, draft, progress)
         head_path = None
         if self._draft_path and is_head(self._draft_path):
             head_path, self._draft_path = self._draft_path, None
         # As bytes, because the name of a file need not be valid Unicode.
-        self.tokenizer = Tokenizer(os.fsencode(self._path))
+        try:
+            self.tokenizer = Tokenizer(os.fsencode(self._path))
+        except ModelError:
+            if is_head(self._path):
+                raise ValueError(
+                    f"{self._path} is a draft head, not a model; name the model it was made for, and it as draft"
+                ) from None
+            raise
         self.vocabulary = self.tokenizer.fingerprint
         if head_path and device == "auto":
             report(f"on the cpu, where {head_path.name} can draft")
@@ -97,7 +100,7 @@ class Pair:
         self.device, self.draft_device = self._fastest(targets, drafts)
         self.target = targets[self.device]
         if draft == "auto" and self.device == "cpu" and not self._draft_path:
-            head_path = find_head(self._path, self.tokenizer, report)
+            head_path = find_head(self.tokenizer, report)
         if head_path:
             self.head = load_head(head_path, self.target, self.tokenizer)
             self.head_cost = measure_head(self.head, self.target, self.ngram_cost)
