@@ -13,7 +13,7 @@ import pystaged
 SOURCE = Path(pystaged.__file__).parent
 USES = {
     "decoding": {"decoding"},
-    "drafting": {"decoding", "drafting"},
+    "drafting": {"chat", "decoding", "drafting"},
     "backends": {"backends"},
     "chat": {"chat"},
     "loading": {"backends", "decoding", "drafting", "loading"},

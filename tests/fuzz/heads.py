@@ -28,7 +28,9 @@ class Head(Gguf):
         self._target, self._tokenizer = _core.Model(os.fsencode(target)), _core.Tokenizer(os.fsencode(target))
         tokens = list(range(0, 300, 3))
         heads = {
-            kind: RandomHead(self._tokenizer.fingerprint, tokens, width=64 if i % 2 else 32, quantization=kind)
+            kind: RandomHead(
+                self._tokenizer.fingerprint, tokens, width=64 if i % 2 else 32, target_layers=3, quantization=kind
+            )
             for i, kind in enumerate(TYPES)
         }
         self._bases = {kind: write_head(self._path, head).read_bytes() for kind, head in heads.items()}
