@@ -16,6 +16,7 @@
 #include "draft_head.h"
 #include "error.h"
 #include "memory.h"
+#include "recycled.h"
 #include "session.h"
 #include "thread_pool.h"
 #include "tokenizer.h"
@@ -100,6 +101,9 @@ std::vector<Sampling> to_samplings(const Samplings& sampling) {
 }
 
 // uint32[rows, words] or None.
+using Ints = py::array_t<int32_t, py::array::c_style>;
+using Longs = py::array_t<int64_t, py::array::c_style>;
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 using MaskArray = std::optional<py::array_t<uint32_t, py::array::c_style | py::array::forcecast>>;
 
 Masks to_masks(const MaskArray& array) {
@@ -122,6 +126,26 @@ void check_num_candidates(const Session& session, int num_candidates) {
     if (num_candidates < 0 || num_candidates > session.model().numbers().vocab_size) {
         throw py::value_error("num_candidates must be between 0 and the size of the vocabulary");
     }
+}
+
+// The keys, candidates and chances of those that are not free.
+py::tuple to_arrays(const std::vector<RecycledCandidates::Entry>& slots) {
+    const auto n = static_cast<py::ssize_t>(
+        std::count_if(slots.begin(), slots.end(), [](const auto& entry) { return entry.key >= 0; }));
+    constexpr py::ssize_t kept = RecycledCandidates::num_candidates;
+    py::array_t<int64_t> keys(n);
+    py::array_t<int32_t> tokens({n, kept});
+    py::array_t<float> chances({n, kept});
+    py::ssize_t i = 0;
+    for (const RecycledCandidates::Entry& entry : slots) {
+        if (entry.key >= 0) {
+            keys.mutable_at(i) = entry.key;
+            std::copy(entry.tokens.begin(), entry.tokens.end(), tokens.mutable_data(i, 0));
+            std::copy(entry.chances.begin(), entry.chances.end(), chances.mutable_data(i, 0));
+            ++i;
+        }
+    }
+    return py::make_tuple(keys, tokens, chances);
 }
 
 py::array_t<int32_t> to_array(const std::vector<int32_t>& values) {
@@ -557,7 +581,6 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("cell_bytes", &Model::cell_bytes)
         .def_property_readonly("architecture", [](const Model& self) { return self.family().name; });
 
-    using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
     py::class_<DraftHead>(m, "DraftHead")
         .def(py::init([](const py::object& path, const std::string& kernel) {
                  const std::string bytes = to_path(path);
@@ -610,6 +633,57 @@ PYBIND11_MODULE(_core, m) {
                 return py::make_tuple(after, candidates, logprobs);
             },
             py::arg("target"), py::arg("states"), py::arg("tokens"), py::arg("k"));
+
+    py::class_<RecycledCandidates>(m, "RecycledCandidates")
+        .def(py::init<size_t>(), py::arg("slots") = 1 << 16)
+        .def_property_readonly_static("num_candidates",
+                                      [](const py::object&) { return RecycledCandidates::num_candidates; })
+        .def_property_readonly("num_learnt", &RecycledCandidates::num_learnt)
+        .def(
+            "learn",
+            [](RecycledCandidates& self, const Ints& before, const Ints& tokens, const Ints& candidates,
+               const Floats& logits) {
+                if (before.ndim() != 1 || tokens.ndim() != 1 || before.size() != tokens.size() ||
+                    candidates.ndim() != 2 || logits.ndim() != 2 || candidates.shape(0) != tokens.size() ||
+                    logits.shape(0) != tokens.size() || logits.shape(1) != candidates.shape(1)) {
+                    throw py::value_error("there must be a token before, a token, candidates and logits of each row");
+                }
+                self.learn(static_cast<size_t>(tokens.size()), before.data(), tokens.data(),
+                           static_cast<int>(candidates.shape(1)), candidates.data(), logits.data());
+            },
+            py::arg("before"), py::arg("tokens"), py::arg("candidates"), py::arg("logits"))
+        .def(
+            "chances",
+            [](const RecycledCandidates& self, int32_t before, int32_t token) {
+                const RecycledCandidates::Known known = self.chances(before, token);
+                py::dict chances;
+                for (const auto& [candidate, chance] : known.chances) {
+                    chances[py::int_(candidate)] = chance;
+                }
+                return py::make_tuple(chances, known.num_tokens);
+            },
+            py::arg("before"), py::arg("token"))
+        .def(
+            "become", [](RecycledCandidates& self, const RecycledCandidates& other) { self = other; }, py::arg("other"))
+        .def("entries", [](const RecycledCandidates& self) { return to_arrays(self.slots()); })
+        .def(
+            "restore",
+            [](RecycledCandidates& self, const Longs& keys, const Ints& candidates, const Floats& chances) {
+                constexpr int kept = RecycledCandidates::num_candidates;
+                if (keys.ndim() != 1 || candidates.ndim() != 2 || chances.ndim() != 2 ||
+                    candidates.shape(0) != keys.size() || chances.shape(0) != keys.size() ||
+                    candidates.shape(1) != kept || chances.shape(1) != kept) {
+                    throw py::value_error("there must be a key, candidates and chances of each entry");
+                }
+                for (py::ssize_t i = 0; i < keys.size(); ++i) {
+                    RecycledCandidates::Entry entry;
+                    entry.key = keys.at(i);
+                    std::copy_n(candidates.data(i, 0), kept, entry.tokens.begin());
+                    std::copy_n(chances.data(i, 0), kept, entry.chances.begin());
+                    self.restore(entry);
+                }
+            },
+            py::arg("keys"), py::arg("candidates"), py::arg("chances"));
 
     py::class_<Session>(m, "Session")
         .def(py::init([](std::shared_ptr<Model> model, int n_ctx) {

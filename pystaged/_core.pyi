@@ -297,6 +297,56 @@ class Model:
     def architecture(self) -> str:
         """The family, as the file names it: "llama", "qwen3", ..."""
 
+class RecycledCandidates:
+    """The target's likeliest next tokens after a token and after a pair, with chances; one for all texts of a model,
+    which take turns.
+
+    Every row of a verified tree says what the target would go on with, the rejected ones too; "Turning Trash into
+    Treasure" (Luo et al. 2024, arXiv 2408.08696) drafts from that. Of two tokens or pairs with the same slot the newer
+    one has it.
+
+    Args:
+        slots: for pairs, a power of two; half as many for tokens. As many as by default take 13 MB, all at once.
+
+    Raises:
+        ValueError: no power of two.
+    """
+
+    num_candidates: int
+    """Kept of a token or a pair: what each row should be asked for."""
+
+    def __init__(self, slots: int = 1 << 16) -> None: ...
+    @property
+    def num_learnt(self) -> int:
+        """Rows."""
+    def learn(
+        self,
+        before: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        candidates: NDArray[np.int32],
+        logits: NDArray[np.float32],
+    ) -> None:
+        """Take in verified rows; of two with the same key the earlier counts.
+
+        Args:
+            before: int32[n], the token before each row's, -1 for none; tokens: int32[n], each row's own.
+            candidates: int32[n, k], the tokens of the largest logits after each row, best first, k at most
+                num_candidates; logits: float32[n, k], natural log up to a constant of the row.
+
+        Raises:
+            ValueError: shapes or tokens that cannot be.
+        """
+    def chances(self, before: int, token: int) -> tuple[dict[int, float], int]:
+        """The probability of each candidate after these two tokens (`before` is -1 for none), 0 candidates if nothing
+        is known; and after how many tokens it is known."""
+    def become(self, other: RecycledCandidates) -> None:
+        """Know what another one knows, and no more."""
+    def entries(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
+        """All that is known: keys int64[n], candidates int32[n, num_candidates], -1 for none, and their chances
+        float32[n, num_candidates]; those of tokens first."""
+    def restore(self, keys: NDArray[np.int64], candidates: NDArray[np.int32], chances: NDArray[np.float32]) -> None:
+        """Take in what `entries` gave. Raises ValueError for a negative key, or chances without a sum."""
+
 class DraftHead:
     """A draft head: a small recurrent network that goes on from a target's hidden state, a token at a time (ReDrafter,
     Cheng et al. 2024, arXiv 2403.09919).

@@ -19,6 +19,8 @@ from typing import Any
 from pystaged.decoding.step import Step
 from pystaged.decoding.tree import Stage
 
+_NAMES = tuple(stage.name.lower() for stage in Stage)  # by number
+
 
 @dataclass(slots=True)
 class DrafterStats:
@@ -131,7 +133,7 @@ class GenerationStats:
     lengths: Counter[int] = field(default_factory=Counter)
     offered: Counter[int] = field(default_factory=Counter)
     taken: Counter[int] = field(default_factory=Counter)
-    stages: dict[str, StageStats] = field(default_factory=lambda: {stage.name.lower(): StageStats() for stage in Stage})
+    stages: dict[str, StageStats] = field(default_factory=lambda: {name: StageStats() for name in _NAMES})
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
 
     def record(self, step: Step) -> None:
@@ -139,11 +141,11 @@ class GenerationStats:
         tree, path = step.tree, step.path
         stages = tree.stages.tolist()
         for stage in stages[1:]:
-            self.stages[Stage(stage).name.lower()].drafted += 1
+            self.stages[_NAMES[stage]].drafted += 1
         for node in path[1:]:
-            self.stages[Stage(stages[node]).name.lower()].accepted += 1
+            self.stages[_NAMES[stages[node]]].accepted += 1
         for stage in step.stages:
-            self.stages[stage.name.lower()].emitted += 1
+            self.stages[_NAMES[stage]].emitted += 1
         accepted = len(path) - 1
         self.new_tokens += len(step.tokens)
         self.steps += 1
@@ -163,7 +165,7 @@ class GenerationStats:
         """Take back tokens that a step counted, by who proposed each: a stop string ended the text before them."""
         self.new_tokens -= len(stages)
         for stage in stages:
-            self.stages[stage.name.lower()].emitted -= 1
+            self.stages[_NAMES[stage]].emitted -= 1
 
     def finish(self, before: dict[str, DrafterStats], after: dict[str, DrafterStats], target_weight_bytes: int) -> None:
         """Complete the figures when a text is done, by the drafters' work before and after it."""

@@ -9,7 +9,7 @@ import pytest
 from fuzz import driver
 
 from pystaged import Receipt
-from pystaged.drafting.recycled import RecycledCandidates
+from pystaged._core import RecycledCandidates
 
 CASES = 25  # of each target
 FAILING = """

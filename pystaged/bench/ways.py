@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Session
+from pystaged._core import RecycledCandidates, Session
 from pystaged.bench.suite import SAMPLINGS
 from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
@@ -25,7 +25,6 @@ from pystaged.decoding.requests import Requests, finish
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
-from pystaged.drafting.recycled import RecycledCandidates
 from pystaged.loading.pair import Pair
 from pystaged.stats import DrafterStats, GenerationStats
 

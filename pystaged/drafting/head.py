@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import DraftHead, Model, ModelError, Session
+from pystaged._core import DraftHead, Model, ModelError, RecycledCandidates, Session
 from pystaged.decoding.cost import PassCost, measure
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.tree import Stage, TreeBuilder
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter
-from pystaged.drafting.recycled import RecycledCandidates
 from pystaged.drafting.table import NgramTable
 
 _CANDIDATES = 16  # of the head, per node

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import gumbel
+from pystaged._core import RecycledCandidates, gumbel
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import allows
 from pystaged.decoding.cost import PassCost, measure
@@ -20,7 +20,6 @@ from pystaged.decoding.requests import Requests, finish
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.growing import CANDIDATES, TreeDrafter
-from pystaged.drafting.recycled import KEPT, RecycledCandidates
 from pystaged.drafting.table import NgramTable
 
 _TAIL = 4  # tokens an n-gram lookup can use
@@ -237,7 +236,9 @@ def measure_ngrams(
     text = np.arange(_MEASURED_TEXT, dtype=np.int32) % min(vocab_size, 16)
     memory = RecycledCandidates(slots=16) if recycled else None
     if memory:
-        candidates = np.tile(np.arange(min(vocab_size, KEPT), dtype=np.int32), (len(text), 1))
+        candidates = np.tile(
+            np.arange(min(vocab_size, RecycledCandidates.num_candidates), dtype=np.int32), (len(text), 1)
+        )
         memory.learn(np.roll(text, 1), text, candidates, -candidates.astype(np.float32))
     one = FixedPolicy(width=1, depth=1, budget=1)
     drafter = NgramDrafter(table, one, vocab_size, recycled=memory, clock=clock)

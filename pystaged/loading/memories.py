@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from pystaged.drafting.recycled import KEPT, RecycledCandidates
+from pystaged._core import RecycledCandidates
 from pystaged.files import part_file, read_small
 from pystaged.loading.kept import MEMORIES
 
+_KEPT = RecycledCandidates.num_candidates
+
 _SECONDS = 10.0  # between two writes while the model is used
-_ENTRY_BYTES = 8 + 6 * KEPT  # a key, and a token and a chance of each candidate
+_ENTRY_BYTES = 8 + 6 * _KEPT  # a key, and a token and a chance of each candidate
 _MOST_BYTES = 12_000_000
 
 
@@ -88,9 +90,9 @@ class KeptMemory:
         if rest or data[:begin] != self._head + _digest(payload) + b"\n":
             return
         keys = np.frombuffer(payload, np.int64, num_entries)
-        each = num_entries * KEPT
-        tokens = np.frombuffer(payload, np.int32, each, 8 * num_entries).reshape(-1, KEPT)
-        chances = np.frombuffer(payload, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, KEPT)
+        each = num_entries * _KEPT
+        tokens = np.frombuffer(payload, np.int32, each, 8 * num_entries).reshape(-1, _KEPT)
+        chances = np.frombuffer(payload, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, _KEPT)
         # What has the right digest may still have been written by somebody else.
         is_sound = (
             (keys >= 0).all()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pystaged._core import DraftHead, Model, ModelError, Session, Tokenizer
+from pystaged._core import DraftHead, Model, ModelError, RecycledCandidates, Session, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model, open_session
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
@@ -21,7 +21,6 @@ from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.drafting.head import HeadDrafter, measure_head
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
-from pystaged.drafting.recycled import RecycledCandidates
 from pystaged.loading import names
 from pystaged.loading.costs import Costs
 from pystaged.loading.heads import find_head, is_head, load_head

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.random_models import RandomModel, write
 
-from pystaged._core import Model, Session, kernels
+from pystaged._core import Model, RecycledCandidates, Session, kernels
 from pystaged.bench.pairs import LyingDrafter, continuation
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
@@ -31,7 +31,6 @@ from pystaged.decoding.rounds import LiveText, Rounds, best_rows
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
-from pystaged.drafting.recycled import RecycledCandidates
 from pystaged.stats import GenerationStats
 
 # Of random schedules; more by PYSTAGED_SCHEDULES.

@@ -17,7 +17,7 @@ from support.random_models import RandomModel, write
 
 import pystaged
 from pystaged import Stage
-from pystaged._core import ContextFullError, Model, Session, Tokenizer, gumbel
+from pystaged._core import ContextFullError, Model, RecycledCandidates, Session, Tokenizer, gumbel
 from pystaged.bench.pairs import LyingDrafter, continuation, drafters
 from pystaged.bench.prompts import load_questions
 from pystaged.config import SamplingConfig
@@ -29,12 +29,13 @@ from pystaged.decoding.requests import Requests, Verify, finish, fulfil
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
-from pystaged.drafting.recycled import KEPT, RecycledCandidates
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
 from pystaged.loading.pair import substitutes
 from pystaged.loading.tables import find_table
 from pystaged.stats import GenerationStats
+
+KEPT = RecycledCandidates.num_candidates
 
 GREEDY = SamplingConfig()
 SAMPLINGS = {

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pystaged._core import gumbel
+from pystaged._core import RecycledCandidates, gumbel
 from pystaged.config import SamplingConfig
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import finish
-from pystaged.drafting import recycled
 from pystaged.drafting.ngrams import NgramDrafter
-from pystaged.drafting.recycled import KEPT, RecycledCandidates
+
+KEPT = RecycledCandidates.num_candidates
+NEW_WEIGHT, PAIR_WEIGHT = 0.35, 0.7  # of what is seen beside what was known, of a pair beside its last token
 
 VOCAB = 40
 Rows = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]
@@ -46,9 +47,9 @@ class Twin:
             chances = {i: power / sum(powers) for i, power in zip(ids, powers, strict=True)}
             for key in {(token,), (last, token)} - taken:
                 taken.add(key)
-                mixed = {i: recycled._NEW_WEIGHT * chance for i, chance in chances.items()}
+                mixed = {i: NEW_WEIGHT * chance for i, chance in chances.items()}
                 for i, chance in was.get(key, {}).items():
-                    mixed[i] = mixed.get(i, 0.0) + (1 - recycled._NEW_WEIGHT) * chance
+                    mixed[i] = mixed.get(i, 0.0) + (1 - NEW_WEIGHT) * chance
                 kept = dict(sorted(mixed.items(), key=lambda item: -item[1])[:KEPT])
                 self.known[key] = {i: chance / sum(kept.values()) for i, chance in kept.items()}
 
@@ -56,7 +57,7 @@ class Twin:
         single, pair = self.known.get((token,), {}), self.known.get((before, token))
         if pair is None:
             return single, int(bool(single))
-        weights = ((1 - recycled._PAIR_WEIGHT, single), (recycled._PAIR_WEIGHT, pair))
+        weights = ((1 - PAIR_WEIGHT, single), (PAIR_WEIGHT, pair))
         return {i: sum(w * each.get(i, 0.0) for w, each in weights) for i in single | pair}, 2
 
 
@@ -149,18 +150,40 @@ def test_chances_that_were_too_small_to_keep_are_none() -> None:
     memory.restore(keys, np.tile(ids, (2, 1)), chances)
     assert memory.chances(-1, 2) == ({13: 1.0}, 1)
     assert drafted(memory, [5, 2], SamplingConfig()) == [13]
-    # A chance of 0 is no chance, wherever it comes from; and a row of no candidates is none.
-    memory._tokens[2], memory._tokens[5] = ids, -1
-    assert drafted(memory, [5, 2], SamplingConfig()) == [13]
-    assert memory.chances(-1, 5) == ({}, 0)
 
 
-def test_rows_that_another_thread_writes_are_left_out() -> None:
-    memory, other = RecycledCandidates(), RecycledCandidates()
-    memory.learn(*rows(13, 0))
+def refused(memory: RecycledCandidates, call: str, *args: object) -> None:
     before = memory.entries()
-    memory._keys[39], memory._tokens[39] = 39, 1
+    with pytest.raises((ValueError, TypeError)):
+        getattr(memory, call)(*args)
     for mine, again in zip(before, memory.entries(), strict=True):
         np.testing.assert_array_equal(mine, again)
-    other.restore(*memory.entries())
-    assert np.isfinite(other.entries()[2]).all()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    memory = RecycledCandidates(slots=8)
+    before, tokens, candidates, logits = rows(4, 0, 5)
+    memory.learn(before, tokens, candidates, logits)
+    refused(memory, "learn", before[:3], tokens, candidates, logits)
+    refused(memory, "learn", before, tokens, candidates, logits[:, :4])
+    refused(memory, "learn", before, tokens, candidates[:, :0], logits[:, :0])
+    refused(memory, "learn", before, tokens, np.zeros((4, KEPT + 1), np.int32), np.zeros((4, KEPT + 1), np.float32))
+    refused(memory, "learn", before, tokens - 100, candidates, logits)
+    refused(memory, "learn", before - 100, tokens, candidates, logits)
+    refused(memory, "learn", before, tokens / 2, candidates, logits)
+    ids, chances = np.zeros((1, KEPT), np.int32), np.ones((1, KEPT), np.float32)
+    refused(memory, "restore", np.array([-1]), ids, chances)
+    refused(memory, "restore", np.array([3]), ids, 0 * chances)
+    refused(memory, "restore", np.array([3]), ids, chances * np.inf)
+    refused(memory, "restore", np.array([3]), ids[:, 1:], chances[:, 1:])
+    for slots in (0, 1, 3, 2**40):
+        with pytest.raises(ValueError, match="power of two"):
+            RecycledCandidates(slots)
+
+
+def test_rows_of_a_target_that_overflows_say_nothing() -> None:
+    memory = RecycledCandidates(slots=8)
+    before, tokens, candidates, logits = rows(3, 0, 5)
+    memory.learn(before, tokens, candidates, np.full_like(logits, np.nan))
+    memory.learn(before, tokens, candidates, np.full_like(logits, np.inf))
+    assert len(memory.entries()[0]) == 0

@@ -22,8 +22,8 @@ from support.checkpoints import write_family
 from support.families import CASES
 from support.random_models import write
 
+from pystaged._core import RecycledCandidates
 from pystaged.decoding.cost import PassCost
-from pystaged.drafting.recycled import KEPT
 from pystaged.drafting.table import NgramTable
 from pystaged.files import leftovers
 from pystaged.loading import cache, hub
@@ -33,6 +33,8 @@ from pystaged.loading.kept import PACKED
 from pystaged.loading.memories import KeptMemory
 from pystaged.loading.packed import load_packed
 from pystaged.loading.quantize import quantize
+
+KEPT = RecycledCandidates.num_candidates
 
 PULLED = "someone/tiny-GGUF"
 SAVED = 25  # times that a small file is saved, one after the other

@@ -16,13 +16,15 @@ from support.random_models import write
 from fuzz.mutate import damage, damage_json
 from fuzz.target import Case, Target, short
 from pystaged import _core
+from pystaged._core import RecycledCandidates
 from pystaged.decoding.cost import PassCost
-from pystaged.drafting.recycled import KEPT
 from pystaged.loading import cache
 from pystaged.loading.costs import CostStore
 from pystaged.loading.kept import MEMORIES, PACKED
 from pystaged.loading.memories import KeptMemory, _digest
 from pystaged.loading.packed import load_packed
+
+KEPT = RecycledCandidates.num_candidates
 
 VOCAB = 300
 # Tokens, keys and halves that a memory may have, and some that it may not.

@@ -18,11 +18,13 @@ import pytest
 from support.commands import assert_refused, run
 
 import pystaged
-from pystaged.drafting.recycled import KEPT, RecycledCandidates
+from pystaged._core import RecycledCandidates
 from pystaged.files import part_file
 from pystaged.loading import memories
 from pystaged.loading.kept import MEMORIES
 from pystaged.loading.memories import KeptMemory
+
+KEPT = RecycledCandidates.num_candidates
 
 
 @pytest.fixture

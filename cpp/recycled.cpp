@@ -1,0 +1,158 @@
+#include "recycled.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+namespace pystaged {
+namespace {
+
+constexpr float new_weight = 0.35f;                    // of what is seen beside what was known
+constexpr float pair_weight = 0.7f;                    // of a pair's candidates beside its last token's
+constexpr int64_t key_offset = 2;                      // added to a pair's first token, -1 for none: above all tokens
+constexpr uint64_t fibonacci = 0x9E3779B97F4A7C15ull;  // Fibonacci hashing: the slot is the product's upper bits
+constexpr int kept = RecycledCandidates::num_candidates;
+
+}  // namespace
+
+RecycledCandidates::RecycledCandidates(size_t slots) : num_token_slots_(slots / 2) {
+    if (slots < 2 || slots > size_t{1} << 30 || (slots & (slots - 1)) != 0) {
+        throw std::invalid_argument("slots must be a power of two, 2 to 2**30");
+    }
+    shift_ = 64;
+    for (size_t rest = slots; rest > 1; rest /= 2) {
+        --shift_;
+    }
+    Entry none;
+    none.tokens.fill(-1);
+    none.chances.fill(0);
+    slots_.assign(slots + slots / 2, none);
+}
+
+int64_t RecycledCandidates::key_of(int32_t before, int32_t token) {
+    return (before + key_offset) << 32 | static_cast<uint32_t>(token);
+}
+
+size_t RecycledCandidates::slot_of(int64_t key) const {
+    if (key < int64_t{1} << 32) {
+        return static_cast<size_t>(key) & (num_token_slots_ - 1);
+    }
+    return num_token_slots_ + static_cast<size_t>(static_cast<uint64_t>(key) * fibonacci >> shift_);
+}
+
+const RecycledCandidates::Entry* RecycledCandidates::find(int64_t key) const {
+    const Entry& found = slots_[slot_of(key)];
+    return found.key == key && key >= 0 ? &found : nullptr;
+}
+
+RecycledCandidates::Known RecycledCandidates::chances(int32_t before, int32_t token) const {
+    const Entry* const single = find(token);
+    const Entry* const pair = find(key_of(before, token));
+    Known known{{}, pair ? 2 : single ? 1 : 0};
+    const auto add = [&](const Entry* entry, float weight) {
+        for (int j = 0; entry && j < kept; ++j) {
+            const int32_t candidate = entry->tokens[j];
+            if (candidate < 0) {
+                continue;
+            }
+            const auto same = std::find_if(known.chances.begin(), known.chances.end(),
+                                           [&](const auto& each) { return each.first == candidate; });
+            if (same != known.chances.end()) {
+                same->second += weight * entry->chances[j];
+            } else {
+                known.chances.emplace_back(candidate, weight * entry->chances[j]);
+            }
+        }
+    };
+    add(single, pair ? 1 - pair_weight : 1);
+    add(pair, single ? pair_weight : 1);
+    return known;
+}
+
+void RecycledCandidates::learn(size_t n, const int32_t* before, const int32_t* tokens, int k, const int32_t* candidates,
+                               const float* logits) {
+    if (k < 1 || k > kept) {
+        throw std::invalid_argument("there must be 1 to " + std::to_string(kept) + " candidates of a row, not " +
+                                    std::to_string(k));
+    }
+    for (size_t i = 0; i < n; ++i) {
+        if (tokens[i] < 0 || before[i] < -1) {
+            throw std::invalid_argument("a token must not be negative, nor one before it below -1");
+        }
+    }
+    std::vector<size_t> taken;
+    std::array<float, kept> chances;
+    for (size_t i = 0; i < n; ++i) {
+        const float* row = logits + i * k;
+        float sum = 0;
+        for (int j = 0; j < k; ++j) {
+            chances[j] = std::exp(row[j] - row[0]);
+            sum += chances[j];
+        }
+        if (!std::isfinite(sum)) {
+            continue;  // weights that overflow
+        }
+        for (int j = 0; j < k; ++j) {
+            chances[j] /= sum;
+        }
+        for (const int64_t key : {int64_t{tokens[i]}, key_of(before[i], tokens[i])}) {
+            const size_t slot = slot_of(key);
+            if (std::find(taken.begin(), taken.end(), slot) == taken.end()) {
+                taken.push_back(slot);
+                blend(key, k, candidates + i * k, chances.data());
+            }
+        }
+    }
+    num_learnt_ += static_cast<int64_t>(n);
+}
+
+void RecycledCandidates::blend(int64_t key, int k, const int32_t* candidates, const float* chances) {
+    Entry& entry = slots_[slot_of(key)];
+    std::array<std::pair<float, int32_t>, 2 * kept> mixed;
+    int size = 0;
+    for (int j = 0; j < k; ++j) {
+        mixed[size++] = {new_weight * chances[j], candidates[j]};
+    }
+    for (int j = 0; entry.key == key && j < kept; ++j) {
+        const auto same = std::find(candidates, candidates + k, entry.tokens[j]);
+        const float old = (1 - new_weight) * entry.chances[j];
+        if (same != candidates + k) {
+            mixed[same - candidates].first += old;
+        } else {
+            mixed[size++] = {old, entry.tokens[j]};
+        }
+    }
+    std::stable_sort(mixed.begin(), mixed.begin() + size,
+                     [](const auto& a, const auto& b) { return a.first > b.first; });
+    size = std::min(size, kept);
+    float sum = 0;
+    for (int j = 0; j < size; ++j) {
+        sum += mixed[j].first;
+    }
+    entry.key = key;
+    for (int j = 0; j < kept; ++j) {
+        const float chance = j < size ? mixed[j].first / sum : 0;
+        entry.chances[j] = chance;
+        entry.tokens[j] = chance > 0 ? mixed[j].second : -1;
+    }
+}
+
+void RecycledCandidates::restore(const Entry& entry) {
+    float sum = 0;
+    for (const float chance : entry.chances) {
+        sum += chance;
+    }
+    if (entry.key < 0 || !(sum > 0) || !std::isfinite(sum)) {
+        throw std::invalid_argument("an entry needs a key that is not negative, and chances whose sum is above 0");
+    }
+    Entry& slot = slots_[slot_of(entry.key)];
+    slot = entry;
+    for (int j = 0; j < kept; ++j) {
+        // Chances that were too small for how they were kept are 0.
+        slot.chances[j] /= sum;
+        slot.tokens[j] = slot.chances[j] > 0 ? slot.tokens[j] : -1;
+    }
+}
+
+}  // namespace pystaged
