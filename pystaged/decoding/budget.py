@@ -1,7 +1,8 @@
 """What drafting may spend and what it gained: the only place.
 
 A drafter is used only while the least it can do is covered by the credit of the text. The credit opens with a few plain
-steps, grows by a share of what is written, and takes in all that drafting gains and loses. What a drafter may spend in
+steps, or with more that the text before has gained and left, grows by a share of what is written, and takes in all that
+drafting gains and loses. What a drafter may spend in
 a step is what the credit holds, and so is what verifying its tree may cost beyond a plain step. All prices are those of
 the text's present length.
 
@@ -9,7 +10,10 @@ So at any moment of a text, in seconds:
 
     text <= plain + opening + prompt + share + overshoot + mistaken
 
-plain: what plain decoding of the same tokens takes. opening: OPENING plain steps, as believed when the text begins.
+plain: what plain decoding of the same tokens takes. opening: OPENING plain steps, as believed when the text begins, or
+what the text before left of its credit, CARRIED plain steps at most; that was gained, so all texts in turn may lose no
+more together than if each had OPENING. Guesses come true by luck, and with less to stake one text in two would run out
+of credit by chance before drafting had paid.
 prompt: PROMPT of what the target needs to read the prompt, which a drafter may use to read it, too. share: SHARE of
 plain. overshoot: by how much one operation, the one that used up the credit, took longer than its price; an operation
 is a piece of the prompt, a pass or a lookup of a drafter, or a verify pass, with what Python does before the next, of
@@ -43,10 +47,11 @@ from pystaged.decoding.requests import Done, Requests
 from pystaged.decoding.tree import TokenTree
 
 OPENING = 2.2  # plain steps that drafting may lose in a text before it has gained anything
+CARRIED = 8.0  # plain steps that a text may take over of what the one before it has left
 SHARE = 0.005  # of a text's time that may be lost beyond that
 PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to read it
 _MOST = 16.0  # plain steps of gains, or of a purse, that are kept: what turned wrong must end soon
-_BLEND = 0.01  # least weight of a new observation; what turned wrong is ended by the credit, not by this
+_BLEND = 0.003  # least weight of a new observation; what turned wrong is ended by the credit, not by this
 _PRIOR = 10  # uses that the first belief is worth
 _TRIALS = 3  # uses at first that need no purse
 _PLAIN_BLEND = 0.1  # least weight of a new plain step
@@ -136,7 +141,7 @@ class Budget:
                 self._here.tokens[i], self._here.steps[i] = tokens, steps
         if read[0] >= _CHUNK:
             self._reading = read[1] / read[0]
-        self.credit = OPENING * self.plain_seconds
+        self.credit = max(OPENING * self.plain_seconds, min(self.credit, CARRIED * self.plain_seconds))
         best = self._fastest(range(len(drafters)))
         if best is None:
             return
