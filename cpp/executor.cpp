@@ -33,6 +33,9 @@ std::unique_ptr<Backend> make_backend(const Model& model) {
     return std::make_unique<PackedPass>(model);
 }
 
+// What passes need is remembered for about a hundred of them: memory for more than twice that is given back.
+constexpr double kRemembered = 0.99;
+
 }  // namespace
 
 Executor::Executor(const Model& model)
@@ -79,6 +82,10 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) 
         auto& all = spare_->logits;
         std::sort(all.begin(), all.end(),
                   [](const auto& a, const auto& b) { return a->values.size() < b->values.size(); });
+        spare_->usual = std::max(static_cast<double>(floats), kRemembered * spare_->usual);
+        while (!all.empty() && all.back()->values.size() > 2 * spare_->usual) {
+            all.pop_back();
+        }
         const auto fits =
             std::find_if(all.begin(), all.end(), [&](const auto& l) { return l->values.size() >= floats; });
         if (!all.empty()) {

@@ -77,6 +77,7 @@ private:
     struct Spare {
         std::mutex mutex;
         size_t made = 0;
+        double usual = 0;  // floats of a pass
         std::vector<std::unique_ptr<Logits>> logits;
     };
 
