@@ -43,6 +43,7 @@ class Runner:
             n_threads=setup["threads"],
             n_threads_batch=setup["threads"],
             draft_model=self._lookup,
+            logits_all=self._lookup is not None,  # else prompts of more than a batch are an error with a draft
             flash_attn=True,
             verbose=False,
         )

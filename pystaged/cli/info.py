@@ -12,6 +12,7 @@ from pystaged.cli.console import model_name
 from pystaged.cli.options import KeysAndValues, KvMemory
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
+from pystaged.loading.heads import find_head
 
 
 def info(
@@ -25,11 +26,13 @@ def info(
 
     Example: pystaged info path/to/model.gguf
     """
-    path = names.resolve(model_name(model))
+    named = model_name(model)
+    path = names.resolve(named)
     with pystaged.load(
         path, draft=None, kv=kv, kv_memory=kv_memory, memory=False, policy=FixedPolicy(width=1, depth=0, budget=0)
     ) as engine:
         loaded = engine.model
+        draft = names.resolve_draft(named, "auto") or find_head(engine.tokenizer)
         rows = {
             "pystaged": pystaged.__version__,
             "llama-cpp-python": _llama.VERSION,
@@ -37,6 +40,7 @@ def info(
             "threads": str(loaded.num_threads),
             "model": str(path),
             "name": loaded.name,
+            "draft": str(draft) if draft else "none of its own: n-grams draft, until one is named with --draft",
             "shape": f"{loaded.architecture}, {loaded.num_layers} layers, {loaded.width} wide, {loaded.num_heads} heads"
             f" ({loaded.num_kv_heads} of keys) of {loaded.head_dim}",
             "context": f"{engine.n_ctx} tokens unless asked for more, trained for {loaded.max_context}",

@@ -27,11 +27,15 @@ def tune(*, model: ModelName = "house", options: PairOptions) -> None:
     target, smaller = pair.target_cost(again=True), pair.draft_cost(again=True)
     table = Table(box=None, pad_edge=False)
     more = "per 1,000 tokens"
-    for heading in ("rows", "target ms", more, "T(n)/T(1)", *(("draft ms", more) if smaller else ())):
+    head = pair.head_cost.lookup if pair.head_cost else None
+    drafts = ("draft ms", more) if smaller else ("draft head ms",) if head else ()
+    for heading in ("rows", "target ms", more, "T(n)/T(1)", *drafts):
         table.add_column(heading, justify="right")
     for n, seconds in target.seconds.items():
         row = [str(n), f"{1e3 * seconds:.2f}", f"+{1e3 * target.slopes[n]:.2f}", f"{seconds / target(1):.2f}"]
         if smaller:
             row += [f"{1e3 * smaller(n):.2f}", f"+{1e3 * (smaller(n, 1000) - smaller(n)):.2f}"]
+        elif head:
+            row.append(f"{1e3 * head(n):.2f}")
         table.add_row(*row)
     print_table(table)

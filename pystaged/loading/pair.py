@@ -83,6 +83,8 @@ class Pair:
         if head_path and device == "auto":
             report(f"on the cpu, where {head_path.name} can draft")
             device = "cpu"
+        if head_path and draft_device not in ("cpu", "auto"):
+            raise ValueError(f"{head_path} is a draft head, which drafts on the cpu; leave out the draft's device")
         targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device, kv)}
         drafts: dict[str, Model] = {}
         self.substitutes: dict[int, int] = {}

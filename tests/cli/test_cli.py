@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from support.commands import PROGRAM, assert_refused, environment, run
+from support.draft_heads import RandomHead
+from support.draft_heads import write as write_head
 from support.random_models import RandomModel, write
 
 import pystaged
@@ -544,7 +546,19 @@ def test_info(path: Path) -> None:
     ):
         assert words in shown
     assert any(line.split() == ["model", str(path)] for line in shown.splitlines())
-    assert "house target" in run("info").stdout.decode()
+    assert "none of its own: n-grams draft" in shown
+    house = run("info").stdout.decode()
+    assert "house target" in house
+    assert any(line.startswith("draft ") and line.endswith(".gguf") for line in house.splitlines())
+
+
+def test_what_a_draft_head_takes(path: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head.gguf", RandomHead(_core.Tokenizer(path).fingerprint, [1, 2, 3]))
+    shown = run("tune", "--model", path, "--draft", head)
+    assert shown.returncode == 0
+    assert "draft head ms" in shown.stdout.decode()
+    assert "draft head" not in run("tune", "--model", path).stdout.decode()
+    assert_refused(run("tune", "--model", path, "--draft", head, "--draft-device", "ggml-cpu"), "leave out the draft's")
 
 
 def test_info_of_a_context(path: Path) -> None:
