@@ -34,7 +34,7 @@ from pystaged.memory import available_memory
 _PYTHON_LOOKUPS = 2  # Python around one pass of a draft takes about as long as so many n-gram lookups
 _LEAST_SHARED = 0.9  # of the tokens of a target that a draft must have under the same number
 _USUAL_CELLS = 1000  # of the texts for which devices are chosen
-_DRAFT_RATE, _HEAD_RATE, _NGRAM_RATE = 0.75, 0.6, 0.5  # acceptance by which drafters are judged before they have run
+_DRAFT_RATE, _HEAD_RATE, _NGRAM_RATE = 0.75, 0.6, 0.53  # acceptance by which drafters are judged before they have run
 
 
 class Pair:
