@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Model, Session
+from pystaged._core import Model, RecycledCandidates, Session
 from pystaged.bench.suite import SAMPLINGS
 from pystaged.config import SamplingConfig
 from pystaged.decoding.drafter import Drafter
@@ -16,9 +16,11 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, TreePolicy
 from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
+from pystaged.drafting.head import HeadDrafter
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.drafting.table import NgramTable
+from pystaged.loading.pair import Pair
 from pystaged.stats import GenerationStats
 
 MODES = SAMPLINGS | {"T=0.8 top-p 0.95": SamplingConfig(temperature=0.8, top_p=0.95)}
@@ -56,27 +58,45 @@ class UnsharedDrafter(ModelDrafter):
         return super().draft(SamplingConfig(), max_depth, seconds)
 
 
-def parts(
-    target: Model,
-    draft: Model,
-    table: NgramTable | None,
-    budget: int,
-    substitutes: Mapping[int, int] | None = None,
-) -> dict[str, ModelDrafter]:
-    """Drafting with trees of `budget` nodes, and the same without one of its parts; substitutes as in ModelDrafter."""
+def parts(pair: Pair, session: Session, budget: int) -> Mapping[str, Drafter]:
+    """Drafting with trees of `budget` nodes: with a draft model, and then without one of its parts; or of n-grams, and
+    then with one source more each time. A memory is the drafter's own, and empty.
+
+    Args:
+        session: of the target, which the decoders of all of them step.
+    """
+    return _of_model(pair, pair.draft, budget) if pair.draft else _of_ngrams(pair, session, budget)
+
+
+def _of_model(pair: Pair, draft: Model, budget: int) -> dict[str, ModelDrafter]:
     tree, one = FixedPolicy(width=4, depth=8, budget=budget), FixedPolicy(width=1, depth=1, budget=1)
+    vocab_size = pair.target.vocab_size
 
     def below() -> NgramDrafter:
-        return NgramDrafter(table, one, target.vocab_size)
+        return NgramDrafter(pair.table, one, vocab_size)
 
     def drafter(kind: type[ModelDrafter], below: NgramDrafter | None) -> ModelDrafter:
-        return kind(Session(draft), tree, below=below, vocab_size=target.vocab_size, substitutes=substitutes)
+        return kind(Session(draft), tree, below=below, vocab_size=vocab_size, substitutes=pair.substitutes)
 
     return {
         "shared noise, n-grams below": drafter(ModelDrafter, below()),
         "without n-grams below": drafter(ModelDrafter, None),
         "without shared noise": drafter(UnsharedDrafter, below()),
     }
+
+
+def _of_ngrams(pair: Pair, session: Session, budget: int) -> dict[str, NgramDrafter]:
+    tree, vocab_size = FixedPolicy(width=1, depth=budget, budget=budget), pair.target.vocab_size
+    ways = {"n-grams of the text": NgramDrafter(None, tree, vocab_size)}
+    if pair.table:
+        ways["and of a table"] = NgramDrafter(pair.table, tree, vocab_size)
+    ways["and the memory"] = NgramDrafter(pair.table, tree, vocab_size, recycled=RecycledCandidates())
+    if pair.head:
+        memory = RecycledCandidates()
+        ways["and the draft head"] = HeadDrafter(
+            pair.head, pair.target, session, pair.table, tree, vocab_size, recycled=memory
+        )
+    return ways
 
 
 def drafters(
@@ -122,11 +142,15 @@ def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: Sampling
 
 
 def run_texts(
-    decoder: Decoder, prompts: Sequence[NDArray[np.int32]], sampling: SamplingConfig, max_tokens: int
+    decoder: Decoder,
+    prompts: Sequence[NDArray[np.int32]],
+    sampling: SamplingConfig,
+    max_tokens: int,
+    is_end: Callable[[int], bool],
 ) -> GenerationStats:
-    """Continue prompts one after the other; the figures of all of them together."""
+    """Continue prompts one after the other, each up to its end of text; the figures of all of them together."""
     stats = GenerationStats()
     for prompt in prompts:
-        for _ in decoder.generate(prompt, sampling, max_tokens, stats=stats):
+        for _ in decoder.generate(prompt, sampling, max_tokens, is_end=is_end, stats=stats):
             pass
     return stats

@@ -53,6 +53,12 @@ Prompts = Annotated[
 Limit = Annotated[
     int | None, typer.Option(min=1, help="Prompts at most, evenly spread over their categories.", callback=check)
 ]
+Warm = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Draft with the memory of so many other prompts of the file; else with none.", callback=check
+    ),
+]
 MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.", callback=check)]
 
 
@@ -82,12 +88,7 @@ def bench(
         str | None,
         typer.Option(help="Instead: what drafts with this acceptance at depth 1, 2, ... would gain; as 0.8,0.6,0.5."),
     ] = None,
-    warm: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Draft with the memory of so many other prompts of the file; else with none.", callback=check
-        ),
-    ] = 0,
+    warm: Warm = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.md, report.json and pictures.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -299,25 +300,34 @@ def parts(
     limit: Limit = None,
     max_tokens: MaxTokens = 96,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.", callback=check)] = 12,
+    warm: Warm = 0,
 ) -> None:
-    """What shared noise and the n-grams below the draft bring: acceptance, tokens per step, draft passes per token.
+    """What each part that drafts brings: tokens per step, passes of the draft, acceptance.
+
+    With a draft model: shared noise and the n-grams below it. Without one: n-grams, their table, the memory and the
+    draft head.
 
     Example: pystaged bench parts --limit 20
+
+    Example: pystaged bench parts --model smollm2 --prompts question.jsonl --limit 36 --warm 50
     """
-    pair, texts = _open(model, draft, quantization, prompts, limit)
-    smaller = pair.draft
-    if smaller is None:
-        raise typer.BadParameter("a draft that is a model is needed")
+    pair, texts = _open(model, draft, quantization, prompts, limit and limit + warm)
+    earlier, texts = texts[:warm], texts[warm:]
+    if not texts:
+        raise typer.BadParameter(f"{warm} prompts to remember leave none to measure; choose fewer with --warm")
     session = Session(pair.target)
     title = f"{len(texts)} prompts, {max_tokens} tokens each, trees of {nodes} nodes"
-    headings = ("", "tokens per step", "draft passes per token", "acceptance at depth 1, 2, ...")
-    table = Table(*headings, title=title, box=None)
+    passes = ["draft passes per token"] if pair.draft else []
+    table = Table("", "tokens per step", *passes, "acceptance at depth 1, 2, ...", title=title, box=None)
     for mode, sampling in pairs.MODES.items():
-        for way, drafter in pairs.parts(pair.target, smaller, pair.table, nodes, pair.substitutes).items():
-            stats = pairs.run_texts(Decoder(session, drafter), texts, sampling, max_tokens)
-            passes_per_token = stats.drafters["draft"].passes / stats.new_tokens
+        for way, drafter in pairs.parts(pair, session, nodes).items():
+            decoder, options = Decoder(session, drafter), (sampling, max_tokens, pair.tokenizer.is_end)
+            if drafter.memory:
+                pairs.run_texts(decoder, earlier, *options)
+            stats = pairs.run_texts(decoder, texts, *options)
+            passes = [f"{stats.drafters['draft'].passes / stats.new_tokens:.3f}"] if pair.draft else []
             depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth[:8])
-            table.add_row(f"{mode}: {way}", f"{stats.tokens_per_step:.3f}", f"{passes_per_token:.3f}", depths)
+            table.add_row(f"{mode}: {way}", f"{stats.tokens_per_step:.3f}", *passes, depths)
     _console().print(table)
 
 

@@ -22,6 +22,9 @@ import pytest
 from random_weights import write_random_llama
 from rich.console import Console
 from rich.table import Table
+from support.draft_heads import RandomHead
+from support.draft_heads import write as write_head
+from support.random_models import RandomModel, write
 from typer.testing import CliRunner
 
 from pystaged._core import Model, Session, Tokenizer
@@ -599,6 +602,27 @@ def test_parts_of_the_benchmark_are_commands_of_both_names(program: list[str], t
     rows = [line.split() for line in done.stdout.splitlines() if line.strip()][2:]
     assert rows
     assert all(row[-3:] == ["0"] * 3 for row in rows), "in a pipe a row is a line"
+
+
+def test_what_each_part_that_drafts_brings(two_prompts: Path, tmp_path: Path) -> None:
+    target = write(tmp_path / "target.gguf", RandomModel("llama"))
+    head = write_head(tmp_path / "head.gguf", RandomHead(Tokenizer(target).fingerprint, list(range(200))))
+    alone = ["n-grams of the text", "and the memory"]
+    of_model = ["shared noise, n-grams below", "without n-grams below", "without shared noise"]
+    for arguments, parts in (
+        (("house", "--limit", "1"), of_model),
+        ((target, "--draft", head, "--limit", "1", "--warm", "1"), [*alone, "and the draft head"]),
+        ((target, "--draft", "none"), alone),
+    ):
+        child = command("parts", "--prompts", two_prompts, "--max-tokens", "6", "--model", *arguments)
+        said, errors = child.communicate(timeout=60)
+        assert child.returncode == 0, errors
+        found = dict(line.removeprefix(" greedy: ").split("  ", 1) for line in said.splitlines() if " greedy: " in line)
+        assert list(found) == parts
+        assert all(float(figures.split()[0]) >= 1 for figures in found.values())
+    child = command("parts", "--prompts", two_prompts, "--warm", "2")
+    assert "leave none to measure" in child.communicate(timeout=60)[1]
+    assert child.returncode == 2
 
 
 def test_options_before_the_name_of_a_part_are_not_lost() -> None:
