@@ -664,7 +664,8 @@ PYBIND11_MODULE(_core, m) {
             },
             py::arg("before"), py::arg("token"))
         .def(
-            "become", [](RecycledCandidates& self, const RecycledCandidates& other) { self = other; }, py::arg("other"))
+            "copy_from", [](RecycledCandidates& self, const RecycledCandidates& other) { self = other; },
+            py::arg("other"))
         .def("entries", [](const RecycledCandidates& self) { return to_arrays(self.slots()); })
         .def(
             "restore",

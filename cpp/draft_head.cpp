@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kMostNumbers = 1 << 16;
 constexpr int kMostBlocks = 16;
+constexpr int kMostLayers = 256;  // of a target
 constexpr const char* kPrefix = "draft-head.";
 
 int number(const GgufFile& file, const char* key, int64_t most) {
@@ -63,7 +64,7 @@ DraftHead::DraftHead(const std::string& path, const std::string& kernel) : kerne
     if (!(epsilon_ > 0 && epsilon_ < 1)) {
         file.fail("metadata 'draft-head.attention.layer_norm_rms_epsilon' is not between 0 and 1");
     }
-    taps_ = rising(file, "taps", 1, kMostBlocks * kMostBlocks);
+    taps_ = rising(file, "taps", 1, kMostLayers);
     tokens_ = rising(file, "tokens", 0, INT32_MAX - 1);
     const int taps = static_cast<int>(taps_.size()), size = static_cast<int>(tokens_.size());
     state_norm_ = floats(file, "state_norm.weight", taps * width_);
@@ -121,7 +122,7 @@ std::vector<float> DraftHead::normed(const float* x, int n, const std::vector<fl
     return result;
 }
 
-// W x and the epilogue for n rows; what lies between one row and the next has room for whole runs.
+// W x and the epilogue for n rows, [n][padded rows]; for maxima the rows are padded to whole runs.
 std::vector<float> DraftHead::product(int num_threads, const PackedMatrix& weights, const std::vector<float>& x, int n,
                                       Epilogue epilogue, float* maxima) const {
     const int cols = weights.padded_cols();
@@ -180,14 +181,14 @@ void DraftHead::step(const Model& target, const float* states, const int32_t* to
     std::vector<float> state = product(threads, step_, x, n, sum);
     for (const Block& block : blocks_) {
         const std::vector<float> input = normed(state.data(), n, block.norm);
-        Epilogue opening;
-        opening.activation = Activation::silu;
-        const std::vector<float> gate = product(threads, block.gate, input, n, opening);
+        Epilogue silu;
+        silu.activation = Activation::silu;
+        const std::vector<float> gate = product(threads, block.gate, input, n, silu);
         Epilogue gated;
         gated.gate = gate.data();
-        Epilogue more;
-        more.residual = state.data();
-        state = product(threads, block.down, product(threads, block.up, input, n, gated), n, more);
+        Epilogue residual;
+        residual.residual = state.data();
+        state = product(threads, block.down, product(threads, block.up, input, n, gated), n, residual);
     }
     std::copy(state.begin(), state.end(), out);
     if (k == 0) {
@@ -204,6 +205,7 @@ void DraftHead::step(const Model& target, const float* states, const int32_t* to
     for (int i = 0; i < n; ++i) {
         const LogitsRow row{&logits[size_t(i) * stride], &maxima[size_t(i) * stride / kRun], size, stride};
         const std::vector<Candidate>& found = sampler.log_probabilities(row, 0, k, 1);
+        // The first one found is the token that was asked for, 0.
         for (int j = 0; j < k; ++j) {
             candidates[i * k + j] = tokens_[found[j + 1].token];
             logprobs[i * k + j] = found[j + 1].score;

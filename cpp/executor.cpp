@@ -33,8 +33,8 @@ std::unique_ptr<Backend> make_backend(const Model& model) {
     return std::make_unique<PackedPass>(model);
 }
 
-// What passes need is remembered for about a hundred of them: memory for more than twice that is given back.
-constexpr double kRemembered = 0.99;
+// By pass, of the largest one lately. Memory for more than twice of that is given back.
+constexpr double kPeakDecay = 0.99;
 
 }  // namespace
 
@@ -78,14 +78,14 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) 
     std::unique_ptr<Logits> logits;
     {
         const std::lock_guard<std::mutex> lock(spare_->mutex);
-        // The smallest that is large enough, or else the largest.
         auto& all = spare_->logits;
         std::sort(all.begin(), all.end(),
                   [](const auto& a, const auto& b) { return a->values.size() < b->values.size(); });
-        spare_->usual = std::max(static_cast<double>(floats), kRemembered * spare_->usual);
-        while (!all.empty() && all.back()->values.size() > 2 * spare_->usual) {
+        spare_->peak = std::max(static_cast<double>(floats), kPeakDecay * spare_->peak);
+        while (!all.empty() && all.back()->values.size() > 2 * spare_->peak) {
             all.pop_back();
         }
+        // The smallest that is large enough, or else the largest.
         const auto fits =
             std::find_if(all.begin(), all.end(), [&](const auto& l) { return l->values.size() >= floats; });
         if (!all.empty()) {
@@ -94,7 +94,7 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) 
             all.erase(found);
         } else {
             logits = std::make_unique<Logits>();
-            all.reserve(++spare_->made);
+            all.reserve(++spare_->made);  // so that giving memory back never allocates
         }
     }
     logits->num_rows = num_rows;

@@ -77,7 +77,7 @@ private:
     struct Spare {
         std::mutex mutex;
         size_t made = 0;
-        double usual = 0;  // floats of a pass
+        double peak = 0;  // floats of the largest pass lately
         std::vector<std::unique_ptr<Logits>> logits;
     };
 

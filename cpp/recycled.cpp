@@ -8,11 +8,11 @@
 namespace pystaged {
 namespace {
 
-constexpr float new_weight = 0.35f;                    // of what is seen beside what was known
-constexpr float pair_weight = 0.7f;                    // of a pair's candidates beside its last token's
-constexpr int64_t key_offset = 2;                      // added to a pair's first token, -1 for none: above all tokens
-constexpr uint64_t fibonacci = 0x9E3779B97F4A7C15ull;  // Fibonacci hashing: the slot is the product's upper bits
-constexpr int kept = RecycledCandidates::num_candidates;
+constexpr float kNewWeight = 0.35f;  // of what is seen beside what was known
+constexpr float kPairWeight = 0.7f;  // of a pair's candidates beside its last token's
+constexpr int64_t kPairOffset = 2;   // added to a pair's first token, -1 for none: pairs' keys are above all tokens'
+constexpr uint64_t kFibonacci = 0x9E3779B97F4A7C15ull;  // Fibonacci hashing: the slot is the product's upper bits
+constexpr int kKept = RecycledCandidates::num_candidates;
 
 }  // namespace
 
@@ -31,14 +31,14 @@ RecycledCandidates::RecycledCandidates(size_t slots) : num_token_slots_(slots / 
 }
 
 int64_t RecycledCandidates::key_of(int32_t before, int32_t token) {
-    return (before + key_offset) << 32 | static_cast<uint32_t>(token);
+    return (before + kPairOffset) << 32 | static_cast<uint32_t>(token);
 }
 
 size_t RecycledCandidates::slot_of(int64_t key) const {
     if (key < int64_t{1} << 32) {
         return static_cast<size_t>(key) & (num_token_slots_ - 1);
     }
-    return num_token_slots_ + static_cast<size_t>(static_cast<uint64_t>(key) * fibonacci >> shift_);
+    return num_token_slots_ + static_cast<size_t>(static_cast<uint64_t>(key) * kFibonacci >> shift_);
 }
 
 const RecycledCandidates::Entry* RecycledCandidates::find(int64_t key) const {
@@ -51,7 +51,7 @@ RecycledCandidates::Known RecycledCandidates::chances(int32_t before, int32_t to
     const Entry* const pair = find(key_of(before, token));
     Known known{{}, pair ? 2 : single ? 1 : 0};
     const auto add = [&](const Entry* entry, float weight) {
-        for (int j = 0; entry && j < kept; ++j) {
+        for (int j = 0; entry && j < kKept; ++j) {
             const int32_t candidate = entry->tokens[j];
             if (candidate < 0) {
                 continue;
@@ -65,15 +65,15 @@ RecycledCandidates::Known RecycledCandidates::chances(int32_t before, int32_t to
             }
         }
     };
-    add(single, pair ? 1 - pair_weight : 1);
-    add(pair, single ? pair_weight : 1);
+    add(single, pair ? 1 - kPairWeight : 1);
+    add(pair, single ? kPairWeight : 1);
     return known;
 }
 
 void RecycledCandidates::learn(size_t n, const int32_t* before, const int32_t* tokens, int k, const int32_t* candidates,
                                const float* logits) {
-    if (k < 1 || k > kept) {
-        throw std::invalid_argument("there must be 1 to " + std::to_string(kept) + " candidates of a row, not " +
+    if (k < 1 || k > kKept) {
+        throw std::invalid_argument("there must be 1 to " + std::to_string(kKept) + " candidates of a row, not " +
                                     std::to_string(k));
     }
     for (size_t i = 0; i < n; ++i) {
@@ -82,7 +82,7 @@ void RecycledCandidates::learn(size_t n, const int32_t* before, const int32_t* t
         }
     }
     std::vector<size_t> taken;
-    std::array<float, kept> chances;
+    std::array<float, kKept> chances;
     for (size_t i = 0; i < n; ++i) {
         const float* row = logits + i * k;
         float sum = 0;
@@ -109,14 +109,14 @@ void RecycledCandidates::learn(size_t n, const int32_t* before, const int32_t* t
 
 void RecycledCandidates::blend(int64_t key, int k, const int32_t* candidates, const float* chances) {
     Entry& entry = slots_[slot_of(key)];
-    std::array<std::pair<float, int32_t>, 2 * kept> mixed;
+    std::array<std::pair<float, int32_t>, 2 * kKept> mixed;
     int size = 0;
     for (int j = 0; j < k; ++j) {
-        mixed[size++] = {new_weight * chances[j], candidates[j]};
+        mixed[size++] = {kNewWeight * chances[j], candidates[j]};
     }
-    for (int j = 0; entry.key == key && j < kept; ++j) {
+    for (int j = 0; entry.key == key && j < kKept; ++j) {
         const auto same = std::find(candidates, candidates + k, entry.tokens[j]);
-        const float old = (1 - new_weight) * entry.chances[j];
+        const float old = (1 - kNewWeight) * entry.chances[j];
         if (same != candidates + k) {
             mixed[same - candidates].first += old;
         } else {
@@ -125,13 +125,13 @@ void RecycledCandidates::blend(int64_t key, int k, const int32_t* candidates, co
     }
     std::stable_sort(mixed.begin(), mixed.begin() + size,
                      [](const auto& a, const auto& b) { return a.first > b.first; });
-    size = std::min(size, kept);
+    size = std::min(size, kKept);
     float sum = 0;
     for (int j = 0; j < size; ++j) {
         sum += mixed[j].first;
     }
     entry.key = key;
-    for (int j = 0; j < kept; ++j) {
+    for (int j = 0; j < kKept; ++j) {
         const float chance = j < size ? mixed[j].first / sum : 0;
         entry.chances[j] = chance;
         entry.tokens[j] = chance > 0 ? mixed[j].second : -1;
@@ -148,8 +148,8 @@ void RecycledCandidates::restore(const Entry& entry) {
     }
     Entry& slot = slots_[slot_of(entry.key)];
     slot = entry;
-    for (int j = 0; j < kept; ++j) {
-        // Chances that were too small for how they were kept are 0.
+    for (int j = 0; j < kKept; ++j) {
+        // Chances that were too small for how they were kKept are 0.
         slot.chances[j] /= sum;
         slot.tokens[j] = slot.chances[j] > 0 ? slot.tokens[j] : -1;
     }

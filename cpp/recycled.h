@@ -13,9 +13,8 @@
 
 namespace pystaged {
 
-// Two direct-mapped tables, one of tokens and one of pairs, in which the newer of two keys has a slot. All of it is
-// written at once, because memory that comes little by little looks like a leak. One for all texts of a model, which
-// take turns.
+// Two direct-mapped tables, one of tokens and one of pairs. All of their memory is taken at once, because memory that
+// comes little by little looks like a leak. One for all texts of a model, which take turns.
 class RecycledCandidates {
 public:
     static constexpr int num_candidates = 16;  // of a token or a pair
@@ -30,7 +29,8 @@ public:
     // Room for so many pairs, a power of two, and half as many tokens.
     explicit RecycledCandidates(size_t slots);
 
-    // Takes in n verified rows; of two with the same key the earlier counts. before: the token before each row's, -1
+    // Takes in n verified rows. Of those of one call with the same slot the first has it, because it is the nearest to
+    // the root; of two calls the newer one. before: the token before each row's, -1
     // for none; tokens: each row's own; candidates, logits: [n][k], the tokens of the largest logits after each row,
     // best first. Throws std::invalid_argument for tokens that are negative, and for more candidates than are kept.
     void learn(size_t n, const int32_t* before, const int32_t* tokens, int k, const int32_t* candidates,

@@ -302,14 +302,13 @@ class RecycledCandidates:
     which take turns.
 
     Every row of a verified tree says what the target would go on with, the rejected ones too; "Turning Trash into
-    Treasure" (Luo et al. 2024, arXiv 2408.08696) drafts from that. Of two tokens or pairs with the same slot the newer
-    one has it.
+    Treasure" (Luo et al. 2024, arXiv 2408.08696) drafts from that.
 
     Args:
         slots: for pairs, a power of two; half as many for tokens. As many as by default take 13 MB, all at once.
 
     Raises:
-        ValueError: no power of two.
+        ValueError: slots is no power of two from 2 to 2**30.
     """
 
     num_candidates: int
@@ -318,7 +317,7 @@ class RecycledCandidates:
     def __init__(self, slots: int = 1 << 16) -> None: ...
     @property
     def num_learnt(self) -> int:
-        """Rows."""
+        """Rows learnt so far."""
     def learn(
         self,
         before: NDArray[np.int32],
@@ -326,7 +325,8 @@ class RecycledCandidates:
         candidates: NDArray[np.int32],
         logits: NDArray[np.float32],
     ) -> None:
-        """Take in verified rows; of two with the same key the earlier counts.
+        """Take in verified rows. Of those of one call with the same slot the first has it, because it is the nearest to
+        the root; of two calls the newer one.
 
         Args:
             before: int32[n], the token before each row's, -1 for none; tokens: int32[n], each row's own.
@@ -339,7 +339,7 @@ class RecycledCandidates:
     def chances(self, before: int, token: int) -> tuple[dict[int, float], int]:
         """The probability of each candidate after these two tokens (`before` is -1 for none), 0 candidates if nothing
         is known; and after how many tokens it is known."""
-    def become(self, other: RecycledCandidates) -> None:
+    def copy_from(self, other: RecycledCandidates) -> None:
         """Know what another one knows, and no more."""
     def entries(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
         """All that is known: keys int64[n], candidates int32[n, num_candidates], -1 for none, and their chances

@@ -97,10 +97,10 @@ class Runner:
                 job = {"prompt": prompt, "sampling": sampling, "max_tokens": self._warm_tokens}
                 self._generate(self._decoders[way, sampling], job)
             at_first = RecycledCandidates()
-            at_first.become(memory)
+            at_first.copy_from(memory)
             self._memory = memory, at_first
         memory, at_first = self._memory
-        memory.become(at_first)
+        memory.copy_from(at_first)
 
     def _decoder(self, way: str) -> Decoder:
         pair = self._pair

@@ -1,28 +1,24 @@
 """What drafting may spend and what it gained: the only place.
 
-A drafter is used only while the least it can do is covered by the credit of the text. The credit opens with a few plain
-steps, or with more that the text before has gained and left, grows by a share of what is written, and takes in all that
-drafting gains and loses. What a drafter may spend in
-a step is what the credit holds, and so is what verifying its tree may cost beyond a plain step. All prices are those of
-the text's present length.
-
-So at any moment of a text, in seconds:
+A text has a credit of seconds. A drafter is used only while the credit covers the least it can do, and a step may spend
+no more than the credit, verifying included. All prices are those of the text's present length. So at any moment of a
+text, in seconds:
 
     text <= plain + opening + prompt + share + overshoot + mistaken
 
-plain: what plain decoding of the same tokens takes. opening: OPENING plain steps, as believed when the text begins, or
-what the text before left of its credit, CARRIED plain steps at most; that was gained, so all texts in turn may lose no
-more together than if each had OPENING. Guesses come true by luck, and with less to stake one text in two would run out
-of credit by chance before drafting had paid.
-prompt: PROMPT of what the target needs to read the prompt, which a drafter may use to read it, too. share: SHARE of
-plain. overshoot: by how much one operation, the one that used up the credit, took longer than its price; an operation
-is a piece of the prompt, a pass or a lookup of a drafter, or a verify pass, with what Python does before the next, of
-which telling the drafters is a part. mistaken: of the tokens of drafted steps, (1 + SHARE) x by how much a plain step
-was believed to take longer than it did. What is believed is a decayed mean of the plain steps that were seen,
-interruptions and all, because those would hit plain decoding too; between them it grows with the text, as the cost of a
-pass of one row does. So it is mistaken only until the next ones are seen after the machine has become faster, which is
-soon where passes of any size say that it has. After an overshoot the credit is negative, and the text is plain until it
-is earned back.
+plain: plain decoding of the same tokens. opening: OPENING plain steps, as believed when the text begins, or what the
+text before in this context left of its credit, at most CARRIED. That was gained, so all texts of a context lose no more
+together than if each had OPENING. A drafter that pays can lose its first steps by chance: with OPENING alone, half of
+the texts stopped drafting too early. prompt: PROMPT of what the target needs to read the prompt, for a drafter to read
+it, too. share: SHARE of plain. overshoot: by how much the operation that used up the credit took longer than its price;
+an operation is a piece of the prompt, a pass or a lookup of a drafter, or a verify pass with what Python does before
+the next, of which telling the drafters is a part. The credit is negative then, and the text plain until it is earned
+back. mistaken: (1 + SHARE) x by how much plain steps were believed to take longer than they did, over the tokens of
+drafted steps.
+
+A plain step is believed to take the decayed mean of those seen, interruptions and all, because those would hit plain
+decoding, too; between them it grows with the text, as a pass of one row does. So it is mistaken only until the next
+ones are seen after the machine has become faster, which is soon where passes of any size say that it has.
 
 Among drafters that are covered the one of the largest average speed-up is used, none where none is faster than plain
 decoding. Another one is tried only when a purse of its own, filled by the same share and emptied by what its trials
@@ -53,12 +49,12 @@ PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to rea
 _MOST = 16.0  # plain steps of gains, or of a purse, that are kept: what turned wrong must end soon
 _BLEND = 0.003  # least weight of a new observation; what turned wrong is ended by the credit, not by this
 _PRIOR = 10  # uses that the first belief is worth
-_TRIALS = 3  # uses at first that need no purse
+_TRIALS = 3  # uses at first that need no purse, where none is believed to pay
 _PLAIN_BLEND = 0.1  # least weight of a new plain step
-_DOUBT = 1.5  # times what is seen: a plain step that is believed to take more is looked at soon, and not believed
+_DOUBT = 1.5  # times what is seen: a plain step that is believed to take more is checked at once, and then forgotten
 _CHUNK = 32  # tokens of a prompt from which the seconds for one are learnt
 # After so many drafted steps come two plain ones, to see what those take: often at first, and rarely where drafting
-# gains more than a plain step.
+# gains more than a plain step. The first of the two is not counted: a draft had the caches before it.
 _FIRST_CHECK, _LAST_CHECK, _RARE_CHECK = 4, 128, 1024
 
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 
 class Stage(IntEnum):
-    """Who proposed a token: a model, a table, or a grammar that allows no other one. A further neural stage counts as
-    DRAFT too."""
+    """Who proposed a token: the target, a draft model or draft head, n-grams, or a grammar that allows no other one.
+    What a head drafts counts as DRAFT, the n-grams mixed into it included."""
 
     TARGET = 0
     DRAFT = 1

@@ -13,7 +13,7 @@ ARCHITECTURE = "draft-head"
 
 
 def is_head(path: Path) -> bool:
-    """Whether a GGUF file holds a draft head, not a model. Raises ModelError for a file that is none."""
+    """Whether a GGUF file holds a draft head, not a model. Raises ModelError for a file that is not GGUF."""
     return metadata(path).get("general.architecture") == ARCHITECTURE
 
 
@@ -61,7 +61,6 @@ def find_head(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: No
         try:
             head = metadata(path)
             if all(head.get(f"{ARCHITECTURE}.{key}") == value for key, value in wanted.items()):
-                DraftHead(path)
                 return path
         except OSError as error:
             report(f"passed over: {error}")

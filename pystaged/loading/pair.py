@@ -1,4 +1,4 @@
-"""A target and what drafts for it, put together: models, vocabularies, n-gram table, measured costs."""
+"""A target and what drafts for it, put together: draft or draft head, n-gram table, memory, measured costs."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Pair:
         if draft and draft_cost:
             by_draft = GainPolicy(target_cost, draft_cost, crowd=crowd)
             drafters.insert(0, self._model_drafter(draft, by_draft, draft_cost, crowd))
-        if self.head and self.head_cost:
+        elif self.head and self.head_cost:
             by_head = GainPolicy(target_cost, self.head_cost.lookup, crowd=crowd)
             drafters.insert(0, self._head_drafter(self.head, target, by_head, self.head_cost, crowd))
         uses = partial(self._uses, target_cost, draft_cost, crowd=crowd)
@@ -197,12 +197,12 @@ class Pair:
         crowd = crowd or Crowd()
         lookup = self.ngram_cost.lookup(1)
         uses = [expected_use(target_cost, lookup, _NGRAM_RATE, cells, crowd)]
-        if self.head_cost:
-            uses.insert(0, expected_use(target_cost, self.head_cost.lookup(1), _HEAD_RATE, cells, crowd))
         if draft_cost:
             # With the Python around the pass.
             pass_seconds = draft_cost(crowd.texts, cells) / crowd.texts + _PYTHON_LOOKUPS * lookup
             uses.insert(0, expected_use(target_cost, pass_seconds, _DRAFT_RATE, cells, crowd))
+        elif self.head_cost:
+            uses.insert(0, expected_use(target_cost, self.head_cost.lookup(1), _HEAD_RATE, cells, crowd))
         return uses
 
     def _fastest(self, targets: dict[str, Model], drafts: dict[str, Model]) -> tuple[str, str]:
