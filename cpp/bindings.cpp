@@ -100,10 +100,10 @@ std::vector<Sampling> to_samplings(const Samplings& sampling) {
     return one ? std::vector<Sampling>{*one} : std::get<1>(sampling);
 }
 
-// uint32[rows, words] or None.
 using Ints = py::array_t<int32_t, py::array::c_style>;
 using Longs = py::array_t<int64_t, py::array::c_style>;
 using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
+// uint32[rows, words] or None.
 using MaskArray = std::optional<py::array_t<uint32_t, py::array::c_style | py::array::forcecast>>;
 
 Masks to_masks(const MaskArray& array) {
@@ -676,13 +676,13 @@ PYBIND11_MODULE(_core, m) {
                     candidates.shape(1) != kept || chances.shape(1) != kept) {
                     throw py::value_error("there must be a key, candidates and chances of each entry");
                 }
+                std::vector<RecycledCandidates::Entry> entries(keys.size());
                 for (py::ssize_t i = 0; i < keys.size(); ++i) {
-                    RecycledCandidates::Entry entry;
-                    entry.key = keys.at(i);
-                    std::copy_n(candidates.data(i, 0), kept, entry.tokens.begin());
-                    std::copy_n(chances.data(i, 0), kept, entry.chances.begin());
-                    self.restore(entry);
+                    entries[i].key = keys.at(i);
+                    std::copy_n(candidates.data(i, 0), kept, entries[i].tokens.begin());
+                    std::copy_n(chances.data(i, 0), kept, entries[i].chances.begin());
                 }
+                self.restore(std::move(entries));
             },
             py::arg("keys"), py::arg("candidates"), py::arg("chances"));
 

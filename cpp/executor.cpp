@@ -84,6 +84,7 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) 
         spare_->peak = std::max(static_cast<double>(floats), kPeakDecay * spare_->peak);
         while (!all.empty() && all.back()->values.size() > 2 * spare_->peak) {
             all.pop_back();
+            --spare_->made;
         }
         // The smallest that is large enough, or else the largest.
         const auto fits =

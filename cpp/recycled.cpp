@@ -31,7 +31,7 @@ RecycledCandidates::RecycledCandidates(size_t slots) : num_token_slots_(slots / 
 }
 
 int64_t RecycledCandidates::key_of(int32_t before, int32_t token) {
-    return (before + kPairOffset) << 32 | static_cast<uint32_t>(token);
+    return (int64_t{before} + kPairOffset) << 32 | static_cast<uint32_t>(token);
 }
 
 size_t RecycledCandidates::slot_of(int64_t key) const {
@@ -47,6 +47,9 @@ const RecycledCandidates::Entry* RecycledCandidates::find(int64_t key) const {
 }
 
 RecycledCandidates::Known RecycledCandidates::chances(int32_t before, int32_t token) const {
+    if (token < 0 || before < -1) {
+        return {};
+    }
     const Entry* const single = find(token);
     const Entry* const pair = find(key_of(before, token));
     Known known{{}, pair ? 2 : single ? 1 : 0};
@@ -77,8 +80,8 @@ void RecycledCandidates::learn(size_t n, const int32_t* before, const int32_t* t
                                     std::to_string(k));
     }
     for (size_t i = 0; i < n; ++i) {
-        if (tokens[i] < 0 || before[i] < -1) {
-            throw std::invalid_argument("a token must not be negative, nor one before it below -1");
+        if (tokens[i] < 0 || before[i] < -1 || before[i] == INT32_MAX) {
+            throw std::invalid_argument("a token must not be negative, nor one before it below -1 or above all others");
         }
     }
     std::vector<size_t> taken;
@@ -138,20 +141,24 @@ void RecycledCandidates::blend(int64_t key, int k, const int32_t* candidates, co
     }
 }
 
-void RecycledCandidates::restore(const Entry& entry) {
-    float sum = 0;
-    for (const float chance : entry.chances) {
-        sum += chance;
+void RecycledCandidates::restore(std::vector<Entry> entries) {
+    for (Entry& entry : entries) {
+        float sum = 0;
+        for (int j = 0; j < kKept; ++j) {
+            entry.chances[j] = entry.tokens[j] < 0 ? 0 : entry.chances[j];
+            sum += entry.chances[j];
+        }
+        if (entry.key < 0 || !(sum > 0) || !std::isfinite(sum)) {
+            throw std::invalid_argument("an entry needs a key that is not negative, and candidates with chances");
+        }
+        for (int j = 0; j < kKept; ++j) {
+            // Chances that were too small for how they were kept are 0.
+            entry.chances[j] /= sum;
+            entry.tokens[j] = entry.chances[j] > 0 ? entry.tokens[j] : -1;
+        }
     }
-    if (entry.key < 0 || !(sum > 0) || !std::isfinite(sum)) {
-        throw std::invalid_argument("an entry needs a key that is not negative, and chances whose sum is above 0");
-    }
-    Entry& slot = slots_[slot_of(entry.key)];
-    slot = entry;
-    for (int j = 0; j < kKept; ++j) {
-        // Chances that were too small for how they were kKept are 0.
-        slot.chances[j] /= sum;
-        slot.tokens[j] = slot.chances[j] > 0 ? slot.tokens[j] : -1;
+    for (const Entry& entry : entries) {
+        slots_[slot_of(entry.key)] = entry;
     }
 }
 

@@ -46,8 +46,9 @@ public:
     Known chances(int32_t before, int32_t token) const;
 
     const std::vector<Entry>& slots() const { return slots_; }
-    // Takes in an entry that another one had. Throws std::invalid_argument for a negative key or chances without a sum.
-    void restore(const Entry& entry);
+    // Takes in entries that another one had. Throws std::invalid_argument, and takes in none, for a negative key, or
+    // where the chances of an entry's candidates sum to nothing.
+    void restore(std::vector<Entry> entries);
 
 private:
     static int64_t key_of(int32_t before, int32_t token);  // of a token alone it is the token

@@ -28,7 +28,7 @@ def tune(*, model: ModelName = "house", options: PairOptions) -> None:
     table = Table(box=None, pad_edge=False)
     more = "per 1,000 tokens"
     head = pair.head_cost.lookup if pair.head_cost else None
-    drafts = ("draft ms", more) if smaller else ("draft head ms",) if head else ()
+    drafts = ("draft ms", more) if smaller else ("draft head, lookup ms",) if head else ()
     for heading in ("rows", "target ms", more, "T(n)/T(1)", *drafts):
         table.add_column(heading, justify="right")
     for n, seconds in target.seconds.items():
@@ -36,6 +36,6 @@ def tune(*, model: ModelName = "house", options: PairOptions) -> None:
         if smaller:
             row += [f"{1e3 * smaller(n):.2f}", f"+{1e3 * (smaller(n, 1000) - smaller(n)):.2f}"]
         elif head:
-            row.append(f"{1e3 * head(n):.2f}")
+            row.append(f"{1e3 * head(n):.2f}" if n in head.seconds else "-")
         table.add_row(*row)
     print_table(table)

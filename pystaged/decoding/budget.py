@@ -7,14 +7,14 @@ text, in seconds:
     text <= plain + opening + prompt + share + overshoot + mistaken
 
 plain: plain decoding of the same tokens. opening: OPENING plain steps, as believed when the text begins, or what the
-text before in this context left of its credit, at most CARRIED. That was gained, so all texts of a context lose no more
-together than if each had OPENING. A drafter that pays can lose its first steps by chance: with OPENING alone, half of
-the texts stopped drafting too early. prompt: PROMPT of what the target needs to read the prompt, for a drafter to read
-it, too. share: SHARE of plain. overshoot: by how much the operation that used up the credit took longer than its price;
-an operation is a piece of the prompt, a pass or a lookup of a drafter, or a verify pass with what Python does before
-the next, of which telling the drafters is a part. The credit is negative then, and the text plain until it is earned
-back. mistaken: (1 + SHARE) x by how much plain steps were believed to take longer than they did, over the tokens of
-drafted steps.
+text before in this context left of its credit, at most CARRIED. That was gained or of its share, so all texts of a
+context lose no more together than if each had OPENING. A drafter that pays can lose its first steps by chance: with
+OPENING alone, half of the texts stopped drafting too early. prompt: PROMPT of what the target needs to read the prompt,
+for a drafter to read it, too. share: SHARE of plain. overshoot: by how much the operation that used up the credit took
+longer than its price; an operation is a piece of the prompt, a pass or a lookup of a drafter, or a verify pass with
+what Python does before the next, of which telling the drafters is a part. The credit is negative then, and the text
+plain until it is earned back. mistaken: (1 + SHARE) x by how much plain steps were believed to take longer than they
+did, over the tokens of drafted steps.
 
 A plain step is believed to take the decayed mean of those seen, interruptions and all, because those would hit plain
 decoding, too; between them it grows with the text, as a pass of one row does. So it is mistaken only until the next
@@ -103,6 +103,7 @@ class Budget:
         self._chosen: int | None = None
         self._check_after = self._unchecked = 0  # steps until plain ones are due, and since they were seen
         self._was_plain = False
+        self._is_settled = True  # False between the beginning of a drafter's work and its end, which charges it
         self._begin = self._drafted = 0.0
 
     @property
@@ -137,14 +138,17 @@ class Budget:
                 self._here.tokens[i], self._here.steps[i] = tokens, steps
         if read[0] >= _CHUNK:
             self._reading = read[1] / read[0]
-        self.credit = max(OPENING * self.plain_seconds, min(self.credit, CARRIED * self.plain_seconds))
+        # Where a step was interrupted nobody knows what it cost, so nothing is carried.
+        carried = min(self.credit, CARRIED * self.plain_seconds) if self._is_settled else 0.0
+        self.credit, self._is_settled = max(OPENING * self.plain_seconds, carried), True
         best = self._fastest(range(len(drafters)))
         if best is None:
             return
         allowance = PROMPT * self._reading * prompt_tokens
-        begin = self._clock()
+        begin, self._is_settled = self._clock(), False
         yield from drafters[best].catch_up(allowance + self.credit / 2)
         self.credit -= max(0.0, self._clock() - begin - allowance)
+        self._is_settled = True
 
     def choose(self, drafters: Sequence[Drafter], cells: int) -> int | None:
         """Begin a step: the drafter to use for it, None for none.
@@ -155,6 +159,7 @@ class Budget:
         self._begin = self._clock()
         self._go_to(cells)
         self._chosen = self._choose(drafters)
+        self._is_settled = self._chosen is None
         self._drafted = self._clock()
         return self._chosen
 
@@ -212,6 +217,7 @@ class Budget:
             gain = plain - self._texts * seconds
             self._earn(gain, SHARE * plain)
             self._learn(self._chosen, drafted, gain)
+        self._is_settled = True
         return num_tokens * self.plain_seconds
 
     @property

@@ -98,7 +98,7 @@ class KeptMemory:
             (keys >= 0).all()
             and ((tokens >= -1) & (tokens < self._vocab_size)).all()
             and ((chances >= 0) & (chances <= 1)).all()
-            and (chances.sum(1) > 0).all()
+            and (np.where(tokens < 0, 0, chances).sum(1) > 0).all()
         )
         if num_entries and is_sound:
             self.candidates.restore(keys, tokens, chances.astype(np.float32))

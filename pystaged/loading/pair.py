@@ -83,8 +83,6 @@ class Pair:
         if head_path and device == "auto":
             report(f"on the cpu, where {head_path.name} can draft")
             device = "cpu"
-        if head_path and draft_device not in ("cpu", "auto"):
-            raise ValueError(f"{head_path} is a draft head, which drafts on the cpu; leave out the draft's device")
         targets = {name: self._load(self._path, self.tokenizer, name) for name in candidates(device, kv)}
         drafts: dict[str, Model] = {}
         self.substitutes: dict[int, int] = {}
@@ -103,6 +101,8 @@ class Pair:
         if draft == "auto" and self.device == "cpu" and not self._draft_path:
             head_path = find_head(self.tokenizer, report)
         if head_path:
+            if draft_device not in ("cpu", "auto"):
+                raise ValueError(f"{head_path} is a draft head, which drafts on the cpu; leave out the draft's device")
             self.head = load_head(head_path, self.target, self.tokenizer)
             self.head_cost = measure_head(self.head, self.target, self.ngram_cost)
         self.recycled: RecycledCandidates | None = None

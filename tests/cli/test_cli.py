@@ -556,7 +556,7 @@ def test_what_a_draft_head_takes(path: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head.gguf", RandomHead(_core.Tokenizer(path).fingerprint, [1, 2, 3]))
     shown = run("tune", "--model", path, "--draft", head)
     assert shown.returncode == 0
-    assert "draft head ms" in shown.stdout.decode()
+    assert "draft head, lookup ms" in shown.stdout.decode()
     assert "draft head" not in run("tune", "--model", path).stdout.decode()
     assert_refused(run("tune", "--model", path, "--draft", head, "--draft-device", "ggml-cpu"), "leave out the draft's")
 

@@ -418,6 +418,21 @@ def test_devices_take_texts_in_turns(model_of: Model) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_large_pass_gives_its_memory_back_when_smaller_ones_follow(tmp_path: Path) -> None:
+    shape = RandomModel("llama", vocab_size=60_000, vocabulary=lambda *_: None)
+    model = _core.Model(write(tmp_path / "model.gguf", shape))
+    session, kept = _core.Session(model), []
+    for rows in (1, 200, *[1] * 200):
+        session.truncate(0)
+        session.verify([5] * rows, list(range(-1, rows - 1)), _core.Sampling())
+        kept.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    logits = 200 * 60_000 * 4
+    assert kept[1] - kept[0] > 0.9 * logits
+    assert kept[2] - kept[0] > 0.9 * logits  # the next large one may come soon
+    assert kept[-1] - kept[0] < 0.3 * logits
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_a_text_that_is_cut_gives_its_memory_back(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", RandomModel("llama", width=256, heads=4, kv_heads=4, layers=8, context=8192))
 

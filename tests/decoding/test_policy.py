@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -449,12 +450,14 @@ class Text:
         self.plain = self.seconds = 0.0  # of the last text, the prompt excluded
         self._lost = self._bound = 0.0  # in the texts before
 
-    def write(self, behaviours: Iterable[Behaviour], prompt_tokens: int = 40) -> None:
-        """Write a text, a step for each behaviour, and check the bound after every one."""
+    def write(self, behaviours: Iterable[Behaviour], prompt_tokens: int = 40, speculate: bool = True) -> None:
+        """Write a text, a step for each behaviour, and check the bounds after every one."""
         budget, machine = self._decoder.budget, self._machine
         machine.slowness = 1.0
         begin = machine.now
-        finish(self._decoder.start(np.zeros(prompt_tokens, np.int32)), machine.clock)
+        for drafter in self.drafters:
+            drafter.overshoot = 0.0
+        finish(self._decoder.start(np.zeros(prompt_tokens, np.int32), speculate=speculate), machine.clock)
         reading = PROMPT * self._reading * prompt_tokens
         opening, carried = OPENING * budget.plain_seconds, CARRIED * budget.plain_seconds if self._bound else 0.0
         self.seconds = machine.now - begin - self._reading * (prompt_tokens - 1)
@@ -548,8 +551,8 @@ def test_no_text_loses_more_than_the_bound_whatever_happens(
 ) -> None:
     uses = data.draw(st.lists(USES, min_size=len(drafters), max_size=len(drafters)))
     text = Text(rising(true, 1.0, slopes[0]), rising(believed, factor, slopes[1]), drafters, uses)
-    for prompt_tokens in (40, 2000, 40):
-        text.write(itertools.islice(itertools.cycle(steps), 50), prompt_tokens)
+    for prompt_tokens, speculate in ((40, True), (2000, True), (40, False), (40, True)):
+        text.write(itertools.islice(itertools.cycle(steps), 50), prompt_tokens, speculate)
 
 
 @given(CURVES, CURVES, st.floats(0.3, 1.0), DRAFTERS, behaviours(st.just(1.0), st.just(0.0)), SECONDS)
@@ -626,6 +629,39 @@ def test_drafters_that_turn_wrong_lose_less_than_three_percent_of_any_text(turn:
     for _ in range(3):
         text.write([bad] * 96)
         assert lost(text) < 0.03
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_what_is_carried_is_bounded(speculate: bool) -> None:
+    """However much a text gained, or a plain one left of its share."""
+    text = Text(FLAT, PassCost(FLAT.seconds), [(0.2, 0.0, 0.0)], [(2.0, 1.0)])
+    text.write([Behaviour([0.2] * 2, accept=2)] * 5000, speculate=speculate)
+    text.write([Behaviour([0.2] * 2)] * 200)
+    assert text.seconds - text.plain < CARRIED + 1 + SHARE * text.plain
+
+
+@pytest.mark.parametrize("member", ["verify", "catch_up"])
+def test_a_text_that_is_interrupted_leaves_nothing(member: str) -> None:
+    """What the interrupted work took was charged to nobody, so it must not be had again."""
+    text = Text(FLAT, PassCost(FLAT.seconds), [(0.2, 0.0, 0.0)], [(2.0, 1.0)])
+    text.write([Behaviour([0.2] * 2, accept=2)] * 50)
+    broken = text._session if member == "verify" else text.drafters[0]
+    decoder, machine, lost = text._decoder, text._machine, []
+    whole = getattr(broken, member)
+
+    def interrupted(*_: object) -> Requests[None]:
+        machine.work(1.0)
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        setattr(broken, member, interrupted)
+        with suppress(KeyboardInterrupt):
+            finish(decoder.start(np.zeros(2, np.int32)), machine.clock)
+            finish(decoder.step(SamplingConfig(), 10**6), machine.clock)
+        setattr(broken, member, whole)
+        finish(decoder.start(np.zeros(2, np.int32)), machine.clock)
+        lost.append(decoder.budget.credit / decoder.budget.plain_seconds)
+    assert lost == [OPENING] * 3
 
 
 def test_what_a_text_gained_lets_the_next_one_last_through_bad_luck() -> None:

@@ -175,6 +175,11 @@ def test_what_cannot_be_is_refused() -> None:
     refused(memory, "restore", np.array([-1]), ids, chances)
     refused(memory, "restore", np.array([3]), ids, 0 * chances)
     refused(memory, "restore", np.array([3]), ids, chances * np.inf)
+    refused(memory, "restore", np.array([3]), ids - 1, chances)
+    refused(memory, "restore", np.array([3, -1]), np.tile(ids, (2, 1)), np.tile(chances, (2, 1)))
+    refused(memory, "learn", np.full_like(before, 2**31 - 1), tokens, candidates, logits)
+    for nothing in ((-2, 1), (-(2**31), 1), (1, -1)):
+        assert memory.chances(*nothing) == ({}, 0)
     refused(memory, "restore", np.array([3]), ids[:, 1:], chances[:, 1:])
     for slots in (0, 1, 3, 2**40):
         with pytest.raises(ValueError, match="power of two"):
