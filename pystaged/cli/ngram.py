@@ -18,10 +18,12 @@ from pystaged import _core
 from pystaged.cli.console import errors, model_name, report
 from pystaged.cli.options import Threads, usage
 from pystaged.drafting.corpus import check_sampling, sample_answers, sample_documents
-from pystaged.drafting.table import MOST_TOKENS, NgramTable
+from pystaged.drafting.table import MOST_TOKENS, NgramTable, OtherVocabularyError
 from pystaged.files import destination, part_file
 from pystaged.loading import names
 from pystaged.loading.tables import table_path
+
+_PACKAGED = ("house", "house-draft", "smollm2")  # models in folders that packages own
 
 app = typer.Typer(help="Tables of n-grams, the lowest stage.", no_args_is_help=True)
 
@@ -35,7 +37,9 @@ def build(
         Path | None,
         typer.Option(help="File to write; beside the draft if not given, where generate finds it.", show_default=False),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens to sample.")] = 1_000_000,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens to sample at least: texts are counted whole.")
+    ] = 1_000_000,
     temperature: Annotated[
         float | None, typer.Option(help="Of the sampling.", show_default="1.5, or 1 where the model chats")
     ] = None,
@@ -43,7 +47,7 @@ def build(
     threads: Threads = 0,
 ) -> None:
     """Sample text from a model and count the n-grams that draft for it, or for the target itself. Ctrl-C ends the
-    sampling early, and what was sampled by then is counted.
+    sampling early, and what was sampled by then is counted. A table of far more tokens is not replaced.
 
     A model with a chat template asks itself questions and answers them; of every other one the likeliest answer counts.
 
@@ -51,11 +55,18 @@ def build(
     """
     with usage():
         check_sampling(1.0 if temperature is None else temperature, seed)
+    if out is None and model in _PACKAGED:
+        raise typer.BadParameter(f"the folder of {model} belongs to a package; name a file of your own with --out")
     path = names.house(names.HOUSE_DRAFT) if model == "house-draft" else names.resolve(model_name(model))
     target = destination(out or table_path(path))
     with part_file(target):
         pass  # that a file can be made there is known before the work, not after it
     tokenizer = _core.Tokenizer(os.fsencode(path))
+    before = _counted(target, tokenizer.fingerprint)
+    if before >= 2 * tokens:
+        raise ValueError(
+            f"{target} was counted on {before} tokens, not {tokens}; name another file with --out, or remove it"
+        )
     columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total} tokens"))
     sampled: list[NDArray[np.int32]] = []
     interrupted = False
@@ -73,6 +84,9 @@ def build(
             raise
         interrupted = True
     table = NgramTable.build(sampled, vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint)
+    if before > table.num_tokens:
+        report(f"left {target} as it is: it was counted on {before} tokens, and {table.num_tokens} were sampled by now")
+        raise typer.Exit(130)
     table.save(target)
     report(f"{table.num_tokens} tokens counted, {target.stat().st_size / 1e6:.2f} MB in {target}")
     if target == table_path(path).resolve():
@@ -85,6 +99,20 @@ def build(
     if interrupted:
         report("it is of the texts until then")
         raise typer.Exit(130)
+
+
+def _counted(path: Path, vocabulary: str) -> int:
+    """Tokens that the table of a file was counted on; 0 where none is there, or none that can be read.
+
+    Raises:
+        OtherVocabularyError: it is for another vocabulary.
+    """
+    try:
+        return NgramTable.load(path, vocab_hash=vocabulary).num_tokens
+    except OtherVocabularyError:
+        raise
+    except (OSError, ValueError):
+        return 0
 
 
 @contextmanager

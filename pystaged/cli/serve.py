@@ -189,7 +189,7 @@ def _greet(engine: Engine, name: str, where: str) -> None:
     report(f"{name}: {model.architecture}, {model.file_bytes / _GIB:.2f} GiB on {model.devices or 'cpu'}; {draft}")
     room = engine.kv_memory // max(1, engine.context_bytes)
     memory = f"{engine.kv_memory / _GIB:.2f} GiB for keys and values"
-    report(f"texts of {engine.n_ctx} tokens; {memory}, {room} such texts at once")
+    report(f"texts of {engine.n_ctx} tokens; {memory}, room for {room} such texts")
     report(f"listening on {where}, for OpenAI's clients at {where}/v1; Ctrl-C ends it")
 
 

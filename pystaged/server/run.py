@@ -110,13 +110,20 @@ class _Connection(H11Protocol):
     """uvicorn's connection, given up where its client does not say what it wants, or reads nothing of what it is sent;
     uvicorn would keep it for as long as the client stays."""
 
-    _is_expecting = False  # the head of a request
+    # Until the head of a request must be there, and until the client must have read something.
+    _expecting: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # writing pauses wherever the client does not read
         self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._expecting, self._stuck):
+            if timer:
+                timer.cancel()  # or it keeps the connection until its time
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -132,12 +139,11 @@ class _Connection(H11Protocol):
             self._stuck.cancel()
 
     def _expect_request(self) -> None:
-        if self._is_idle and not self._is_expecting:
-            self._is_expecting = True
-            self.loop.call_later(settings.STALL, self._end_if_idle)
+        if self._is_idle and not self._expecting:
+            self._expecting = self.loop.call_later(settings.STALL, self._end_if_idle)
 
     def _end_if_idle(self) -> None:
-        self._is_expecting = False
+        self._expecting = None
         if self._is_idle:
             self.transport.abort()
 

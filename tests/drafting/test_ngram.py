@@ -547,6 +547,26 @@ def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
     assert elsewhere.read_bytes() == table_path(draft).read_bytes()
 
 
+def test_build_replaces_no_better_table(draft: Path, tmp_path: Path) -> None:
+    table = table_path(draft)
+    for _ in range(2):
+        assert run("ngram", "build", "--model", draft, "--tokens", "500").returncode == 0
+    counted = table.read_bytes()
+    assert_refused(
+        run("ngram", "build", "--model", draft, "--tokens", "100"), "name another file with --out, or remove"
+    )
+    other = tmp_path / "other.npz"
+    table_for(SEVEN, other, 50)
+    assert_refused(run("ngram", "build", "--model", draft, "--tokens", "100", "--out", other), "is for vocabulary")
+    done = interrupted(draft, is_early=False, tokens=300)
+    assert done.returncode == 130
+    assert (table.read_bytes() == counted) == (b"left " in done.stderr)
+    for name in ("smollm2", "house-draft"):
+        done = run("ngram", "build", "--model", name, COLUMNS="200")
+        assert done.returncode == 2
+        assert b"name a file of your own with --out" in done.stderr
+
+
 @pytest.fixture
 def chatting(tmp_path: Path) -> Path:
     return chatting_by(CHATML, tmp_path / "chats.gguf")
@@ -641,7 +661,7 @@ def test_a_template_that_writes_nothing_is_no_wrong_usage(tmp_path: Path) -> Non
     assert_refused(run("ngram", "build", "--model", path), "chat template writes nothing before a message")
 
 
-def interrupted(model: Path, *, is_early: bool) -> subprocess.CompletedProcess[bytes]:
+def interrupted(model: Path, *, is_early: bool, tokens: int = 1_000_000) -> subprocess.CompletedProcess[bytes]:
     """A build that Ctrl-C ends, before its first text or after some."""
     code = f"""
 import os, signal
@@ -655,7 +675,7 @@ def interrupting(model, start, *_, **__):
 sample_documents, ngram.sample_documents = ngram.sample_documents, interrupting
 main()
 """
-    command = [sys.executable, "-c", code, "ngram", "build", "--model", model]
+    command = [sys.executable, "-c", code, "ngram", "build", "--model", model, "--tokens", str(tokens)]
     return subprocess.run(command, capture_output=True, check=False, env=environment(), timeout=60)
 
 

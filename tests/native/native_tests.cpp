@@ -147,7 +147,7 @@ void test_prompt(const std::string& path, const Kernel& kernel) {
     int calls = 0;
     std::function<void()> interrupted = [&] { ++calls; };
     Pass what{100, prompt.data(), positions.data(), contexts.data(), {{cells.get(), 0, 100, 0}},
-              1,   whole.data(),  maxima.data(),    &interrupted};
+              1,   whole.data(),  maxima.data(),    nullptr,         &interrupted};
     pass.compute(what);
     CHECK(calls == model->numbers().num_layers);
     interrupted = [&] {
