@@ -72,7 +72,8 @@ def test_killed_at_any_moment(name: str, folder: Path, ask: Ask) -> None:
     r = random.Random(0)
     ended = set()
     for moment in range(KILLS):
-        ended.add(ask(f"kill {r.uniform(0, seconds)}")[0])
+        # The first at once: where the machine is busy all others may come too late.
+        ended.add(ask(f"kill {r.uniform(0, seconds) if moment else 0}")[0])
         assert work.state(folder) in ((None, whole) if name in BEGIN_BY_REMOVING else (whole,))
         if moment % 2:
             assert ask("run 0")[0] == 0
