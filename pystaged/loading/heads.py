@@ -28,7 +28,7 @@ def load_head(path: Path, target: Model, tokenizer: Tokenizer) -> DraftHead:
     """
     found = metadata(path)
     if target.devices:
-        raise ValueError(f"{path} is a draft head, which needs its target on the device cpu: this package's kernels")
+        raise ValueError(f"{path} is a draft head, which needs this package's kernels; choose the device cpu")
     if found.get(f"{ARCHITECTURE}.vocabulary") != tokenizer.fingerprint:
         raise ValueError(f"{path} is a draft head for another vocabulary; choose one that was trained for this model")
     if found.get(f"{ARCHITECTURE}.target_layers") != str(target.num_layers):
