@@ -9,34 +9,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Session
+from pystaged._core import RecycledCandidates, Session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import TokenTree
 from pystaged.stats import DrafterStats
-
-
-class Memory(Protocol):
-    """Takes in what the target would go on with after each row of a tree that it verified."""
-
-    num_candidates: int
-    """The largest logits of a row that it wants."""
-
-    def learn(
-        self,
-        before: NDArray[np.int32],
-        tokens: NDArray[np.int32],
-        candidates: NDArray[np.int32],
-        logits: NDArray[np.float32],
-    ) -> None:
-        """Take in rows.
-
-        Args:
-            before: int32[n], the token before each row's, -1 for none; tokens: int32[n], each row's own.
-            candidates: int32[n, k], the tokens of the largest logits after each row, best first; logits: float32[n, k].
-        """
-        ...
 
 
 class Drafter(Protocol):
@@ -47,7 +25,7 @@ class Drafter(Protocol):
 
     prediction: Sequence[int]
 
-    memory: Memory | None
+    memory: RecycledCandidates | None
     """Learns from every row of the trees that this drafter proposed; None where it learns nothing."""
 
     def work(self) -> dict[str, DrafterStats]:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from pystaged._core import Session
+from pystaged._core import RecycledCandidates, Session
 from pystaged.decoding.calibration import Calibration
 from pystaged.decoding.constraint import CERTAIN, Constraint
-from pystaged.decoding.drafter import Drafter, Memory
+from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.policy import MAX_NODES, CheckedPolicy, Growth, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.stats import DrafterStats
@@ -28,7 +28,7 @@ class TreeDrafter:
 
     def __init__(self, stage: Stage, policy: TreePolicy, clock: Callable[[], float] = time.perf_counter) -> None:
         self.stats = DrafterStats()
-        self.memory: Memory | None = None
+        self.memory: RecycledCandidates | None = None
         self._stage = stage
         self._policy = CheckedPolicy(policy)
         self._clock = clock
