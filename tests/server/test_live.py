@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import random
@@ -17,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.memory import used
 from support.server import Server, events, live, wait_until
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -372,27 +372,6 @@ class Clients:
         self.found[i] = "".join(part["choices"][0]["text"] for part in events(data))
 
 
-class Mallinfo(ctypes.Structure):
-    """What glibc says of its heaps: <malloc.h>, mallinfo2."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # noqa: SIM905
-    )
-
-
-def used() -> int:
-    """Bytes that this process has asked for and not given back; what its heaps hold between those comes and goes."""
-    gc.collect()
-    try:
-        mallinfo = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError):  # glibc's alone
-        return int(psutil.Process().memory_info().rss)
-    mallinfo.restype = Mallinfo
-    info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
-
-
 def test_two_hundred_requests_of_sixteen_clients(engine: Engine) -> None:
     """Every text that is finished is the one made alone, and nothing is left behind."""
     expected = {i: written(engine, i) for i in range(200)}
@@ -407,7 +386,7 @@ def test_two_hundred_requests_of_sixteen_clients(engine: Engine) -> None:
             assert clients.found == {i: expected[i] for i in clients.found}
             wait_until(lambda: is_idle(engine))
             wait_until(lambda: me.num_fds() <= before)
-            wait_until(lambda: not any(isinstance(each, H11Protocol) for each in gc.get_objects()))
+            wait_until(lambda: not any(type(each) is H11Protocol for each in gc.get_objects()))
             # Memory for large passes is given back by small ones.
             engine.generate("alone", max_tokens=200, speculate=False)
             held.append(used())
