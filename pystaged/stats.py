@@ -140,12 +140,13 @@ class GenerationStats:
         """Count one step."""
         tree, path = step.tree, step.path
         stages = tree.stages.tolist()
+        by_number = tuple(self.stages.values())
         for stage in stages[1:]:
-            self.stages[_NAMES[stage]].drafted += 1
+            by_number[stage].drafted += 1
         for node in path[1:]:
-            self.stages[_NAMES[stages[node]]].accepted += 1
+            by_number[stages[node]].accepted += 1
         for stage in step.stages:
-            self.stages[_NAMES[stage]].emitted += 1
+            by_number[stage].emitted += 1
         accepted = len(path) - 1
         self.new_tokens += len(step.tokens)
         self.steps += 1

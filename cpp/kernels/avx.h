@@ -110,7 +110,7 @@ constexpr int kAttendRows = 6;
 constexpr int kScoreSums = 6;
 constexpr int kMixSums = 6;
 constexpr int kPrefetchBlocks = 8;
-constexpr int kPrefetchLocality = 3;
+constexpr int kPrefetchLocality = 0;
 
 struct Bytes {
     __m256i x;

@@ -94,7 +94,7 @@ constexpr int kAttendRows = 8;
 constexpr int kScoreSums = 16;
 constexpr int kMixSums = 16;
 constexpr int kPrefetchBlocks = 16;
-constexpr int kPrefetchLocality = 2;
+constexpr int kPrefetchLocality = 0;
 
 struct Bytes {
     __m512i x;

@@ -94,7 +94,8 @@ constexpr int kAttendRows = 1;     // rows that attention takes at a time
 constexpr int kScoreSums = 1;      // its sums in registers: rows times blocks of cells
 constexpr int kMixSums = 1;        // and rows times vectors of dimensions
 
-// Blocks of weights to prefetch ahead, and into which cache, as __builtin_prefetch counts them.
+// Blocks of weights to prefetch ahead, and into which caches, as __builtin_prefetch counts them: by 0 past the large
+// ones, because weights are read once in a pass, and what Python needs between passes stays there.
 constexpr int kPrefetchBlocks = 0;
 constexpr int kPrefetchLocality = 0;
 

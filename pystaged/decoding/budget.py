@@ -7,7 +7,7 @@ text, in seconds:
     text <= plain + opening + prompt + share + overshoot + mistaken
 
 plain: plain decoding of the same tokens. opening: OPENING plain steps, as believed when the text begins, or what the
-text before in this context left of its credit, at most CARRIED. That was gained or of its share, so all texts of a
+text before in this context left of its credit, at most MOST. That was gained or of its share, so all texts of a
 context lose no more together than if each had OPENING. A drafter that pays can lose its first steps by chance: with
 OPENING alone, half of the texts stopped drafting too early. prompt: PROMPT of what the target needs to read the prompt,
 for a drafter to read it, too. share: SHARE of plain. overshoot: by how much the operation that used up the credit took
@@ -20,9 +20,11 @@ A plain step is believed to take the decayed mean of those seen, interruptions a
 decoding, too; between them it grows with the text, as a pass of one row does. So it is mistaken only until the next
 ones are seen after the machine has become faster, which is soon where passes of any size say that it has.
 
-Among drafters that are covered the one of the largest average speed-up is used, none where none is faster than plain
-decoding. Another one is tried only when a purse of its own, filled by the same share and emptied by what its trials
-lost, covers the trial. What is learnt of drafters is kept in plain steps: it holds where the machine slows down.
+Among drafters that are covered the one of the largest speed-up is used, none where none is faster than plain decoding:
+what was seen of it on average, plus the doubt that so few observations leave (an upper confidence bound: Auer et al.
+2002; with observations that fade: Garivier & Moulines 2011). So what was unlucky is not given up for good. Another one
+is tried only when a purse of its own, filled by the same share and emptied by what its trials lost, covers the trial.
+What is learnt of drafters is kept in plain steps: it holds where the machine slows down.
 
 In a crowd, a plain step is one of all its texts together, and time is the text's own: its part of passes, and what its
 guesses add to a pass of the target by the measured costs. All others wait for that too, so it counts for each text.
@@ -43,13 +45,13 @@ from pystaged.decoding.requests import Done, Requests
 from pystaged.decoding.tree import TokenTree
 
 OPENING = 2.2  # plain steps that drafting may lose in a text before it has gained anything
-CARRIED = 8.0  # plain steps that a text may take over of what the one before it has left
 SHARE = 0.005  # of a text's time that may be lost beyond that
+MOST = 16.0  # plain steps of gains, or of a purse, that are kept: what turned wrong must end soon
 PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to read it
-_MOST = 16.0  # plain steps of gains, or of a purse, that are kept: what turned wrong must end soon
-_BLEND = 0.003  # least weight of a new observation; what turned wrong is ended by the credit, not by this
-_PRIOR = 10  # uses that the first belief is worth
-_TRIALS = 3  # uses at first that need no purse, where none is believed to pay
+_FADE = 0.997  # of what observations are worth, by step: what is tried rarely counts for more
+_PRIOR = 10.0  # uses that the first belief is worth
+_SPREAD = 0.6  # standard deviation of a step's speed-up
+_LEAST = 20.0  # uses that old ones are worth together, at least
 _PLAIN_BLEND = 0.1  # least weight of a new plain step
 _DOUBT = 1.5  # times what is seen: a plain step that is believed to take more is checked at once, and then forgotten
 _CHUNK = 32  # tokens of a prompt from which the seconds for one are learnt
@@ -65,7 +67,7 @@ class _Learnt:
 
     tokens: list[float]
     steps: list[float]
-    seen: list[int]
+    seen: list[float]
     tried: list[bool]
 
 
@@ -139,7 +141,7 @@ class Budget:
         if read[0] >= _CHUNK:
             self._reading = read[1] / read[0]
         # Where a step was interrupted nobody knows what it cost, so nothing is carried.
-        carried = min(self.credit, CARRIED * self.plain_seconds) if self._is_settled else 0.0
+        carried = min(self.credit, MOST * self.plain_seconds) if self._is_settled else 0.0
         self.credit, self._is_settled = max(OPENING * self.plain_seconds, carried), True
         best = self._fastest(range(len(drafters)))
         if best is None:
@@ -217,6 +219,8 @@ class Budget:
             gain = plain - self._texts * seconds
             self._earn(gain, SHARE * plain)
             self._learn(self._chosen, drafted, gain)
+        here = self._here
+        here.seen = [max(_FADE * seen, min(seen, _LEAST)) for seen in here.seen]
         self._is_settled = True
         return num_tokens * self.plain_seconds
 
@@ -257,9 +261,7 @@ class Budget:
         self._best = chosen = self._fastest(covered)
         for i in covered:
             trial = self._forgone(self._here.steps[i]) * self.plain_seconds + prices[i]
-            # What nobody has seen is tried where nothing is believed to pay: the belief may be wrong.
-            unseen = self._best is None and self._here.seen[i] < _PRIOR + _TRIALS
-            if i != self._best and (unseen or self._purses[i] >= trial):
+            if i != self._best and self._purses[i] >= trial:
                 chosen = i
                 break
         if chosen is not None:
@@ -301,7 +303,7 @@ class Budget:
         self._unchecked = 0
 
     def _earn(self, gain: float, share: float) -> None:
-        most = _MOST * self.plain_seconds
+        most = MOST * self.plain_seconds
         self.credit = min(self.credit + gain + share, most)
         self._purses = [min(purse + share, most) for purse in self._purses]
 
@@ -311,11 +313,11 @@ class Budget:
         if chosen != self._best:
             self._purses[chosen] -= max(0.0, self._forgone(steps) * self.plain_seconds - gain)
         # What another process took away from one step is charged, but says little of the drafter.
-        steps = min(steps, num_tokens + _MOST)
+        steps = min(steps, num_tokens + MOST)
         here = self._here
         here.seen[chosen] += 1
         here.tried[chosen] = True
-        weight = max(_BLEND, 1 / here.seen[chosen])
+        weight = 1 / here.seen[chosen]
         here.tokens[chosen] += weight * (num_tokens - here.tokens[chosen])
         here.steps[chosen] += weight * (steps - here.steps[chosen])
 
@@ -325,7 +327,9 @@ class Budget:
         return best if best is not None and self._speedup(best) > 1 else None
 
     def _speedup(self, i: int) -> float:
-        return self._here.tokens[i] / self._here.steps[i]
+        """As much as it may be, of what has been seen (upper confidence bound): what was unlucky is used again."""
+        here = self._here
+        return here.tokens[i] / here.steps[i] + _SPREAD / math.sqrt(here.seen[i])
 
     def _forgone(self, steps: float) -> float:
         """What the best drafter gains in that time."""

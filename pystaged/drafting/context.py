@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterable, Iterator, Sequence
 
 _MAX_ORDER = 4  # longest n-gram of the running context
 _WINDOW = 32  # most recent occurrences looked at, to bound the time of a lookup
@@ -35,12 +31,12 @@ class ContextNgrams:
                 self._followers.setdefault(gram, []).append(len(self._tokens))
             self._tokens.append(int(token))
 
-    def candidates(self, tail: Sequence[int], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32], int]:
+    def chances(self, tail: Sequence[int], k: int) -> tuple[dict[int, float], int]:
         """What followed the longest suffix of `tail`, at most 4 tokens, that has been followed by anything.
 
         Returns:
-            tokens: int32[m], m <= k, the most frequent first, then the most recent; scores: float32[m], natural log of
-            count / (occurrences + 1) among the 32 most recent occurrences; order: tokens matched, 0 for no match.
+            at most k tokens, the most frequent first, then the most recent, each with count / (occurrences + 1) among
+            the 32 most recent occurrences; and how many tokens matched, 0 for no match.
 
         Raises:
             ValueError: k is below 1.
@@ -50,8 +46,7 @@ class ContextNgrams:
         positions, order = self._match(tail)
         counts = Counter([self._tokens[position] for position in reversed(positions)])
         best = sorted(counts.items(), key=lambda item: -item[1])[:k]
-        scores = [math.log(count / (len(positions) + 1)) for _, count in best]
-        return np.array([token for token, _ in best], np.int32), np.array(scores, np.float32), order
+        return {token: count / (len(positions) + 1) for token, count in best}, order
 
     def _match(self, tail: Sequence[int]) -> tuple[list[int], int]:
         """Positions that followed the longest known suffix of `tail`, oldest first, and its order."""
@@ -61,7 +56,9 @@ class ContextNgrams:
         return [], 0
 
 
-def _suffixes(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+def _suffixes(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The last 4, 3, 2 and 1 tokens, as far as there are so many."""
     last = tuple(tokens[-_MAX_ORDER:])
-    return [last[skip:] for skip in range(len(last))]
+    while last:
+        yield last
+        last = last[1:]

@@ -75,7 +75,7 @@ class HeadDrafter(NgramDrafter):
 
     def _step(self, builder: TreeBuilder, nodes: Sequence[int], k: int) -> None:
         begin = self._clock()
-        before = np.stack([self._states[builder.nodes[node].parent] for node in nodes])
+        before = np.array([self._states[builder.nodes[node].parent] for node in nodes])
         tokens = [builder.nodes[node].token for node in nodes]
         try:
             states, candidates, logprobs = self._head.step(self._model, before, tokens, k)

@@ -185,10 +185,9 @@ class NgramDrafter(TreeDrafter):
         if self._recycled:
             recycled, known = self._recycled.chances(tail[-2] if len(tail) > 1 else -1, tail[-1])
         if len(self._grams):
-            tokens, scores, order = self._grams.candidates(tail, 8)
+            found, order = self._grams.chances(tail, 8)
             weight = _BESIDE_RECYCLED[order] if known else _BESIDE_TABLE[order] if self._table else 1.0
-            for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):
-                chances[token] = weight * math.exp(score)
+            chances = {token: weight * chance for token, chance in found.items()}
         rest = 1 - _BESIDE_RECYCLED[order] if known else 1 - _BESIDE_TABLE[order]
         if self._table and max(tail[-2:]) < self._vocab_size:
             weight = _TABLE_BESIDE_RECYCLED[known] * rest
