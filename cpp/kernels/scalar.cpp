@@ -95,7 +95,7 @@ constexpr int kScoreSums = 1;      // its sums in registers: rows times blocks o
 constexpr int kMixSums = 1;        // and rows times vectors of dimensions
 
 // Blocks of weights to prefetch ahead, and into which caches, as __builtin_prefetch counts them: by 0 past the large
-// ones, because weights are read once in a pass, and what Python needs between passes stays there.
+// ones, because a small pass reads weights once, and what Python needs between passes stays there.
 constexpr int kPrefetchBlocks = 0;
 constexpr int kPrefetchLocality = 0;
 

@@ -143,8 +143,9 @@ class Budget:
         # Where a step was interrupted nobody knows what it cost, so nothing is carried.
         carried = min(self.credit, MOST * self.plain_seconds) if self._is_settled else 0.0
         self.credit, self._is_settled = max(OPENING * self.plain_seconds, carried), True
-        best = self._fastest(range(len(drafters)))
-        if best is None:
+        # By what was seen alone: what might pay would have every prompt read, and hardly be used.
+        best = max(range(len(drafters)), key=self._mean, default=None)
+        if best is None or self._mean(best) <= 1:
             return
         allowance = PROMPT * self._reading * prompt_tokens
         begin, self._is_settled = self._clock(), False
@@ -328,9 +329,11 @@ class Budget:
 
     def _speedup(self, i: int) -> float:
         """As much as it may be, of what has been seen (upper confidence bound): what was unlucky is used again."""
-        here = self._here
-        return here.tokens[i] / here.steps[i] + _SPREAD / math.sqrt(here.seen[i])
+        return self._mean(i) + _SPREAD / math.sqrt(self._here.seen[i])
+
+    def _mean(self, i: int) -> float:
+        return self._here.tokens[i] / self._here.steps[i]
 
     def _forgone(self, steps: float) -> float:
         """What the best drafter gains in that time."""
-        return 0.0 if self._best is None else (self._speedup(self._best) - 1) * steps
+        return 0.0 if self._best is None else max(0.0, self._mean(self._best) - 1) * steps

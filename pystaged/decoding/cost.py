@@ -37,7 +37,7 @@ class PassCost:
         self._knots = _rising([seconds[n] for n in self._rows])
         self._slopes = [slopes[n] for n in self._rows]
         self._scale = 1.0
-        self._places: dict[int, tuple[int, float]] = {}
+        self._places = {n: self._place(n) for n in range(1, self._rows[-1] + 1)}  # steps ask for them all the time
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -51,7 +51,7 @@ class PassCost:
 
     def __call__(self, num_rows: int, cells: float = 0) -> float:
         """Seconds for a pass over that many rows behind that many cells, as things go now."""
-        i, share = self._places.get(num_rows) or self._place(num_rows)
+        i, share = self._places[num_rows] if num_rows in self._places else self._place(num_rows)
         thousands = cells / 1000
         low = self._knots[i] + thousands * self._slopes[i]
         rise = self._knots[i + 1] + thousands * self._slopes[i + 1] - low
@@ -81,10 +81,8 @@ class PassCost:
 
     def _place(self, num_rows: int) -> tuple[int, float]:
         """The measurement before, and how far it is from there to the next; beyond the last one the line goes on."""
-        if num_rows not in self._places:
-            i = max(0, min(bisect_right(self._rows, num_rows), len(self._rows) - 1) - 1)
-            self._places[num_rows] = i, (num_rows - self._rows[i]) / (self._rows[i + 1] - self._rows[i])
-        return self._places[num_rows]
+        i = max(0, min(bisect_right(self._rows, num_rows), len(self._rows) - 1) - 1)
+        return i, (num_rows - self._rows[i]) / (self._rows[i + 1] - self._rows[i])
 
 
 def surprise(seconds: float, believed: float) -> float:
