@@ -51,6 +51,7 @@ PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to rea
 _FADE = 0.997  # of what observations are worth, by step: what is tried rarely counts for more
 _PRIOR = 10.0  # uses that the first belief is worth
 _SPREAD = 0.6  # standard deviation of a step's speed-up
+_LENGTH = 512  # tokens, from which on texts of twice the length are learnt of apart
 _LEAST = 20.0  # uses that old ones are worth together, at least
 _PLAIN_BLEND = 0.1  # least weight of a new plain step
 _DOUBT = 1.5  # times what is seen: a plain step that is believed to take more is checked at once, and then forgotten
@@ -94,7 +95,7 @@ class Budget:
         self._uses = uses
         self._cells = 0  # that the text has filled
         self._texts = 1  # that were stepped together
-        self._learnt: dict[int, _Learnt] = {}  # by the bit length of a crowd's texts
+        self._learnt: dict[tuple[int, int], _Learnt] = {}  # by the crowd's and the text's size, see _here
         self._purses = [0.0] * len(self._here.tokens)  # seconds
         # Seconds of a plain step without others, behind so many cells, as believed. Passes of one row in drafted steps
         # say nothing of it: a draft had the caches before them.
@@ -227,8 +228,9 @@ class Budget:
 
     @property
     def _here(self) -> _Learnt:
-        """What is known of the drafters in such a crowd: a guess that pays for one text may not for eight."""
-        size = self._texts.bit_length()
+        """What is known of the drafters in such a crowd, for a text of such a length: a guess that pays for one text
+        may not for eight, nor behind thousands of tokens that each of its rows attends to."""
+        size = self._texts.bit_length(), (self._cells // _LENGTH).bit_length()
         if size not in self._learnt:
             uses = self._uses(self._cells)
             self._learnt[size] = _Learnt(

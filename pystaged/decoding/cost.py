@@ -49,6 +49,11 @@ class PassCost:
         """What a thousand cells add to that."""
         return {n: self._scale * slope for n, slope in zip(self._rows, self._slopes, strict=True)}
 
+    @property
+    def change(self) -> float:
+        """How many times as long passes of any size take as when this was made."""
+        return self._scale
+
     def __call__(self, num_rows: int, cells: float = 0) -> float:
         """Seconds for a pass over that many rows behind that many cells, as things go now."""
         i, share = self._places[num_rows] if num_rows in self._places else self._place(num_rows)

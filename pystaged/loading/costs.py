@@ -8,6 +8,7 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from pystaged.files import cache_folder, part_file, read_small
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
 _MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured
+_DISTURBED = 0.6  # of what was measured: where passes take so little now, something else ran then
 _MOST_SLOPE = 100.0  # times a pass with no cells, for a thousand of them
 _MOST_BYTES = 1 << 16
 _CELLS = 2048  # behind which passes are timed, to learn what cells add
@@ -80,16 +82,19 @@ class Costs:
         key = "|".join(map(str, (*machine, model.kv, path, info.st_size, info.st_mtime_ns)))
         cost = None if again else self._store.load(key)
         if cost is None:
-            self._report(f"measuring passes of {path.name} on {device}, once")
+            self._report(f"measuring passes of {path.name} on {device}")
             cost = measure_passes(model)
             self._store.save(key, cost)
         self._known[path, device] = key, cost
         return cost
 
     def save(self) -> None:
-        """Keep what was learnt."""
+        """Keep what was learnt; what was measured on a busy machine is measured again at the next start."""
         for key, cost in self._known.values():
-            self._store.save(key, cost)
+            if cost.change < _DISTURBED:
+                self._store.forget(key)
+            else:
+                self._store.save(key, cost)
 
 
 class CostStore:
@@ -125,6 +130,11 @@ class CostStore:
                 part.replace(path)
         except OSError:
             pass
+
+    def forget(self, key: str) -> None:
+        """Measure it again the next time."""
+        with suppress(OSError):
+            self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]

@@ -14,7 +14,7 @@ from pystaged._core import Model, Session
 from pystaged.decoding import cost
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost
 from pystaged.loading import costs
-from pystaged.loading.costs import CostStore, measure_passes
+from pystaged.loading.costs import Costs, CostStore, measure_passes
 
 SECONDS = {1: 0.0004, 8: 0.0006, 32: 0.002}
 SLOPES = {1: 0.0001, 8: 0.0008, 32: 0.003}
@@ -143,6 +143,25 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again(store: CostStore,
         store.save("key", PassCost(seconds))
         assert file.exists()
         assert (store.load("key") is not None) == kept
+
+
+@pytest.mark.parametrize(("now", "is_measured_again"), [(0.9, False), (3.0, False), (0.3, True)])
+def test_costs_of_which_passes_now_take_a_part_are_measured_again(
+    random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, now: float, is_measured_again: bool
+) -> None:
+    """Something else ran when they were measured, and rarely makes all sizes of passes longer by the same factor."""
+    monkeypatch.setattr(costs, "measure_passes", lambda _: PassCost(SECONDS, SLOPES))
+    path = random_gguf("Q8_0")
+    model = Model(str(path))
+    said: list[str] = []
+    known = Costs(said.append)
+    found = known.of(path, "cpu", model, again=True)
+    for _ in range(200):
+        found.observe(1, 0, now * SECONDS[1])
+    known.save()
+    said.clear()
+    Costs(said.append).of(path, "cpu", model)
+    assert bool(said) == is_measured_again
 
 
 @pytest.mark.parametrize("context", [1, 20, 32, 96, 287, 288, 3000])
