@@ -22,9 +22,10 @@ ones are seen after the machine has become faster, which is soon where passes of
 
 Among drafters that are covered the one of the largest speed-up is used, none where none is faster than plain decoding:
 what was seen of it on average, plus the doubt that so few observations leave (an upper confidence bound: Auer et al.
-2002; with observations that fade: Garivier & Moulines 2011). So what was unlucky is not given up for good. Another one
-is tried only when a purse of its own, filled by the same share and emptied by what its trials lost, covers the trial.
-What is learnt of drafters is kept in plain steps: it holds where the machine slows down.
+2002; with observations that fade: Garivier & Moulines 2011). So what was unlucky is not given up for good, unless it
+would have to read a prompt that nothing covers. Another one is tried only when a purse of its own, filled by the same
+share and emptied by what its trials lost, covers the trial. What is learnt of drafters is kept in plain steps: it holds
+where the machine slows down.
 
 In a crowd, a plain step is one of all its texts together, and time is the text's own: its part of passes, and what its
 guesses add to a pass of the target by the measured costs. All others wait for that too, so it counts for each text.
@@ -48,10 +49,10 @@ OPENING = 2.2  # plain steps that drafting may lose in a text before it has gain
 SHARE = 0.005  # of a text's time that may be lost beyond that
 MOST = 16.0  # plain steps of gains, or of a purse, that are kept: what turned wrong must end soon
 PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to read it
-_FADE = 0.997  # of what observations are worth, by step: what is tried rarely counts for more
+_FADE = 0.997  # of what observations are worth, with each step
 _PRIOR = 10.0  # uses that the first belief is worth
 _SPREAD = 0.6  # standard deviation of a step's speed-up
-_LENGTH = 512  # tokens, from which on texts of twice the length are learnt of apart
+_LENGTH = 512  # texts of fewer tokens, of fewer than twice as many and so on are learnt of apart
 _LEAST = 20.0  # uses that old ones are worth together, at least
 _PLAIN_BLEND = 0.1  # least weight of a new plain step
 _DOUBT = 1.5  # times what is seen: a plain step that is believed to take more is checked at once, and then forgotten
@@ -126,7 +127,7 @@ class Budget:
         self._reading, self._check_after, self._unchecked = other._reading, other._check_after, other._unchecked
 
     def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: tuple[int, float]) -> Requests[None]:
-        """Begin a text. The drafter that will be used most reads its prompt at once; a trial of another one pays later.
+        """Begin a text. The drafter that is believed to gain most reads its prompt at once; others pay for that later.
 
         Args:
             drafters: none for a plain text.
@@ -144,7 +145,7 @@ class Budget:
         # Where a step was interrupted nobody knows what it cost, so nothing is carried.
         carried = min(self.credit, MOST * self.plain_seconds) if self._is_settled else 0.0
         self.credit, self._is_settled = max(OPENING * self.plain_seconds, carried), True
-        # By what was seen alone: what might pay would have every prompt read, and hardly be used.
+        # By the mean alone: what might pay would have every prompt read, and hardly be used.
         best = max(range(len(drafters)), key=self._mean, default=None)
         if best is None or self._mean(best) <= 1:
             return
@@ -221,8 +222,8 @@ class Budget:
             gain = plain - self._texts * seconds
             self._earn(gain, SHARE * plain)
             self._learn(self._chosen, drafted, gain)
-        here = self._here
-        here.seen = [max(_FADE * seen, min(seen, _LEAST)) for seen in here.seen]
+        for each in self._learnt.values():
+            each.seen = [max(_FADE * seen, min(seen, _LEAST)) for seen in each.seen]
         self._is_settled = True
         return num_tokens * self.plain_seconds
 
@@ -230,13 +231,19 @@ class Budget:
     def _here(self) -> _Learnt:
         """What is known of the drafters in such a crowd, for a text of such a length: a guess that pays for one text
         may not for eight, nor behind thousands of tokens that each of its rows attends to."""
-        size = self._texts.bit_length(), (self._cells // _LENGTH).bit_length()
-        if size not in self._learnt:
+        crowd, length = self._texts.bit_length(), (self._cells // _LENGTH).bit_length()
+        if (crowd, length) not in self._learnt:
             uses = self._uses(self._cells)
-            self._learnt[size] = _Learnt(
+            new = _Learnt(
                 [tokens for tokens, _ in uses], [steps for _, steps in uses], [_PRIOR] * len(uses), [False] * len(uses)
             )
-        return self._learnt[size]
+            # What was seen of texts half as long says more than a belief.
+            if shorter := self._learnt.get((crowd, length - 1)):
+                for i in range(len(uses)):
+                    if shorter.tried[i]:
+                        new.tokens[i], new.steps[i], new.tried[i] = shorter.tokens[i], shorter.steps[i], True
+            self._learnt[crowd, length] = new
+        return self._learnt[crowd, length]
 
     def _part(self, num_rows: int, verified: Done) -> float:
         """Seconds of a shared pass that count for a text: of the plain part as much as for each, and its guesses."""
@@ -294,7 +301,8 @@ class Budget:
             # Another time's, or of a busy machine. What was learnt and earned by it is as wrong.
             self._alone_seconds *= seconds / self.plain_seconds
             self._plain_seen = 1
-            self._here.seen[:] = [_PRIOR] * len(self._here.seen)
+            for each in self._learnt.values():
+                each.seen = [_PRIOR] * len(each.seen)
             self.credit = min(self.credit, OPENING * seconds)
         # A crowd's step tells what texts add to its pass. What the pass takes is not learnt here, and would sink to 0.
         self._alone_seconds = max(self._alone_seconds, least)

@@ -1,4 +1,4 @@
-"""What passes cost: measured once, refined while running."""
+"""What passes cost: measured, and refined while running."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class PassCost:
         self._knots = _rising([seconds[n] for n in self._rows])
         self._slopes = [slopes[n] for n in self._rows]
         self._scale = 1.0
+        self._first = self._knots[0]
         self._places = {n: self._place(n) for n in range(1, self._rows[-1] + 1)}  # steps ask for them all the time
 
     @property
@@ -51,8 +52,8 @@ class PassCost:
 
     @property
     def change(self) -> float:
-        """How many times as long passes of any size take as when this was made."""
-        return self._scale
+        """How many times as long a pass of one row takes as when this was made."""
+        return self(1) / self._first
 
     def __call__(self, num_rows: int, cells: float = 0) -> float:
         """Seconds for a pass over that many rows behind that many cells, as things go now."""

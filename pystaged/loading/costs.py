@@ -22,7 +22,7 @@ from pystaged.files import cache_folder, part_file, read_small
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
 _MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured
-_DISTURBED = 0.6  # of what was measured: where passes take so little now, something else ran then
+_DISTURBED = 0.6  # of what was known: where a pass takes so little now, something else ran when it was measured
 _MOST_SLOPE = 100.0  # times a pass with no cells, for a thousand of them
 _MOST_BYTES = 1 << 16
 _CELLS = 2048  # behind which passes are timed, to learn what cells add
@@ -89,11 +89,11 @@ class Costs:
         return cost
 
     def save(self) -> None:
-        """Keep what was learnt; what was measured on a busy machine is measured again at the next start."""
+        """Keep what was learnt, but for what a busy machine taught; what was measured on one is forgotten."""
         for key, cost in self._known.values():
             if cost.change < _DISTURBED:
                 self._store.forget(key)
-            else:
+            elif cost.change <= 1 / _DISTURBED:
                 self._store.save(key, cost)
 
 
@@ -144,7 +144,8 @@ class CostStore:
 def _is_believable(seconds: dict[int, float], slopes: dict[int, float]) -> bool:
     """Whether passes over so many rows can take so long, and a thousand cells add so much."""
     return (
-        min(seconds, default=0) == 1
+        1 in seconds
+        and seconds.keys() <= set(MEASURED_ROWS)
         and seconds.keys() == slopes.keys()
         and all(0 <= slopes[n] <= _MOST_SLOPE * seconds[n] for n in slopes)
         and _rises_believably(seconds)

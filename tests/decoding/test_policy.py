@@ -725,11 +725,11 @@ def test_what_a_drafter_brings_is_believed_by_the_length_of_the_text() -> None:
     assert text.used == [None] * 3
     text.write([good] * 3, 40)
     assert text.used[-1] == 0
-    # What has been seen of it counts for more, in texts of about that length.
-    text.write([good] * 3, 400)
-    assert text.used[-1] == 0
-    text.write([good] * 3, 4000)
-    assert text.used == [None] * 3
+    # What has been seen of it counts for more, in texts of about that length, and where one grows longer.
+    text.write([good] * 200, 400)
+    assert text.used == [0] * 200
+    text.write([good], 10_000)
+    assert text.used == [None]
 
 
 @pytest.mark.parametrize("seed", range(4))
