@@ -22,10 +22,10 @@ ones are seen after the machine has become faster, which is soon where passes of
 
 Among drafters that are covered the one of the largest speed-up is used, none where none is faster than plain decoding:
 what was seen of it on average, plus the doubt that so few observations leave (an upper confidence bound: Auer et al.
-2002; with observations that fade: Garivier & Moulines 2011). So what was unlucky is not given up for good, unless it
-would have to read a prompt that nothing covers. Another one is tried only when a purse of its own, filled by the same
-share and emptied by what its trials lost, covers the trial. What is learnt of drafters is kept in plain steps: it holds
-where the machine slows down.
+2002; with observations that fade: Garivier & Moulines 2011). So what was unlucky is not given up for good, except where
+it would first have to read a prompt and no credit pays for that. Another one is tried only when a purse of its own,
+filled by the same share and emptied by what its trials lost, covers the trial. What is learnt of drafters is kept in
+plain steps: it holds where the machine slows down.
 
 In a crowd, a plain step is one of all its texts together, and time is the text's own: its part of passes, and what its
 guesses add to a pass of the target by the measured costs. All others wait for that too, so it counts for each text.
@@ -49,10 +49,10 @@ OPENING = 2.2  # plain steps that drafting may lose in a text before it has gain
 SHARE = 0.005  # of a text's time that may be lost beyond that
 MOST = 16.0  # plain steps of gains, or of a purse, that are kept: what turned wrong must end soon
 PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to read it
-_FADE = 0.997  # of what observations are worth, with each step
+_FADE = 0.997  # of what observations are worth, with each step of any text: the drafters learn from all
 _PRIOR = 10.0  # uses that the first belief is worth
 _SPREAD = 0.6  # standard deviation of a step's speed-up
-_LENGTH = 512  # texts of fewer tokens, of fewer than twice as many and so on are learnt of apart
+_LENGTH = 512  # tokens: texts shorter than this, than twice this, than four times this, ... are learnt of apart
 _LEAST = 20.0  # uses that old ones are worth together, at least
 _PLAIN_BLEND = 0.1  # least weight of a new plain step
 _DOUBT = 1.5  # times what is seen: a plain step that is believed to take more is checked at once, and then forgotten
@@ -65,7 +65,7 @@ _FIRST_CHECK, _LAST_CHECK, _RARE_CHECK = 4, 128, 1024
 @dataclass(slots=True)
 class _Learnt:
     """What is known of each drafter: tokens of a step with it, and its time in plain steps; how many observations that
-    is worth, the first belief included, and whether there was any."""
+    is worth, the first belief included, and whether there was any, here or in shorter texts."""
 
     tokens: list[float]
     steps: list[float]
@@ -145,9 +145,9 @@ class Budget:
         # Where a step was interrupted nobody knows what it cost, so nothing is carried.
         carried = min(self.credit, MOST * self.plain_seconds) if self._is_settled else 0.0
         self.credit, self._is_settled = max(OPENING * self.plain_seconds, carried), True
-        # By the mean alone: what might pay would have every prompt read, and hardly be used.
-        best = max(range(len(drafters)), key=self._mean, default=None)
-        if best is None or self._mean(best) <= 1:
+        # By the mean, not the upper bound: else a drafter that only might pay reads every prompt, and is hardly used.
+        best = self._fastest(range(len(drafters)), self._mean)
+        if best is None:
             return
         allowance = PROMPT * self._reading * prompt_tokens
         begin, self._is_settled = self._clock(), False
@@ -234,19 +234,19 @@ class Budget:
         crowd, length = self._texts.bit_length(), (self._cells // _LENGTH).bit_length()
         if (crowd, length) not in self._learnt:
             uses = self._uses(self._cells)
-            new = _Learnt(
-                [tokens for tokens, _ in uses], [steps for _, steps in uses], [_PRIOR] * len(uses), [False] * len(uses)
-            )
-            # What was seen of texts half as long says more than a belief.
+            tried = [False] * len(uses)
+            # When a length is first met: what was seen of texts half as long says more than a belief.
             if shorter := self._learnt.get((crowd, length - 1)):
-                for i in range(len(uses)):
-                    if shorter.tried[i]:
-                        new.tokens[i], new.steps[i], new.tried[i] = shorter.tokens[i], shorter.steps[i], True
-            self._learnt[crowd, length] = new
+                tried = shorter.tried.copy()
+                seen = zip(shorter.tokens, shorter.steps, strict=True)
+                uses = [found if was else use for found, was, use in zip(seen, tried, uses, strict=True)]
+            self._learnt[crowd, length] = _Learnt(
+                [tokens for tokens, _ in uses], [steps for _, steps in uses], [_PRIOR] * len(uses), tried
+            )
         return self._learnt[crowd, length]
 
     def _part(self, num_rows: int, verified: Done) -> float:
-        """Seconds of a shared pass that count for a text: of the plain part as much as for each, and its guesses."""
+        """Seconds of a shared pass that count for a text: an equal part of a plain pass, and what its guesses add."""
         if self._cost is None:
             return 0.0
         whole, without = (self._cost(n, verified.cells) for n in (verified.num_rows, verified.num_rows - num_rows + 1))
@@ -266,9 +266,10 @@ class Budget:
     def _choose(self, drafters: Sequence[Drafter]) -> int | None:
         if self._cost is None:
             return 0 if drafters else None
-        prices = [drafter.lag() + drafter.price() + self._extra(2) for drafter in drafters]
+        verifying = self._extra(2)
+        prices = [drafter.lag() + drafter.price() + verifying for drafter in drafters]
         covered = [i for i, price in enumerate(prices) if price <= self.credit]
-        self._best = chosen = self._fastest(covered)
+        self._best = chosen = self._fastest(covered, self._upper_bound)
         for i in covered:
             trial = self._forgone(self._here.steps[i]) * self.plain_seconds + prices[i]
             if i != self._best and self._purses[i] >= trial:
@@ -332,18 +333,19 @@ class Budget:
         here.tokens[chosen] += weight * (num_tokens - here.tokens[chosen])
         here.steps[chosen] += weight * (steps - here.steps[chosen])
 
-    def _fastest(self, among: Iterable[int]) -> int | None:
+    def _fastest(self, among: Iterable[int], speedup: Callable[[int], float]) -> int | None:
         """The drafter of the largest speed-up; None where none is faster than going without."""
-        best = max(among, key=self._speedup, default=None)
-        return best if best is not None and self._speedup(best) > 1 else None
+        best = max(among, key=speedup, default=None)
+        return best if best is not None and speedup(best) > 1 else None
 
-    def _speedup(self, i: int) -> float:
-        """As much as it may be, of what has been seen (upper confidence bound): what was unlucky is used again."""
+    def _upper_bound(self, i: int) -> float:
+        """The upper confidence bound of a drafter's speed-up: what was unlucky is used again."""
         return self._mean(i) + _SPREAD / math.sqrt(self._here.seen[i])
 
     def _mean(self, i: int) -> float:
+        """A drafter's speed-up over plain decoding, of what has been seen."""
         return self._here.tokens[i] / self._here.steps[i]
 
     def _forgone(self, steps: float) -> float:
-        """What the best drafter gains in that time."""
+        """What the best drafter gains in that time, in the mean."""
         return 0.0 if self._best is None else max(0.0, self._mean(self._best) - 1) * steps

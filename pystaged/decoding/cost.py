@@ -6,6 +6,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import numpy as np
 
@@ -33,12 +34,11 @@ class PassCost:
         if len(seconds) == 1:
             # One measurement says nothing of the rise with rows: take them to be worked off one after the other.
             seconds, slopes = ({f * n: f * v for n, v in each.items() for f in (1, 2)} for each in (seconds, slopes))
-        self._rows = sorted(seconds)
+        self._rows = tuple(sorted(seconds))
         self._knots = _rising([seconds[n] for n in self._rows])
         self._slopes = [slopes[n] for n in self._rows]
         self._scale = 1.0
-        self._first = self._knots[0]
-        self._places = {n: self._place(n) for n in range(1, self._rows[-1] + 1)}  # steps ask for them all the time
+        self._one_row_then = self(1)
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -51,19 +51,19 @@ class PassCost:
         return {n: self._scale * slope for n, slope in zip(self._rows, self._slopes, strict=True)}
 
     @property
-    def change(self) -> float:
-        """How many times as long a pass of one row takes as when this was made."""
-        return self(1) / self._first
+    def slowdown(self) -> float:
+        """How many times as long a pass of one row takes as when this was measured or loaded."""
+        return self(1) / self._one_row_then
 
     def __call__(self, num_rows: int, cells: float = 0) -> float:
         """Seconds for a pass over that many rows behind that many cells, as things go now."""
-        i, share = self._places[num_rows] if num_rows in self._places else self._place(num_rows)
+        i, along = _place(self._rows, num_rows)
         thousands = cells / 1000
         low = self._knots[i] + thousands * self._slopes[i]
         rise = self._knots[i + 1] + thousands * self._slopes[i + 1] - low
-        if share > 1:
+        if along > 1:
             rise = max(0.0, rise)
-        return self._scale * (low + share * rise)
+        return self._scale * (low + along * rise)
 
     def observe(self, num_rows: int, cells: float, seconds: float, share: float = 1.0) -> None:
         """Learn from a pass that was made anyway: machines get busy, and were when this was measured.
@@ -73,22 +73,24 @@ class PassCost:
         """
         believed = self(num_rows, cells)
         change = surprise(seconds, believed)
-        i, place = self._place(num_rows)
-        place = min(place, 1.0)
+        i, along = _place(self._rows, num_rows)
+        along = min(along, 1.0)
         # The least change that explains it (normalized LMS): the slope's where there are many cells.
         thousands = cells / 1000
         norm = 1 + thousands**2
-        for knot, weight in ((i, 1 - place), (i + 1, place)):
+        for knot, weight in ((i, 1 - along), (i + 1, along)):
             own = _OWN_BLEND * share * weight * change
             self._knots[knot] *= 1 + own / norm
             more = own * believed / self._scale * thousands / norm
             self._slopes[knot] = max(0.0, self._slopes[knot] + more)
         self._scale *= 1 + _BLEND * share * change
 
-    def _place(self, num_rows: int) -> tuple[int, float]:
-        """The measurement before, and how far it is from there to the next; beyond the last one the line goes on."""
-        i = max(0, min(bisect_right(self._rows, num_rows), len(self._rows) - 1) - 1)
-        return i, (num_rows - self._rows[i]) / (self._rows[i + 1] - self._rows[i])
+
+@lru_cache(maxsize=1024)  # steps ask for the same few all the time
+def _place(rows: tuple[int, ...], num_rows: int) -> tuple[int, float]:
+    """The measurement before, and how far it is from there to the next; beyond the last one the line goes on."""
+    i = max(0, min(bisect_right(rows, num_rows), len(rows) - 1) - 1)
+    return i, (num_rows - rows[i]) / (rows[i + 1] - rows[i])
 
 
 def surprise(seconds: float, believed: float) -> float:

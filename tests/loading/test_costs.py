@@ -51,6 +51,7 @@ def assert_measured_again(store: CostStore, file: Path) -> None:
         '"1": 1e-300',
         '"1": 0.001, "8": 1e-300',
         '"1": 1e300',
+        '"1": 0.001, "5": 0.002',
         '"1": 0.001, "1000000000000": 0.002',
         f'"1": {"9" * 400}',
         '"1": NaN',
@@ -63,7 +64,7 @@ def assert_measured_again(store: CostStore, file: Path) -> None:
         '"one": 0.001',
     ],
 )
-def test_times_no_pass_takes(store: CostStore, file: Path, seconds: str) -> None:
+def test_times_no_pass_takes_and_rows_nobody_measures(store: CostStore, file: Path, seconds: str) -> None:
     rows = re.findall('"([^"]*)":', seconds)
     slopes = ", ".join(f'"{n}": 0.0' for n in rows)
     file.write_text(f'{{"key": "key", "seconds": {{{seconds}}}, "slopes": {{{slopes}}}}}')
@@ -146,11 +147,10 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again(store: CostStore,
         assert (store.load("key") is not None) == kept
 
 
-@pytest.mark.parametrize(("now", "is_measured_again"), [(0.65, False), (1.5, False), (5.0, False), (0.55, True)])
-def test_costs_of_which_passes_now_take_a_part_are_measured_again(
-    random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, now: float, is_measured_again: bool
+@pytest.mark.parametrize(("now", "kept"), [(0.55, None), (0.65, 0.65), (1.5, 1.5), (5.0, 1.0)])
+def test_costs_that_turn_out_far_too_high_are_forgotten_and_far_higher_ones_are_not_kept(
+    random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, now: float, kept: float | None
 ) -> None:
-    """Something else ran when they were measured, and rarely makes all sizes of passes longer by the same factor."""
     monkeypatch.setattr(costs, "measure_passes", lambda _: PassCost(SECONDS, SLOPES))
     path = random_gguf("Q8_0")
     model = Model(str(path))
@@ -161,8 +161,9 @@ def test_costs_of_which_passes_now_take_a_part_are_measured_again(
         found.observe(1, 0, now * SECONDS[1])
     known.save()
     said.clear()
-    Costs(said.append).of(path, "cpu", model)
-    assert bool(said) == is_measured_again
+    again = Costs(said.append).of(path, "cpu", model)
+    assert bool(said) == (kept is None)
+    assert again(1) == pytest.approx((kept or 1.0) * SECONDS[1], rel=0.01)
 
 
 @pytest.mark.parametrize("context", [1, 20, 32, 96, 287, 288, 3000])
