@@ -22,9 +22,7 @@ from pystaged.files import cache_folder, part_file, read_small
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
 _MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured
-# In one run: a pass that comes to take less than this part of what was known says that something else ran when it was
-# measured, and that something else runs now if it comes to take more than the inverse.
-_DISTURBED = 0.6
+_DISTURBED = 0.6  # of what was known: a pass that comes to take less in one run was measured while something else ran
 _MOST_SLOPE = 100.0  # times a pass with no cells, for a thousand of them
 _MOST_BYTES = 1 << 16
 _CELLS = 2048  # behind which passes are timed, to learn what cells add
@@ -91,11 +89,11 @@ class Costs:
         return cost
 
     def save(self) -> None:
-        """Keep what was learnt, but for what a busy machine taught; what was measured on one is forgotten."""
+        """Keep what was learnt; what was measured on a busy machine is forgotten."""
         for key, cost in self._known.values():
             if cost.slowdown < _DISTURBED:
                 self._store.forget(key)
-            elif cost.slowdown <= 1 / _DISTURBED:
+            else:
                 self._store.save(key, cost)
 
 
