@@ -89,9 +89,13 @@ class Costs:
         return cost
 
     def save(self) -> None:
-        """Keep what was learnt; what was measured on a busy machine is forgotten."""
+        """Keep what was learnt; forget all if some of it was measured on a busy machine.
+
+        A draft that looks too dear is not run, so nothing else would correct what was measured with the target.
+        """
+        disturbed = any(cost.slowdown < _DISTURBED for _, cost in self._known.values())
         for key, cost in self._known.values():
-            if cost.slowdown < _DISTURBED:
+            if disturbed:
                 self._store.forget(key)
             else:
                 self._store.save(key, cost)

@@ -152,17 +152,20 @@ def test_costs_that_turn_out_far_too_high_are_forgotten_and_all_others_kept(
     random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, now: float, kept: float | None
 ) -> None:
     monkeypatch.setattr(costs, "measure_passes", lambda _: PassCost(SECONDS, SLOPES))
-    path = random_gguf("Q8_0")
-    model = Model(str(path))
+    path, draft_path = random_gguf("Q8_0"), random_gguf("Q8_0", layers=1)
+    model, draft = Model(str(path)), Model(str(draft_path))
     said: list[str] = []
     known = Costs(said.append)
     found = known.of(path, "cpu", model, again=True)
+    known.of(draft_path, "cpu", draft, again=True)  # which is never run
     for _ in range(200):
         found.observe(1, 0, now * SECONDS[1])
     known.save()
     said.clear()
-    again = Costs(said.append).of(path, "cpu", model)
-    assert bool(said) == (kept is None)
+    then = Costs(said.append)
+    again = then.of(path, "cpu", model)
+    then.of(draft_path, "cpu", draft)
+    assert len(said) == (2 if kept is None else 0)
     assert again(1) == pytest.approx((kept or 1.0) * SECONDS[1], rel=0.01)
 
 
