@@ -27,9 +27,12 @@ class PassCost:
     Args:
         seconds: with no cells, by number of rows.
         slopes: seconds more for a thousand cells, by the same numbers of rows; none by default.
+        measured: seconds of a pass of one row when this was measured, where running has taught more since.
     """
 
-    def __init__(self, seconds: Mapping[int, float], slopes: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, seconds: Mapping[int, float], slopes: Mapping[int, float] | None = None, measured: float | None = None
+    ) -> None:
         slopes = slopes or dict.fromkeys(seconds, 0.0)
         if len(seconds) == 1:
             # One measurement says nothing of the rise with rows: take them to be worked off one after the other.
@@ -38,7 +41,7 @@ class PassCost:
         self._knots = _rising([seconds[n] for n in self._rows])
         self._slopes = [slopes[n] for n in self._rows]
         self._scale = 1.0
-        self._one_row_then = self(1)
+        self.measured = self(1) if measured is None else measured
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -52,8 +55,8 @@ class PassCost:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long a pass of one row takes as when this was measured or loaded."""
-        return self(1) / self._one_row_then
+        """How many times as long a pass of one row takes as when this was measured."""
+        return self(1) / self.measured
 
     def __call__(self, num_rows: int, cells: float = 0) -> float:
         """Seconds for a pass over that many rows behind that many cells, as things go now."""

@@ -22,7 +22,7 @@ from pystaged.files import cache_folder, part_file, read_small
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
 _MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured
-_DISTURBED = 0.6  # of what was known: a pass that comes to take less in one run was measured while something else ran
+_DISTURBED = 0.6  # of what was measured: where a pass comes to take less, something else ran then
 _MOST_SLOPE = 100.0  # times a pass with no cells, for a thousand of them
 _MOST_BYTES = 1 << 16
 _CELLS = 2048  # behind which passes are timed, to learn what cells add
@@ -91,7 +91,7 @@ class Costs:
     def save(self) -> None:
         """Keep what was learnt; forget all if some of it was measured on a busy machine.
 
-        A draft that looks too dear is not run, so nothing else would correct what was measured with the target.
+        What was measured then of a draft may keep it from being run, and so from being corrected.
         """
         disturbed = any(cost.slowdown < _DISTURBED for _, cost in self._known.values())
         for key, cost in self._known.values():
@@ -118,11 +118,12 @@ class CostStore:
             seconds, slopes = (
                 {int(n): float(value) for n, value in stored[name].items()} for name in ("seconds", "slopes")
             )
+            measured = float(stored["measured"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
-        if stored.get("key") != key or not _is_believable(seconds, slopes):
+        if stored.get("key") != key or not _is_believable(seconds, slopes) or not _can_take(measured):
             return None
-        return PassCost(seconds, slopes)
+        return PassCost(seconds, slopes, measured)
 
     def save(self, key: str, cost: PassCost) -> None:
         """Keep a measurement. Costs are a convenience: where they cannot be written they are measured again."""
@@ -130,7 +131,8 @@ class CostStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._path(key)
             with part_file(path) as part:
-                part.write_text(json.dumps({"key": key, "seconds": cost.seconds, "slopes": cost.slopes}))
+                known = {"key": key, "measured": cost.measured, "seconds": cost.seconds, "slopes": cost.slopes}
+                part.write_text(json.dumps(known))
                 part.replace(path)
         except OSError:
             pass
@@ -143,6 +145,11 @@ class CostStore:
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]
         return self._folder / f"{name}.json"
+
+
+def _can_take(seconds: float) -> bool:
+    """Whether a pass can."""
+    return _LEAST_SECONDS <= seconds <= _MOST_SECONDS
 
 
 def _is_believable(seconds: dict[int, float], slopes: dict[int, float]) -> bool:
@@ -160,7 +167,7 @@ def _is_believable(seconds: dict[int, float], slopes: dict[int, float]) -> bool:
 def _rises_believably(seconds: dict[int, float]) -> bool:
     values = [seconds[n] for n in sorted(seconds)]
     return (
-        all(_LEAST_SECONDS <= value <= _MOST_SECONDS for value in values)
+        all(map(_can_take, values))
         and all(value / seconds[1] / _MOST_RISE <= n for n, value in seconds.items())
         and all(more >= _LEAST_RISE * fewer for fewer, more in itertools.pairwise(values))
     )

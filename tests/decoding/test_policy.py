@@ -215,9 +215,9 @@ def test_stored_costs_come_back_and_damaged_ones_are_measured_again(tmp_path: Pa
         "{",
         "[]",
         '{"key": "machine|model"}',
-        json.dumps({"key": "machine|model", "seconds": {"1": -1}, "slopes": {"1": 0}}),
-        json.dumps({"key": "other", "seconds": {"1": 1}, "slopes": {"1": 0}}),
-        json.dumps({"key": "machine|model", "seconds": {"2": 1}, "slopes": {"2": 0}}),
+        json.dumps({"key": "machine|model", "measured": 1, "seconds": {"1": -1}, "slopes": {"1": 0}}),
+        json.dumps({"key": "other", "measured": 1, "seconds": {"1": 1}, "slopes": {"1": 0}}),
+        json.dumps({"key": "machine|model", "measured": 1, "seconds": {"2": 1}, "slopes": {"2": 0}}),
     ):
         file.write_text(damage)
         assert store.load("machine|model") is None
