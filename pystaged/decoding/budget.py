@@ -23,7 +23,9 @@ ones are seen after the machine has become faster, which is soon where passes of
 Among drafters that are covered the one of the largest speed-up is used, none where none is faster than plain decoding:
 what was seen of it on average, plus the doubt that so few observations leave (an upper confidence bound: Auer et al.
 2002; with observations that fade: Garivier & Moulines 2011). So what was unlucky is not given up for good, except where
-it would first have to read a prompt and no credit pays for that. Another one is tried only when a purse of its own,
+it would first have to read a prompt and no credit pays for that. Texts differ more than drafters do, so who had the
+easy ones looks better: one that mixes in another's guesses is believed to bring what that one brought, for one more
+operation a token. Another one is tried only when a purse of its own,
 filled by the same share and emptied by what its trials lost, covers the trial. What is learnt of drafters is kept in
 plain steps: it holds where the machine slows down.
 
@@ -81,6 +83,7 @@ class Budget:
         uses: called with how many tokens a text has; of each drafter, the tokens of a step with it and its time in
             plain steps, as believed before it has been tried.
         crowd: who shares the passes.
+        nested: whether each drafter mixes in what the next ones guess.
     """
 
     def __init__(
@@ -88,16 +91,19 @@ class Budget:
         cost: PassCost | None,
         uses: Callable[[int], Sequence[tuple[float, float]]],
         crowd: Crowd,
+        nested: bool = False,
     ) -> None:
         self.credit = 0.0  # seconds
         self._cost = cost
         self._crowd = crowd
         self._clock = crowd.clock
         self._uses = uses
+        self._nested = nested
         self._cells = 0  # that the text has filled
         self._texts = 1  # that were stepped together
         self._learnt: dict[tuple[int, int], _Learnt] = {}  # by the crowd's and the text's size, see _here
         self._purses = [0.0] * len(self._here.tokens)  # seconds
+        self._prices: list[float] = []  # seconds of the least that each drafter does, in this text
         # Seconds of a plain step without others, behind so many cells, as believed. Passes of one row in drafted steps
         # say nothing of it: a draft had the caches before them.
         self._alone_seconds = cost(1) if cost else 0.0
@@ -145,6 +151,7 @@ class Budget:
         # Where a step was interrupted nobody knows what it cost, so nothing is carried.
         carried = min(self.credit, MOST * self.plain_seconds) if self._is_settled else 0.0
         self.credit, self._is_settled = max(OPENING * self.plain_seconds, carried), True
+        self._prices = [drafter.price() for drafter in drafters]
         # By the mean, not the upper bound: else a drafter that only might pay reads every prompt, and is hardly used.
         best = self._fastest(range(len(drafters)), self._mean)
         if best is None:
@@ -343,8 +350,13 @@ class Budget:
         return self._mean(i) + _SPREAD / math.sqrt(self._here.seen[i])
 
     def _mean(self, i: int) -> float:
-        """A drafter's speed-up over plain decoding, of what has been seen."""
-        return self._here.tokens[i] / self._here.steps[i]
+        """A drafter's speed-up over plain decoding, of what has been seen of it, or of one whose guesses it mixes in."""
+        here, below = self._here, i + 1
+        mean = here.tokens[i] / here.steps[i]
+        if self._nested and below < len(here.tokens):
+            more = here.tokens[below] * (self._prices[i] - self._prices[below]) / self.plain_seconds
+            mean = max(mean, here.tokens[below] / (here.steps[below] + more))
+        return mean
 
     def _forgone(self, steps: float) -> float:
         """What the best drafter gains in that time, in the mean."""

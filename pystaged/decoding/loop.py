@@ -42,6 +42,7 @@ class Decoder:
         uses: called with how many tokens a text has; of each drafter, the tokens of a step with it and its time in
             plain steps, as believed before it has been tried. By default it gains nothing.
         crowd: who shares the passes, and the clock; by default nobody.
+        nested: whether each drafter mixes in what the next ones guess.
     """
 
     def __init__(
@@ -51,11 +52,12 @@ class Decoder:
         cost: PassCost | None = None,
         uses: Callable[[int], Sequence[tuple[float, float]]] | None = None,
         crowd: Crowd | None = None,
+        nested: bool = False,
     ) -> None:
         self.target = target
         self.drafters = drafters
         self.crowd = crowd or Crowd()
-        self.budget = Budget(cost, uses or (lambda _: [(1.0, 1.0)] * len(drafters)), self.crowd)
+        self.budget = Budget(cost, uses or (lambda _: [(1.0, 1.0)] * len(drafters)), self.crowd, nested)
         self._clock = self.crowd.clock
         self._drafting: Sequence[Drafter] = ()  # the drafters of this text: none where it is plain
         self._constraint: Constraint | None = None  # of this text

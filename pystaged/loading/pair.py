@@ -164,7 +164,7 @@ class Pair:
             by_head = GainPolicy(target_cost, self.head_cost.lookup, crowd=crowd)
             drafters.insert(0, self._head_drafter(self.head, target, by_head, self.head_cost, crowd))
         uses = partial(self._uses, target_cost, draft_cost, crowd=crowd)
-        return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd)
+        return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd, nested=self.head is not None)
 
     def text_over(self) -> None:
         """Keep what the target said of its tokens, now and then."""

@@ -424,7 +424,7 @@ class Text:
     Args:
         curve: seconds of a verify pass, in truth. cost: as believed.
         drafters: each its price, lag, and true lag. uses: as in Decoder, of any text or by its length.
-        reading: seconds of a token of the prompt.
+        reading: seconds of a token of the prompt. nested: as in Decoder.
     """
 
     def __init__(
@@ -434,6 +434,7 @@ class Text:
         drafters: Sequence[tuple[float, float, float]],
         uses: Sequence[tuple[float, float]] | Callable[[int], Sequence[tuple[float, float]]],
         reading: float = 0.01,
+        nested: bool = False,
     ) -> None:
         self._machine, self._curve, self._cost = Machine(), curve, cost
         self.drafters = [SimulatedDrafter(self._machine, *drafter) for drafter in drafters]
@@ -445,6 +446,7 @@ class Text:
             cost=cost,
             uses=uses if callable(uses) else lambda _: uses,
             crowd=Crowd(self._machine.clock),
+            nested=nested,
         )
         self._reading = reading
         self.mistaken = self.misjudged = 0.0
@@ -777,6 +779,24 @@ def test_the_drafter_that_gains_most_is_used() -> None:
     assert text.used[-100:].count(0) > 90
     # The other one goes on being tried, ever so rarely.
     assert 0 < text.used[1000:].count(1) < 60
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_mixes_in_the_next_ones_guesses_is_not_given_up_for_their_luck(nested: bool) -> None:
+    class Differing(SimulatedDrafter):
+        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
+            self.behaviour = Behaviour([0.05] * self._num_nodes)
+            return super().draft(sampling, max_depth, seconds)
+
+        _num_nodes = 1
+
+    # Both had texts before: the first one hard ones, the second one easy ones.
+    text = Text(FLAT, PassCost(FLAT.seconds), [(0.05, 0.0, 0.0)] * 2, [(1.4, 1.1), (3.0, 1.1)], nested=nested)
+    for num_nodes, drafter in zip((3, 1), text.drafters, strict=True):
+        drafter.__class__ = Differing
+        drafter._num_nodes = num_nodes
+    text.write([Behaviour([], accept=3)] * 100)
+    assert (text.used.count(0) > 80) == nested
 
 
 def test_expected_use() -> None:
