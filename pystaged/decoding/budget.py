@@ -350,7 +350,7 @@ class Budget:
         return self._mean(i) + _SPREAD / math.sqrt(self._here.seen[i])
 
     def _mean(self, i: int) -> float:
-        """A drafter's speed-up over plain decoding, of what has been seen of it, or of one whose guesses it mixes in."""
+        """A drafter's speed-up over plain decoding, by what was seen of it, or of one whose guesses it mixes in."""
         here, below = self._here, i + 1
         mean = here.tokens[i] / here.steps[i]
         if self._nested and below < len(here.tokens):
