@@ -24,10 +24,10 @@ Among drafters that are covered the one of the largest speed-up is used, none wh
 what was seen of it on average, plus the doubt that so few observations leave (an upper confidence bound: Auer et al.
 2002; with observations that fade: Garivier & Moulines 2011). So what was unlucky is not given up for good, except where
 it would first have to read a prompt and no credit pays for that. Texts differ more than drafters do, so who had the
-easy ones looks better: one that mixes in another's guesses is believed to bring what that one brought, for one more
-operation a token. Another one is tried only when a purse of its own,
-filled by the same share and emptied by what its trials lost, covers the trial. What is learnt of drafters is kept in
-plain steps: it holds where the machine slows down.
+easy ones looks better: one that mixes in another's guesses is believed to bring what that one brought, for one dearer
+operation a token, until it has been used often itself. Another one is tried only when a purse of its own, filled by the
+same share and emptied by what its trials lost, covers the trial. What is learnt of drafters is kept in plain steps: it
+holds where the machine slows down.
 
 In a crowd, a plain step is one of all its texts together, and time is the text's own: its part of passes, and what its
 guesses add to a pass of the target by the measured costs. All others wait for that too, so it counts for each text.
@@ -55,6 +55,7 @@ _FADE = 0.997  # of what observations are worth, with each step of any text: the
 _PRIOR = 10.0  # uses that the first belief is worth
 _SPREAD = 0.6  # standard deviation of a step's speed-up
 _LENGTH = 512  # tokens: texts shorter than this, than twice this, than four times this, ... are learnt of apart
+_BELOW = 500.0  # uses that is worth what a drafter brought whose guesses another one mixes in
 _LEAST = 20.0  # uses that old ones are worth together, at least
 _PLAIN_BLEND = 0.1  # least weight of a new plain step
 _DOUBT = 1.5  # times what is seen: a plain step that is believed to take more is checked at once, and then forgotten
@@ -83,7 +84,7 @@ class Budget:
         uses: called with how many tokens a text has; of each drafter, the tokens of a step with it and its time in
             plain steps, as believed before it has been tried.
         crowd: who shares the passes.
-        nested: whether each drafter mixes in what the next ones guess.
+        nested: whether each drafter mixes in what the next one guesses.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Budget:
         self._texts = 1  # that were stepped together
         self._learnt: dict[tuple[int, int], _Learnt] = {}  # by the crowd's and the text's size, see _here
         self._purses = [0.0] * len(self._here.tokens)  # seconds
-        self._prices: list[float] = []  # seconds of the least that each drafter does, in this text
+        self._prices: list[float] = []  # seconds of the least that each drafter does
         # Seconds of a plain step without others, behind so many cells, as believed. Passes of one row in drafted steps
         # say nothing of it: a draft had the caches before them.
         self._alone_seconds = cost(1) if cost else 0.0
@@ -274,7 +275,8 @@ class Budget:
         if self._cost is None:
             return 0 if drafters else None
         verifying = self._extra(2)
-        prices = [drafter.lag() + drafter.price() + verifying for drafter in drafters]
+        self._prices = [drafter.price() for drafter in drafters]
+        prices = [drafter.lag() + price + verifying for drafter, price in zip(drafters, self._prices, strict=True)]
         covered = [i for i, price in enumerate(prices) if price <= self.credit]
         self._best = chosen = self._fastest(covered, self._upper_bound)
         for i in covered:
@@ -350,14 +352,15 @@ class Budget:
         return self._mean(i) + _SPREAD / math.sqrt(self._here.seen[i])
 
     def _mean(self, i: int) -> float:
-        """A drafter's speed-up over plain decoding, by what was seen of it, or of one whose guesses it mixes in."""
+        """A drafter's speed-up over plain decoding, by what was seen of it and of what it mixes in."""
         here, below = self._here, i + 1
-        mean = here.tokens[i] / here.steps[i]
+        mean, seen = here.tokens[i] / here.steps[i], here.seen[i]
         if self._nested and below < len(here.tokens):
-            more = here.tokens[below] * (self._prices[i] - self._prices[below]) / self.plain_seconds
-            mean = max(mean, here.tokens[below] / (here.steps[below] + more))
+            dearer = self._texts * max(0.0, self._prices[i] - self._prices[below]) / self.plain_seconds
+            brought = here.tokens[below] / (here.steps[below] + here.tokens[below] * dearer)
+            mean = max(mean, (seen * mean + _BELOW * brought) / (seen + _BELOW))
         return mean
 
     def _forgone(self, steps: float) -> float:
-        """What the best drafter gains in that time, in the mean."""
-        return 0.0 if self._best is None else max(0.0, self._mean(self._best) - 1) * steps
+        """What the best drafter may gain in that time."""
+        return 0.0 if self._best is None else max(0.0, self._upper_bound(self._best) - 1) * steps
