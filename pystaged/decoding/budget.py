@@ -55,7 +55,7 @@ _FADE = 0.997  # of what observations are worth, with each step of any text: the
 _PRIOR = 10.0  # uses that the first belief is worth
 _SPREAD = 0.6  # standard deviation of a step's speed-up
 _LENGTH = 512  # tokens: texts shorter than this, than twice this, than four times this, ... are learnt of apart
-_BELOW = 500.0  # uses that is worth what a drafter brought whose guesses another one mixes in
+_BELOW = 500.0  # of its own uses that a drafter's belief in what it mixes in is worth
 _LEAST = 20.0  # uses that old ones are worth together, at least
 _PLAIN_BLEND = 0.1  # least weight of a new plain step
 _DOUBT = 1.5  # times what is seen: a plain step that is believed to take more is checked at once, and then forgotten
@@ -276,12 +276,14 @@ class Budget:
             return 0 if drafters else None
         verifying = self._extra(2)
         self._prices = [drafter.price() for drafter in drafters]
-        prices = [drafter.lag() + price + verifying for drafter, price in zip(drafters, self._prices, strict=True)]
-        covered = [i for i, price in enumerate(prices) if price <= self.credit]
+        least = [drafter.lag() + price + verifying for drafter, price in zip(drafters, self._prices, strict=True)]
+        covered = [i for i, seconds in enumerate(least) if seconds <= self.credit]
         self._best = chosen = self._fastest(covered, self._upper_bound)
         for i in covered:
-            trial = self._forgone(self._here.steps[i]) * self.plain_seconds + prices[i]
-            if i != self._best and self._purses[i] >= trial:
+            if i == self._best:
+                continue
+            trial = self._forgone(self._here.steps[i]) * self.plain_seconds + least[i]
+            if self._purses[i] >= trial:
                 chosen = i
                 break
         if chosen is not None:

@@ -770,30 +770,25 @@ def test_what_costs_more_than_may_be_lost_is_not_tried() -> None:
         assert (0 in text.used) == read
 
 
-def test_the_drafter_that_gains_most_is_used() -> None:
-    class Differing(SimulatedDrafter):
-        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
-            self.behaviour = Behaviour([self._price] * 2)
-            return super().draft(sampling, max_depth, seconds)
+class Long(SimulatedDrafter):
+    """Always drafts as many nodes as it is told."""
 
+    num_nodes = 2
+
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
+        self.behaviour = Behaviour([self._price] * self.num_nodes)
+        return super().draft(sampling, max_depth, seconds)
+
+
+def test_the_drafter_that_gains_most_is_used() -> None:
     text = Text(FLAT, PassCost(FLAT.seconds), [(0.25, 0.0, 0.0), (0.9, 0.0, 0.0)], [(1.1, 1.0), (1.3, 1.0)])
     for drafter in text.drafters:
-        drafter.__class__ = Differing
+        drafter.__class__ = Long
     text.write([Behaviour([], accept=2)] * 3000)
     assert text.used[:3].count(1) >= 1
     assert text.used[-100:].count(0) > 90
     # The other one goes on being tried, ever so rarely.
     assert 0 < text.used[1000:].count(1) < 60
-
-
-class Long(SimulatedDrafter):
-    """Always drafts as many nodes as it is told."""
-
-    num_nodes = 1
-
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
-        self.behaviour = Behaviour([self._price] * self.num_nodes)
-        return super().draft(sampling, max_depth, seconds)
 
 
 @pytest.mark.parametrize(
@@ -814,6 +809,19 @@ def test_what_mixes_in_the_next_ones_guesses_is_believed_to_bring_as_much(
         drafter.__class__, drafter.num_nodes = Long, nodes  # type: ignore[attr-defined]
     text.write([Behaviour([], accept=3)] * 100)
     assert least <= text.used.count(0) <= most
+
+
+@pytest.mark.parametrize(("texts", "best"), [(1, 0), (8, None)])
+def test_what_is_mixed_in_costs_a_crowd_its_waiting(texts: int, best: int | None) -> None:
+    machine = Machine()
+    crowd = Crowd(machine.clock)
+    budget = Budget(PassCost(FLAT.seconds), lambda _: [(1.0, 2.0), (2.2, 1.2)], crowd, nested=True)
+    budget.credit, crowd.texts = 100.0, texts
+    drafters = [SimulatedDrafter(machine, 0.15), SimulatedDrafter(machine, 0.05, lag=1e9)]
+    for drafter in drafters:
+        drafter.start(np.zeros(1, np.int32))
+    budget.choose(drafters, 0)
+    assert budget._best == best
 
 
 def test_expected_use() -> None:
