@@ -24,10 +24,11 @@ Among drafters that are covered the one of the largest speed-up is used, none wh
 what was seen of it on average, plus the doubt that so few observations leave (an upper confidence bound: Auer et al.
 2002; with observations that fade: Garivier & Moulines 2011). So what was unlucky is not given up for good, except where
 it would first have to read a prompt and no credit pays for that. Texts differ more than drafters do, so who had the
-easy ones looks better: one that mixes in another's guesses is believed to bring what that one brought, for one dearer
-operation a token, until it has been used often itself. Another one is tried only when a purse of its own, filled by the
-same share and emptied by what its trials lost, covers the trial. What is learnt of drafters is kept in plain steps: it
-holds where the machine slows down.
+easy ones looks better: one that mixes in another's guesses is believed to bring about what that one brought, for one
+dearer operation a token; its own uses, if they were worse, lower that by 40 % of the difference at most. Another one is
+tried only when a purse of its own, filled by the same share and emptied by what its trials lost against what the best
+might have gained, covers the trial. What is learnt of drafters is kept in plain steps: it holds where the machine slows
+down.
 
 In a crowd, a plain step is one of all its texts together, and time is the text's own: its part of passes, and what its
 guesses add to a pass of the target by the measured costs. All others wait for that too, so it counts for each text.
@@ -55,7 +56,7 @@ _FADE = 0.997  # of what observations are worth, with each step of any text: the
 _PRIOR = 10.0  # uses that the first belief is worth
 _SPREAD = 0.6  # standard deviation of a step's speed-up
 _LENGTH = 512  # tokens: texts shorter than this, than twice this, than four times this, ... are learnt of apart
-_BELOW = 500.0  # of its own uses that a drafter's belief in what it mixes in is worth
+_MIXED_IN = 500.0  # uses that the belief from what a drafter mixes in is worth; its own, fading, come to 333 at most
 _LEAST = 20.0  # uses that old ones are worth together, at least
 _PLAIN_BLEND = 0.1  # least weight of a new plain step
 _DOUBT = 1.5  # times what is seen: a plain step that is believed to take more is checked at once, and then forgotten
@@ -84,7 +85,7 @@ class Budget:
         uses: called with how many tokens a text has; of each drafter, the tokens of a step with it and its time in
             plain steps, as believed before it has been tried.
         crowd: who shares the passes.
-        nested: whether each drafter mixes in what the next one guesses.
+        nested: whether the first drafter mixes in all that the second one guesses.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Budget:
         self._texts = 1  # that were stepped together
         self._learnt: dict[tuple[int, int], _Learnt] = {}  # by the crowd's and the text's size, see _here
         self._purses = [0.0] * len(self._here.tokens)  # seconds
-        self._prices: list[float] = []  # seconds of the least that each drafter does
+        self._prices: list[float] = []  # seconds of the least that each drafter does, as of open or choose
         # Seconds of a plain step without others, behind so many cells, as believed. Passes of one row in drafted steps
         # say nothing of it: a draft had the caches before them.
         self._alone_seconds = cost(1) if cost else 0.0
@@ -360,9 +361,10 @@ class Budget:
         if self._nested and below < len(here.tokens):
             dearer = self._texts * max(0.0, self._prices[i] - self._prices[below]) / self.plain_seconds
             brought = here.tokens[below] / (here.steps[below] + here.tokens[below] * dearer)
-            mean = max(mean, (seen * mean + _BELOW * brought) / (seen + _BELOW))
+            mean = max(mean, (seen * mean + _MIXED_IN * brought) / (seen + _MIXED_IN))
         return mean
 
     def _forgone(self, steps: float) -> float:
-        """What the best drafter may gain in that time."""
+        """Plain steps that the best drafter may gain in so many. By its upper bound: by its mean, another one that is
+        well known would be tried at every step."""
         return 0.0 if self._best is None else max(0.0, self._upper_bound(self._best) - 1) * steps

@@ -42,7 +42,7 @@ class Decoder:
         uses: called with how many tokens a text has; of each drafter, the tokens of a step with it and its time in
             plain steps, as believed before it has been tried. By default it gains nothing.
         crowd: who shares the passes, and the clock; by default nobody.
-        nested: whether each drafter mixes in what the next one guesses.
+        nested: whether the first drafter mixes in all that the second one guesses.
     """
 
     def __init__(

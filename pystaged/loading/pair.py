@@ -154,7 +154,7 @@ class Pair:
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
         lookup = self.ngram_cost.lookup
-        crowd = Crowd()
+        crowd, nested = Crowd(), False
         by_ngrams = GainPolicy(target_cost, lookup, crowd=crowd)
         drafters: list[Drafter] = [self._ngram_drafter(by_ngrams, self.recycled, self.ngram_cost, crowd)]
         if draft and draft_cost:
@@ -163,8 +163,9 @@ class Pair:
         elif self.head and self.head_cost:
             by_head = GainPolicy(target_cost, self.head_cost.lookup, crowd=crowd)
             drafters.insert(0, self._head_drafter(self.head, target, by_head, self.head_cost, crowd))
+            nested = True
         uses = partial(self._uses, target_cost, draft_cost, crowd=crowd)
-        return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd, nested=self.head is not None)
+        return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd, nested=nested)
 
     def text_over(self) -> None:
         """Keep what the target said of its tokens, now and then."""

@@ -770,8 +770,8 @@ def test_what_costs_more_than_may_be_lost_is_not_tried() -> None:
         assert (0 in text.used) == read
 
 
-class Long(SimulatedDrafter):
-    """Always drafts as many nodes as it is told."""
+class FixedLength(SimulatedDrafter):
+    """Drafts a chain of `num_nodes`, whatever the behaviour says."""
 
     num_nodes = 2
 
@@ -783,7 +783,7 @@ class Long(SimulatedDrafter):
 def test_the_drafter_that_gains_most_is_used() -> None:
     text = Text(FLAT, PassCost(FLAT.seconds), [(0.25, 0.0, 0.0), (0.9, 0.0, 0.0)], [(1.1, 1.0), (1.3, 1.0)])
     for drafter in text.drafters:
-        drafter.__class__ = Long
+        drafter.__class__ = FixedLength
     text.write([Behaviour([], accept=2)] * 3000)
     assert text.used[:3].count(1) >= 1
     assert text.used[-100:].count(0) > 90
@@ -794,8 +794,8 @@ def test_the_drafter_that_gains_most_is_used() -> None:
 @pytest.mark.parametrize(
     ("nested", "price", "num_nodes", "least", "most"),
     [
-        (True, 0.05, 3, 60, 100),
-        (False, 0.05, 3, 0, 0),
+        (True, 0.05, 3, 60, 100),  # believed to be as good, found to be better
+        (False, 0.05, 3, 0, 0),  # believed to be worse, and no purse pays for a trial yet
         (True, 0.9, 3, 0, 1),  # dearer than what it would bring
         (True, 0.05, 1, 0, 20),  # brings less in fact
     ],
@@ -806,7 +806,7 @@ def test_what_mixes_in_the_next_ones_guesses_is_believed_to_bring_as_much(
     drafters = [(price, 0.0, 0.0), (0.05, 0.0, 0.0)]
     text = Text(FLAT, PassCost(FLAT.seconds), drafters, [(1.4, 1.1), (3.0, 1.1)], nested=nested)
     for drafter, nodes in zip(text.drafters, (num_nodes, 2), strict=True):
-        drafter.__class__, drafter.num_nodes = Long, nodes  # type: ignore[attr-defined]
+        drafter.__class__, drafter.num_nodes = FixedLength, nodes  # type: ignore[attr-defined]
     text.write([Behaviour([], accept=3)] * 100)
     assert least <= text.used.count(0) <= most
 
@@ -817,10 +817,11 @@ def test_what_is_mixed_in_costs_a_crowd_its_waiting(texts: int, best: int | None
     crowd = Crowd(machine.clock)
     budget = Budget(PassCost(FLAT.seconds), lambda _: [(1.0, 2.0), (2.2, 1.2)], crowd, nested=True)
     budget.credit, crowd.texts = 100.0, texts
+    # Only the first one's prompt can be paid for.
     drafters = [SimulatedDrafter(machine, 0.15), SimulatedDrafter(machine, 0.05, lag=1e9)]
     for drafter in drafters:
         drafter.start(np.zeros(1, np.int32))
-    budget.choose(drafters, 0)
+    budget.choose(drafters, 0)  # the step itself is plain, to see what that takes
     assert budget._best == best
 
 
