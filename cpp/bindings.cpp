@@ -813,6 +813,7 @@ PYBIND11_MODULE(_core, m) {
                                    return self.closed();
                                })
         .def_property_readonly("n_ctx", &Session::context)
+        .def_property_readonly("on_device", [](const Session& self) { return self.model().device_memory() != nullptr; })
         .def_property_readonly("cell_bytes", [](const Session& self) { return self.model().cell_bytes(); })
         .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().weight_bytes(); })
         .def_property_readonly("vocab_size", [](const Session& self) { return self.model().numbers().vocab_size; });

@@ -511,6 +511,9 @@ class Session:
     @property
     def n_ctx(self) -> int: ...
     @property
+    def on_device(self) -> bool:
+        """Whether its passes run on a device of ggml's, not on this process's threads."""
+    @property
     def cell_bytes(self) -> int:
         """Bytes of keys and values that one token takes."""
     @property

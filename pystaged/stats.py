@@ -136,8 +136,8 @@ class GenerationStats:
     stages: dict[str, StageStats] = field(default_factory=lambda: {name: StageStats() for name in _NAMES})
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
 
-    def record(self, step: Step) -> None:
-        """Count one step."""
+    def record(self, step: Step, seconds: float) -> None:
+        """Count one step, which took so many seconds."""
         tree, path = step.tree, step.path
         stages = tree.stages.tolist()
         by_number = tuple(self.stages.values())
@@ -154,7 +154,8 @@ class GenerationStats:
         self.pass_rows += step.pass_rows
         self.pass_texts += step.pass_texts
         self.target_seconds += step.verify_seconds
-        self.plain_seconds += step.plain_seconds
+        self.decode_seconds += seconds
+        self.plain_seconds += step.speedup * seconds
         self.lengths[accepted] += 1
         for depth in range(1, len(path)):
             self.offered[depth] += 1

@@ -560,7 +560,6 @@ def test_what_was_learnt_is_inherited() -> None:
         tree = finish(old.drafters[0].draft(SamplingConfig(0.5), 3))
         assert len(tree) > 1
         old.drafters[0].advance([int(tree.tokens[1])])
-        old.budget._see_plain(old.budget.plain_seconds)
         begun = engine._pair.decoder(0, None, old, 5)
         assert begun.target.tokens.tolist() == old.target.tokens[:5].tolist()
         for drafter, other in zip(begun.drafters, old.drafters, strict=True):
@@ -569,12 +568,12 @@ def test_what_was_learnt_is_inherited() -> None:
                 assert vars(calibration) == vars(source)
                 assert calibration.rates is not source.rates
         learnt, source = vars(begun.budget), vars(old.budget)
-        for name in ("_learnt", "_purses", "_alone_seconds", "_plain_seen", "_reading"):
+        for name in ("_rates", "_scored", "_python"):
             assert learnt[name] == source[name]
-        assert learnt["_learnt"] is not source["_learnt"]
+        assert learnt["_rates"] is not source["_rates"]
         # It is not where one begins.
         new = engine._pair.decoder(0, None)
-        assert vars(new.budget)["_plain_seen"] != learnt["_plain_seen"]
+        assert vars(new.budget)["_rates"] != learnt["_rates"]
         assert vars(cast(Any, new.drafters[0])._calibrations[False]) != vars(
             cast(Any, old.drafters[0])._calibrations[False]
         )

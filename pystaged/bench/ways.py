@@ -40,11 +40,12 @@ class _Ready(Decoder):
         *,
         speculate: bool = True,
         progress: Progress | None = None,
+        greedy: bool = True,
         constraint: Constraint | None = None,
         opening: Opening | None = None,
     ) -> Requests[int]:
         reused = yield from super().start(
-            prompt, speculate=speculate, progress=progress, constraint=constraint, opening=opening
+            prompt, speculate=speculate, progress=progress, greedy=greedy, constraint=constraint, opening=opening
         )
         for drafter in self.drafters:
             yield from drafter.catch_up()

@@ -20,19 +20,16 @@ _OWN_BLEND = 0.02  # and beyond that for passes of its own size
 
 
 class PassCost:
-    """T(n, c) of one model: seconds for a pass over n >= 1 rows behind c cells, the tokens that they attend to.
+    """T(n, c) of one model: processor seconds for a pass over n >= 1 rows behind c cells, the tokens they attend to.
 
     The time with no cells, and what a thousand of them add, are linear between the numbers of rows that were measured.
 
     Args:
         seconds: with no cells, by number of rows.
         slopes: seconds more for a thousand cells, by the same numbers of rows; none by default.
-        measured: seconds of a pass of one row when this was measured, where running has taught more since.
     """
 
-    def __init__(
-        self, seconds: Mapping[int, float], slopes: Mapping[int, float] | None = None, measured: float | None = None
-    ) -> None:
+    def __init__(self, seconds: Mapping[int, float], slopes: Mapping[int, float] | None = None) -> None:
         slopes = slopes or dict.fromkeys(seconds, 0.0)
         if len(seconds) == 1:
             # One measurement says nothing of the rise with rows: take them to be worked off one after the other.
@@ -41,7 +38,6 @@ class PassCost:
         self._knots = _rising([seconds[n] for n in self._rows])
         self._slopes = [slopes[n] for n in self._rows]
         self._scale = 1.0
-        self.measured = self(1) if measured is None else measured
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -52,11 +48,6 @@ class PassCost:
     def slopes(self) -> dict[int, float]:
         """What a thousand cells add to that."""
         return {n: self._scale * slope for n, slope in zip(self._rows, self._slopes, strict=True)}
-
-    @property
-    def slowdown(self) -> float:
-        """How many times as long a pass of one row takes as when this was measured."""
-        return self(1) / self.measured
 
     def __call__(self, num_rows: int, cells: float = 0) -> float:
         """Seconds for a pass over that many rows behind that many cells, as things go now."""
@@ -107,14 +98,15 @@ def measure(
     *,
     most_rows: int = MEASURED_ROWS[-1],
     cells: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.thread_time,
+    wall: Callable[[], float] = time.perf_counter,
 ) -> PassCost:
     """Time passes of 1 to `most_rows` rows, in turn, for about a second; the shortest of each counts.
 
     Args:
         run_pass: makes a pass over that many rows behind that many cells.
         cells: how many of them to tell the slopes by, 0 for none.
-        clock: seconds.
+        clock: what passes are timed by. wall: what bounds the time that this takes.
     """
     rows = [n for n in MEASURED_ROWS if n <= most_rows]
     deep = [n for n in rows if n in (*_SLOPE_ROWS, rows[-1])] if cells else []
@@ -123,9 +115,9 @@ def measure(
     for each in passes[len(rows) - 1 : len(rows) + 1]:
         run_pass(*each)  # the largest: what is made at first is made then
     best = dict.fromkeys(passes, math.inf)
-    begin = clock()
+    begin = wall()
     for done in range(_MOST_ROUNDS):
-        spent = clock() - begin
+        spent = wall() - begin
         if spent > _PATIENCE or (spent > _BUDGET and done >= _LEAST_ROUNDS):
             break
         for each in passes:

@@ -28,6 +28,9 @@ class Drafter(Protocol):
     memory: RecycledCandidates | None
     """Learns from every row of the trees that this drafter proposed; None where it learns nothing."""
 
+    hit: bool | None
+    """Whether its first guess for the token after the last root was right; None where it made none."""
+
     def work(self) -> dict[str, DrafterStats]:
         """What it and the drafters below it have done so far, by name."""
         ...

@@ -18,9 +18,10 @@ from pystaged.decoding.constraint import Constraint, constrained
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter, common_prefix
+from pystaged.decoding.meter import Meter
 from pystaged.decoding.opening import Opening
 from pystaged.decoding.policy import MAX_NODES
-from pystaged.decoding.requests import Done, Request, Requests, Verify, alone
+from pystaged.decoding.requests import Clocks, Done, Request, Requests, Verify, alone
 from pystaged.decoding.step import FinishReason, Step
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import DrafterStats, GenerationStats
@@ -37,12 +38,12 @@ class Decoder:
     Args:
         target: the session to continue in; nobody else may use it meanwhile.
         *drafters: propose the trees, each for as long as it gains most; none for plain decoding.
-        cost: seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses the first
-            drafter.
-        uses: called with how many tokens a text has; of each drafter, the tokens of a step with it and its time in
-            plain steps, as believed before it has been tried. By default it gains nothing.
-        crowd: who shares the passes, and the clock; by default nobody.
-        nested: whether the first drafter mixes in all that the second one guesses.
+        cost: processor seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses
+            the first drafter.
+        rates: of each drafter, how often its first guess is believed to be right before it has been scored.
+        crowd: who shares the passes; by default nobody.
+        meter: of what drafting costs, which the drafters share.
+        clocks: the wall's and the processor's.
     """
 
     def __init__(
@@ -50,15 +51,17 @@ class Decoder:
         target: Session,
         *drafters: Drafter,
         cost: PassCost | None = None,
-        uses: Callable[[int], Sequence[tuple[float, float]]] | None = None,
+        rates: Sequence[float] | None = None,
         crowd: Crowd | None = None,
-        nested: bool = False,
+        meter: Meter | None = None,
+        clocks: Clocks | None = None,
     ) -> None:
         self.target = target
         self.drafters = drafters
         self.crowd = crowd or Crowd()
-        self.budget = Budget(cost, uses or (lambda _: [(1.0, 1.0)] * len(drafters)), self.crowd, nested)
-        self._clock = self.crowd.clock
+        self._clocks = clocks or Clocks()
+        self._meter = meter or Meter(self._clocks.processor)
+        self.budget = Budget(cost, self.crowd, self._meter, rates or [0.5] * len(drafters))
         self._drafting: Sequence[Drafter] = ()  # the drafters of this text: none where it is plain
         self._constraint: Constraint | None = None  # of this text
         self._is_plain = False
@@ -89,7 +92,7 @@ class Decoder:
             progress=progress,
             constraint=constraint,
         )
-        return alone(text, self._clock)
+        return alone(text, self._clocks)
 
     def text(
         self,
@@ -137,6 +140,7 @@ class Decoder:
         *,
         speculate: bool = True,
         progress: Progress | None = None,
+        greedy: bool = True,
         constraint: Constraint | None = None,
         opening: Opening | None = None,
     ) -> Requests[int]:
@@ -147,6 +151,7 @@ class Decoder:
         Args:
             speculate: False decodes plainly until the next start.
             progress: called before the first piece of the prompt and after each.
+            greedy: whether the text's tokens are the likeliest ones.
             constraint: what the text must be, until the next start; whoever steps tells it of the text.
             opening: how the prompt is read.
 
@@ -156,7 +161,6 @@ class Decoder:
         self._check(prompt)
         opening = opening or Opening()
         reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1) if opening.reuse else 0
-        begin = self._clock()
         self.target.truncate(reused)
         missing = prompt[reused:-1]
         read = 0
@@ -166,7 +170,6 @@ class Decoder:
             read += yield from opening.read(self.target, prompt[:-1], prompt[1:], reused + read)
         if progress:
             progress(read, read)
-        seconds = self._clock() - begin
         self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
         self._length = len(prompt) - 1
         self._drafting = self.drafters if speculate else ()
@@ -175,7 +178,7 @@ class Decoder:
         for drafter in self._drafting:
             drafter.prediction = opening.prediction
             drafter.start(prompt)
-        yield from self.budget.open(self._drafting, len(prompt), (read, seconds))
+        yield from self.budget.open(self._drafting, len(prompt), greedy)
         return reused
 
     def step(self, sampling: SamplingConfig, max_tokens: int) -> Requests[Step]:
@@ -185,8 +188,11 @@ class Decoder:
         # A plain step asks for no candidates: nothing would pay for finding them.
         memory = self._drafting[self.budget.chosen].memory if self.budget.chosen is not None else None
         wanted = min(memory.num_candidates, self.target.vocab_size) if memory else 0
-        verified = yield Verify(self.target, self._length, guesses, sampling.native, wanted, masks)
+        verified = yield from self._meter.target(
+            Verify(self.target, self._length, guesses, sampling.native, wanted, masks)
+        )
         tree, path, tokens, logprobs, candidates = verified.result
+        begin = self._meter()
         if memory:
             before = tree.tokens[tree.parents]
             before[0] = self._before
@@ -195,14 +201,15 @@ class Decoder:
         self._length += len(path)
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
         self._tell(tokens)
-        plain_seconds = self.budget.record(len(tree), len(tokens), verified, stages.count(Stage.GRAMMAR))
+        telling, certain = self._meter() - begin, stages.count(Stage.GRAMMAR)
+        speedup = self.budget.record(self._drafting, len(tree), len(tokens), verified, telling, certain)
         return Step(
             tokens,
             stages,
             tree,
             path,
             verified.seconds,
-            plain_seconds,
+            speedup,
             verified.num_rows,
             self.crowd.texts,
             logprobs=logprobs,
@@ -257,18 +264,24 @@ class Decoder:
         opening: Opening,
     ) -> Generator[Request | Step, Done | None, None]:
         # What a text's reader waits for, others' work included.
-        before, left, begin = self.work(), max_tokens, self.crowd.wall()
+        wall = self._clocks.wall
+        before, left, begin = self.work(), max_tokens, wall()
         stats.prompt_tokens += len(prompt)
         try:
             stats.reused_tokens += yield from self.start(
-                prompt, speculate=speculate, progress=progress, constraint=constraint, opening=opening
+                prompt,
+                speculate=speculate,
+                progress=progress,
+                greedy=sampling.is_greedy,
+                constraint=constraint,
+                opening=opening,
             )
-            stats.prefill_seconds += self.crowd.wall() - begin
+            stats.prefill_seconds += wall() - begin
             finished = constraint is not None and constraint.is_complete
             if finished:
                 yield Step([], [], TokenTree.root(self._root), [], 0.0, 0.0, 0, 0, finish_reason="stop")
             while not finished:
-                begin = self.crowd.wall()
+                begin = wall()
                 step = self._cut((yield from self.step(sampling, left)), left, is_end)
                 if constraint:
                     constraint.advance(step.tokens)
@@ -276,8 +289,7 @@ class Decoder:
                         step = replace(step, finish_reason="stop")
                 left -= len(step.tokens)
                 finished = step.finish_reason is not None
-                stats.record(step)
-                stats.decode_seconds += self.crowd.wall() - begin
+                stats.record(step, wall() - begin)
                 yield step
         finally:
             self._constrain_by(None)
@@ -299,10 +311,14 @@ class Decoder:
         )
 
     def _draft(self, sampling: SamplingConfig, max_depth: int) -> Requests[TokenTree]:
-        chosen = self.budget.choose(self._drafting if max_depth >= 1 else (), self._length)
-        if chosen is None:
-            return TokenTree.root(self._root)
-        return self.budget.trim((yield from self._drafting[chosen].draft(sampling, max_depth, self.budget.seconds)))
+        drafters = self._drafting if max_depth >= 1 else ()
+        self.budget.choose(drafters, self._length)
+        for i in self.budget.shadows:
+            yield from drafters[i].draft(sampling, 1, self.budget.seconds)
+        chosen, tree = self.budget.chosen, TokenTree.root(self._root)
+        if chosen is not None:
+            tree = yield from drafters[chosen].draft(sampling, max_depth, self.budget.seconds)
+        return self.budget.trim(tree)
 
     def _constrain_by(self, constraint: Constraint | None) -> None:
         self._constraint = constraint

@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 class _OfSession:
-    """What requests have in common: the session they are for, and `cells`, tokens of its text before their rows.
+    """What requests have in common: the session they are for, and `past`, tokens of its text before their rows.
 
     `work` is what a pass shared with others makes of them, `perform` what a pass of their own does; both give what
     `result` takes.
@@ -40,6 +40,11 @@ class _OfSession:
         """Whether its pass can be others' too; what stands in for a session elsewhere has passes of its own."""
         return isinstance(self.session, Session)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether its pass runs elsewhere than on this process's threads."""
+        return getattr(self.session, "on_device", True)
+
 
 @dataclass(slots=True, eq=False)
 class Read(_OfSession):
@@ -49,7 +54,7 @@ class Read(_OfSession):
     """
 
     session: Session
-    cells: int
+    past: int
     tokens: NDArray[np.int32]
     num_rows: int = field(default=0, kw_only=True)
 
@@ -107,7 +112,7 @@ class Propose(_OfSession):
     words], None for anything."""
 
     session: Session
-    cells: int
+    past: int
     tokens: Sequence[int]
     parents: Sequence[int]
     judged: int
@@ -144,7 +149,7 @@ class Verify(_OfSession):
     """
 
     session: Session
-    cells: int
+    past: int
     tree: TokenTree
     sampling: Sampling
     num_candidates: int = 0
@@ -179,19 +184,37 @@ Request = Read | Propose | Verify
 class Done:
     """A request fulfilled.
 
-    result: as the request says. num_rows, seconds: of the whole pass, others' rows included; cells: before each of
-    these rows, in the mean. share: part of the rows that are the request's, above 0 and at most 1.
+    result: as the request says. num_rows: of the whole pass, others' rows included; past: tokens before each of these
+    rows, in the mean. seconds: that the pass took; processor_seconds: of these, those that the calling thread ran, all
+    where the pass ran on a device. share: part of the rows that are the request's, above 0 and at most 1.
     """
 
     result: Any
     share: float
     num_rows: int
+    past: float
     seconds: float
-    cells: float
+    processor_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Seconds: by the wall, and those that the calling thread has run."""
+
+    wall: Callable[[], float] = time.perf_counter
+    processor: Callable[[], float] = time.thread_time
+
+    def of(self, request: Request) -> Callable[[], float]:
+        """What tells the cost of a request's pass. A CPU's is told by its calling thread, which has a part in all of
+        the work: interruptions do not count, and its share stays the same on a busy machine."""
+        return self.wall if request.on_device else self.processor
 
 
 Requests = Generator[Request, Done, R]
 """A generator that asks for passes, is sent what came of each, and returns an R."""
+
+
+_CLOCKS = Clocks()
 
 
 def resume(text: Generator[T, Done | None, R], answer: Done | BaseException | None) -> T:
@@ -199,17 +222,19 @@ def resume(text: Generator[T, Done | None, R], answer: Done | BaseException | No
     return text.throw(answer) if isinstance(answer, BaseException) else text.send(answer)
 
 
-def fulfil(request: Request, clock: Callable[[], float]) -> Done | BaseException:
+def fulfil(request: Request, clocks: Clocks) -> Done | BaseException:
     """Give a request a pass of its own."""
-    begin = clock()
+    processor = clocks.of(request)
+    begin, processor_begin = clocks.wall(), processor()
     try:
         result = request.result(request.perform())
     except BaseException as error:
         return error
-    return Done(result, 1.0, request.num_rows, clock() - begin, request.cells)
+    took, cost = clocks.wall() - begin, processor() - processor_begin
+    return Done(result, 1.0, request.num_rows, request.past, took, cost)
 
 
-def alone(text: Generator[Any, Any, R], clock: Callable[[], float] = time.perf_counter) -> Generator[Any, None, R]:
+def alone(text: Generator[Any, Any, R], clocks: Clocks = _CLOCKS) -> Generator[Any, None, R]:
     """What a text says beside its requests, each of which gets a pass of its own; returns what the text returns."""
     answer: Done | BaseException | None = None
     with closing(text):
@@ -225,12 +250,12 @@ def alone(text: Generator[Any, Any, R], clock: Callable[[], float] = time.perf_c
                 continue
             if isinstance(said, Read):
                 said.num_rows = min(len(said.tokens), MOST_ROWS)
-            answer = fulfil(said, clock)
+            answer = fulfil(said, clocks)
 
 
-def finish(text: Requests[R], clock: Callable[[], float] = time.perf_counter) -> R:
+def finish(text: Requests[R], clocks: Clocks = _CLOCKS) -> R:
     """What a generator of nothing but requests returns, each request by a pass of its own."""
-    running = alone(text, clock)
+    running = alone(text, clocks)
     try:
         while True:
             next(running)

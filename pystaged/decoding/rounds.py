@@ -10,7 +10,6 @@ Prompts ride along in pieces. Each row's values are independent of its neighbour
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from pystaged._core import run
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
-from pystaged.decoding.requests import MOST_ROWS, Done, Read, Request, Verify, fulfil, resume
+from pystaged.decoding.requests import MOST_ROWS, Clocks, Done, Read, Request, Verify, fulfil, resume
 from pystaged.stats import PassStats
 
 PROMPT_DELAY = 0.25  # seconds that a pass may take because prompts ride along
@@ -51,22 +50,19 @@ class LiveText:
         self._text = text
         self._say: Callable[[Any], None] | None = say
         self._end: Callable[[BaseException | None], None] | None = end
-        self._asked = 0.0
 
     @property
     def wants_draft(self) -> bool:
         """Whether it asks for a pass of something other than the target."""
         return self.request is not None and self.request.session is not self.decoder.target
 
-    def go_on(self, answer: Done | BaseException | None, clock: Callable[[], float]) -> None:
+    def go_on(self, answer: Done | BaseException | None) -> None:
         """Let it go on, with what came of its request, up to the next one or to what it says."""
-        if isinstance(answer, Done):
-            self.decoder.crowd.pass_over(clock() - self._asked - answer.share * answer.seconds)
         self.request = None
         try:
             said = resume(self._text, answer)
             if isinstance(said, Request):
-                self.request, self._asked = said, clock()
+                self.request = said
             elif self._say:
                 self._say(said)
         except StopIteration:
@@ -110,7 +106,7 @@ class Rounds:
         cost: seconds of a pass of the target; None verifies whatever was drafted.
         prompt_delay: seconds that a pass may take because prompts ride along with it.
         make: does works in one pass, all or none, as run does.
-        clock: seconds.
+        clocks: the wall's and the processor's.
     """
 
     def __init__(
@@ -119,20 +115,20 @@ class Rounds:
         prompt_delay: float = PROMPT_DELAY,
         *,
         make: Callable[[list[Any]], list[Any]] = run,
-        clock: Callable[[], float] = time.perf_counter,
+        clocks: Clocks | None = None,
     ) -> None:
         self.passes = PassStats()  # of the target
         self._cost = cost
         self._prompt_delay = prompt_delay
         self._make = make
-        self._clock = clock
-        self._last = clock()  # when the last pass of the target ended
+        self._clocks = clocks or Clocks()
+        self._last = self._clocks.processor()  # when the last pass of the target ended
 
     def play(self, texts: Sequence[LiveText]) -> None:
         """One round: each text gets a step further or reads a piece of its prompt, by one pass of the target."""
         for text in texts:
             if text.request is None and not text.is_over:
-                text.go_on(None, self._clock)
+                text.go_on(None)
         self._draft(texts)
         asking = [text for text in texts if text.request and not text.wants_draft]
         steps = [text for text in asking if isinstance(text.request, Verify)]
@@ -140,28 +136,28 @@ class Rounds:
         self._portion_prompts([text.request for text in asking if isinstance(text.request, Read)], steps)
         asking = [text for text in asking if text.request and text.request.num_rows]
         answers = self._pass(asking)
-        self._last = self._clock()
+        self._last = self._clocks.processor()
         self._count([text.request for text in asking if text.request], answers)
         for text in steps:
             text.note_step()
         for text in asking:
             text.see(steps)
         for text, answer in zip(asking, answers, strict=True):
-            text.go_on(answer, self._clock)
+            text.go_on(answer)
 
     def play_alone(self, text: LiveText) -> None:
         """The same for one text, by passes of its own; in the main thread, Ctrl-C interrupts a prompt being read."""
         text.see([])
         if text.request is None:
-            text.go_on(None, self._clock)
+            text.go_on(None)
         has_read = False
         while text.request and not (has_read and isinstance(text.request, Read)):
             if isinstance(text.request, Read):
                 has_read, text.request.num_rows = True, min(len(text.request.tokens), MOST_ROWS)
-            answer = fulfil(text.request, self._clock)
+            answer = fulfil(text.request, self._clocks)
             if not text.wants_draft:
                 self._count([text.request], [answer])
-            text.go_on(answer, self._clock)
+            text.go_on(answer)
 
     def _count(self, requests: Sequence[Request], answers: Sequence[Done | BaseException]) -> None:
         """Add what came of requests to the passes of the target that there were."""
@@ -187,14 +183,15 @@ class Rounds:
                     text.request.num_rows = min(len(text.request.tokens), _DRAFT_PIECE)
                     have_read.add(text)
             for text, answer in zip(drafting, self._pass(drafting), strict=True):
-                text.go_on(answer, self._clock)
+                text.go_on(answer)
 
     def _trim_trees(self, requests: Sequence[Verify]) -> None:
         """Decide how many nodes of each tree are verified."""
         if self._cost and len(requests) > 1:
-            cost, cells = self._cost, _mean_cells(requests)
+            cost, past = self._cost, _mean_past(requests)
             trees = [request.tree.scores.tolist() for request in requests]
-            rows = best_rows(trees, lambda n: cost(n, cells), self._clock() - self._last)
+            spent = max(0.0, self._clocks.processor() - self._last)  # by another thread's clock after a change
+            rows = best_rows(trees, lambda n: cost(n, past), spent)
             for request, kept in zip(requests, rows, strict=True):
                 request.tree = request.tree.head(kept)
 
@@ -203,9 +200,9 @@ class Rounds:
         room = MOST_ROWS
         beside = sum(text.request.num_rows for text in steps if text.request)
         if beside and requests:
-            cells = _mean_cells(requests)
+            past = _mean_past(requests)
             room = _LEAST_PIECE if self._cost else _UNPRICED_PIECE
-            while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, cells) <= self._prompt_delay:
+            while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, past) <= self._prompt_delay:
                 room += 1
         # Half for the oldest, so that none waits for ever, then for those that are soon done.
         asked = [(request, (room + 1) // 2) for request in requests[:1]]
@@ -223,16 +220,17 @@ class Rounds:
         if len(requests) > 1 and all(request.can_share for request in requests):
             with suppress(Exception):
                 return self._share(requests)
-        return [fulfil(request, self._clock) for request in requests]
+        return [fulfil(request, self._clocks) for request in requests]
 
     def _share(self, requests: Sequence[Request]) -> list[Done | BaseException]:
-        begin = self._clock()
+        processor = self._clocks.of(requests[0])
+        begin, processor_begin = self._clocks.wall(), processor()
         found = self._make([request.work() for request in requests])
-        seconds = self._clock() - begin
+        seconds, cost = self._clocks.wall() - begin, processor() - processor_begin
         rows = sum(request.num_rows for request in requests)
-        cells = _mean_cells(requests)
+        past = _mean_past(requests)
         return [
-            Done(request.result(each), request.num_rows / rows, rows, seconds, cells)
+            Done(request.result(each), request.num_rows / rows, rows, past, seconds, cost)
             for request, each in zip(requests, found, strict=True)
         ]
 
@@ -261,7 +259,7 @@ def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], sp
     return rows
 
 
-def _mean_cells(requests: Sequence[Request]) -> float:
-    """Cells before a row, in the mean; a read whose piece is not decided yet counts as one row."""
+def _mean_past(requests: Sequence[Request]) -> float:
+    """Tokens before a row, in the mean; a read whose piece is not decided yet counts as one row."""
     rows = sum(max(1, request.num_rows) for request in requests)
-    return sum(max(1, request.num_rows) * request.cells for request in requests) / rows
+    return sum(max(1, request.num_rows) * request.past for request in requests) / rows

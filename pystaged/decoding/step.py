@@ -35,8 +35,8 @@ class Step:
     """What one step adds to a text.
 
     tokens; stages: who proposed each. tree: what was verified; path: its accepted nodes, root first. verify_seconds: of
-    the verify pass; plain_seconds: of plain decoding of the same tokens in the same crowd by the measured costs, 0
-    where none are. pass_rows: of the pass, others' too; pass_texts: texts that took a step in it.
+    the verify pass; speedup: over plain decoding of the same tokens in the same crowd by the measured costs, 0 where
+    none are. pass_rows: of the pass, others' too; pass_texts: texts that took a step in it.
     logprobs: of each token, None where they are not asked for.
     finish_reason: in the last step "stop" for the end of text, "length" for max_tokens or a full context, else None.
     """
@@ -46,7 +46,7 @@ class Step:
     tree: TokenTree
     path: list[int]
     verify_seconds: float
-    plain_seconds: float
+    speedup: float
     pass_rows: int
     pass_texts: int
     finish_reason: FinishReason | None = None

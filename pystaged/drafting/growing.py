@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pystaged._core import RecycledCandidates, Session
 from pystaged.decoding.calibration import Calibration
 from pystaged.decoding.constraint import CERTAIN, Constraint
 from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import MAX_NODES, CheckedPolicy, Growth, TreePolicy
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.stats import DrafterStats
@@ -23,18 +23,20 @@ class TreeDrafter:
     Args:
         stage: who the proposals are by.
         policy: decides how the tree grows.
-        clock: seconds.
+        meter: what drafting costs.
     """
 
-    def __init__(self, stage: Stage, policy: TreePolicy, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, stage: Stage, policy: TreePolicy, meter: Meter | None = None) -> None:
         self.stats = DrafterStats()
         self.memory: RecycledCandidates | None = None
+        self.hit: bool | None = None
         self._stage = stage
         self._policy = CheckedPolicy(policy)
-        self._clock = clock
+        self._meter = meter or Meter()
         self._calibrations = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
         self._calibration = self._calibrations[True]
         self._builder: TreeBuilder | None = None
+        self._asked = False  # whether the drafter was asked for a guess after the root of that tree
         self._constraint: Constraint | None = None
         self.prediction: Sequence[int] = ()
 
@@ -56,7 +58,7 @@ class TreeDrafter:
 
     def _begin(self, root: int, max_depth: int) -> tuple[TreeBuilder, int]:
         """A tree of the root and the tokens that must follow it, and the last of them, to grow from."""
-        builder, last = TreeBuilder(root), 0
+        builder, last, self._asked = TreeBuilder(root), 0, False
         for token in self._constraint.forced()[: min(max_depth - 1, MAX_NODES)] if self._constraint else []:
             last = builder.add(last, token, 1.0, Stage.GRAMMAR, CERTAIN)
         return builder, last
@@ -82,8 +84,11 @@ class TreeDrafter:
 
     def _learn(self, tokens: Sequence[int]) -> list[int]:
         """Compare what was proposed along the target's path with what it chose; returns the nodes on that path."""
+        self.hit = None
         if self._builder is None:
             return []
+        if self._asked:
+            self.hit = next(iter(self._builder.children[0]), None) == tokens[0]
         nodes = [0]
         for chosen in tokens:
             children = self._builder.children[nodes[-1]]

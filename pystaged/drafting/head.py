@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import DraftHead, Model, ModelError, RecycledCandidates, Session
 from pystaged.decoding.cost import PassCost, measure
+from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.tree import Stage, TreeBuilder
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter
@@ -31,7 +31,7 @@ class HeadDrafter(NgramDrafter):
         head: made for the target.
         model: the target, which hands out the states that the head reads.
         target: its session, between steps.
-        table, policy, vocab_size, recycled, cost, clock: as in NgramDrafter; `cost` of lookups with the head's steps.
+        table, policy, vocab_size, recycled, cost, meter: as in NgramDrafter; `cost` of lookups with the head's steps.
     """
 
     stage = Stage.DRAFT
@@ -47,9 +47,9 @@ class HeadDrafter(NgramDrafter):
         *,
         recycled: RecycledCandidates | None = None,
         cost: NgramCost | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        meter: Meter | None = None,
     ) -> None:
-        super().__init__(table, policy, vocab_size, recycled=recycled, cost=cost, clock=clock)
+        super().__init__(table, policy, vocab_size, recycled=recycled, cost=cost, meter=meter)
         head.check(model)
         self._head, self._model, self._target = head, model, target
         self._num_candidates = min(_CANDIDATES, len(head.tokens))
@@ -58,13 +58,13 @@ class HeadDrafter(NgramDrafter):
 
     def _begun(self, builder: TreeBuilder, last: int, seconds: float) -> None:
         self._said, self._states = {}, {}
-        states, begin = self._target.states, self._clock()
+        states, begin = self._target.states, self._meter()
         if len(states) == 0:
             return
         self._states[-1] = self._head.begin(self._model, states[-1])
         # Tokens that a grammar forces before the first guess are taken in, and nothing is asked.
         for node in range(last):
-            if self._clock() - begin > seconds:
+            if self._meter() - begin > seconds:
                 self._states = {}
                 return
             self._step(builder, [node], 0)
@@ -74,7 +74,7 @@ class HeadDrafter(NgramDrafter):
             self._step(builder, nodes, self._num_candidates)
 
     def _step(self, builder: TreeBuilder, nodes: Sequence[int], k: int) -> None:
-        begin = self._clock()
+        begin = self._meter()
         before = np.array([self._states[builder.nodes[node].parent] for node in nodes])
         tokens = [builder.nodes[node].token for node in nodes]
         try:
@@ -85,7 +85,7 @@ class HeadDrafter(NgramDrafter):
         self._states |= dict(zip(nodes, states, strict=True))
         said = zip(candidates.tolist(), np.exp(logprobs).tolist(), strict=True)
         self._said |= {node: dict(zip(*each, strict=True)) for node, each in zip(nodes, said, strict=True)}
-        self.stats.native_seconds += self._clock() - begin
+        self.stats.native_seconds += self._meter() - begin
         self.stats.weight_bytes += self._head.weight_bytes
 
     def _mixture(self, tail: list[int], node: int) -> tuple[dict[int, float], int]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.cost import PassCost, surprise
 from pystaged.decoding.drafter import Drafter, common_prefix
+from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import MAX_EXPANDED, Growth, TreePolicy
 from pystaged.decoding.requests import Propose, Read, Requests
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
@@ -39,11 +39,11 @@ class ModelDrafter(TreeDrafter):
         session: the draft's own context.
         policy: decides how the tree grows.
         below: a cheaper drafter, None for none.
-        cost: seconds of a pass, refined here.
+        cost: processor seconds of a pass, refined here.
         vocab_size: the target's; tokens from here on are never proposed.
         substitutes: what the draft reads in place of the target's tokens that it lacks or that mean something else to
             it; those are never proposed.
-        clock: seconds.
+        meter: what drafting costs.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class ModelDrafter(TreeDrafter):
         cost: PassCost | None = None,
         vocab_size: int,
         substitutes: Mapping[int, int] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        meter: Meter | None = None,
     ) -> None:
-        super().__init__(Stage.DRAFT, policy, clock)
+        super().__init__(Stage.DRAFT, policy, meter)
         self.session = session
         self.below = below
         self._cost = cost
@@ -110,7 +110,7 @@ class ModelDrafter(TreeDrafter):
         return self._cost(1 + self._guesses_below, self._length) if self._cost else 0.0
 
     def catch_up(self, seconds: float = math.inf) -> Requests[None]:
-        begin = self._clock()
+        begin = self._meter()
         if self.below:
             yield from self.below.catch_up(seconds)
         if len(self._missing) > self.session.n_ctx - self._length:
@@ -119,7 +119,7 @@ class ModelDrafter(TreeDrafter):
             piece = len(self._missing)
             if self._cost and seconds < math.inf:
                 # Where not all can be read, a piece tells how long the rest will really take.
-                left = seconds - (self._clock() - begin)
+                left = seconds - (self._meter() - begin)
                 if self._reading(self._cost, piece) > left:
                     piece = min(_PIECE, piece)
                 if self._reading(self._cost, piece) > left:
@@ -131,17 +131,17 @@ class ModelDrafter(TreeDrafter):
         return self._pace * cost(_PIECE, self._length + tokens // 2) * tokens / _PIECE
 
     def _read(self, piece: int) -> Requests[None]:
-        done = yield Read(self.session, self._length, np.array(self._missing[:piece], np.int32))
+        done = yield from self._meter.draft(Read(self.session, self._length, np.array(self._missing[:piece], np.int32)))
         piece = done.result
         if self._cost and piece >= _PIECE:
-            seconds, believed = done.share * done.seconds, self._reading(self._cost, piece)
+            seconds, believed = done.share * done.processor_seconds, self._reading(self._cost, piece)
             # Noise only ever adds: what was less is believed at once.
             self._pace *= min(seconds / believed, 1 + 0.5 * surprise(seconds, believed))
         self._length += piece
         del self._missing[:piece]
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
-        begin = self._clock()
+        begin = self._meter()
         if self._builder is not None:
             # What came of the last tree is not known: its step failed.
             self._builder = None
@@ -156,7 +156,7 @@ class ModelDrafter(TreeDrafter):
         if self.below:
             yield from self.below.prepare(sampling, max_depth, seconds)
         if len(self._missing) > _LONGEST_PREFIX_ROWS:
-            yield from self.catch_up(seconds - (self._clock() - begin))
+            yield from self.catch_up(seconds - (self._meter() - begin))
             if len(self._missing) > _LONGEST_PREFIX_ROWS:
                 return TokenTree.root(self._root)
         builder, last = self._begin(self._root, max_depth)
@@ -166,9 +166,10 @@ class ModelDrafter(TreeDrafter):
         try:
             while batch:
                 num_rows = len(batch) + self._guesses_below + (0 if passes else len(self._missing) + last)
-                if self._cost and self._clock() - begin + self._cost(num_rows, cells) > seconds:
+                if self._cost and self._meter() - begin + self._cost(num_rows, cells) > seconds:
                     break
                 yield from self._pass(builder, batch, sampling, max_depth, children)
+                self._asked |= last == 0
                 passes += 1
                 expanded += len(batch)
                 best, nodes = builder.best(), builder.nodes
@@ -177,7 +178,7 @@ class ModelDrafter(TreeDrafter):
                     [nodes[node].score for node in best],
                     [nodes[leaf].score for leaf in leaves],
                     passes,
-                    self._clock() - begin,
+                    self._meter() - begin,
                     cells,
                 )
                 batch = leaves[: min(self._policy.expand(growth), MAX_EXPANDED - expanded)]
@@ -188,7 +189,7 @@ class ModelDrafter(TreeDrafter):
             raise
         finally:
             self.stats.passes += passes
-            self.stats.seconds += self._clock() - begin
+            self.stats.seconds += self._meter() - begin
         if passes == 0:
             self._builder = None
         return tree
@@ -197,7 +198,7 @@ class ModelDrafter(TreeDrafter):
         self, builder: TreeBuilder, batch: list[int], sampling: SamplingConfig, max_depth: int, children: int
     ) -> Requests[None]:
         """Evaluate a batch of nodes, and guesses from below after the best of them; add everybody's candidates."""
-        begin = self._clock()
+        begin = self._meter()
         first = batch[0]
         guesses: list[int] = []
         asked = self.below is not None and self._wants_guesses()
@@ -205,7 +206,7 @@ class ModelDrafter(TreeDrafter):
             room = max_depth - 1 - builder.nodes[first].depth
             guesses = self.below.extend(builder.path(first), min(_GUESSES, room))
             guesses = guesses[: next((i for i, token in enumerate(guesses) if token in self._substitutes), None)]
-        looked_up = self._clock()
+        looked_up = self._meter()
         tokens, parents = [], []
         if self._num_rows == 0:
             tokens = list(self._missing)
@@ -229,7 +230,9 @@ class ModelDrafter(TreeDrafter):
         paths = [builder.path(node) for node in batch]
         paths += [paths[0] + guesses[:end] for end in range(1, len(guesses) + 1)]
         masks = self._masks(paths)
-        done = yield Propose(self.session, self._length, tokens, parents, judged, k, sampling.native, masks)
+        done = yield from self._meter.draft(
+            Propose(self.session, self._length, tokens, parents, judged, k, sampling.native, masks)
+        )
         found, scores = done.result
         self._num_rows += len(tokens)
         rows = range(self._num_rows - judged, self._num_rows)
@@ -254,8 +257,8 @@ class ModelDrafter(TreeDrafter):
                 wasted = self._cost(len(tokens), cells) - self._cost(len(tokens) - len(guesses), cells)
                 gain = max(confirmed - (wasted + looked_up - begin) / self._cost(1, cells), -1.0)
                 self._guess_gain += _GUESS_BLEND * (gain - self._guess_gain)
-            others = (1 - done.share) * done.seconds
-            self._cost.observe(done.num_rows, done.cells, self._clock() - begin + others, done.share)
+            others = (1 - done.share) * done.processor_seconds
+            self._cost.observe(done.num_rows, done.past, self._meter() - begin + others, done.share)
         self.stats.guessed += len(guesses)
         self.stats.confirmed += confirmed
 
@@ -316,11 +319,12 @@ class ModelDrafter(TreeDrafter):
 
     def advance(self, tokens: Sequence[int]) -> None:
         emitted = self._spelled([self._root, *tokens])
+        path = self._learn(tokens)
         if self._builder is None:
             self._missing += emitted[:-1]
         else:
             rows = list(range(len(self._missing)))
-            for node in self._learn(tokens):
+            for node in path:
                 if self._builder.nodes[node].row < 0:
                     break
                 rows.append(self._builder.nodes[node].row)

@@ -15,6 +15,7 @@ from pystaged._core import RecycledCandidates, gumbel
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import allows
 from pystaged.decoding.cost import PassCost, measure
+from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import MAX_EXPANDED, FixedPolicy, Growth, TreePolicy
 from pystaged.decoding.requests import Requests, finish
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
@@ -35,7 +36,7 @@ _MEASURED_TEXT = 64  # tokens
 
 @dataclass(frozen=True, slots=True)
 class NgramCost:
-    """Seconds of lookups, with all that Python does around them, and of reading tokens; both refined while running."""
+    """Processor seconds of lookups, with the Python around them, and of reading tokens; both refined while running."""
 
     lookup: PassCost
     read: PassCost
@@ -51,7 +52,7 @@ class NgramDrafter(TreeDrafter):
         vocab_size: tokens from here on are never proposed.
         recycled: what the target has said of its tokens in all texts so far, None for nothing.
         cost: seconds of lookups and of reading, refined here; None for lookups that are free.
-        clock: seconds.
+        meter: what drafting costs.
     """
 
     stage = Stage.NGRAM  # who its proposals are by
@@ -64,9 +65,9 @@ class NgramDrafter(TreeDrafter):
         *,
         recycled: RecycledCandidates | None = None,
         cost: NgramCost | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        meter: Meter | None = None,
     ) -> None:
-        super().__init__(self.stage, policy, clock)
+        super().__init__(self.stage, policy, meter)
         self._cost = cost
         self._table = table
         self.memory = self._recycled = recycled
@@ -90,7 +91,7 @@ class NgramDrafter(TreeDrafter):
 
     def catch_up(self, seconds: float = math.inf) -> Requests[None]:
         yield from ()  # lookups and reading take no passes
-        begin = self._clock()
+        begin = self._meter()
         unread = self._unread
         if self._cost and seconds < math.inf:
             unread = min(unread, int(seconds / self._cost.read(1)))
@@ -99,10 +100,10 @@ class NgramDrafter(TreeDrafter):
         read = len(self._grams)
         self._grams.extend(self._context[read : read + unread])
         if self._cost and unread >= _MEASURED_TEXT:
-            self._cost.read.observe(unread, 0, self._clock() - begin)
+            self._cost.read.observe(unread, 0, self._meter() - begin)
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
-        begin = self._clock()
+        begin = self._meter()
         children = self._policy.children
         yield from self.prepare(sampling, max_depth, seconds)
         builder, last = self._begin(self._context[-1], max_depth)
@@ -111,7 +112,7 @@ class NgramDrafter(TreeDrafter):
         leaves = [(-1.0, last)]  # likewise, with their nodes
         passes = 0
         while True:
-            spent = self._clock() - begin
+            spent = self._meter() - begin
             growth = Growth(
                 [-score for score in scores],
                 [-score for score, _ in leaves],
@@ -127,6 +128,7 @@ class NgramDrafter(TreeDrafter):
                 break
             batch, leaves = leaves[:width], leaves[width:]
             self._consult(builder, [node for _, node in batch])
+            self._asked |= last == 0
             for _, node in batch:
                 tokens, guesses, source = self._candidates(builder.path(node), max(CANDIDATES, children), node)
                 if tokens:
@@ -138,9 +140,9 @@ class NgramDrafter(TreeDrafter):
                             insort(leaves, (score, child))
             passes += len(batch)
             if self._cost:
-                self._cost.lookup.observe(len(batch), 0, self._clock() - begin - spent)
+                self._cost.lookup.observe(len(batch), 0, self._meter() - begin - spent)
         self.stats.passes += passes
-        self.stats.seconds += self._clock() - begin
+        self.stats.seconds += self._meter() - begin
         return self._finish(builder, growth)
 
     def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[None]:
@@ -223,13 +225,14 @@ class NgramDrafter(TreeDrafter):
 def measure_ngrams(
     table: NgramTable | None,
     vocab_size: int,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.thread_time,
     *,
     recycled: bool = False,
 ) -> NgramCost:
     """Time lookups and reading on this machine; takes a few milliseconds.
 
     Args:
+        clock: processor seconds.
         recycled: look for recycled candidates, too.
     """
     text = np.arange(_MEASURED_TEXT, dtype=np.int32) % min(vocab_size, 16)
@@ -240,7 +243,7 @@ def measure_ngrams(
         )
         memory.learn(np.roll(text, 1), text, candidates, -candidates.astype(np.float32))
     one = FixedPolicy(width=1, depth=1, budget=1)
-    drafter = NgramDrafter(table, one, vocab_size, recycled=memory, clock=clock)
+    drafter = NgramDrafter(table, one, vocab_size, recycled=memory, meter=Meter(clock))
 
     def read(*_: int) -> None:
         drafter.start(text)

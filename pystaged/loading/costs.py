@@ -7,8 +7,8 @@ import itertools
 import json
 import os
 import platform
+import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,6 @@ from pystaged.files import cache_folder, part_file, read_small
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
 _MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured
-_DISTURBED = 0.6  # of what was measured: where a pass comes to take less, something else ran then
 _MOST_SLOPE = 100.0  # times a pass with no cells, for a thousand of them
 _MOST_BYTES = 1 << 16
 _CELLS = 2048  # behind which passes are timed, to learn what cells add
@@ -50,7 +49,8 @@ def measure_passes(model: Model) -> PassCost:
                 # Reading so many tokens would take longer than all else.
                 sessions[length].prefill([0])
                 sessions[length].stretch(length)
-        return measure(run, most_rows=most_rows, cells=cells)
+        clock = time.perf_counter if model.devices else time.thread_time
+        return measure(run, most_rows=most_rows, cells=cells, clock=clock)
     finally:
         for session in sessions.values():
             session.close()
@@ -78,8 +78,10 @@ class Costs:
         if (path, device) in self._known and not again:
             return self._known[path, device][1]
         info = path.stat()
-        machine = (platform.node(), platform.machine(), os.cpu_count(), device, model.kernel, model.num_threads)
-        key = "|".join(map(str, (*machine, model.kv, path, info.st_size, info.st_mtime_ns)))
+        # Of processor time, which costs of earlier releases are not.
+        machine = ("processor", platform.node(), platform.machine(), os.cpu_count(), device)
+        runs = (model.kernel, model.num_threads, model.kv)
+        key = "|".join(map(str, (*machine, *runs, path, info.st_size, info.st_mtime_ns)))
         cost = None if again else self._store.load(key)
         if cost is None:
             self._report(f"measuring passes of {path.name} on {device}")
@@ -89,16 +91,9 @@ class Costs:
         return cost
 
     def save(self) -> None:
-        """Keep what was learnt; forget all if some of it was measured on a busy machine.
-
-        What was measured then of a draft may keep it from being run, and so from being corrected.
-        """
-        disturbed = any(cost.slowdown < _DISTURBED for _, cost in self._known.values())
+        """Keep what was learnt."""
         for key, cost in self._known.values():
-            if disturbed:
-                self._store.forget(key)
-            else:
-                self._store.save(key, cost)
+            self._store.save(key, cost)
 
 
 class CostStore:
@@ -118,12 +113,11 @@ class CostStore:
             seconds, slopes = (
                 {int(n): float(value) for n, value in stored[name].items()} for name in ("seconds", "slopes")
             )
-            measured = float(stored["measured"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
-        if stored.get("key") != key or not _is_believable(seconds, slopes) or not _can_take(measured):
+        if stored.get("key") != key or not _is_believable(seconds, slopes):
             return None
-        return PassCost(seconds, slopes, measured)
+        return PassCost(seconds, slopes)
 
     def save(self, key: str, cost: PassCost) -> None:
         """Keep a measurement. Costs are a convenience: where they cannot be written they are measured again."""
@@ -131,16 +125,11 @@ class CostStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._path(key)
             with part_file(path) as part:
-                known = {"key": key, "measured": cost.measured, "seconds": cost.seconds, "slopes": cost.slopes}
+                known = {"key": key, "seconds": cost.seconds, "slopes": cost.slopes}
                 part.write_text(json.dumps(known))
                 part.replace(path)
         except OSError:
             pass
-
-    def forget(self, key: str) -> None:
-        """Measure it again the next time."""
-        with suppress(OSError):
-            self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]

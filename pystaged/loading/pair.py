@@ -6,17 +6,18 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from pystaged._core import DraftHead, Model, ModelError, RecycledCandidates, Session, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model, open_session
+from pystaged.decoding.budget import chain_speedup
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
+from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.drafting.head import HeadDrafter, measure_head
 from pystaged.drafting.model import ModelDrafter
@@ -31,10 +32,10 @@ from pystaged.loading.seen import SeenModel
 from pystaged.loading.tables import find_table
 from pystaged.memory import available_memory
 
-_PYTHON_LOOKUPS = 2  # Python around one pass of a draft takes about as long as so many n-gram lookups
 _LEAST_SHARED = 0.9  # of the tokens of a target that a draft must have under the same number
 _USUAL_CELLS = 1000  # of the texts for which devices are chosen
-_DRAFT_RATE, _HEAD_RATE, _NGRAM_RATE = 0.75, 0.6, 0.53  # acceptance by which drafters are judged before they have run
+# How often first guesses are believed to be right before a drafter has been scored.
+_DRAFT_RATE, _HEAD_RATE, _NGRAM_RATE = 0.75, 0.6, 0.53
 
 
 class Pair:
@@ -154,18 +155,19 @@ class Pair:
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
         lookup = self.ngram_cost.lookup
-        crowd, nested = Crowd(), False
+        crowd, meter = Crowd(), Meter()
         by_ngrams = GainPolicy(target_cost, lookup, crowd=crowd)
-        drafters: list[Drafter] = [self._ngram_drafter(by_ngrams, self.recycled, self.ngram_cost, crowd)]
+        drafters: list[Drafter] = [self._ngram_drafter(by_ngrams, self.recycled, self.ngram_cost, meter)]
+        rates = [_NGRAM_RATE]
         if draft and draft_cost:
             by_draft = GainPolicy(target_cost, draft_cost, crowd=crowd)
-            drafters.insert(0, self._model_drafter(draft, by_draft, draft_cost, crowd))
+            drafters.insert(0, self._model_drafter(draft, by_draft, draft_cost, meter))
+            rates.insert(0, _DRAFT_RATE)
         elif self.head and self.head_cost:
             by_head = GainPolicy(target_cost, self.head_cost.lookup, crowd=crowd)
-            drafters.insert(0, self._head_drafter(self.head, target, by_head, self.head_cost, crowd))
-            nested = True
-        uses = partial(self._uses, target_cost, draft_cost, crowd=crowd)
-        return Decoder(target, *drafters, cost=target_cost, uses=uses, crowd=crowd, nested=nested)
+            drafters.insert(0, self._head_drafter(self.head, target, by_head, self.head_cost, meter))
+            rates.insert(0, _HEAD_RATE)
+        return Decoder(target, *drafters, cost=target_cost, rates=rates, crowd=crowd, meter=meter)
 
     def text_over(self) -> None:
         """Keep what the target said of its tokens, now and then."""
@@ -191,21 +193,6 @@ class Pair:
             return None
         return self._costs.of(self._draft_path, self.draft_device, self.draft, again=again)
 
-    def _uses(
-        self, target_cost: PassCost, draft_cost: PassCost | None, cells: int, crowd: Crowd | None = None
-    ) -> list[tuple[float, float]]:
-        """What using each drafter is believed to bring, the draft or its head first, before it has been tried."""
-        crowd = crowd or Crowd()
-        lookup = self.ngram_cost.lookup(1)
-        uses = [expected_use(target_cost, lookup, _NGRAM_RATE, cells, crowd)]
-        if draft_cost:
-            # With the Python around the pass.
-            pass_seconds = draft_cost(crowd.texts, cells) / crowd.texts + _PYTHON_LOOKUPS * lookup
-            uses.insert(0, expected_use(target_cost, pass_seconds, _DRAFT_RATE, cells, crowd))
-        elif self.head_cost:
-            uses.insert(0, expected_use(target_cost, self.head_cost.lookup(1), _HEAD_RATE, cells, crowd))
-        return uses
-
     def _fastest(self, targets: dict[str, Model], drafts: dict[str, Model]) -> tuple[str, str]:
         """The devices of target and draft that promise the most tokens per second by what passes cost on them."""
         pairs = list(itertools.product(targets, drafts or ["cpu"]))
@@ -215,8 +202,15 @@ class Pair:
         def rate(pair: tuple[str, str]) -> float:
             target_cost = self._costs.of(self._path, pair[0], targets[pair[0]])
             draft_cost = self._costs.of(self._draft_path, pair[1], drafts[pair[1]]) if self._draft_path else None
-            uses = [(1.0, 1.0), *self._uses(target_cost, draft_cost, _USUAL_CELLS)]
-            return max(tokens / steps for tokens, steps in uses) / target_cost(1, _USUAL_CELLS)
+            plain = target_cost(1, _USUAL_CELLS)
+            guesses = [(_NGRAM_RATE, self.ngram_cost.lookup(1))]
+            if draft_cost:
+                guesses.append((_DRAFT_RATE, draft_cost(1, _USUAL_CELLS)))
+
+            def extra(num_rows: int) -> float:
+                return target_cost(num_rows, _USUAL_CELLS) / plain - 1
+
+            return max(1.0, *(chain_speedup(rate, seconds / plain, extra) for rate, seconds in guesses)) / plain
 
         return max(pairs, key=rate)
 
@@ -237,10 +231,9 @@ class Pair:
         policy: TreePolicy,
         recycled: RecycledCandidates | None = None,
         cost: NgramCost | None = None,
-        crowd: Crowd | None = None,
+        meter: Meter | None = None,
     ) -> NgramDrafter:
-        clock = (crowd or Crowd()).clock
-        return NgramDrafter(self.table, policy, self.target.vocab_size, recycled=recycled, cost=cost, clock=clock)
+        return NgramDrafter(self.table, policy, self.target.vocab_size, recycled=recycled, cost=cost, meter=meter)
 
     def _head_drafter(
         self,
@@ -248,7 +241,7 @@ class Pair:
         target: Session,
         policy: TreePolicy,
         cost: NgramCost | None = None,
-        crowd: Crowd | None = None,
+        meter: Meter | None = None,
     ) -> HeadDrafter:
         return HeadDrafter(
             head,
@@ -259,16 +252,16 @@ class Pair:
             self.target.vocab_size,
             recycled=self.recycled,
             cost=cost,
-            clock=(crowd or Crowd()).clock,
+            meter=meter,
         )
 
     def _model_drafter(
-        self, draft: Session, policy: TreePolicy, cost: PassCost | None = None, crowd: Crowd | None = None
+        self, draft: Session, policy: TreePolicy, cost: PassCost | None = None, meter: Meter | None = None
     ) -> ModelDrafter:
         # As the stage below it only extends paths, so no policy of its own matters. It knows nothing recycled: a draft
         # that knows the text is hardly ever helped by it, and rows of its passes are dear.
         one = FixedPolicy(width=1, depth=1, budget=1)
-        below = self._ngram_drafter(one, None, self.ngram_cost if cost else None, crowd)
+        below = self._ngram_drafter(one, None, self.ngram_cost if cost else None, meter)
         return ModelDrafter(
             draft,
             policy,
@@ -276,7 +269,7 @@ class Pair:
             cost=cost,
             vocab_size=self.target.vocab_size,
             substitutes=self.substitutes,
-            clock=(crowd or Crowd()).clock,
+            meter=meter,
         )
 
 
@@ -315,24 +308,3 @@ def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
     except (ValueError, IndexError):  # a vocabulary that cannot spell it
         neutral = int(np.argmax(shared))
     return dict.fromkeys(np.nonzero(~shared)[0].tolist(), neutral)
-
-
-def expected_use(
-    target_cost: PassCost, pass_seconds: float, rate: float, cells: int = 0, crowd: Crowd | None = None
-) -> tuple[float, float]:
-    """Tokens of a step and its time in plain steps, with a chain of the length that gives most tokens per second.
-
-    Args:
-        pass_seconds: of drafting one more node.
-        rate: acceptance of each.
-        cells: tokens of the text.
-        crowd: who waits for it, and shares the pass.
-    """
-    crowd = crowd or Crowd()
-    uses, tokens = [], 1.0
-    plain, others = target_cost(crowd.texts, cells), crowd.rows
-    for depth in range(1, 9):
-        tokens += rate**depth
-        more = target_cost(others + 1 + depth, cells) - target_cost(others + 1, cells) + depth * pass_seconds
-        uses.append((tokens, 1 + crowd.texts * more / plain))
-    return max(uses, key=lambda use: use[0] / use[1])

@@ -25,8 +25,9 @@ from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
+from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
-from pystaged.decoding.requests import Done, Read, Request, Requests, Verify
+from pystaged.decoding.requests import Clocks, Done, Read, Request, Requests, Verify
 from pystaged.decoding.rounds import LiveText, Rounds, best_rows
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
@@ -114,23 +115,23 @@ def decoder_of(
     kind: str, session: Session, draft: Model, cost: PassCost, memory: RecycledCandidates | None = None
 ) -> Decoder:
     """A context with a way of drafting."""
-    crowd, vocab = Crowd(), session.vocab_size
+    crowd, meter, vocab = Crowd(), Meter(), session.vocab_size
     tree = FixedPolicy(width=3, depth=3, budget=10)
     below = NgramDrafter(None, FixedPolicy(1, 1, 1), vocab) if kind == "draft and n-grams" else None
     drafters: list[Drafter] = []
     if kind.startswith("draft"):
-        drafters = [ModelDrafter(Session(draft, 512), tree, below=below, vocab_size=vocab, clock=crowd.clock)]
+        drafters = [ModelDrafter(Session(draft, 512), tree, below=below, vocab_size=vocab, meter=meter)]
     elif kind == "n-grams":
         drafters = [NgramDrafter(None, tree, vocab)]
     elif kind == "recycled":
-        return Decoder(session, NgramDrafter(None, tree, vocab, recycled=memory), crowd=crowd)
+        return Decoder(session, NgramDrafter(None, tree, vocab, recycled=memory), crowd=crowd, meter=meter)
     elif kind == "lies":
         drafters = [LyingDrafter(vocab)]
     elif kind == "by gain":
         policy = GainPolicy(cost, cost, crowd=crowd)
-        drafters = [ModelDrafter(Session(draft, 512), policy, cost=cost, vocab_size=vocab, clock=crowd.clock)]
-        return Decoder(session, *drafters, cost=cost, uses=lambda _: [(2.0, 1.1)], crowd=crowd)
-    return Decoder(session, *drafters, crowd=crowd)
+        drafters = [ModelDrafter(Session(draft, 512), policy, cost=cost, vocab_size=vocab, meter=meter)]
+        return Decoder(session, *drafters, cost=cost, rates=[0.6], crowd=crowd, meter=meter)
+    return Decoder(session, *drafters, crowd=crowd, meter=meter)
 
 
 @settings(derandomize=True, deadline=None, max_examples=SCHEDULES)
@@ -295,12 +296,17 @@ def simulated(machine: Machine, prompt: int, scores: Sequence[float] = ()) -> tu
     return LiveText(decoder, decoder.text(), lambda _: times.append(machine.now), lambda _: None), times
 
 
+def clocks_of(machine: Machine) -> Clocks:
+    """A machine that does nothing else."""
+    return Clocks(machine.clock, machine.clock)
+
+
 CURVE = PassCost({1: 0.060, 4: 0.066, 8: 0.080, 32: 0.320})
 
 
 def test_a_long_prompt_delays_nobody_for_longer_than_was_chosen() -> None:
     machine = Machine(CURVE)
-    rounds = Rounds(CURVE, 0.25, make=machine.make, clock=machine.clock)
+    rounds = Rounds(CURVE, 0.25, make=machine.make, clocks=clocks_of(machine))
     texts = [simulated(machine, 5) for _ in range(4)]
     for _ in range(10):
         rounds.play([text for text, _ in texts])
@@ -315,7 +321,7 @@ def test_a_long_prompt_delays_nobody_for_longer_than_was_chosen() -> None:
 
 def test_prompts_share_the_rows_so_that_none_waits_for_ever() -> None:
     machine = Machine(CURVE)
-    rounds = Rounds(CURVE, 0.25, make=machine.make, clock=machine.clock)
+    rounds = Rounds(CURVE, 0.25, make=machine.make, clocks=clocks_of(machine))
     reader = simulated(machine, 1)
     rounds.play([reader[0]])
     long, short, middle = (simulated(machine, n) for n in (2000, 30, 200))
@@ -339,7 +345,7 @@ def test_guesses_fade_as_texts_come() -> None:
     shares = []
     for count in (1, 2, 4, 8, 16):
         machine = Machine(CURVE)
-        rounds = Rounds(CURVE, make=machine.make, clock=machine.clock)
+        rounds = Rounds(CURVE, make=machine.make, clocks=clocks_of(machine))
         texts = [simulated(machine, 1, (0.9, 0.6, 0.5, 0.3, 0.1))[0] for _ in range(count)]
         for _ in range(3):
             rounds.play(texts)
@@ -370,15 +376,6 @@ def test_the_best_rows_are_verified(trees: list[list[float]], spent: float, slop
     found = best_rows(trees, cost, spent)
     every = itertools.product(*(range(1, len(scores) + 1) for scores in trees))
     assert rate(found) == pytest.approx(max(map(rate, every)))
-
-
-def test_own_time_leaves_out_what_others_take() -> None:
-    machine = Machine(PassCost({1: 1.0, 4: 4.0}))
-    rounds = Rounds(None, make=machine.make, clock=machine.clock)
-    texts = [simulated(machine, 0)[0] for _ in range(4)]
-    begin = [text.decoder.crowd.clock() for text in texts]
-    rounds.play(texts)
-    assert [text.decoder.crowd.clock() - at for text, at in zip(texts, begin, strict=True)] == pytest.approx([1.0] * 4)
 
 
 class AcceptingSession(SimulatedSession):
@@ -428,7 +425,8 @@ class Guesser(NgramDrafter):
         return self._finish(builder, Growth(self._scores, [], 1, self.price()))
 
     def advance(self, tokens: Sequence[int]) -> None:
-        del tokens
+        self.hit = len(tokens) > 1 if self._builder else None
+        self._builder = None
 
 
 @pytest.fixture
@@ -444,11 +442,11 @@ def on_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_plain_texts_of_a_crowd_are_as_fast_as_plain(count: int) -> None:
     machine = Machine(CURVE)
-    rounds = Rounds(CURVE, make=machine.make, clock=machine.clock)
+    rounds = Rounds(CURVE, make=machine.make, clocks=clocks_of(machine))
     live, figures, errors = [], [GenerationStats() for _ in range(count)], list[BaseException | None]()
     for stats in figures:
         session: Any = AcceptingSession(machine, 0.0, Random(0))
-        decoder = Decoder(session, cost=PassCost(CURVE.seconds), crowd=Crowd(machine.clock))
+        decoder = Decoder(session, cost=PassCost(CURVE.seconds), clocks=clocks_of(machine))
         text = decoder.text(np.zeros(3, np.int32), SAMPLINGS[0], 10**6, stats=stats)
         live.append(LiveText(decoder, text, lambda _: None, errors.append))
     for _ in range(300):
@@ -465,14 +463,14 @@ def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(count:
     def rate(curve: PassCost, chance: float, believed: float, drafts: bool) -> float:
         """Tokens per second of all texts."""
         machine, random, said = Machine(curve), Random(0), [0]
-        rounds = Rounds(PassCost(curve.seconds), make=machine.make, clock=machine.clock)
+        rounds = Rounds(PassCost(curve.seconds), make=machine.make, clocks=clocks_of(machine))
         live = []
         for _ in range(count):
-            cost, crowd = PassCost(curve.seconds), Crowd(machine.clock)
+            cost, crowd = PassCost(curve.seconds), Crowd()
             session: Any = AcceptingSession(machine, chance, random)
             drafter = Guesser(machine, believed, GainPolicy(cost, PassCost({1: 0.0002}), crowd=crowd))
             decoder = Decoder(
-                session, *[drafter] * drafts, cost=cost, uses=lambda _: [(1.5, 1.2)] * drafts, crowd=crowd
+                session, *[drafter] * drafts, cost=cost, rates=[0.5] * drafts, crowd=crowd, clocks=clocks_of(machine)
             )
             text = decoder.text(np.zeros(3, np.int32), SAMPLINGS[0], 10**6)
             live.append(LiveText(decoder, text, lambda step: said.append(len(step.tokens)), errors.append))

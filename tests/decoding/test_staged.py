@@ -22,10 +22,10 @@ from pystaged.bench.pairs import LyingDrafter, continuation, drafters
 from pystaged.bench.prompts import load_questions
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.loop import Decoder
+from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import FixedPolicy, Growth
-from pystaged.decoding.requests import Requests, Verify, finish, fulfil
+from pystaged.decoding.requests import Clocks, Requests, Verify, finish, fulfil
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
@@ -452,26 +452,6 @@ def test_candidates_are_ranked_under_the_shared_noise(draft: Model) -> None:
     np.testing.assert_allclose(scores[0], (log_p + noise)[order], atol=1e-4)
 
 
-@pytest.mark.parametrize(("gain", "plain_steps"), [(0.1, 2), (1.9, 0)])
-def test_what_plain_steps_take_is_seen_before_drafting_that_gains_little(
-    target: Model, prompts: list[NDArray[np.int32]], gain: float, plain_steps: int
-) -> None:
-    # By this cost a plain step takes a second, which the second one contradicts so much that it is believed instead.
-    cost = PassCost({1: 1.0, 32: 1.0})
-    decoder = Decoder(Session(target), LyingDrafter(target.vocab_size), cost=cost, uses=lambda _: [(1 + gain, 1.0)])
-    finish(decoder.start(prompts[0]))
-    steps = [finish(decoder.step(GREEDY, 50)) for _ in range(plain_steps + 1)]
-    sizes = [len(step.tree) for step in steps]
-    assert sizes[:-1] == [1] * plain_steps
-    assert sizes[-1] > 1
-    plain = [step.plain_seconds / len(step.tokens) for step in steps]
-    assert plain[0] == 1.0
-    if plain_steps:
-        assert plain[2] == pytest.approx(plain[1])
-        assert plain[1] < 0.5
-    decoder.close()
-
-
 def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompts: list[NDArray[np.int32]]) -> None:
     class Interrupted(LyingDrafter):
         late = 50.0
@@ -486,8 +466,8 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
         Session(target),
         Interrupted(target.vocab_size),
         cost=PassCost({1: 1.0, 32: 1.0}),
-        uses=lambda _: [(9.0, 1.0)],
-        crowd=Crowd(lambda: now[0]),
+        rates=[0.9],
+        meter=Meter(lambda: now[0]),
     )
     sizes = []
     for prompt in prompts[:2]:
@@ -676,11 +656,11 @@ def test_a_draft_stops_where_the_next_pass_would_not_fit(draft: Model, seconds: 
         CHAIN,
         cost=cost,
         vocab_size=draft.vocab_size,
-        clock=session.clock,
+        meter=Meter(session.clock),
     )
     drafter.start(np.arange(5, dtype=np.int32))
     assert drafter.price() == 1.0
-    tree = finish(drafter.draft(GREEDY, 20, seconds))
+    tree = finish(drafter.draft(GREEDY, 20, seconds), Clocks(session.clock, session.clock))
     assert session.now <= seconds
     assert drafter.stats.passes == len(tree) - 1 == min(int(seconds), 6)
     # What was not read is read with the next pass.
@@ -696,21 +676,21 @@ def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
         CHAIN,
         cost=PassCost({1: 1.0, 32: 32.0}),
         vocab_size=draft.vocab_size,
-        clock=session.clock,
+        meter=Meter(session.clock),
     )
     text = (np.arange(201) % 50).astype(np.int32)
     drafter.start(text)
     assert drafter.lag() == 200.0
-    finish(drafter.catch_up(31.0), session.clock)
+    finish(drafter.catch_up(31.0), Clocks(session.clock, session.clock))
     assert (session.now, len(session.session.tokens)) == (0.0, 0)
     # A piece shows that it takes a tenth of that, so all the rest fits.
-    finish(drafter.catch_up(33.0), session.clock)
+    finish(drafter.catch_up(33.0), Clocks(session.clock, session.clock))
     assert session.now == pytest.approx(20.0)
     assert session.session.tokens.tolist() == text[:-1].tolist()
     drafter.start(text + 1)
     assert drafter.lag() == pytest.approx(20.0)
     # Drafting reads the text too, or gives up.
-    assert len(finish(drafter.draft(GREEDY, 20, 15.0), session.clock)) == 1
+    assert len(finish(drafter.draft(GREEDY, 20, 15.0), Clocks(session.clock, session.clock))) == 1
     assert session.now <= 20.0 + 15.0
 
 
@@ -735,15 +715,15 @@ def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft:
         policy,
         cost=Fixed({1: 1.0, 32: 32.0}, {1: 2.0, 32: 64.0}),
         vocab_size=draft.vocab_size,
-        clock=session.clock,
+        meter=Meter(session.clock),
     )
     for length in (11, 501):
         text = (np.arange(length) % 50).astype(np.int32)
         for drafter in (model, NgramDrafter(None, policy, draft.vocab_size)):
             seen.clear()
             drafter.start(text)
-            finish(drafter.catch_up(), session.clock)
-            finish(drafter.draft(GREEDY, 20), session.clock)
+            finish(drafter.catch_up(), Clocks(session.clock, session.clock))
+            finish(drafter.draft(GREEDY, 20), Clocks(session.clock, session.clock))
             assert set(seen) == {length - 1}
         assert learnt == [length - 1] * 2
         learnt.clear()
@@ -769,7 +749,7 @@ def test_lookups_stop_where_the_next_one_would_not_fit(lookups: int) -> None:
             return super()._candidates(path, k, node)
 
     cost = NgramCost(PassCost({1: 1.0}), PassCost({1: 0.01}))
-    drafter = Ticking(None, CHAIN, 300, cost=cost, clock=lambda: now[0])
+    drafter = Ticking(None, CHAIN, 300, cost=cost, meter=Meter(lambda: now[0]))
     drafter.start(np.array([1, 2, 3] * 20, np.int32))
     assert (drafter.lag(), drafter.price()) == (pytest.approx(0.6), 1.0)
     tree = finish(drafter.draft(GREEDY, 20, 0.7 + lookups))

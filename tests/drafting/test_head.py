@@ -21,6 +21,7 @@ from pystaged._core import DraftHead, Model, Sampling, Session, Tokenizer, Work,
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
+from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import MOST_ROWS, finish
 from pystaged.drafting.head import HeadDrafter
@@ -429,7 +430,14 @@ def test_forced_tokens_are_taken_in_and_cost_no_lookups(target_path: Path, head_
     cost = NgramCost(PassCost({1: 1.0, 2: 1.0}), PassCost({1: 1e-9}))
     slow_head: Any = Slow()
     drafter = HeadDrafter(
-        slow_head, model, session, None, FixedPolicy(1, 2, 6, 1), model.vocab_size, cost=cost, clock=lambda: now[0]
+        slow_head,
+        model,
+        session,
+        None,
+        FixedPolicy(1, 2, 6, 1),
+        model.vocab_size,
+        cost=cost,
+        meter=Meter(lambda: now[0]),
     )
     drafter.start(np.array([3, 4, 5, 6], np.int32))
     constraint: Any = Forced([10, 11, 12])
