@@ -17,7 +17,7 @@ the drafters do:
 
 Who drafts is whose guesses bring most tokens per second: every drafter is scored by how often its first guess for the
 next token was right, when it drafts, and else now and then by a guess that is made and not verified (full information,
-arXiv 2510.20064). Nobody drafts where even the best is not expected to gain.
+arXiv 2510.20064), for which half of SHARE is spent. Nobody drafts where even the best is not expected to gain.
 
 Where several texts share passes, a plain step is a pass over one row of each, and all of them wait for what one of them
 drafts: T(1) is T(texts), and a price counts once for each text.
@@ -39,8 +39,8 @@ OPENING = 2.5  # tokens that drafting may lose a text before it has gained anyth
 SHARE = 0.005  # of a text's length that it may lose beyond that
 MOST = 16.0  # tokens of credit that are kept: what turned wrong must end soon
 PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to read it
-_SHADOW, _PLAIN_SHADOW = 16, 4  # one step in so many scores the drafters that do not draft; where none does
-_DEAREST_SHADOW = 1.0  # tokens that scoring a drafter may cost
+_SCORING = 0.5 * SHARE  # of a text's length, for scoring drafters that do not draft
+_FIRST_SCORING, _MOST_SCORING = 0.25, 1.0  # tokens for that: at a text's beginning; that are kept
 _PRIOR, _MEMORY = 16, 48  # guesses that the first belief in a drafter is worth; guesses that are remembered
 _RETURN = 0.05  # by how much each new text draws what is believed of a drafter back to the first belief
 _READ = 32  # rows of a pass, whose cost tells what reading a prompt takes
@@ -61,14 +61,15 @@ class Budget:
     def __init__(self, cost: PassCost | None, crowd: Crowd, meter: Meter, rates: Sequence[float]) -> None:
         self.credit = 0.0  # tokens
         self.chosen: int | None = None  # the drafter of the step in hand
-        self.shadows: list[int] = []  # the drafters that are scored in it without drafting
+        self.shadow: int | None = None  # the drafter that is scored in it without drafting
         self._cost, self._crowd, self._meter = cost, crowd, meter
         self._first = list(rates)
         self._rates = {greedy: self._first.copy() for greedy in (True, False)}
         self._scored = {greedy: [_PRIOR] * len(self._first) for greedy in (True, False)}  # guesses
         self._greedy = True
         self._texts, self._past = 1, 0  # that are stepped together; tokens in front of the step's rows
-        self._unscored = 0  # steps since all drafters were scored
+        self._scoring = 0.0  # tokens that may be spent for scoring
+        self._last_shadow = 0
         self._python = 0.0  # seconds of a step that are neither the pass nor drafting
         self._begin = self._drafted = 0.0
 
@@ -85,7 +86,7 @@ class Budget:
             drafters: none for a plain text.
             greedy: whether its tokens are the likeliest ones: what is learnt is kept apart.
         """
-        self.credit, self.chosen, self._greedy = OPENING, None, greedy
+        self.credit, self._scoring, self.chosen, self._greedy = OPENING, _FIRST_SCORING, None, greedy
         if self._cost is None or not drafters:
             return
         self._texts, self._past = self._crowd.texts, prompt_tokens - 1
@@ -100,13 +101,13 @@ class Budget:
             self.credit -= self._tokens(max(0.0, self._meter() - begin - allowance))
 
     def choose(self, drafters: Sequence[Drafter], past: int) -> None:
-        """Begin a step: choose a drafter for it, and those that are scored beside it.
+        """Begin a step: choose a drafter for it, and one that is scored beside it.
 
         Args:
             past: tokens of the text in front of the root.
         """
         self._begin = self._drafted = self._meter()
-        self.chosen, self.shadows = None, []
+        self.chosen = self.shadow = None
         if self._cost is None:
             self.chosen = 0 if drafters else None
             return
@@ -114,11 +115,12 @@ class Budget:
         least = [self._tokens(drafter.lag() + drafter.price()) for drafter in drafters]
         verifying = self._extra(2)
         self.chosen = self._best(drafters, [i for i, price in enumerate(least) if price + verifying <= self.credit])
-        self._unscored += 1
-        if self._unscored >= (_PLAIN_SHADOW if self.chosen is None else _SHADOW):
-            self._unscored = 0
-            most = min(self.credit, _DEAREST_SHADOW)
-            self.shadows = [i for i, price in enumerate(least) if i != self.chosen and price <= most]
+        most = min(self.credit, self._scoring)
+        for i in range(self._last_shadow - len(drafters) + 1, self._last_shadow + 1):  # the others in turn
+            if i % len(drafters) != self.chosen and least[i] <= most:
+                self.shadow = self._last_shadow = i % len(drafters)
+                self._scoring -= least[i]
+                break
 
     @property
     def seconds(self) -> float:
@@ -155,7 +157,9 @@ class Budget:
         drafting = self._drafted - self._begin + telling
         price = self._tokens(drafting) + (self._extra(num_rows) if num_rows > 1 else 0.0)
         gain = max(0, num_tokens - certain - 1) - price
-        self.credit = min(self.credit + gain + SHARE * max(1, num_tokens - certain), MOST)
+        guessed = max(1, num_tokens - certain)
+        self.credit = min(self.credit + gain + SHARE * guessed, MOST)
+        self._scoring = min(self._scoring + _SCORING * guessed, _MOST_SCORING)
         for i, drafter in enumerate(drafters):
             if drafter.hit is not None:
                 self._score(i, drafter.hit)

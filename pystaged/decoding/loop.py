@@ -313,8 +313,8 @@ class Decoder:
     def _draft(self, sampling: SamplingConfig, max_depth: int) -> Requests[TokenTree]:
         drafters = self._drafting if max_depth >= 1 else ()
         self.budget.choose(drafters, self._length)
-        for i in self.budget.shadows:
-            yield from drafters[i].draft(sampling, 1, self.budget.seconds)
+        if self.budget.shadow is not None:
+            yield from drafters[self.budget.shadow].draft(sampling, 1, self.budget.seconds)
         chosen, tree = self.budget.chosen, TokenTree.root(self._root)
         if chosen is not None:
             tree = yield from drafters[chosen].draft(sampling, max_depth, self.budget.seconds)

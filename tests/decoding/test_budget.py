@@ -276,8 +276,8 @@ def test_what_other_programs_take_of_the_machine_is_charged_to_nobody() -> None:
 
 
 def test_the_drafter_whose_guesses_bring_most_is_used() -> None:
-    text = Text(FLAT, [(0.25,), (0.4,)], [0.3, 0.95])
-    text.write([Behaviour([0.25] * 2, accept=2)] * 1500)
+    text = Text(FLAT, [(0.05,), (0.1,)], [0.3, 0.95])
+    text.write([Behaviour([0.05] * 2, accept=2)] * 1500)
     assert text.used[0] == 1  # by the first belief
     assert set(text.used[-100:]) == {0}  # as right, and cheaper
 
