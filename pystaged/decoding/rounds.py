@@ -64,6 +64,8 @@ class LiveText:
             self.decoder.crowd.pass_over(clock() - self._asked - answer.share * answer.seconds)
         self.request = None
         try:
+            if self._text.gi_running:
+                raise RuntimeError("the process forked in the middle of a step of this text; begin it again")
             said = resume(self._text, answer)
             if isinstance(said, Request):
                 self.request, self._asked = said, clock()
