@@ -129,9 +129,9 @@ class Scheduler:
     """Steps the texts of one engine, whatever threads their readers are in.
 
     Only who holds `_driver` touches live texts, their contexts and what drafters have learnt. Anybody else puts a new
-    entry into `_inbox` or sets flags of one, then rings `_bell`, at which the thread sleeps. Whoever steps texts empties
-    the inbox; only the thread takes from the bell, so that nobody else can keep it asleep. A SimpleQueue's `put` is
-    reentrant, so that a finalizer may call it in the middle of anything.
+    entry into `_inbox` or sets flags of one, then rings `_bell`, at which the thread sleeps. Whoever steps texts
+    empties the inbox; only the thread takes from the bell, so that nobody else can keep it asleep. A SimpleQueue's
+    `put` is reentrant, so that a finalizer may call it in the middle of anything.
     """
 
     def __init__(self, rounds: Rounds) -> None:

@@ -258,7 +258,8 @@ def test_a_thread_that_is_told_to_end_while_a_text_is_stepped(
 ) -> None:
     del one_slice
     asleep, stream = open_asleep(engine), engine.stream(PROMPTS[1], max_tokens=3)
-    assert (thread := engine._scheduler._thread)
+    thread = engine._scheduler._thread
+    assert thread
 
     def join() -> None:
         asleep.is_cancelled = True

@@ -64,7 +64,7 @@ class LiveText:
             self.decoder.crowd.pass_over(clock() - self._asked - answer.share * answer.seconds)
         self.request = None
         try:
-            if self._text.gi_running:
+            if self._is_running:
                 raise RuntimeError("the process forked in the middle of a step of this text; begin it again")
             said = resume(self._text, answer)
             if isinstance(said, Request):
@@ -75,6 +75,10 @@ class LiveText:
             self._over(None)
         except BaseException as error:
             self._over(error)
+
+    @property
+    def _is_running(self) -> bool:
+        return inspect.getgeneratorstate(self._text) == inspect.GEN_RUNNING
 
     def note_step(self) -> None:
         """Remember the tree that is verified, for others to expect the like of."""
@@ -91,7 +95,7 @@ class LiveText:
 
     def close(self, error: BaseException | None = None) -> None:
         """End it where it is; also for `say` to call."""
-        if self._end and inspect.getgeneratorstate(self._text) != inspect.GEN_RUNNING:
+        if self._end and not self._is_running:
             self._over(error)
 
     def _over(self, error: BaseException | None) -> None:
