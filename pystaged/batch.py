@@ -57,7 +57,7 @@ class Batch:
         for entry in self._entries.values():
             self._scheduler.cancel(entry)
         # A text that Ctrl-C kept from being opened has no end to wait for.
-        while any(entry.is_open and not entry.is_over for entry in self._entries.values()):
+        while any(entry.process and not entry.is_over for entry in self._entries.values()):
             self._said.get()
         self._entries.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from pystaged._core import DeviceError
 from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.loop import Decoder
+from pystaged.process import ProcessLock
 
 _MOST_AT_REST = 64  # all are looked through for each text, and each has the addresses of a full context
 _WORTH_WAITING = 64  # tokens that another text is just reading, from which on copying them later is faster
@@ -74,7 +76,7 @@ class ContextPool:
         on_device: Sequence[bool] = (False, False),
     ) -> None:
         self._make = make
-        self._lock = threading.RLock()  # the collector may close an engine in the middle of a call
+        self._lock = ProcessLock(threading.RLock)  # the collector may close an engine in the middle of a call
         first = make(None, 0)
         self._sessions = [
             (session.cell_bytes, session.n_ctx, whole)
@@ -88,6 +90,7 @@ class ContextPool:
         self._lent: list[_Loan] = []
         self._given_back: deque[Decoder] = deque()
         self._closed = False
+        self._process = os.getpid()
 
     def check_open(self) -> None:
         """Raises ValueError: the pool is closed."""
@@ -124,7 +127,7 @@ class ContextPool:
             ValueError: the pool is closed.
             DeviceError: a device failed, or has no room.
         """
-        with self._lock:
+        with self._lock.here():
             self.check_open()
             self._collect()
             need = self._needed(len(prompt) + max_tokens)
@@ -154,7 +157,7 @@ class ContextPool:
 
     def tidy(self) -> None:
         """Let the contexts that were given back rest; free all of them once the pool is closed."""
-        with self._lock:
+        with self._lock.here():
             if self._closed:
                 self.forget()
             else:
@@ -162,7 +165,7 @@ class ContextPool:
 
     def forget(self) -> None:
         """Free all contexts at rest: the device that they are on is lost, and with it those that are lent."""
-        with self._lock:
+        with self._lock.here():
             while self._given_back:
                 self._given_back.popleft().close()
             while self._at_rest:
@@ -176,6 +179,9 @@ class ContextPool:
 
     def _collect(self) -> None:
         """Let rest what was given back, but for contexts that are the beginning of another one at rest."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._look_again()
         while self._given_back:
             context = self._given_back.popleft()
             if context in self._at_rest:  # given back again, after Ctrl-C in the middle of it
@@ -185,6 +191,8 @@ class ContextPool:
                 held = self._held(context)
             except (DeviceError, ValueError):  # its device is lost, or it is closed
                 context.close()
+                continue
+            except RuntimeError:  # fork() came in the middle of a call, in which it stays
                 continue
             for other, (tokens, _) in list(self._at_rest.items()):
                 if _begins(tokens, held.tokens):
@@ -199,6 +207,14 @@ class ContextPool:
         for context in list(self._at_rest)[:-_MOST_AT_REST]:
             self._free(context)
         self._make_room(0)
+
+    def _look_again(self) -> None:
+        """In a child of fork(), which may have come in the middle of anything: drop contexts that are in a call."""
+        for context in list(self._at_rest):
+            try:
+                self._at_rest[context] = self._held(context)
+            except RuntimeError:
+                del self._at_rest[context]
 
     def _make_room(self, need: int, spared: Decoder | None = None) -> None:
         """Cut and free contexts at rest until so many bytes more are within the bound, or there are none."""

@@ -13,14 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, Model, Tokenizer
-from pystaged.backends.devices import open_session
 from pystaged.batch import results
 from pystaged.chat.messages import Message
 from pystaged.config import GenerationConfig, TextOptions, check_options, integer, truth
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
-from pystaged.decoding.scoring import score
 from pystaged.loading.pair import Pair
 from pystaged.process import ProcessLock
 from pystaged.receipt import Origin
@@ -440,14 +438,11 @@ class Engine:
             ValueError, ContextFullError: as in `stream`.
             DeviceError: a device failed.
         """
-        tokens = self.encode(text)
-        self._contexts.check_open()
-        session = open_session(self.model, self.n_ctx)
-        try:
-            logprobs = score(session, tokens)
-        finally:
-            session.close()
-        return Score(tokens.tolist(), [self.tokenizer.token_bytes(token, True) for token in tokens.tolist()], logprobs)
+        writer = Writer(self, text, GenerationConfig(max_tokens=1, speculate=False, prompt_logprobs=0))
+        scored = Stream(writer).finish().prompt_logprobs or []
+        tokens = writer.prompt_tokens.tolist()
+        logprobs = np.array([np.nan, *(each.logprob for each in scored)])
+        return Score(tokens, [self.tokenizer.token_bytes(token, True) for token in tokens], logprobs)
 
     def repeat(self, receipt: Receipt, *, speculate: bool = True) -> Difference | None:
         """Make a receipt's text again and compare. What follows the first difference is not written.

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
@@ -73,14 +73,19 @@ def orderly_end() -> Iterator[None]:
 
 
 class ProcessLock:
-    """A lock that a child of fork() finds free, whoever holds it in the parent."""
+    """A lock that a child of fork() finds free, whoever holds it in the parent.
 
-    def __init__(self) -> None:
+    Args:
+        make: threading.Lock, or threading.RLock where a thread may take it again.
+    """
+
+    def __init__(self, make: Callable[[], Any] = threading.Lock) -> None:
+        self._make = make
         self._locks: dict[int, threading.Lock] = {}
 
     def here(self) -> threading.Lock:
         """This process's own. With it in a `with`, no Ctrl-C comes between taking and giving back."""
-        return self._locks.setdefault(os.getpid(), threading.Lock())
+        return self._locks.setdefault(os.getpid(), self._make())
 
 
 class ChildError(RuntimeError):

@@ -69,15 +69,17 @@ def repeat(engine: Engine, receipt: Receipt, *, speculate: bool) -> Difference |
             "the receipt was changed, or another version of llama-cpp-python reads the file differently"
         )
     config = replace(receipt.config, speculate=speculate)
-    at, count = 0, len(receipt.tokens)
+    at, count, other = 0, len(receipt.tokens), None
     with engine._stream(receipt.prompt, config) as stream:
-        for piece in stream:
-            for token in piece.tokens:
-                there = receipt.tokens[at] if at < count else None
-                if token != there:
-                    return Difference(at, there, token, _gap(engine, receipt, at, there, token))
-                at += 1
-        result = stream.result
+        for token in (token for piece in stream for token in piece.tokens):
+            if at == count or token != receipt.tokens[at]:
+                other = token
+                break
+            at += 1
+    result = stream.result
+    if other is not None:
+        there = receipt.tokens[at] if at < count else None
+        return Difference(at, there, other, _gap(engine, receipt, at, there, other))
     if at < count:
         return Difference(at, receipt.tokens[at], None)
     if result.finish_reason != receipt.finish_reason:

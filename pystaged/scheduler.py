@@ -73,7 +73,8 @@ class Entry:
         self.live: LiveText | None = None
         self.wait: Wait | None = None  # what for, when it was asked last
         self.num_said = self.num_read = 0  # tokens
-        self.is_open = self.is_cancelled = self.is_over = False
+        self.process: int | None = None  # in which it was opened
+        self.is_cancelled = self.is_over = False
 
     def say(self, piece: Any) -> None:
         """Called with each piece of the text."""
@@ -128,8 +129,9 @@ class Scheduler:
     """Steps the texts of one engine, whatever threads their readers are in.
 
     Only who holds `_driver` touches live texts, their contexts and what drafters have learnt. Anybody else puts a new
-    entry into `_inbox`, or None to have the entries' flags looked at. A SimpleQueue's `put` is reentrant, so that a
-    finalizer may call it in the middle of anything.
+    entry into `_inbox` or sets flags of one, then rings `_bell`, at which the thread sleeps. Whoever steps texts
+    empties the inbox; only the thread takes from the bell, so that nobody else can keep it asleep. A SimpleQueue's
+    `put` is reentrant, so that a finalizer may call it in the middle of anything.
     """
 
     def __init__(self, rounds: Rounds) -> None:
@@ -140,7 +142,8 @@ class Scheduler:
         """Begin without texts: at first, and in a child of fork()."""
         self._process = os.getpid()
         self._driver = _Turn()
-        self._inbox: SimpleQueue[Entry | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Entry] = SimpleQueue()
+        self._bell: SimpleQueue[None] = SimpleQueue()
         self._texts: list[Entry] = []
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -151,15 +154,15 @@ class Scheduler:
         if os.getpid() != self._process:
             self._begin()  # the texts and the thread are the parent's
         self._inbox.put(entry)
-        entry.is_open = True
+        entry.process = self._process
         if entry.in_background or self._thread:
             self._wake()
 
     def next(self, entry: Entry) -> Any:
         """The next piece of a text, or an End; steps the text in this thread while it is the only one. Tells how far
         its prompt is read."""
-        if os.getpid() != self._process:
-            self.open(entry)  # a copy of the parent's, for the child to go on with
+        if entry.process != os.getpid():
+            self.open(entry)  # a copy of the parent's, for the child to go on with, or Ctrl-C came before it was opened
         while True:
             try:
                 said = entry.queue.get_nowait()
@@ -180,7 +183,7 @@ class Scheduler:
         """Tell that somebody has read a piece, so that the text may go on."""
         entry.num_read += len(piece.tokens)
         if self._is_waiting:
-            self._inbox.put(None)
+            self._ring()
 
     @property
     def in_step(self) -> bool:
@@ -194,7 +197,7 @@ class Scheduler:
     def cancel(self, entry: Entry) -> None:
         """End a text after the pass in hand; at once where none is. Waits for nothing."""
         entry.is_cancelled = True
-        self._inbox.put(None)
+        self._ring()
         if not self._driver.is_mine:
             with self._driver.at_once() as has_turn:
                 if has_turn:
@@ -203,7 +206,7 @@ class Scheduler:
     def stop(self) -> None:
         """End the thread after the pass in hand, whatever becomes of the texts: the process ends."""
         self._is_stopping = True
-        self._inbox.put(None)
+        self._ring()
         if self._thread:
             self._thread.join()
 
@@ -211,10 +214,7 @@ class Scheduler:
         """Step a text in this thread if no other text is there, or if another one's step waits for it; returns whether
         it did."""
         if self.in_step:
-            if entry.is_cancelled:
-                self._close(entry)
-            else:
-                self._step(entry)
+            self._step(entry)
             return True
         with self._driver.at_once() as has_turn:
             if not has_turn:
@@ -227,6 +227,8 @@ class Scheduler:
             return True
 
     def _step(self, entry: Entry) -> None:
+        if entry.is_cancelled:
+            self._close(entry)
         self._admit(entry, must=True)
         if entry.live and not entry.is_over:
             self._rounds.play_alone(entry.live)
@@ -234,7 +236,7 @@ class Scheduler:
     def _close(self, entry: Entry, error: BaseException | None = None) -> None:
         if entry.live:
             entry.live.close(error)
-        elif not entry.is_over:
+        if not entry.is_over:  # it had not begun, or fork() came in the middle of its step, which this process has not
             entry.end(error)
 
     def _admit(self, entry: Entry, *, must: bool) -> None:
@@ -255,7 +257,7 @@ class Scheduler:
                 entry = self._inbox.get_nowait()
             except Empty:
                 break
-            if entry:
+            if entry not in self._texts:  # Ctrl-C may have its reader open it again
                 self._texts.append(entry)
         for entry in self._texts:
             if entry.is_cancelled:
@@ -270,7 +272,12 @@ class Scheduler:
                 thread.start()  # which the system may refuse
                 self._thread = thread
                 _running.add(self)
-        self._inbox.put(None)
+        self._ring()
+
+    def _ring(self) -> None:
+        """Have the thread, if there is any, look at the inbox and at the entries' flags."""
+        if self._bell.empty():  # else it has not looked yet
+            self._bell.put(None)
 
     def _run(self) -> None:
         is_needed = True
@@ -334,9 +341,7 @@ class Scheduler:
         """Wait until somebody reads, cancels or opens a text."""
         self._is_waiting = True
         if not self._ready():
-            entry = self._inbox.get()
-            if entry:
-                self._inbox.put(entry)  # for _settle
+            self._bell.get()
         self._is_waiting = False
 
 

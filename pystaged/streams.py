@@ -16,6 +16,7 @@ from pystaged.decoding.opening import Opening
 from pystaged.decoding.rounds import LiveText
 from pystaged.decoding.step import Logprobs, Step
 from pystaged.decoding.tree import Stage
+from pystaged.process import ProcessLock
 from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, TokenLogprob
 from pystaged.sampling import bind
 from pystaged.scheduler import End, Entry, Reading
@@ -38,7 +39,7 @@ class Stream(Iterator[Piece]):
         # The scheduler holds entry and writer, never the stream, so that a stream is freed as soon as it is dropped.
         self._writer, self._engine = writer, writer.engine
         self._entry = Entry(writer.admit)
-        self._turn = threading.Lock()
+        self._turn = ProcessLock()
         self._reader: int | None = None  # the thread whose turn it is
         self._is_open = self._cancelled = self._over = False
 
@@ -46,7 +47,7 @@ class Stream(Iterator[Piece]):
         if self._reader == threading.get_ident() or self._engine._scheduler.is_stepping(self._entry):
             raise RuntimeError("a policy or a signal handler reads the stream in the middle of its own step")
         try:
-            with self._turn:
+            with self._turn.here():
                 self._reader = threading.get_ident()
                 try:
                     piece = self._next()
@@ -98,13 +99,14 @@ class Stream(Iterator[Piece]):
             self._engine._scheduler.cancel(self._entry)
         if self._engine._scheduler.is_stepping(self._entry):
             return
-        if self._turn.acquire(blocking=False):
+        turn = self._turn.here()
+        if turn.acquire(blocking=False):
             try:
                 while self._is_open and not self._over:
                     self._over = isinstance(self._engine._scheduler.next(self._entry), End)
                 self._over = True
             finally:
-                self._turn.release()
+                turn.release()
             self._engine._contexts.tidy()
 
     def __enter__(self) -> Stream:
@@ -238,6 +240,8 @@ class Writer:
                 live.close()
 
         def end(error: BaseException | None) -> None:
+            if self._finish is None:  # what was held back is no longer the beginning of a stop string
+                self._text.append(self._buffer.finish(cut=True))
             if isinstance(error, DeviceError):
                 contexts.forget()
                 words = self._prompt if isinstance(self._prompt, str) else self.prompt_tokens.tolist()

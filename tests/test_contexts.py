@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.children import forks, in_child
 
 import pystaged
+import pystaged.drafting.context
 from pystaged import DeviceError, Engine, FixedPolicy, SamplingConfig, _core
 from pystaged.contexts import SPARE_CELLS, ContextPool, Wait
 from pystaged.decoding.loop import Decoder
@@ -448,6 +451,53 @@ def test_the_bound_holds_at_every_moment(memory: int, events: list[tuple[list[in
     assert len(texts.made) - len(closed) == len(texts.pool._at_rest)
 
 
+class InCall(SimulatedSession):
+    """One that fork() has left in the middle of a call."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        raise RuntimeError("the process forked while the session was in a call")
+
+    @tokens.setter
+    def tokens(self, _: NDArray[np.int32]) -> None: ...
+
+    def close(self) -> None:
+        raise RuntimeError("the process forked while the session was in a call")
+
+
+@forks
+def test_a_child_takes_contexts_whatever_its_parent_was_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = Simulation(10**6)
+    texts.run(SYSTEM, list(range(50)))
+    lent = texts.begin([*SYSTEM, 1])
+    assert lent is not None
+    begun, go_on, parent, make = threading.Event(), threading.Event(), os.getpid(), texts.pool._make
+
+    def slow(source: Decoder | None, length: int) -> Decoder:
+        if os.getpid() == parent:
+            begun.set()
+            assert go_on.wait(60)
+        return make(source, length)
+
+    monkeypatch.setattr(texts.pool, "_make", slow)
+    other = threading.Thread(target=texts.take, args=[[*SYSTEM, 2], 10])
+    other.start()
+    assert begun.wait(60)
+
+    def takes() -> bool:
+        resting = next(iter(texts.pool._at_rest))
+        for context in (resting, lent):
+            context.target = cast(Any, InCall(CELL, N_CTX))
+        texts.pool.give_back(lent)
+        found = [texts.take(prompt, 10) for prompt in ([*SYSTEM, 3], [7, 8, 9])]
+        return not any(each is None or each in (resting, lent) for each in found)
+
+    found = in_child(takes)
+    go_on.set()
+    other.join()
+    assert found
+
+
 # ---- Real ----
 
 GREETING = "def fibonacci(n):\n    if n < 2:\n        return n\n    a, b = 0, 1\n    for i in range(n):\n"
@@ -557,6 +607,7 @@ def test_what_was_learnt_is_inherited() -> None:
         engine.generate(GREETING, max_tokens=60, temperature=0.5)
         (old,) = engine._contexts._at_rest
         # Timing decides whether drafts are used; here they are.
+        old.drafters[0].start(old.target.tokens)
         tree = finish(old.drafters[0].draft(SamplingConfig(0.5), 3))
         assert len(tree) > 1
         old.drafters[0].advance([int(tree.tokens[1])])
@@ -629,3 +680,25 @@ def test_memory_is_flat_over_many_short_texts(random_gguf: Callable[..., Path]) 
         before = write(TEXTS // 4)
         after = write(TEXTS)
     assert after - before < 8 << 20
+
+
+def test_what_n_grams_know_goes_with_their_text(house: Engine) -> None:
+    house.generate("a", max_tokens=4)
+    tracemalloc.start()
+    try:
+        stream = house.stream(GREETING * 4, max_tokens=8)
+        next(stream)
+        during = taken_by_ngrams()
+        stream.finish()
+        after = taken_by_ngrams()
+    finally:
+        tracemalloc.stop()
+    assert during > 10_000
+    assert after < 1_000
+
+
+def taken_by_ngrams() -> int:
+    """Bytes."""
+    gc.collect()
+    only = tracemalloc.Filter(True, pystaged.drafting.context.__file__)
+    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([only]).traces)

@@ -35,6 +35,7 @@ from pystaged import (
 )
 from pystaged.config import GenerationConfig
 from pystaged.decoding.loop import Decoder
+from pystaged.process import ProcessLock
 from pystaged.streams import Stream
 
 PROMPT = "the tree then "
@@ -327,6 +328,18 @@ def test_a_context_shorter_than_the_models_says_how_to_have_more(path: Path) -> 
             short.generate([1] * (CONTEXT + 1))
 
 
+def test_a_cancelled_text_has_what_was_held_back_for_a_stop_string(engine: Engine) -> None:
+    whole = engine.generate("e", max_tokens=40, **WARM)
+    stop = whole.text[:10] + "\0"
+    stream = engine.stream("e", max_tokens=40, stop=stop, **WARM)
+    next(stream)
+    stream.close()
+    result = stream.result
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    assert result.finish_reason == "cancelled"
+    assert result.text == decoder.decode(b"".join(result.pieces)) != ""
+
+
 # ---- Scores ----
 
 
@@ -376,6 +389,22 @@ def test_a_closed_engine_scores_nothing(path: Path) -> None:
         assert isinstance(closed.score(PROMPT), pystaged.Score)
     with pytest.raises(ValueError, match="the engine is closed"):
         closed.score(PROMPT)
+
+
+def test_a_scored_text_counts_as_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    with pystaged.load(path, kv_memory=1) as engine:
+        verify = _core.Session.verify
+
+        def noted(*args: Any) -> Any:
+            used.append(engine._contexts.num_bytes)
+            return verify(*args)
+
+        monkeypatch.setattr(_core.Session, "verify", noted)
+        monkeypatch.setattr(_core.Session, "evaluate", noted)
+        engine.score([1] * CONTEXT)
+        assert used
+        assert min(used) >= engine.context_bytes
 
 
 def test_texts_that_have_no_score(engine: Engine) -> None:
@@ -824,7 +853,7 @@ def test_the_result_is_there_at_the_end_while_another_thread_closes_the_stream(e
             assert read.wait(60)
 
     thread = threading.Thread(target=close)
-    stream._turn = Turn()  # type: ignore[assignment]
+    stream._turn = ProcessLock(Turn)
     try:
         assert next(stream, None) is None
         assert stream.result.finish_reason == "length"

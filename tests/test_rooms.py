@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -53,3 +56,21 @@ def test_what_users_touch_knows_neither_benchmark_nor_command_line() -> None:
     for file in SOURCE.glob("*.py"):
         if file.name not in above:
             assert not any(name.startswith(("pystaged.bench", "pystaged.cli")) for name in imported(file)), file
+
+
+def test_what_is_imported_is_declared() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no reader of TOML")
+    file = Path(__file__).parent.parent / "pyproject.toml"
+    if not file.exists():
+        pytest.skip("an installed package is tested")
+    project = tomllib.loads(file.read_text("utf-8"))["project"]
+    declared = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    names = {re.split(r"[^\w.-]", each)[0].lower().replace("_", "-") for each in declared}
+    roots = {name.split(".")[0] for each in SOURCE.rglob("*.py") for name in imported(each)}
+    by_import = packages_distributions()
+    for root in roots - sys.stdlib_module_names - {"pystaged"}:
+        owners = {owner.lower().replace("_", "-") for owner in by_import.get(root, [root])}
+        assert owners & names, root

@@ -15,13 +15,14 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from support.children import forks, in_child
 
 import pystaged
 from pystaged import Growth
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.rounds import LiveText, Rounds
 from pystaged.engine import Engine
-from pystaged.scheduler import MOST_UNREAD, Entry, Reading
+from pystaged.scheduler import MOST_UNREAD, End, Entry, Reading
 from pystaged.streams import Stream
 
 PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12]
@@ -224,6 +225,53 @@ def test_a_policy_that_ends_or_reads_texts_in_their_own_step(path: Path, use: Ca
         assert engine._scheduler._texts == []
 
 
+@pytest.fixture
+def one_slice() -> Iterator[None]:
+    """No other thread runs before this one waits, or computes."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def open_asleep(engine: Engine) -> Entry:
+    """A text that waits for its reader, and with it the thread."""
+    entry = Entry(engine.stream(PROMPTS[0], max_tokens=400)._writer.admit, said=SimpleQueue(), most_unread=1)
+    engine._scheduler.open(entry)
+    wait_until(lambda: entry.num_said > 0 and engine._scheduler._is_waiting)
+    return entry
+
+
+def test_a_text_opened_while_another_one_is_cancelled(engine: Engine, one_slice: None) -> None:
+    del one_slice
+    asleep, said = open_asleep(engine), SimpleQueue[Any]()
+    entry = Entry(engine.stream(PROMPTS[1], max_tokens=3)._writer.admit, said=said)
+    engine._scheduler.open(entry)
+    engine._scheduler.cancel(asleep)
+    while not isinstance(item := said.get(timeout=10), End):
+        pass
+    assert item.error is None
+
+
+def test_a_thread_that_is_told_to_end_while_a_text_is_stepped(
+    engine: Engine, one_slice: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del one_slice
+    asleep, stream = open_asleep(engine), engine.stream(PROMPTS[1], max_tokens=3)
+    thread = engine._scheduler._thread
+    assert thread
+
+    def join() -> None:
+        asleep.is_cancelled = True
+        next(stream)
+        threading.Thread.join(thread, 10)
+
+    monkeypatch.setattr(thread, "join", join)
+    engine._scheduler.stop()
+    assert not thread.is_alive()
+    engine._scheduler._begin()
+
+
 def test_a_thread_that_the_system_refuses_is_asked_for_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -395,19 +443,79 @@ def test_a_process_ends_while_texts_are_being_written(path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@forks
 def test_a_child_has_a_scheduler_of_its_own(engine: Engine) -> None:
     alone = engine.generate(PROMPTS[0], max_tokens=40).tokens
     streams: list[Stream] = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(3)]
     for stream in streams:
         next(stream)
-    child = os.fork()
-    if child == 0:
-        ok = False
-        try:
-            ok = engine.generate(PROMPTS[0], max_tokens=40).tokens == alone
-        finally:
-            os._exit(0 if ok else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert in_child(lambda: engine.generate(PROMPTS[0], max_tokens=40).tokens == alone)
     assert all(stream.finish().tokens[:40] == alone for stream in streams)
+
+
+@forks
+def test_a_child_goes_on_with_texts_of_its_parent_or_ends_them(engine: Engine) -> None:
+    alone = engine.generate(PROMPTS[0], max_tokens=100).tokens
+    stream = engine.stream(PROMPTS[0], max_tokens=100)
+    next(stream)
+
+    def goes_on() -> bool:
+        others = [engine.stream(PROMPTS[0], max_tokens=100) for _ in range(2)]
+        for other in others:
+            next(other)
+        return stream.finish().tokens == alone and [other.finish().tokens for other in others] == [alone] * 2
+
+    def ends() -> bool:
+        engine.generate(PROMPTS[1], max_tokens=1)
+        stream.close()
+        return stream.result.finish_reason == "cancelled" and len(stream.result.tokens) < 10
+
+    assert in_child(goes_on)
+    assert in_child(ends)
+    assert stream.finish().tokens == alone
+
+
+@forks
+def test_a_text_in_whose_step_a_process_forks_is_over_in_the_child(path: Path) -> None:
+    in_step, go_on, parent = threading.Event(), threading.Event(), os.getpid()
+
+    class Slow(FixedPolicy):
+        def keep(self, growth: Growth) -> int:
+            if os.getpid() == parent:
+                in_step.set()
+                assert go_on.wait(60)
+            return super().keep(growth)
+
+    with pystaged.load(path, policy=Slow(2, 3, 6)) as engine:
+        alone = engine.generate(PROMPTS[0], max_tokens=20, speculate=False).tokens
+        stream = engine.stream(PROMPTS[0], max_tokens=20)
+        reader = threading.Thread(target=stream.finish, daemon=True)
+        reader.start()
+        assert in_step.wait(60)
+
+        def closes() -> bool:
+            stream.close()
+            return stream.result.finish_reason == "cancelled" and engine.generate(PROMPTS[0]).tokens[:20] == alone
+
+        def reads() -> bool:
+            with pytest.raises(RuntimeError, match="forked in the middle of a step of this text"):
+                next(stream)
+            return engine.generate(PROMPTS[0]).tokens[:20] == alone
+
+        found = [in_child(closes), in_child(reads)]
+        go_on.set()
+        reader.join(60)
+        assert found == [True, True]
+        assert stream.result.tokens == alone
+
+
+def test_a_text_that_ctrl_c_kept_from_being_opened(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: Entry) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    stream = engine.stream(PROMPTS[0], max_tokens=100)
+    monkeypatch.setattr(engine._scheduler, "open", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert (stream.result.finish_reason, stream.result.tokens) == ("cancelled", [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +16,14 @@ from pystaged.chat.marked import ANSWERS, mark
 from pystaged.chat.messages import Message, marked, marked_messages, with_joined_parts
 from pystaged.chat.meter import Meter, TooMuchError
 from pystaged.chat.sandbox import Sandbox, TemplateRefusal
+from pystaged.process import ProcessLock
 
 _KEY = "tokenizer.chat_template"
 _MOST_SOURCE = 1 << 20  # characters; the longest of known models have some 70,000
 _ROOM = 1 << 20  # characters that a template may write besides its messages'
 _ESCAPED = 8  # characters that one of a message may become, as JSON say
+_MOST_REPORTED = 16  # names; clients of a server may think of any number
+_LONGEST_NAME = 64  # characters of a name that is reported
 _RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _CHATML = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}
@@ -40,7 +42,8 @@ class ChatFormat:
     Args:
         metadata: single values of the file's metadata, as text.
         tokenizer: its vocabulary.
-        report: called with a line if there is no template, and once for each thing that it is given and ignores.
+        report: called with a line if there is no template, and once for each thing that it is given and ignores, 16 at
+            most.
     """
 
     def __init__(self, metadata: Mapping[str, str], tokenizer: Tokenizer, report: Callable[[str], None]) -> None:
@@ -60,7 +63,7 @@ class ChatFormat:
         self._report = report
         self._reported: set[str] = set()
         self._encoder: Encoder | None = None
-        self._one_at_a_time = threading.Lock()  # the sandbox counts the work of one rendering
+        self._one_at_a_time = ProcessLock()  # the sandbox counts the work of one rendering
 
     @property
     def names(self) -> list[str]:
@@ -69,7 +72,7 @@ class ChatFormat:
 
     def variables(self, template: str = "default") -> set[str]:
         """The names of what a template makes use of; none where it cannot be read, which rendering says."""
-        with self._one_at_a_time:
+        with self._one_at_a_time.here():
             try:
                 return self._variables_of(template)
             except Exception:
@@ -155,7 +158,7 @@ class ChatFormat:
             "eos_token": self._spelled(self._tokenizer.eos),
         }
         name = template or ("tool_use" if tools and "tool_use" in self._sources else "default")
-        with self._one_at_a_time:
+        with self._one_at_a_time.here():
             if any(isinstance(message.get("content"), list) for message in given) and not self._parts(name, variables):
                 variables["messages"] = given = with_joined_parts(given)
             try:
@@ -165,9 +168,11 @@ class ChatFormat:
                     raise
                 # Of calls without words: some templates want words nevertheless.
                 text = self._guarded(name, variables | {"messages": [{"content": mark("")} | each for each in given]})
-            ignored = {*options, *(["tools"] if tools else [])} - self._variables[name] - self._reported
-            self._reported |= ignored
-        for variable in sorted(ignored):
+            ignored = {*options, *(["tools"] if tools else [])} - self._variables[name]
+            unsaid = {variable[:_LONGEST_NAME] for variable in ignored} - self._reported
+            new = sorted(unsaid)[: _MOST_REPORTED - len(self._reported)]
+            self._reported |= set(new)
+        for variable in new:
             self._report(f"the model's chat template ignores {variable!r}, which changes nothing here")
         return text
 

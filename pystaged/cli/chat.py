@@ -236,7 +236,7 @@ class Chat(Turns):
         if len(result.tokens) == self._max_tokens:
             report(f"cut at {self._max_tokens} tokens; {allows_more} allows more")
         else:
-            report("the context is full: /clear begins again, --n-ctx allows more")
+            report(f"the context of {self._engine.n_ctx} tokens is full: /clear begins again, --n-ctx allows more")
 
     def _retry(self) -> None:
         if not self._asked:

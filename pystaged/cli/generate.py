@@ -164,6 +164,8 @@ def generate(
         result = stream.result
         if receipt:
             result.receipt.save(receipt)
+        if _fills_context(engine, result):
+            _tell_full(engine)
     if as_json:
         return
     errors.print(summary(result.stats, color))
@@ -225,7 +227,11 @@ def _write_several(
 ) -> None:
     """Write n texts of each prompt, in order and as soon as each is there."""
 
+    num_cut = 0
+
     def shown(number: int, result: GenerationResult) -> str:
+        nonlocal num_cut
+        num_cut += _fills_context(engine, result)
         of = asked[number // n]
         if as_json:
             return _as_json(of, result, chat=chat)
@@ -234,6 +240,8 @@ def _write_several(
     begin = time.monotonic()
     total = n * len(writers)
     tokens = write_in_order(engine, seeded(writers, n), total, shown)
+    if num_cut:
+        _tell_full(engine, f" in {num_cut} of {total} texts")
     if as_json:
         return
     seconds = time.monotonic() - begin
@@ -246,6 +254,17 @@ def _write_several(
             f"{passes.texts_per_pass:.1f} texts and of {passes.rows_per_pass:.1f} rows, in the mean; "
             f"{passes.guess_share:.0%} of these were guesses"
         )
+
+
+def _fills_context(engine: pystaged.Engine, result: GenerationResult) -> bool:
+    return result.finish_reason == "length" and result.stats.prompt_tokens + len(result.tokens) > engine.n_ctx
+
+
+def _tell_full(engine: pystaged.Engine, where: str = "") -> None:
+    """Say why a text ends before its time."""
+    most = engine.model.max_context
+    more = f"; --n-ctx allows more, up to {most}" if most > engine.n_ctx else ""
+    report(f"the context of {engine.n_ctx} tokens is full{where}{more}")
 
 
 def _as_json(asked: Asked, result: GenerationResult, *, chat: bool) -> str:

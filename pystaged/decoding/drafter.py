@@ -55,6 +55,10 @@ class Drafter(Protocol):
         """Begin a text: all its tokens so far, int32[n], the last of which is the root."""
         ...
 
+    def end(self) -> None:
+        """The text is over: free what the next start would discard."""
+        ...
+
     def lag(self) -> float:
         """Seconds that catching up with the text will take, about."""
         ...

@@ -293,6 +293,9 @@ class Decoder:
                 yield step
         finally:
             self._constrain_by(None)
+            self._drafting = ()
+            for drafter in self.drafters:
+                drafter.end()
             stats.finish(before, self.work(), self.target.weight_bytes)
 
     def _cut(self, step: Step, max_tokens: int, is_end: Callable[[int], bool]) -> Step:

@@ -60,6 +60,8 @@ class LiveText:
         """Let it go on, with what came of its request, up to the next one or to what it says."""
         self.request = None
         try:
+            if self._is_running:
+                raise RuntimeError("the process forked in the middle of a step of this text; begin it again")
             said = resume(self._text, answer)
             if isinstance(said, Request):
                 self.request = said
@@ -69,6 +71,10 @@ class LiveText:
             self._over(None)
         except BaseException as error:
             self._over(error)
+
+    @property
+    def _is_running(self) -> bool:
+        return inspect.getgeneratorstate(self._text) == inspect.GEN_RUNNING
 
     def note_step(self) -> None:
         """Remember the tree that is verified, for others to expect the like of."""
@@ -85,7 +91,7 @@ class LiveText:
 
     def close(self, error: BaseException | None = None) -> None:
         """End it where it is; also for `say` to call."""
-        if self._end and inspect.getgeneratorstate(self._text) != inspect.GEN_RUNNING:
+        if self._end and not self._is_running:
             self._over(error)
 
     def _over(self, error: BaseException | None) -> None:

@@ -52,6 +52,9 @@ class TreeDrafter:
     def constrain(self, constraint: Constraint | None) -> None:
         self._constraint = constraint
 
+    def end(self) -> None:
+        self._builder = None
+
     def inherit(self, other: Drafter) -> None:
         if isinstance(other, TreeDrafter):
             self._calibrations = {greedy: learnt.copy() for greedy, learnt in other._calibrations.items()}

@@ -97,6 +97,12 @@ class ModelDrafter(TreeDrafter):
             self.below.prediction = self.prediction
             self.below.start(context)
 
+    def end(self) -> None:
+        super().end()
+        self._missing = []
+        if self.below:
+            self.below.end()
+
     def lag(self) -> float:
         below = self.below.lag() if self.below else 0.0
         missing = len(self._missing)

@@ -82,6 +82,11 @@ class NgramDrafter(TreeDrafter):
         self._grams = ContextNgrams()
         self._builder = None
 
+    def end(self) -> None:
+        super().end()
+        self.prediction = ()
+        self.start(np.empty(0, np.int32))
+
     def lag(self) -> float:
         unread = self._unread
         return self._cost.read(unread) if self._cost and unread else 0.0

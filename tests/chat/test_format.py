@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
+import tracemalloc
 from typing import Any
 
 import pytest
 from support import paths
 from support.chat import KEY, chat_format, write_vocabulary
+from support.children import forks, in_child
 from support.conversations import BOS, CASES, EOS, EXPECTED, TEMPLATES, says, transformers_writes
 
 from pystaged._core import Tokenizer
@@ -125,6 +129,42 @@ def test_what_a_template_ignores_is_said_once(tokenizer: Tokenizer) -> None:
         "the model's chat template ignores 'thinking', which changes nothing here",
         "the model's chat template ignores 'tools', which changes nothing here",
     ]
+
+
+def test_what_clients_think_of_is_neither_kept_nor_said_without_bound(tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+    chat = ChatFormat({KEY: "{{ messages[0].content }}"}, tokenizer, said.append)
+    tracemalloc.start()
+    try:
+        for number in range(40):
+            chat.render(QUESTION, template_options={f"{number:04}" + "x" * 10_000: 1})
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0 < len(said) < 40
+    assert sum(map(len, said)) < 10_000
+    assert kept < 200_000
+
+
+@forks
+def test_a_child_renders_whatever_its_parent_was_about(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = chat_format("{{ messages[0].content }}", tokenizer)
+    begun, go_on, parent, guarded = threading.Event(), threading.Event(), os.getpid(), ChatFormat._guarded
+
+    def slow(self: ChatFormat, *args: Any) -> str:
+        if os.getpid() == parent:
+            begun.set()
+            assert go_on.wait(60)
+        return guarded(self, *args)
+
+    monkeypatch.setattr(ChatFormat, "_guarded", slow)
+    other = threading.Thread(target=chat.render, args=[QUESTION])
+    other.start()
+    assert begun.wait(60)
+    found = in_child(lambda: chat.render(QUESTION) == "Hello")
+    go_on.set()
+    other.join()
+    assert found
 
 
 # ---- What is refused ----

@@ -161,7 +161,7 @@ def test_a_full_context_is_said(random_gguf: Callable[..., Path]) -> None:
     model = random_gguf(context=96)
     done = run("chat", model, "--draft", "none", stdin=b"x")
     assert done.returncode == 0, done.stderr
-    assert "the context is full: /clear begins again, --n-ctx allows more" in done.stderr.decode()
+    assert "the context of 96 tokens is full: /clear begins again, --n-ctx allows more" in done.stderr.decode()
 
 
 def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,16 @@ def result(path: Path) -> pystaged.GenerationResult:
 # ---- generate ----
 
 
+@pytest.mark.parametrize("several", [[], ["--n", "2", "--seed", "1"]])
+def test_a_full_context_is_told(path: Path, several: list[str]) -> None:
+    done = run("generate", "e", "--model", path, "--n-ctx", "2", "--json", "--temperature", "1", *several)
+    assert done.returncode == 0, done.stderr
+    where = " in 2 of 2 texts" if several else ""
+    assert f"the context of 2 tokens is full{where}; --n-ctx allows more, up to 96\n" in done.stderr.decode()
+    enough = run("generate", "e", "--model", path, "--json", "--max-tokens", "2", *several)
+    assert b"is full" not in enough.stderr
+
+
 def test_rules_and_logprobs(path: Path) -> None:
     options: dict[str, Any] = {
         "temperature": 0.9,
