@@ -21,6 +21,7 @@ import pystaged
 from pystaged.engine import Engine
 
 SIZES = {"phone": (390, 844), "desk": (1280, 800)}
+desk = pytest.mark.parametrize("page", ["desk"], indirect=True)
 ANSWER = "tell me <b>more</b>"
 
 
@@ -121,7 +122,9 @@ class Page:
                 self.browser.save_screenshot(str(Path(folder) / f"{name}-{self.size}-{scheme}.png"))
 
     def overflow(self) -> int:
-        return int(self.script("return document.documentElement.scrollWidth - window.innerWidth"))
+        """By how much the page is too wide or too high."""
+        edges = "document.documentElement.scrollWidth - innerWidth, document.documentElement.scrollHeight - innerHeight"
+        return int(self.script(f"return Math.max({edges})"))
 
 
 def written(*pieces: str, trees: Any = ()) -> dict[str, Any]:
@@ -160,12 +163,12 @@ HOSTILE = [
     "```<b>\n</code></pre><img src=x onerror=hit()>\n```",
     "`<i>` **<a href=javascript:hit()>** | <b> |\n|---|---|\n| <svg/onload=hit()> | x |",
 ]
-# Never closed, nested, repeated: a page that is slow with these does not answer before the driver gives up.
+# Never closed, or repeated. The driver gives up on a page that takes half a minute.
 LONG = [
     "*a " * 20000,
     "`" * 20000,
     "[" * 20000,
-    "**" * 20000,
+    "a**" * 20000,
     "| a " * 5000 + "\n" + "|---" * 5000,
     "> " * 9000,
     "- a\n" * 9000,
@@ -263,6 +266,7 @@ def test_a_refused_question_goes_back(page: Page) -> None:
     assert page.one("#ask").get_attribute("value") == ""
 
 
+@desk
 def test_what_was_shown_stays_when_the_line_breaks(page: Page) -> None:
     page.script(STAND_IN)
     page.ask("a")
@@ -306,9 +310,11 @@ def test_markdown(page: Page) -> None:
     plain = re.sub(r"</?span[^>]*>", "", html)
     for part in [
         "<h3>A title with <code>code</code></h3>",
-        "<strong>bold</strong>, <em>slanted</em>, <strong><em>both</em></strong>, snake_case_name, 2 * 3 * 4 and *no*\non",
-        '<a href="https://example.org/a_b" target="_blank" rel="noopener noreferrer" title="https://example.org/a_b">a link</a>',
-        'title="https://example.org/x?y=1.">https://example.org/x?y=1.</a>',
+        "<strong>bold</strong>, <em>slanted</em>, <strong><em>both</em></strong>, ",
+        "snake_case_name, 2 * 3 * 4 and *no*\non a",
+        '<a href="https://example.org/a_b" target="_blank" rel="noopener noreferrer" title=',
+        'title="https://example.org/a_b">a link</a>',
+        'title="https://example.org/x?y=1">https://example.org/x?y=1</a>.',
         '<ol start="1"><li>one<ul><li>inner <code>x</code></li></ul></li><li>two</li></ol>',
         '<pre tabindex="0"><code>def f():\n    return "**no** &lt;b&gt;"</code></pre>',
         "<blockquote><p>quoted <em>words</em>\nagain</p></blockquote>",
@@ -329,6 +335,7 @@ def test_markdown(page: Page) -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
+@desk
 def test_markup_in_an_answer_is_text(page: Page, text: str) -> None:
     page.seed(ASKED, written(*text))
     page.script("window.hit = () => { window.wasHit = true; }")
@@ -342,18 +349,18 @@ def test_markup_in_an_answer_is_text(page: Page, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", LONG, ids=lambda text: text[:2])
+@desk
 def test_no_text_takes_long_to_show(page: Page, text: str) -> None:
-    if page.size == "phone":
-        pytest.skip("as on a desk")
     page.seed(ASKED)
-    seconds = page.script(
-        "turns.push({role: 'assistant', content: arguments[0], pieces: [[arguments[0], 'target', 0]], trees: [], figures: ''});"
-        "const begin = performance.now(); show(turns.at(-1)); return (performance.now() - begin) / 1000",
+    page.script(
+        "turns.push({role: 'assistant', content: arguments[0], pieces: [[arguments[0], 'target', 0]], trees: []});"
+        "show(turns.at(-1))",
         text,
     )
-    assert seconds < 20
+    assert page.one(".assistant .words").get_attribute("textContent")
 
 
+@desk
 def test_copy(page: Page) -> None:
     page.seed(ASKED, written("Say:\n\n```\na\n  b\n```\n"))
     page.script("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
@@ -367,6 +374,7 @@ def test_copy(page: Page) -> None:
         assert page.script("return copied") == text
 
 
+@desk
 def test_edit(page: Page) -> None:
     page.seed(ASKED, written("old"), ASKED, written("older"))
     page.all(".user button")[1].click()
@@ -382,6 +390,7 @@ def test_edit(page: Page) -> None:
     assert page.turns()[0]["content"] == ANSWER + " now"
 
 
+@desk
 def test_regenerate(page: Page) -> None:
     page.choose(max_tokens="4", seed="5", temperature="1")
     page.seed(ASKED, written("old"), ASKED, written("older"))
@@ -392,6 +401,7 @@ def test_regenerate(page: Page) -> None:
     assert int(page.one(".figures").text.split("seed ")[1].split(";")[0]) != 5
 
 
+@desk
 def test_a_greedy_answer_has_no_seed(page: Page) -> None:
     page.choose(max_tokens="4", temperature="0")
     assert page.one("#seed").get_property("disabled")
@@ -438,21 +448,24 @@ def test_everything_has_a_name_and_fits(page: Page, server: Server) -> None:
     page.script(
         "document.getElementById('model').textContent = 'a-model-of-a-very-long-name-that-no-phone-has-room-for'"
     )
-    page.one("#show-settings").click()
-    page.one("#show-tree").click()
     width = page.script("return innerWidth")
-    for each in page.all("button, input, textarea"):
-        if each.is_displayed():
-            assert each.accessible_name
-            assert each.rect["x"] >= 0
-            assert each.rect["x"] + each.rect["width"] <= width
-    assert page.overflow() <= 0
-    page.shot("settings")
+    for panel in ("settings", "tree"):
+        page.one(f"#show-{panel}").click()
+        page.shot(panel + "-open")
+        for each in page.all("button, input, textarea"):
+            if each.is_displayed():
+                assert each.accessible_name
+                assert each.rect["x"] >= 0
+                assert each.rect["x"] + each.rect["width"] <= width
+        assert page.overflow() <= 0
+    assert page.one("#settings").is_displayed() == (page.size == "desk")
+    page.script("toggle('settings', true)")
     params = server.ask("/props")[1]["default_generation_settings"]["params"]
     page.wait(lambda: all(f"{name.replace('_', ' ')} " in page.one("#settings .force").text for name in params))
     assert page.one("#temperature").get_attribute("placeholder") == str(params["temperature"]).removesuffix(".0")
 
 
+@desk
 def test_a_server_that_tells_nothing_of_its_sampling(page: Page) -> None:
     page.script("window.read = read = async () => ({})")
     assert page.script("return meet().then(() => document.querySelector('.force').textContent)") == ""
