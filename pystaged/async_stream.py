@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,7 +18,7 @@ class AsyncStream(AsyncIterator[Piece]):
 
     Texts of an engine share passes; each runs at most 256 tokens ahead of its reader, in a thread of the engine's.
     `aclose`, or leaving `async with`, stops it early; so does cancelling the task that reads it. One that is dropped
-    gives its context back.
+    gives its context back. The option `progress` may be a coroutine function here.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -37,7 +38,9 @@ class AsyncStream(AsyncIterator[Piece]):
         try:
             entry = self._entry or self._open()
             while isinstance(said := await self._next(), Reading):
-                said.tell()
+                told = said.progress(said.tokens, said.of)
+                if inspect.isawaitable(told):
+                    await told
         except BaseException:
             self._cancel()
             raise

@@ -269,7 +269,7 @@ class TextOptions(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     speculate: bool
-    progress: Callable[[int, int], None] | None
+    progress: Callable[[int, int], object] | None
     logprobs: int | None
     prompt_logprobs: int | None
     reuse: bool
@@ -331,7 +331,7 @@ class GenerationConfig:
     stop: tuple[str, ...]
     grammar: Grammar | None
     speculate: bool
-    progress: Callable[[int, int], None] | None
+    progress: Callable[[int, int], object] | None
     logprobs: int | None
     prompt_logprobs: int | None
     reuse: bool
@@ -346,7 +346,7 @@ class GenerationConfig:
         regex: str | None = None,
         grammar: str | Grammar | None = None,
         speculate: bool = True,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[int, int], object] | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         reuse: bool = True,

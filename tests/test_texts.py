@@ -306,6 +306,23 @@ def test_texts_of_an_event_loop(engine: Engine, path: Path) -> None:
     assert found == [expected, expected]
 
 
+def test_progress_may_be_told_to_a_coroutine(plain: Engine) -> None:
+    """It is over before the text goes on."""
+    said: list[Any] = []
+
+    async def progress(read: int, missing: int) -> None:
+        await asyncio.sleep(0)
+        said.append((read, missing))
+
+    async def read() -> None:
+        async for piece in plain.astream(range(300), max_tokens=2, reuse=False, progress=progress):
+            said.append(piece.tokens)
+
+    asyncio.run(read())
+    assert said[:3] == [(0, 299), (256, 299), (299, 299)]
+    assert sum(map(len, said[3:])) == 2
+
+
 def test_an_event_loop_goes_on_meanwhile(plain: Engine, path: Path) -> None:
     async def count() -> tuple[int, Any]:
         task, turns = asyncio.create_task(plain.astream(PROMPTS[0], max_tokens=200).finish()), 0

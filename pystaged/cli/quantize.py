@@ -9,6 +9,7 @@ import typer
 
 from pystaged.cli.console import errors, progress_bars
 from pystaged.cli.options import check_type
+from pystaged.files import destination
 from pystaged.loading import names
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.quantize import DEFAULT_TYPE, quantize_checkpoint
@@ -23,16 +24,36 @@ def quantize(
     ],
     out: Annotated[Path, typer.Argument(help="GGUF file to write; a link is followed.")],
     quantization: Annotated[
-        str, typer.Option("--type", help=f"One of {', '.join(FILE_TYPES)}.", callback=check_type)
-    ] = DEFAULT_TYPE,
+        str,
+        typer.Option(
+            "--type", help=f"One of {', '.join(FILE_TYPES)}; {DEFAULT_TYPE} if not given.", callback=check_type
+        ),
+    ] = "",
+    allow_requantize: Annotated[
+        bool,
+        typer.Option(
+            "--allow-requantize",
+            help="Take a model that is quantized already, whose rounding error stays in the new one; needs --type.",
+        ),
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a model in another type, with llama.cpp's quantizer. A folder is converted first.
 
     Example: pystaged quantize gpt2.F16.gguf gpt2.Q4_0.gguf --type q4_0
     """
+    if allow_requantize and not quantization:
+        # The default may be larger than what is there.
+        raise typer.BadParameter("--allow-requantize needs a --type.")
+    if not force and destination(out).exists():
+        raise FileExistsError(f"{out} is there already; --force replaces it")
+    quantization = quantization or DEFAULT_TYPE
     with orderly_end(), progress_bars() as progress:
         if Path(source).is_dir():
             quantize_checkpoint(Path(source), out, quantization, progress=progress)
         else:
-            quantize_file(names.resolve(source, progress), out, quantization, progress=progress)
+            path = names.resolve(source, progress)
+            quantize_file(path, out, quantization, allow_requantize=allow_requantize, progress=progress)
+    if allow_requantize:
+        errors.print("Of a quantized model: worse than the same type made of the original weights.", markup=False)
     errors.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB", style="dim", markup=False)

@@ -23,3 +23,4 @@ FILE_TYPES = {
     "q3_k_s": 11,
     "q2_k": 10,
 }
+UNQUANTIZED = {FILE_TYPES[name] for name in ("f32", "f16", "bf16")}

@@ -15,11 +15,13 @@ from pathlib import Path
 
 from pystaged import process
 from pystaged.files import destination, part_file, whole_file
-from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.file_types import FILE_TYPES, UNQUANTIZED
+from pystaged.loading.metadata import read_metadata
 from pystaged.loading.progress import Progress
 
 DEFAULT_TYPE = "q8_0"
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]")
+_REQUANTIZING = re.compile(r"requantizing from type (\w+) is disabled")
 _FAILURE = re.compile(r"\berror\b|fail|invalid|assert", re.IGNORECASE)
 
 
@@ -34,22 +36,32 @@ def check_type(quantization: str) -> str:
     return quantization.lower()
 
 
-def quantize(source: Path, out: Path, quantization: str, *, progress: Progress = lambda *_: None) -> None:
+def quantize(
+    source: Path,
+    out: Path,
+    quantization: str,
+    *,
+    allow_requantize: bool = False,
+    progress: Progress = lambda *_: None,
+) -> None:
     """Write a GGUF file in another type; a mixed type such as q4_k_m gives some tensors more bits, as llama.cpp does.
 
     Args:
-        source: GGUF file, of any type: from a quantized one the result is worse than from the original.
         out: written under a temporary name beside it, and moved there when whole.
         quantization: a name from FILE_TYPES.
+        allow_requantize: take a source that is quantized already, whose rounding error then stays in the result.
         progress: called with tensors.
 
     Raises:
-        ValueError: an unknown type, or a file that cannot be quantized.
+        ValueError: an unknown type, a quantized source that is not allowed, or a file that cannot be quantized.
         OSError: a file cannot be read or written.
     """
     quantization = check_type(quantization)
     with source.open("rb"):
         pass
+    stored = read_metadata(source).get("general.file_type", "")
+    if not allow_requantize and stored.isdigit() and int(stored) not in UNQUANTIZED:
+        raise _requantizing(source, next((name for name, number in FILE_TYPES.items() if str(number) == stored), ""))
     with whole_file(out) as part:
         last: deque[str] = deque(maxlen=1)
         # The child's standard input is never written: it ends when this process does.
@@ -58,6 +70,7 @@ def quantize(source: Path, out: Path, quantization: str, *, progress: Progress =
             source,
             part,
             str(FILE_TYPES[quantization]),
+            str(int(allow_requantize)),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -68,13 +81,22 @@ def quantize(source: Path, out: Path, quantization: str, *, progress: Progress =
                 for line in child.stderr or ():
                     if found := _TENSOR.search(line):
                         progress("quantizing", int(found[1]), int(found[2]))
-                    elif _FAILURE.search(line):
+                    if _FAILURE.search(line):  # may stand in the line of the tensor that failed
                         last.append(line.strip())
             finally:
                 child.kill()
         if child.returncode:
+            if last and (found := _REQUANTIZING.search(last[0])):
+                raise _requantizing(source, found[1])
             reason = last[0] if last else f"the quantizer ended with {child.returncode}"
             raise ValueError(f"{source} cannot be quantized to {quantization}: {reason}")
+
+
+def _requantizing(source: Path, kind: str) -> ValueError:
+    return ValueError(
+        f"{source} is quantized already{kind and f' ({kind})'}: its rounding error would stay, and another one come on "
+        "top; quantize the original weights (F32, F16, BF16 or a checkpoint), or allow it with --allow-requantize"
+    )
 
 
 def quantize_checkpoint(
@@ -107,7 +129,7 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     process.end_with_parent()
-    source, out, file_type = sys.argv[1:]
+    source, out, file_type, allow_requantize = sys.argv[1:]
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
     def log(_level: int, text: bytes, _user_data: object) -> None:
@@ -117,5 +139,5 @@ def main() -> int:
     llama_cpp.llama_log_set(log, None)
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = int(file_type)
-    params.allow_requantize = True
+    params.allow_requantize = allow_requantize == "1"
     return int(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(out), params))

@@ -6,6 +6,8 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from anyio.to_thread import run_sync
@@ -55,6 +57,11 @@ class Answer(ABC):
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
         """Text i as a whole."""
 
+    def empty_part(self, i: int) -> dict[str, Any] | None:
+        """What adds nothing to text i, for what is to be said meanwhile; None where there is no such part."""
+        del i
+        return None
+
     @abstractmethod
     def first_parts(self, i: int) -> list[dict[str, Any]]:
         """What comes before the first piece of text i."""
@@ -84,6 +91,9 @@ class Answer(ABC):
         self._sender = sender
         sender.names_events = self.names_events
         settings = self.state.settings
+        if self.request.stream and self.request.return_progress:
+            for i, writer in enumerate(self.writers):
+                writer.config = replace(writer.config, progress=partial(self._reading, i))
         try:
             await write(self.state.gate, self.writers, self, settings.queue_timeout)
         finally:
@@ -100,6 +110,19 @@ class Answer(ABC):
     def _whole(self) -> bytes:
         choices = [self.choice(i, writer.result()) for i, writer in enumerate(self.writers)]
         return encoded(self.whole(choices, self._figures()))
+
+    async def _reading(self, i: int, read: int, missing: int) -> None:
+        """Tell how many of the tokens that were missing are read; the prompt's last one is read with the first step."""
+        part, total = self.empty_part(i), len(self.writers[i].prompt_tokens)
+        if part is None:
+            return
+        progress: answer_types.PromptProgress = {
+            "total": total,
+            "cache": total - 1 - missing,
+            "processed": total if read == missing else total - 1 - missing + read,
+            "time_ms": round(1e3 * (time.monotonic() - self._begun)),
+        }
+        await self._sender.event(self.framed(part, self._nothing_yet() | {"prompt_progress": progress}))
 
     async def piece(self, i: int, piece: Piece) -> None:
         if i not in self._first:

@@ -46,6 +46,16 @@ class Timings(TypedDict):
     draft_n_accepted: int
 
 
+class PromptProgress(TypedDict):
+    """How far a prompt is read, as llama-server tells it in streams: tokens, `processed` with those that were there
+    (`cache`), and milliseconds since the request came."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
 class Node(TypedDict):
     """A node of a tree: its token as text, the number of the node above, who proposed it, whether it was accepted."""
 
@@ -101,6 +111,7 @@ class Completion(TypedDict):
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
     seed: NotRequired[int]
+    prompt_progress: NotRequired[PromptProgress]
 
 
 class Native(TypedDict):
@@ -201,6 +212,7 @@ class ChatCompletion(TypedDict):
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
     seed: NotRequired[int]
+    prompt_progress: NotRequired[PromptProgress]
 
 
 class ErrorBody(TypedDict):

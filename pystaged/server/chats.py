@@ -129,6 +129,9 @@ class ChatAnswer(Answer):
             "finish_reason": _reason(result, calls),
         } | self.ours(result)
 
+    def empty_part(self, i: int) -> dict[str, Any]:
+        return _part(i, {})
+
     def first_parts(self, i: int) -> list[dict[str, Any]]:
         return [_part(i, {"role": "assistant", "content": None})]
 

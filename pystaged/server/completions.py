@@ -101,6 +101,9 @@ class CompletionAnswer(Answer):
         reason = "length" if self._is_silent else result.finish_reason
         return self._choice(i, text, parts, reason) | self.ours(result)
 
+    def empty_part(self, i: int) -> dict[str, Any]:
+        return self._choice(i, "", [])
+
     def first_parts(self, i: int) -> list[dict[str, Any]]:
         text, parts = self._echoed(i, self.writers[i].result())
         return [self._choice(i, text, parts)] if text or parts else []

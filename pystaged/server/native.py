@@ -43,6 +43,9 @@ class NativeAnswer(Answer):
         tokens = result.tokens if self._returns_tokens else []
         return self._end(i, result) | {"content": result.text, "tokens": tokens} | self._probabilities(result.logprobs)
 
+    def empty_part(self, i: int) -> dict[str, Any]:
+        return {"index": i, "content": "", "tokens": [], "stop": False}
+
     def first_parts(self, i: int) -> list[dict[str, Any]]:
         del i
         return []

@@ -82,6 +82,7 @@ class TextRequest(ModelRequest):
     json_schema: dict[str, Any] | None = None
     cache_prompt: bool | None = None
     timings_per_token: bool | None = None
+    return_progress: bool | None = None
     speculate: bool | None = None
     pystaged: bool | None = None
 

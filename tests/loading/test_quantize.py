@@ -126,14 +126,48 @@ def test_unknown_type(source: Path, tmp_path: Path) -> None:
 
 def test_command(checkpoint: Path, source: Path, tmp_path: Path) -> None:
     for given in (source, checkpoint):
-        done = run("quantize", given, tmp_path / "out.gguf", "--type", "q4_0")
+        done = run("quantize", given, tmp_path / "out.gguf", "--type", "q4_0", "--force")
         assert (done.returncode, done.stdout) == (0, b""), done.stderr
         assert b"quantizing" in done.stderr
         assert b"MB" in done.stderr
         assert GGUFReader(tmp_path / "out.gguf").fields["general.file_type"].contents() == FILE_TYPES["q4_0"]
-    assert_refused(run("quantize", tmp_path / "none.gguf", tmp_path / "out.gguf"), "none.gguf")
+    assert_refused(run("quantize", tmp_path / "none.gguf", tmp_path / "new.gguf"), "none.gguf")
     done = run("quantize", source, tmp_path / "out.gguf", "--type", "q1")
     assert (done.returncode, b"unknown type 'q1'" in done.stderr) == (2, True)
+
+
+def test_a_file_is_replaced_with_force_alone(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    out.write_text("old")
+    assert_refused(run("quantize", source, out), "out.gguf is there already; --force replaces it")
+    assert out.read_text() == "old"
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_quantized_source(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
+    """Is refused by what the file says of itself, and by what its tensors are."""
+    quantized, out = tmp_path / "quantized.gguf", tmp_path / "out.gguf"
+    quantize(source, quantized, "q4_1")
+    if not is_told:
+        monkeypatch.setattr("pystaged.loading.quantize.read_metadata", lambda _: {})
+    with pytest.raises(ValueError, match=r"quantized already \(q4_1\).*--allow-requantize"):
+        quantize(quantized, out, "q4_0")
+    assert list(tmp_path.iterdir()) == [quantized]
+    quantize(quantized, out, "q4_0", allow_requantize=True)
+    assert GGUFReader(out).fields["general.file_type"].contents() == FILE_TYPES["q4_0"]
+
+
+def test_the_default_type_never_makes_a_larger_file(source: Path, tmp_path: Path) -> None:
+    quantized, out = tmp_path / "quantized.gguf", tmp_path / "out.gguf"
+    quantize(source, quantized, "q4_1")
+    assert_refused(run("quantize", quantized, out), "quantized already", "--allow-requantize")
+    done = run("quantize", quantized, out, "--allow-requantize")
+    assert (done.returncode, b"needs a --type" in done.stderr, out.exists()) == (2, True, False)
+    done = run("quantize", quantized, out, "--allow-requantize", "--type", "q4_0")
+    assert (done.returncode, b"worse than the same type made of the original" in done.stderr) == (0, True)
+    assert run("quantize", source, out, "--force").returncode == 0
+    assert GGUFReader(out).fields["general.file_type"].contents() == FILE_TYPES["q8_0"]
+    assert out.stat().st_size < source.stat().st_size
 
 
 STANDSTILL = """

@@ -284,3 +284,22 @@ def test_a_conversation_that_is_too_long(server: Server, engine: Engine) -> None
         assert status == 400
         assert body["error"]["type"] == "exceed_context_size_error"
         assert body["error"]["n_prompt_tokens"] > body["error"]["n_ctx"] == engine.n_ctx
+
+
+def test_the_progress_of_a_prompt(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "word " * 100}], "max_tokens": 3, "temperature": 0}
+    plain, events = server.events(PATH, body), server.events(PATH, body | {"return_progress": True})
+    told = [event.pop("prompt_progress") for event in events if "prompt_progress" in event]
+    assert told
+    assert told[-1]["processed"] == told[-1]["total"] > told[-1]["cache"] > 0
+    assert all(event["choices"][0]["delta"] == {} for event in events[: len(told)])
+    assert [event["choices"] for event in events[len(told) :]] == [event["choices"] for event in plain]
+    # Interfaces that have no such event leave it out.
+    assert (
+        "prompt_progress"
+        not in server.send(
+            "POST", "/v1/responses", {"input": "a", "stream": True, "return_progress": True, "max_output_tokens": 2}
+        )
+        .read()
+        .decode()
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -240,3 +241,27 @@ def test_a_text_ends_with_the_context(server: Server, engine: Engine) -> None:
     body = complete(server, "a" * 500, max_tokens=-1)
     assert body["usage"]["total_tokens"] == engine.n_ctx + 1  # the last one needs no place
     assert np.isfinite(body["timings"]["predicted_per_second"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
+def test_the_progress_of_a_prompt(server: Server, path: str) -> None:
+    """As llama-server tells it: of all tokens, those that were there and those that are read by now."""
+    prompt = [len(path)] + [(7 * i) % 251 for i in range(300)]
+    told = []
+    for more in ([], [1, 2, 3]):
+        body = {"prompt": prompt + more, "max_tokens": 2, "temperature": 0, "stream": True, "return_progress": True}
+        lines = server.send("POST", path, body).read().decode().splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        told.append([event["prompt_progress"] for event in events if "prompt_progress" in event])
+        assert all("prompt_progress" in event for event in events[: len(told[-1])])  # before any text
+    cold, warm = told
+    assert [(each["total"], each["cache"], each["processed"]) for each in cold] == [
+        (301, 0, 0),
+        (301, 0, 256),
+        (301, 0, 301),
+    ]
+    times = [each["time_ms"] for each in cold]
+    assert times == sorted(times)
+    assert {(each["total"], each["cache"]) for each in warm} == {(304, 301)}
+    assert [each["processed"] for each in warm] == [301, 304]
+    assert "prompt_progress" not in str(server.ask(path, body | {"stream": False}))

@@ -213,10 +213,10 @@ LEFT_OUT = {
         *("test_nocache_long_input_prompt", "test_responses_with_openai_library"),
         "test_responses_stream_with_openai_library",
     ],
-    "start the server with other options": ["test_completion_unified", "test_metrics_disabled"],
-    "ask for what only llama-server has: its slots, the prompt's progress, verbose answers, fields of an answer, "
+    "start the server with other options": ["test_completion_unified", "test_metrics_disabled", "test_return_progress"],
+    "ask for what only llama-server has: its slots, verbose answers, fields of an answer, "
     "embeddings, templates without answers, prompts as objects or of texts and tokens mixed": [
-        *("test_cancel_request", "test_metrics_slots_idle_after_completion", "test_return_progress"),
+        *("test_cancel_request", "test_metrics_slots_idle_after_completion"),
         *("test_metrics_timings_on_prompt_progress", "test_responses_stream_with_llama_telemetry"),
         *("test_verbose_debug", "test_chat_template", "test_chat_template_assistant_prefill"),
         *("test_completion_response_fields", "test_metrics_embedding_prompt_is_counted", "test_apply_chat_template"),
