@@ -831,7 +831,7 @@ def test_a_running_stream_is_cancelled_from_another_thread(path: Path) -> None:
 def test_the_result_is_there_at_the_end_while_another_thread_closes_the_stream(engine: Engine) -> None:
     stream = engine.stream(PROMPT, max_tokens=1)
     next(stream)
-    turn, closing, read = stream._turn, threading.Event(), threading.Event()
+    turn, closing, read = stream._turn.here(), threading.Event(), threading.Event()
 
     class Turn:
         """After the reader's turn another thread has one, and keeps it until the reader has its result."""
