@@ -47,7 +47,9 @@ def chat(
     model: ModelArgument = None,
     question: Annotated[
         str | None,
-        typer.Argument(help="Answer this and leave; - reads it from standard input.", show_default=False),
+        typer.Argument(
+            metavar="QUESTION", help="Answer this and leave; - reads it from standard input.", show_default=False
+        ),
     ] = None,
     *,
     named: ModelToo = None,
@@ -112,7 +114,7 @@ def chat(
         common = (engine, sampling, limit, color, interrupts)
         session = Raw(*common, **options) if raw else Chat(*common, system=system, think=think, **options)
         if question is None:
-            take_lines(session, interrupts)
+            take_lines(session, interrupts, session.greeting(name))
             return
         with interrupts.allowed():
             session.answer_once(question)

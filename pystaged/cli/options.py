@@ -117,7 +117,7 @@ ModelName = Annotated[
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.",
         show_default=False,
     ),

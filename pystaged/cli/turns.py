@@ -147,13 +147,15 @@ class Turns(ABC):
     def _load(self, words: str) -> None:
         pass
 
-    def greeting(self) -> str:
-        """What answers, and how."""
-        engine = self._engine
-        drafts = f"{engine.draft_name} and n-grams draft" if engine.draft_name else "n-grams draft"
-        kind = f"{engine.model.name}, {engine.model.architecture}, {engine.model.file_bytes / 1e6:.0f} MB"
-        limit = f"{self._max_tokens} tokens at most" if self._max_tokens else f"{engine.n_ctx} tokens of context"
-        return f"{kind}; {drafts}; {in_force(self._sampling)}; {limit}; /help for help"
+    def greeting(self, name: str) -> str:
+        """What the model of that name is, what drafts for it, and what is in force."""
+        model = self._engine.model
+        drafts = f"{self._engine.draft_name} and n-grams draft" if self._engine.draft_name else "n-grams draft"
+        limit = f"{self._max_tokens} tokens at most" if self._max_tokens else f"context of {self._engine.n_ctx} tokens"
+        return (
+            f"{name}: {model.architecture}, {model.file_bytes / 1e6:.0f} MB; {drafts}\n"
+            f"{in_force(self._sampling)}; {limit}; /help for help"
+        )
 
     def answer_once(self, said: str) -> None:
         """Write the answer to what is said; errors and Ctrl-C are the caller's."""
@@ -335,12 +337,13 @@ def speed(stats: pystaged.GenerationStats, color: Color) -> Text:
     return line
 
 
-def take_lines(turns: Turns, interrupts: Interrupts) -> None:
-    """Take lines from standard input until one says to leave, or it ends; what cannot be done is said."""
+def take_lines(turns: Turns, interrupts: Interrupts, greeting: str = "") -> None:
+    """Take lines from standard input until one says to leave, or it ends; what cannot be done is said. A terminal is
+    greeted."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401, PLC0415  gives `input` editing and a history where there is one
-        report(turns.greeting())
+        report(greeting)
     while (read := _read(interrupts)) is not None:
         text, is_quoted = read
         try:
