@@ -71,6 +71,26 @@ void LogCapture::log(ggml_log_level level, const char* text, void*) {
     }
 }
 
+namespace {
+
+// Why ggml does not take a file, of which it says `reason`.
+std::string whats_wrong(FILE* file, size_t size, const std::string& reason) {
+    char magic[4] = {};
+    std::rewind(file);
+    if (size == 0) {
+        return "the file is empty";
+    }
+    if (std::fread(magic, 1, sizeof(magic), file) != sizeof(magic) || std::memcmp(magic, "GGUF", sizeof(magic)) != 0) {
+        return "no GGUF file: it does not begin with the letters GGUF";
+    }
+    // Without the function of ggml that says so.
+    const size_t colon = reason.rfind("gguf_init", 0) == 0 ? reason.find(": ") : std::string::npos;
+    const std::string words = colon == std::string::npos ? reason : reason.substr(colon + 2);
+    return "truncated or damaged, get it again" + (words.empty() ? "" : " (" + words + ")");
+}
+
+}  // namespace
+
 GgufFile::GgufFile(const std::string& path) : GgufFile(path, true) {}
 
 GgufFile::GgufFile(const std::string& path, bool first) : path_(path) {
@@ -102,7 +122,7 @@ GgufFile::GgufFile(const std::string& path, bool first) : path_(path) {
         reason = log.first_error();
     }
     if (!context_) {
-        fail(reason.empty() ? "not a valid GGUF file" : reason);
+        fail(whats_wrong(file_.get(), size_, reason));
     }
     const size_t start = gguf_get_data_offset(context_.get());
     for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {

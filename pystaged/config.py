@@ -13,6 +13,7 @@ from typing import Any, NoReturn, SupportsFloat, TypedDict
 import numpy as np
 
 from pystaged._core import LogitRules, Sampling
+from pystaged.elsewhere import KEYWORDS, meant
 
 _LARGEST_FLOAT = 3.4e38  # a float in C++
 _LARGEST_BIAS = 1e30  # as C++ has it
@@ -305,8 +306,12 @@ def check_options(given: Iterable[str], options: type[Any]) -> None:
         TypeError: naming the first, and the options there are.
     """
     unknown = set(given) - options.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"there is no option {min(unknown)!r}; the options are {', '.join(options.__annotations__)}")
+    if not unknown:
+        return
+    name = min(unknown)
+    likely = KEYWORDS.get(name) or meant(name, options.__annotations__)
+    hint = f"; did you mean {likely}?" if likely in options.__annotations__ else f": {likely}" if likely else ""
+    raise TypeError(f"there is no option {name!r}{hint}; the options are {', '.join(options.__annotations__)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,13 +228,15 @@ class GenerationStats:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Over plain decoding by the measured costs; None where none are."""
-        return self.plain_seconds / self.decode_seconds if self.plain_seconds and self.decode_seconds > 0 else None
+        """Over plain decoding by the measured costs; None where none are, or where they do not hold any more: more than
+        tokens per step cannot be."""
+        found = self.plain_seconds / self.decode_seconds if self.decode_seconds > 0 else 0.0
+        return found if 0 < found <= self.tokens_per_step else None
 
     def __str__(self) -> str:
         line = f"{self.new_tokens} tokens, {self.tokens_per_second:.1f} per second"
         tried = self.drafted or any(work.seconds for work in self.drafters.values())
-        if self.speedup_estimate and tried:
+        if tried and self.speedup_estimate:
             line += f" (about {self.speedup_estimate:.1f}x plain)"
         return f"{line}, {self.tokens_per_step:.2f} per step"
 

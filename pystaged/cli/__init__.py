@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 import pystaged
 from pystaged import _program
+from pystaged.cli.command import Command, Group
 
 # What `pystaged --help` says of each command. Its module, of the same name, is imported when the command is run; in it
 # `app` holds several commands, or a function of that name is the command.
@@ -20,21 +21,20 @@ _COMMANDS = {
     "generate": "Continue a prompt.",
     "chat": "Talk with a model.",
     "serve": "Serve a model to clients of OpenAI's interface, and a page to talk with it.",
+    "models": "List the models that are here, or remove one.",
     "pull": "Download a model into the cache and print its path.",
     "quantize": "Write a model in another type, with llama.cpp's quantizer.",
-    "repl": "Write a text in turns with the model, which stays loaded and reads only what is new.",
     "bench": "Measure speed on this machine: our ways to decode, and what people would use instead.",
     "tune": "Measure again what passes cost on this machine, and show it.",
     "info": "Show what this build and machine offer, and what a model is.",
     "audit": "Check each token of an output against what the model chooses when it evaluates one row at a time.",
     "verify": "Make the text of a receipt again, and compare.",
     "rpc-server": "Lend this machine to a pystaged elsewhere, which names it with --device rpc:HOST:PORT.",
-    "models": "List the models in the cache, or remove one.",
     "ngram": "Tables of n-grams, the lowest stage.",
 }
 
 
-class _Commands(TyperGroup):
+class _Commands(Group):
     """Lists commands without importing them."""
 
     def __init__(self, **settings: Any) -> None:
@@ -55,7 +55,7 @@ def _command(name: str) -> Any:
     if hasattr(module, "app"):
         parent.add_typer(module.app, name=name)
     else:
-        parent.command()(getattr(module, module.__name__.rpartition(".")[2]))
+        parent.command(cls=Command)(getattr(module, module.__name__.rpartition(".")[2]))
     return typer.main.get_group(parent).commands[name]
 
 

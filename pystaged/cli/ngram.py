@@ -15,24 +15,23 @@ from rich.progress import Progress, TextColumn
 
 import pystaged
 from pystaged import _core
+from pystaged.cli.command import Command
 from pystaged.cli.console import errors, model_name, report
-from pystaged.cli.options import Threads, usage
+from pystaged.cli.options import ModelArgument, ModelToo, Threads, either, usage
 from pystaged.drafting.corpus import check_sampling, sample_answers, sample_documents
 from pystaged.drafting.table import MOST_TOKENS, NgramTable, OtherVocabularyError
 from pystaged.files import destination, part_file
 from pystaged.loading import names
 from pystaged.loading.tables import table_path
 
-_PACKAGED = ("house", "house-draft", "smollm2")  # models in folders that packages own
-
 app = typer.Typer(help="Tables of n-grams, the lowest stage.", no_args_is_help=True)
 
 
-@app.command()
+@app.command(cls=Command)
 def build(
-    model: Annotated[
-        str, typer.Option(help="The draft whose text is counted: path, name in the cache, hub id, or 'house-draft'.")
-    ],
+    model: ModelArgument = None,
+    *,
+    named: ModelToo = None,
     out: Annotated[
         Path | None,
         typer.Option(help="File to write; beside the draft if not given, where generate finds it.", show_default=False),
@@ -51,13 +50,16 @@ def build(
 
     A model with a chat template asks itself questions and answers them; of every other one the likeliest answer counts.
 
-    Example: pystaged ngram build --model draft.gguf
+    Example: pystaged ngram build draft.gguf
     """
     with usage():
         check_sampling(1.0 if temperature is None else temperature, seed)
-    if out is None and model in _PACKAGED:
-        raise typer.BadParameter(f"the folder of {model} belongs to a package; name a file of your own with --out")
-    path = names.house(names.HOUSE_DRAFT) if model == "house-draft" else names.resolve(model_name(model))
+    name = either(model, named, "")
+    if not name:
+        raise typer.BadParameter("name the model whose text is counted")
+    if out is None and name in names.PACKAGED:
+        raise typer.BadParameter(f"the folder of {name} belongs to a package; name a file of your own with --out")
+    path = names.resolve(model_name(name))
     target = destination(out or table_path(path))
     with part_file(target):
         pass  # that a file can be made there is known before the work, not after it
@@ -67,7 +69,7 @@ def build(
         raise ValueError(
             f"{target} was counted on {before} tokens, not {tokens}; name another file with --out, or remove it"
         )
-    columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total} tokens"))
+    columns = (*Progress.get_default_columns(), TextColumn("{task.completed} tokens of at least {task.total}"))
     sampled: list[NDArray[np.int32]] = []
     interrupted = False
     try:

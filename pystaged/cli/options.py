@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from pystaged.files import expanded
+
 if TYPE_CHECKING:
     from pystaged import SamplingConfig
 
@@ -63,7 +65,7 @@ def _check_kv(value: str) -> str:
 
 
 _SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
-_MOST_BYTES = 1 << 24  # of a schema or grammar
+_MOST_BYTES = 1 << 24  # of a schema, grammar or message
 
 
 def size(value: str | int) -> int:
@@ -84,6 +86,23 @@ def either(model: str | None, named: str | None, default: str) -> str:
     return next((name for name in (model, named) if name is not None), default)
 
 
+def read_system(words: str) -> str:
+    """A message, or that in the file that it names."""
+    return read_text(words[1:]).rstrip("\n") if words.startswith("@") else words
+
+
+def read_text(path: str) -> str:
+    """The text in a file or pipe. Raises OSError and ValueError where there is none."""
+    with expanded(path).open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{path} is larger than {_MOST_BYTES / 1e6:.0f} MB")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8") from None
+
+
 class Color(str, Enum):
     """What generated text is painted by."""
 
@@ -98,7 +117,7 @@ ModelName = Annotated[
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.",
         show_default=False,
     ),
@@ -129,7 +148,15 @@ KvMemory = Annotated[
 ]
 Colors = Annotated[Color, typer.Option("--color", help="Paint each token by who proposed it; in terminals only.")]
 ShowTree = Annotated[bool, typer.Option("--show-tree", help="Draw each tree, its accepted path bright.")]
-System = Annotated[str, typer.Option("--system", help="How the model is to answer: a message before all others.")]
+System = Annotated[
+    str,
+    typer.Option(
+        "--system",
+        metavar="TEXT|@FILE",
+        callback=read_system,
+        help="How the model is to answer: a message before all others.",
+    ),
+]
 Think = Annotated[
     bool | None,
     typer.Option("--think/--no-think", help="Whether models that can think first do; else as the model likes."),
@@ -330,14 +357,7 @@ def _read_grammar(path: str) -> str:
     """The schema or grammar in a file or pipe."""
     if not path:
         raise typer.BadParameter("a schema or grammar is empty")
-    with Path(path).open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"{path} is larger than {_MOST_BYTES / 1e6:.0f} MB")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8") from None
+    return read_text(path)
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

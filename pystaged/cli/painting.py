@@ -1,14 +1,15 @@
-"""Generated text in a terminal: as it comes, in the colours of the stages, with the tree that is being verified."""
+"""Generated text in a terminal: as it comes, in the colours of the stages, with the trees that were verified."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from types import TracebackType
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.style import Style
 from rich.text import Text
@@ -25,7 +26,8 @@ from pystaged.stats import GenerationStats
 from pystaged.streams import Stream
 
 STAGE_STYLES = {stage: Style(color=color) for stage, color in STAGE_COLORS.items()}
-_LEAST_TREE_LINES = 4
+_TEXT_LINES = 4  # of a text that goes on, below its trees
+_TAB = 8
 _NODE_STYLES = {True: Style(bold=True), False: Style(dim=True)}  # by whether the node is accepted
 
 
@@ -36,6 +38,7 @@ def show(
     *,
     show_tree: bool,
     keep: Callable[[Piece], object] = lambda _: None,
+    wrap: bool = False,
 ) -> GenerationResult:
     """Write a text as it comes, and end its line, also when interrupted.
 
@@ -43,13 +46,14 @@ def show(
         tokenizer: of the target.
         show_tree: draw each step's tree too.
         keep: called with each piece that was written.
+        wrap: break lines between words, in a terminal.
     """
-    console = Console(highlight=False)
-    view: Plain | Painted | WithTree = Plain()
+    console, paint = Console(highlight=False), color is Color.STAGES
+    view: Flowing | WithTree
     if show_tree:
-        view = WithTree(console, tokenizer, paint=color is Color.STAGES)
-    elif color is Color.STAGES:
-        view = Painted(console, tokenizer)
+        view = WithTree(console, tokenizer, paint=paint)
+    else:
+        view = Flowing(console, tokenizer, paint=paint, wrap=wrap and _is_screen(console))
     try:
         with stream, view:
             for piece in stream:
@@ -74,52 +78,107 @@ def summary(stats: GenerationStats, color: Color) -> Text:
     return line
 
 
-class Plain:
-    """Writes pieces as they are."""
-
-    def __enter__(self) -> Plain:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def show(self, piece: Piece) -> None:
-        """Write a piece."""
-        sys.stdout.write(piece.text)
-        sys.stdout.flush()
+def _is_screen(console: Console) -> bool:
+    return sys.stdout.isatty() and not console.is_dumb_terminal
 
 
-class Painted:
-    """Writes each token in the colour of the stage that proposed it.
+class Flowing:
+    """Writes pieces as they come.
 
     Args:
         console: of standard output.
         tokenizer: of the target.
+        paint: whether each token is in the colour of the stage that proposed it.
+        wrap: whether lines break between words; the last word is then held until it ends.
     """
 
-    def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
+    def __init__(self, console: Console, tokenizer: Tokenizer, *, paint: bool, wrap: bool) -> None:
         self._console = console
         self._tokenizer = tokenizer
-        self._spans = StageSpans()
+        self._spans = StageSpans() if paint else None
+        self._wrap = Wrap(lambda: console.width) if wrap else None
 
-    def __enter__(self) -> Painted:
+    def __enter__(self) -> Flowing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        if self._wrap:
+            self._write(self._wrap.rest())
 
     def show(self, piece: Piece) -> None:
         """Write a piece."""
-        for text, stage in _spans(self._spans, piece, self._tokenizer):
-            self._console.out(text, style=STAGE_STYLES[stage], end="", highlight=False)
-        self._console.file.flush()
+        found: Iterator[tuple[str, Style | None]] = iter([(piece.text, None)])
+        if self._spans:
+            spans = _spans(self._spans, piece, self._tokenizer)
+            found = ((text, STAGE_STYLES[stage]) for text, stage in spans)
+        for text, style in found:
+            self._write(self._wrap.feed(text, style) if self._wrap else [(text, style)])
+
+    def _write(self, spans: Iterable[tuple[str, Style | None]]) -> None:
+        for text, style in spans:
+            if style is None:
+                sys.stdout.write(text)
+            else:
+                self._console.out(text, style=style, end="", highlight=False)
+        sys.stdout.flush()
+
+
+class Wrap:
+    """Breaks lines between words.
+
+    Args:
+        width: says how many columns there are.
+    """
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        self._width = width
+        self._column = 0
+        self._word: list[tuple[str, Style | None]] = []  # the last one, which goes on
+
+    def feed(self, text: str, style: Style | None = None) -> Iterator[tuple[str, Style | None]]:
+        """More of the text; what may be written now."""
+        for character in text:
+            if not character.isspace() and cell_len(character) < 2:
+                self._word.append((character, style))
+                if len(self._word) >= self._width():  # it has to be broken anywhere
+                    yield from self.rest()
+                continue
+            yield from self.rest()
+            # Between wide characters, those of Chinese, say, a line may break.
+            cells = _TAB - self._column % _TAB if character == "\t" else cell_len(character)
+            if character == "\n":
+                self._column = 0
+            elif self._column + cells > self._width():
+                if character.isspace():
+                    continue  # the line breaks here
+                yield "\n", None
+                self._column = cells
+            else:
+                self._column += cells
+            yield character, style
+
+    def rest(self) -> Iterator[tuple[str, Style | None]]:
+        """The word that was held."""
+        cells = sum(cell_len(character) for character, _ in self._word)
+        if self._word and self._column and self._column + cells > self._width():
+            yield "\n", None
+            self._column = 0
+        self._column = (self._column + cells) % self._width()
+        yield from ((text, style) for style, text in _joined(self._word))
+        self._word = []
+
+
+def _joined(characters: list[tuple[str, Style | None]]) -> Iterator[tuple[Style | None, str]]:
+    """Characters of one style as one text."""
+    for style, found in groupby(characters, key=lambda each: each[1]):
+        yield style, "".join(character for character, _ in found)
 
 
 class WithTree:
-    """Writes pieces, and below them the tree that was verified last, with the accepted path bright.
+    """Writes each tree that was verified, with the accepted path bright, and the text.
 
-    In a terminal the tree is redrawn in place and goes away at the end. Elsewhere each one is written to standard
-    error, so that standard output holds the text alone.
+    In a terminal the end of the text stays below the trees, and all of it follows the last one. Elsewhere trees are
+    written to standard error, so that standard output holds the text alone.
 
     Args:
         console: of standard output.
@@ -132,12 +191,8 @@ class WithTree:
         self._tokenizer = tokenizer
         self._paint = paint
         self._spans = StageSpans()
-        self._line = Text()  # the last one, which is not complete
-        self._live = (
-            Live(console=console, auto_refresh=False, transient=True)
-            if sys.stdout.isatty() and not console.is_dumb_terminal
-            else None
-        )
+        self._text = Text()
+        self._live = Live(console=console, auto_refresh=False, transient=True) if _is_screen(console) else None
 
     def __enter__(self) -> WithTree:
         if self._live:
@@ -148,35 +203,24 @@ class WithTree:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._live:
-            # Also on Ctrl-C: the cursor comes back, the tree goes and the text stays.
+            # Also on Ctrl-C: the cursor comes back, and all of the text.
             self._live.stop()
-            self._console.print(self._line, end="", soft_wrap=True)
+            self._console.print(self._text, end="", soft_wrap=True)
             self._console.file.flush()
 
     def show(self, piece: Piece) -> None:
         """Write a piece and its tree."""
+        tree = draw_tree(piece.tree, piece.path, self._tokenizer)
         if self._live is None:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
-            errors.print(draw_tree(piece.tree, piece.path, self._tokenizer))
+            errors.print(tree)
             return
         for text, stage in _spans(self._spans, piece, self._tokenizer):
-            self._line.append(text, STAGE_STYLES[stage] if self._paint else None)
-        *complete, self._line = self._line.split("\n", allow_blank=True) or [Text()]
-        if complete:
-            # Lines are written above what is live, which would be drawn once more as it was.
-            self._live.update(Text())
-            self._console.print(*complete, sep="\n", soft_wrap=True)
-        height, width = self._console.height, self._console.width
-        text_lines = max(1, -(-cell_len(self._line.plain) // max(1, width)))
-        room = max(_LEAST_TREE_LINES, height - text_lines - 1)
-        tree = draw_tree(piece.tree, piece.path, self._tokenizer, most_nodes=room)
-        self._live.update(Group(self._tail(height - _LEAST_TREE_LINES - 1), tree), refresh=True)
-
-    def _tail(self, lines: int) -> Text:
-        """As much of the incomplete line as fits above a tree."""
-        room = max(1, lines) * self._console.width
-        return self._line if len(self._line) <= room else self._line[-room:]
+            self._text.append(text, STAGE_STYLES[stage] if self._paint else None)
+        lines = self._text.split("\n", allow_blank=True)[-_TEXT_LINES:]
+        self._live.update(Text("\n").join(lines)[-_TEXT_LINES * self._console.width :])
+        self._console.print(tree)
 
 
 def _spans(spans: StageSpans, piece: Piece, tokenizer: Tokenizer) -> Iterator[tuple[str, Stage]]:

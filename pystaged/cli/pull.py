@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from pystaged.cli.console import progress_bars
+from pystaged.cli.console import progress_bars, report
 from pystaged.cli.options import check_type
-from pystaged.loading import hub
+from pystaged.loading import hub, names
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.quantize import DEFAULT_TYPE
 from pystaged.process import orderly_end
@@ -30,6 +30,10 @@ def pull(
 
     Example: pystaged pull openai-community/gpt2-large --type q8_0
     """
-    with orderly_end(), progress_bars() as progress:
-        path = hub.pull(model, quantization, progress)
+    if model in names.PACKAGED:
+        path = names.resolve(model)
+        report(f"{model} is there already, in a package")
+    else:
+        with orderly_end(), progress_bars() as progress:
+            path = hub.pull(model, quantization, progress)
     typer.echo(path)

@@ -190,7 +190,7 @@ def _greet(engine: Engine, name: str, where: str) -> None:
     room = engine.kv_memory // max(1, engine.context_bytes)
     memory = f"{engine.kv_memory / _GIB:.2f} GiB for keys and values"
     report(f"texts of {engine.n_ctx} tokens; {memory}, room for {room} such texts")
-    report(f"listening on {where}, for OpenAI's clients at {where}/v1; Ctrl-C ends it")
+    report(f"listening on {where}, a page to talk with the model; OpenAI's clients use {where}/v1; Ctrl-C ends it")
 
 
 def _defaults(sampling: SamplingOptions, max_tokens: int | None) -> dict[str, Any]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from rich.table import Table
 
 from pystaged.cli.console import draft_name, model_name, print_table, report
-from pystaged.cli.options import ModelName, PairOptions, grouped
+from pystaged.cli.options import ModelArgument, ModelToo, PairOptions, either, grouped
 from pystaged.loading.pair import Pair
 
 
 @grouped
-def tune(*, model: ModelName = "house", options: PairOptions) -> None:
+def tune(model: ModelArgument = None, *, named: ModelToo = None, options: PairOptions) -> None:
     """Measure again what passes cost on this machine, and show it.
 
-    Example: pystaged tune --model path/to/model.gguf --draft path/to/draft.gguf
+    Example: pystaged tune path/to/model.gguf --draft path/to/draft.gguf
     """
     pair = Pair(
-        model_name(model),
+        model_name(either(model, named, "house")),
         draft_name(options.draft),
         options.threads,
         report,

@@ -1,22 +1,25 @@
-"""What sessions share: reading lines, writing answers that Ctrl-C ends, and what may be set in between."""
+"""What conversations and raw texts share: lines, turns that Ctrl-C ends, and what may be said and set in between."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import typer
 from rich.text import Text
 
 import pystaged
 from pystaged.cli.console import errors, reading_bar, report, words
+from pystaged.cli.generate import stats_table
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
 from pystaged.cli.painting import show, summary
+from pystaged.config import TextOptions
+from pystaged.elsewhere import meant
 from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
 
@@ -27,8 +30,16 @@ _SETTABLE: dict[str, type[int] | type[float]] = {
     "max_tokens": int,
 }
 
-OpenStream = Callable[[Callable[[int, int], None]], Stream]
-"""Called with what is to be told of a prompt that is being read."""
+_HELP = '''Lines between """ and """ are one; a line that ends with \\ goes on with the next one. Only the former may
+begin with /. Ctrl-C ends the model's turn and keeps what it wrote.
+/clear         begin again              /undo   take the last turn back
+/retry         the last turn again, with the next seed          /seed N  same seed, same turn; -1 draws one
+/set NAME VALUE   temperature, top_k, repeat_penalty, ..., as the options; max_tokens
+/text          show what was said and written
+/save FILE     keep that                /load FILE   go on with what was kept
+/stats         what each stage did in the last turn; on, off: a line on speed after each one
+/color on      paint by who proposed each token; off
+/help   show this          /bye   leave, as does Ctrl-D'''
 
 
 class Turns(ABC):
@@ -36,12 +47,16 @@ class Turns(ABC):
 
     Args:
         engine: stays open.
-        sampling, max_tokens: until /set changes them.
-        color, show_tree: as in generate.
+        sampling, max_tokens: until /set changes them; 0 tokens for what the context has room for.
+        color, show_tree, stop: as in generate.
         interrupts: entered.
+        stats: whether a line on speed follows each turn.
+        constraint: what each turn must be, as Engine.generate takes it.
     """
 
-    _least_tokens = 1
+    _about: str  # what a line is
+    _least_tokens = 0
+    _keeps_unanswered = False  # whether what is said stays where the model wrote nothing
 
     def __init__(
         self,
@@ -51,7 +66,10 @@ class Turns(ABC):
         color: Color,
         interrupts: Interrupts,
         *,
-        show_tree: bool,
+        show_tree: bool = False,
+        stats: bool = False,
+        stop: Sequence[str] = (),
+        constraint: Mapping[str, Any] | None = None,
     ) -> None:
         self._engine = engine
         self._sampling = sampling
@@ -59,29 +77,137 @@ class Turns(ABC):
         self._color = color
         self._interrupts = interrupts
         self._show_tree = show_tree
+        self._shows_stats = stats
+        self._stop = stop
+        self._constraint = constraint or {}
+        self._so_far: list[Any] = []
+        self._earlier: list[list[Any]] = []  # what /undo goes back to
+        self._asked: tuple[list[Any], str] | None = None  # the last turn: what was before it, and what was said
+        self._last: GenerationResult | None = None  # what came of it
+        self._made_with: object = None  # what may be set, and fixed that
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: errors.print(f"{self._about} {_HELP}", style="dim", markup=False),
+            "/clear": lambda _: self._clear(),
+            "/undo": lambda _: self._undo(),
+            "/retry": lambda _: self._retry(),
+            "/text": lambda _: typer.echo(self._text()),
+            "/seed": self._seed,
+            "/set": lambda words: self._set(words.split()),
+            "/save": self._save,
+            "/load": self._load,
+            "/stats": self._stats,
+            "/color": self._paint,
+        }
+        self._commands |= {"/?": self._commands["/help"], "/new": self._commands["/clear"]}
 
-    @abstractmethod
     def take(self, line: str) -> bool:
         """Do what a line says; False when it says to leave.
 
         Raises:
             ValueError, TypeError, OSError: it cannot be done.
         """
+        command, _, words = line.strip().partition(" ")
+        if not line.startswith("/"):
+            self.say(line)
+        elif command in ("/bye", "/exit", "/quit"):
+            return False
+        elif command in self._commands:
+            self._commands[command](words.strip())
+        else:
+            likely = meant(command, self._commands)
+            hint = f"did you mean {likely}? " if likely else ""
+            raise ValueError(f"there is no command {command}; {hint}/help shows those there are")
+        return True
 
     @abstractmethod
     def say(self, text: str) -> None:
         """Take a text that is no command, whatever it begins with. Raises as take."""
 
-    def _write(self, open_stream: OpenStream, keep: Callable[[Piece], object]) -> tuple[GenerationResult | None, Text]:
-        """Write an answer as it comes.
+    @abstractmethod
+    def _begun(self, said: str) -> list[Any]:
+        """What there is when something was said."""
+
+    @abstractmethod
+    def _stream(self, begun: list[Any], options: TextOptions) -> Stream:
+        """What the model goes on with."""
+
+    @abstractmethod
+    def _ended(self, begun: list[Any], pieces: Sequence[Piece]) -> list[Any]:
+        """What there is when the model has written that."""
+
+    @abstractmethod
+    def _text(self) -> str:
+        """What there is, for people."""
+
+    @abstractmethod
+    def _save(self, words: str) -> None:
+        pass
+
+    @abstractmethod
+    def _load(self, words: str) -> None:
+        pass
+
+    def greeting(self, name: str) -> str:
+        """What the model of that name is, what drafts for it, and what is in force."""
+        model = self._engine.model
+        drafts = f"{self._engine.draft_name} and n-grams draft" if self._engine.draft_name else "n-grams draft"
+        limit = f"{self._max_tokens} tokens at most" if self._max_tokens else f"context of {self._engine.n_ctx} tokens"
+        return (
+            f"{name}: {model.architecture}, {model.file_bytes / 1e6:.0f} MB; {drafts}\n"
+            f"{in_force(self._sampling)}; {limit}; /help for help"
+        )
+
+    def answer_once(self, said: str) -> None:
+        """Write the answer to what is said; errors and Ctrl-C are the caller's."""
+        with reading_bar() as progress:
+            stream = self._stream(self._begun(said), self._options(progress))
+            result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, wrap=True)
+        self._tell(result, "--max-tokens")
+
+    def _turn(self, said: str) -> None:
+        """Say something, and let the model go on."""
+        before = self._so_far
+        self._asked = before, said
+        begun, made_with = self._begun(said), self._fixed_by()
+        pieces: list[Piece] = []
+        try:
+            result, about = self._write(lambda progress: self._stream(begun, self._options(progress)), pieces.append)
+        except pystaged.ContextFullError:
+            here, most = self._engine.n_ctx, self._engine.model.max_context
+            more = f", or start with --n-ctx, up to {most}" if most > here else ""
+            raise ValueError(
+                f"all of it does not fit into the context of {here} tokens: /clear begins again{more}"
+            ) from None
+        is_done = result is not None and result.finish_reason != "cancelled"
+        if pieces or is_done or self._keeps_unanswered:
+            self._so_far = self._ended(begun, pieces)
+            self._earlier.append(before)
+            self._last, self._made_with = result, made_with
+        if result and is_done:
+            self._tell(result)
+        else:
+            errors.print(about)
+
+    def _options(self, progress: Callable[[int, int], None]) -> TextOptions:
+        options = TextOptions(
+            sampling=self._sampling.config(), stop=self._stop, progress=progress, **cast(TextOptions, self._constraint)
+        )
+        if self._max_tokens:
+            options["max_tokens"] = self._max_tokens
+        return options
+
+    def _write(
+        self, open_stream: Callable[[Callable[[int, int], None]], Stream], keep: Callable[[Piece], object]
+    ) -> tuple[GenerationResult | None, Text]:
+        """Write a turn as it comes.
 
         Args:
-            open_stream: begins it.
+            open_stream: begins it; called with what is to be told of a prompt that is being read.
             keep: called with each piece that was written.
 
         Returns:
             The whole, or what there was when Ctrl-C or a device that is lost ended it, None where it had not begun; and
-            a line about it.
+            a line about that end.
         """
 
         def take(piece: Piece) -> None:
@@ -92,9 +218,7 @@ class Turns(ABC):
         try:
             with self._interrupts.allowed(), reading_bar() as progress:
                 stream = open_stream(progress)
-                written = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=take)
-                about = summary(written.stats, self._color)
-                about.append(f"; read {written.stats.prompt_tokens - written.stats.reused_tokens} new tokens")
+                show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=take, wrap=True)
         except KeyboardInterrupt:
             pass
         except OSError as error:
@@ -103,6 +227,77 @@ class Turns(ABC):
         if stream:
             stream.close()
         return stream.result if stream else None, about
+
+    def _fixed_by(self) -> object:
+        """What fixes the model's greedy turn, besides what there was before it."""
+        return self._max_tokens, replace(self._sampling, seed=0)
+
+    def _tell(self, result: GenerationResult, allows_more: str = "/set max_tokens") -> None:
+        """Show the numbers of a turn if that is wished, and why it ends where it does."""
+        if self._shows_stats:
+            errors.print(speed(result.stats, self._color))
+        if result.finish_reason != "length":
+            return
+        if len(result.tokens) == self._max_tokens:
+            report(f"cut at {self._max_tokens} tokens; {allows_more} allows more")
+        else:
+            report(f"the context of {self._engine.n_ctx} tokens is full: /clear begins again, --n-ctx allows more")
+
+    def _begin(self, so_far: list[Any], earlier: list[list[Any]]) -> None:
+        """Go on from there."""
+        self._so_far, self._earlier, self._asked, self._last = so_far, earlier, None, None
+
+    def _clear(self) -> None:
+        self._begin([], [*self._earlier, self._so_far])
+        report("begun again; /undo takes that back")
+
+    def _undo(self) -> None:
+        if not self._earlier:
+            raise ValueError("there is nothing to undo")
+        self._begin(self._earlier[-1], self._earlier[:-1])
+        report("taken back")
+
+    def _retry(self) -> None:
+        if not self._asked:
+            raise ValueError("there is no turn to take again")
+        before, said = self._asked
+        kept, earlier = self._so_far, self._earlier
+        is_done = kept is not before and self._last is not None and self._last.finish_reason == "stop"
+        if not self._sampling.temperature and is_done and self._made_with == self._fixed_by():
+            raise ValueError(
+                "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
+            )
+        if self._sampling.seed >= 0:
+            self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**64)
+        self._so_far, self._earlier = before, earlier[: len(earlier) - (kept is not before)]
+        try:
+            self._turn(said)
+        finally:
+            if self._so_far is before:  # nothing was written
+                self._so_far, self._earlier = kept, earlier
+
+    def _stats(self, words: str) -> None:
+        if words in ("on", "off"):
+            self._shows_stats = words == "on"
+            report(f"stats {words}")
+        elif words:
+            raise ValueError("write /stats, /stats on or /stats off")
+        elif self._last is None:
+            raise ValueError("there is no answer yet")
+        else:
+            errors.print(speed(self._last.stats, self._color).append(f"; seed {self._last.seed}"))
+            errors.print(stats_table(self._last.stats))
+
+    def _paint(self, words: str) -> None:
+        if words not in ("on", "off"):
+            raise ValueError("write /color on or /color off")
+        self._color = Color.STAGES if words == "on" else Color.NONE
+        report(f"color {words}")
+
+    def _seed(self, words: str) -> None:
+        if not words:
+            raise ValueError("write /seed N, a number; -1 draws one")
+        self._set(["seed", words])
 
     def _set(self, words: list[str]) -> None:
         if len(words) != 2:
@@ -119,19 +314,36 @@ class Turns(ABC):
             if not self._least_tokens <= number < 2**31:
                 raise ValueError(f"max_tokens must be at least {self._least_tokens} and below 2**31, not {value}")
             self._max_tokens = int(number)
+            report(f"max_tokens {value}")
             return
         changed: dict[str, Any] = {name: number}
         sampling = replace(self._sampling, **changed)
         sampling.config()
         self._sampling = sampling
+        report(in_force(sampling))
 
 
-def take_lines(turns: Turns, interrupts: Interrupts) -> None:
-    """Take lines from standard input until one says to leave, or it ends; what cannot be done is said."""
+def in_force(sampling: SamplingOptions) -> str:
+    """The temperature, and what else is not as it is by default."""
+    usual = SamplingOptions()
+    changed = {name: value for name, value in vars(sampling).items() if value != getattr(usual, name)}
+    return ", ".join(f"{name} {value}" for name, value in ({"temperature": sampling.temperature} | changed).items())
+
+
+def speed(stats: pystaged.GenerationStats, color: Color) -> Text:
+    """One line on a turn: its speed, that against plain decoding, and what was read for it."""
+    line = summary(stats, color)
+    line.append(f"; read {stats.prompt_tokens - stats.reused_tokens} of {stats.prompt_tokens} tokens")
+    return line
+
+
+def take_lines(turns: Turns, interrupts: Interrupts, greeting: str = "") -> None:
+    """Take lines from standard input until one says to leave, or it ends; what cannot be done is said. A terminal is
+    greeted."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401, PLC0415  gives `input` editing and a history where there is one
-        report("type /help for help")
+        report(greeting)
     while (read := _read(interrupts)) is not None:
         text, is_quoted = read
         try:
@@ -153,6 +365,8 @@ def _read(interrupts: Interrupts) -> tuple[str, bool] | None:
             with interrupts.allowed():
                 line = input((". " if lines else "> ") if sys.stdin.isatty() else "")
         except EOFError:
+            if sys.stdin.isatty():
+                typer.echo()
             return ("\n".join(lines), quoted) if lines else None
         except KeyboardInterrupt:
             # As in a shell: what was typed is dropped.

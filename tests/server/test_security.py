@@ -161,9 +161,9 @@ def test_a_request_full_of_faults_is_read_to_the_first(kind: type[BaseModel], bo
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ([1, -1], "prompt[1]: Input should be greater than or equal to 0"),
-        ([1, "a"], "prompt[1]: Input should be a valid integer"),
-        (["a", [1, 2.5]], "prompt[1][1]: Input should be a valid integer"),
+        ([1, -1], "prompt[1]: must be at least 0"),
+        ([1, "a"], "prompt[1]: must be an integer"),
+        (["a", [1, 2.5]], "prompt[1][1]: must be an integer"),
         ("", "prompt: String should have at least 1 character"),
     ],
 )

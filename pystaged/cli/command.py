@@ -1,0 +1,76 @@
+"""Commands that understand other programs' words, and say what is wrong in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from pystaged.elsewhere import COMMANDS, OPTIONS, PROMPT, meant
+from pystaged.validation import plainly
+
+_UsageError: Any = typer.BadParameter.__base__  # click's, or the copy of it that Typer holds
+
+
+class Command(TyperCommand):
+    """A command whose options may be called as elsewhere."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click's."""
+        try:
+            return super().parse_args(ctx, list(self._in_our_words(ctx, args)))
+        except _UsageError as error:
+            if not hasattr(error, "possibilities"):
+                error.message = plainly(error.message)
+                raise
+            ours = {word: word for word in self._options() if word.startswith("--")}
+            likely = meant(error.option_name, ours | {word: own for word, own in OPTIONS.items() if own in ours})
+            hint = f"; did you mean {ours.get(likely) or OPTIONS[likely]}?" if likely else ""
+            raise _UsageError(f"there is no option {error.option_name}{hint}", ctx) from None
+
+    def _options(self) -> dict[str, Any]:
+        return {word: option for option in self.params for word in (*option.opts, *option.secondary_opts)}
+
+    def _in_our_words(self, ctx: Any, args: list[str]) -> Iterator[str]:
+        """The arguments, options called as ours are. Fails where there is none of the kind."""
+        options = self._options()
+        arguments = {param.name for param in self.params if param.param_type_name == "argument"}
+        rest = iter(args)
+        for arg in rest:
+            word, equals, value = arg.partition("=")
+            ours = "" if word in options else OPTIONS.get(word, "")
+            if ours == PROMPT and arguments & {"prompt", "question"}:
+                yield from [value] if equals else []
+                continue
+            if ours.startswith("--") and ours not in options:
+                ctx.fail(f"{word} is {ours} here, and {ctx.info_name} has none")
+            if ours and not ours.startswith("--") and ours != PROMPT:
+                ctx.fail(f"{word} {ours}")
+            option = options.get(ours or word)
+            yield ours + equals + value if ours and option else arg
+            if word == "--":
+                yield from rest
+            elif option and not equals and not getattr(option, "is_flag", False):
+                yield from islice(rest, 1)  # its value
+
+
+class Group(TyperGroup):
+    """Commands that may be called as elsewhere."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name."""
+        words = " ".join([*ctx.command_path.split()[1:], args[0]])
+        ours = COMMANDS.get(words) if args[0] not in self.commands else None
+        if isinstance(ours, str):
+            ctx.fail(f"{words}: {ours}")
+        if ours is None:
+            return super().resolve_command(ctx, args)
+        from pystaged.cli.console import report  # noqa: PLC0415
+
+        if not ctx.resilient_parsing:
+            report(f"{words} is here: {' '.join(['pystaged', *ours, *args[1:]])}")
+        root = ctx.find_root()
+        return root.command.resolve_command(root, [*ours, *args[1:]])

@@ -1,0 +1,58 @@
+"""`pystaged chat --raw`: a text that grows by turns."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from pystaged.cli.console import report
+from pystaged.cli.options import read_text
+from pystaged.cli.turns import Turns
+from pystaged.config import TextOptions
+from pystaged.files import expanded, whole_file
+from pystaged.result import Piece
+from pystaged.streams import Stream
+
+
+class Raw(Turns):
+    """The tokens so far, which each turn continues. Arguments as in Turns."""
+
+    _about = "A line you type is added to the text, which the model then continues; an empty line only continues it.\n"
+    _least_tokens = 1
+    _keeps_unanswered = True
+
+    def say(self, text: str) -> None:
+        self._turn(text)
+
+    def _begun(self, said: str) -> list[int]:
+        if not said:
+            return list(self._so_far)
+        begun = "\n" if self._so_far and not self._text().endswith("\n") else ""
+        # What the vocabulary puts before a text stands there once.
+        return [*self._so_far, *self._engine.encode(begun + said, add_special=not self._so_far).tolist()]
+
+    def _stream(self, begun: list[int], options: TextOptions) -> Stream:
+        return self._engine.stream(begun, **options)
+
+    def _ended(self, begun: list[int], pieces: Sequence[Piece]) -> list[int]:
+        return [*begun, *(token for piece in pieces for token in piece.tokens)]
+
+    def _text(self) -> str:
+        """What the tokens say, without the beginning of a character at their end."""
+        data = b"".join(map(self._engine.tokenizer.token_bytes, self._so_far))
+        return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
+
+    def _save(self, words: str) -> None:
+        if not words:
+            raise ValueError("write /save FILE")
+        path = expanded(words)
+        with whole_file(path) as part:
+            part.write_text(self._text(), "utf-8")
+        report(f"saved {path}")
+
+    def _load(self, words: str) -> None:
+        if not words:
+            raise ValueError("write /load FILE")
+        tokens = self._engine.encode(read_text(words), add_special=True).tolist()
+        self._begin(tokens, [*self._earlier, self._so_far])
+        report(f"loaded {words}: {len(tokens)} tokens")

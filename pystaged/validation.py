@@ -1,0 +1,29 @@
+"""What pydantic says of values, in this project's words."""
+
+from __future__ import annotations
+
+import re
+
+_WORDS = [
+    (r"^Value error, ", ""),
+    (r"^Field required$", "is missing"),
+    (r"^Extra inputs are not permitted$", "is unknown"),
+    (r"^Unable to extract tag using discriminator '(\w+)'.*", r"has no '\1' that says what it is"),
+    (r"^(Input|\w+) should ", "must "),
+    (r"greater than or equal to", "at least"),
+    (r"less than or equal to", "at most"),
+    (r"less than", "below"),
+    (r"\ba valid integer\b", "an integer"),
+    (r"\ba valid (\w)", r"a \1"),
+    (r"\ba dictionary\b.*", "an object"),
+    (r"\ba boolean\b.*", "true or false"),
+    (r", (?:unable to|got) .*", ""),
+    (r" after validation", ""),
+]
+
+
+def plainly(message: str) -> str:
+    """The message of a value that is refused, to be read after what the value is called."""
+    for theirs, ours in _WORDS:
+        message = re.sub(theirs, ours, message)
+    return message

