@@ -162,7 +162,10 @@ class _Endpoints:
 
     async def count_tokens(self, request: Request) -> Response:
         asked = await self._read(request, MessageRequest)
-        return _json(await run_sync(messages.count, self._state, asked))
+        try:
+            return _json(await run_sync(messages.count, self._state, asked))
+        except (ValueError, TypeError) as error:
+            raise refusal(error) from None
 
     async def _text(self, request: Request, kind: type[Any], begin: Callable[[State, Any], Any]) -> Reply:
         path, begun = request.scope["path"], time.monotonic()
