@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pystaged.config import SamplingConfig
     from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
     from pystaged.decoding.tree import Stage, TokenTree
+    from pystaged.definitions import GrammarError
     from pystaged.engine import Engine, generate, load, stream
-    from pystaged.grammars import GrammarError
     from pystaged.receipt import Receipt
     from pystaged.repeating import Difference
     from pystaged.result import DeviceLostError, GenerationResult, Piece, Score, TokenLogprob
@@ -73,7 +73,7 @@ _MODULES = {
     "decoding.policy": ("FixedPolicy", "GainPolicy", "Growth", "TreePolicy"),
     "decoding.tree": ("Stage", "TokenTree"),
     "engine": ("Engine", "generate", "load", "stream"),
-    "grammars": ("GrammarError",),
+    "definitions": ("GrammarError",),
     "receipt": ("Receipt",),
     "repeating": ("Difference",),
     "result": ("DeviceLostError", "GenerationResult", "Piece", "Score", "TokenLogprob"),

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import math
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
@@ -92,6 +96,10 @@ class ChildError(RuntimeError):
     """A child crashed or is silent."""
 
 
+class ChildKilledError(ChildError):
+    """A signal has ended a child, as that of a limit does."""
+
+
 class ChildSilentError(ChildError):
     """A child is silent."""
 
@@ -121,7 +129,13 @@ class Child:
             )
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._end = weakref.finalize(self, _end, self._process, self._connection, self._log)
+        self._is_asked = False
+        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self._log)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it lives, and owes no answer."""
+        return self._end.alive and not self._is_asked
 
     def call(self, name: str, *args: object, timeout: float) -> Any:
         """What the host's method of that name returns or raises.
@@ -130,11 +144,13 @@ class Child:
             timeout: longest silence, in seconds.
 
         Raises:
-            ChildError: it crashed, or is silent (ChildSilentError); it is ended.
+            ChildError: it crashed, by a signal (ChildKilledError) or otherwise, or is silent (ChildSilentError); it is
+                ended.
         """
         with self._lock:
             number = next(self._numbers)
             answered, good, value = -1, False, None
+            self._is_asked = True
             try:
                 self._connection.send((number, name, args))
                 # Signs of life, and answers to calls that were interrupted, are passed over.
@@ -146,7 +162,9 @@ class Child:
             except (EOFError, OSError):
                 how = self._describe_end()
                 self._end()
-                raise ChildError(f"crashed: {how}") from None
+                kind = ChildKilledError if (self._process.returncode or 0) < 0 else ChildError
+                raise kind(f"crashed: {how}") from None
+            self._is_asked = False
         if isinstance(value, BaseException) and not good:
             raise value
         return value
@@ -181,12 +199,79 @@ class Child:
         return f"{how} ({last[:120]})" if last else how
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
+class Workers:
+    """Children that answer calls, so many at once; each begins when it is needed, and goes when it owes an answer that
+    nobody waits for. What fork() makes of this process has its own.
+
+    Args:
+        module: as in Child.
+        most: at once.
+    """
+
+    def __init__(self, module: str, most: int) -> None:
+        self._module, self._most = module, most
+        self._here: dict[int, _Workers] = {}
+
+    @contextmanager
+    def turn(self) -> Iterator[Child]:
+        """Wait until one is free, and have it for oneself."""
+        here = self._here.setdefault(os.getpid(), _Workers(threading.Semaphore(self._most)))
+        with here.turns:
+            try:
+                child = here.free.pop()
+            except IndexError:
+                child = Child(self._module)
+            here.busy.add(child)
+            try:
+                yield child
+            finally:
+                here.busy.discard(child)
+                if child.is_free:
+                    here.free.append(child)
+                else:
+                    child.close()
+
+    def close(self) -> None:
+        """End them; who waits for an answer gets ChildError."""
+        here = self._here.pop(os.getpid(), None)
+        for child in (*here.free, *here.busy) if here else ():
+            child.close()
+
+
+@dataclass
+class _Workers:
+    turns: threading.Semaphore
+    free: list[Child] = field(default_factory=list)
+    busy: set[Child] = field(default_factory=set)
+
+
+def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
     connection.close()
+    if os.getpid() != owner:  # a child of fork(), which has a copy of this
+        return
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a zombie
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     log.close()
+
+
+def bound_memory(room: int) -> None:
+    """Called in a child: it gets no more than so many bytes of addresses besides those it has. Where the system has no
+    /proc, as macOS, it does nothing."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:  # noqa: PTH123  imports little
+        has = int(file.read().split()[0]) * resource.getpagesize()
+        _lower(resource.RLIMIT_AS, has + room)
+
+
+def bound_time(seconds: int) -> None:
+    """Called in a child before a piece of work: it is killed when that takes so many more seconds of processor time."""
+    _lower(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds)
+
+
+def _lower(limit: int, value: int) -> None:
+    hard = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def parent() -> Connection:

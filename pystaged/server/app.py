@@ -43,6 +43,8 @@ from pystaged.server.settings import Settings
 from pystaged.server.state import State
 
 R = TypeVar("R", bound=BaseModel)
+_FORMS = ("grammar", "json_schema", "response_format", "text", "tools")  # members that say what form a text has
+_MOST_FORMS = 4  # requests with such members that are taken in at once
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
 
@@ -84,6 +86,7 @@ class _Endpoints:
         self._state = state
         self._openapi = encoded(describe(pystaged.__version__))
         self._page = page()
+        self._forms = anyio.CapacityLimiter(_MOST_FORMS)
 
     async def page(self, request: Request) -> Response:
         del request
@@ -187,12 +190,16 @@ class _Endpoints:
         async def work(sender: Sender) -> None:
             with self._state.gate.coming():
                 try:
-                    answers.append(await run_sync(begin, self._state, asked))
+                    answers.append(await run_sync(begin, self._state, asked, limiter=self._limiter(asked)))
                 except (ValueError, TypeError, ModuleNotFoundError) as error:
                     raise refusal(error) from None
             await answers[0].send(sender)
 
         return Reply(work, pings=bool(asked.stream), timeout=self._state.settings.timeout, over=over)
+
+    def _limiter(self, asked: Any) -> anyio.CapacityLimiter | None:
+        """Of the threads that take in requests for texts of a form, which may take long; None for the usual one."""
+        return self._forms if any(getattr(asked, name, None) for name in _FORMS) else None
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """A request's body, checked. Raises ApiError."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from pystaged._core import ContextFullError, DeviceError
 from pystaged.chat.format import ChatTemplateError
-from pystaged.grammars import GrammarError
+from pystaged.definitions import GrammarError
 
 _KINDS = {
     400: "invalid_request_error",

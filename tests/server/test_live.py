@@ -20,8 +20,8 @@ from support.memory import used
 from support.server import Server, events, live, wait_until
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
-from pystaged.grammars import GrammarError
 
 PATH = "/v1/completions"
 _MOST_GROWTH = 4 << 20  # bytes, by which 400 requests may change what a process has
