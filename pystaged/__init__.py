@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from pystaged._core import ContextFullError, DeviceError, ModelError
     from pystaged.backends.devices import Device, devices
-    from pystaged.chat.format import ChatFormat, ChatTemplateError
+    from pystaged.chat import ChatTemplateError
+    from pystaged.chat.format import ChatFormat
     from pystaged.config import SamplingConfig
     from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
     from pystaged.decoding.tree import Stage, TokenTree
@@ -68,7 +69,8 @@ __all__ = [
 _MODULES = {
     "_core": ("ContextFullError", "DeviceError", "ModelError"),
     "backends.devices": ("Device", "devices"),
-    "chat.format": ("ChatFormat", "ChatTemplateError"),
+    "chat": ("ChatTemplateError",),
+    "chat.format": ("ChatFormat",),
     "config": ("SamplingConfig",),
     "decoding.policy": ("FixedPolicy", "GainPolicy", "Growth", "TreePolicy"),
     "decoding.tree": ("Stage", "TokenTree"),

@@ -34,7 +34,6 @@ class GrammarError(ValueError):
 
 def main() -> int:
     """The process: it answers with definitions."""
-    process.bound_memory(_ROOM)
     process.serve(process.parent(), _Host())
     return 0
 
@@ -49,12 +48,12 @@ class _Host:
     def define(self, option: str, text: str) -> str:
         """The definition of a grammar that can be compiled, or will be refused, within the limits. Raises ValueError,
         RecursionError."""
-        process.bound_time(_SECONDS)
-        definition = _definition(option, text)
-        matcher = compiled(self._vocabulary, definition)
-        if not matcher.is_error():
-            matcher.compute_ff_bytes()
-            matcher.compute_bitmask()
+        with process.limits(_SECONDS, _ROOM):
+            definition = _definition(option, text)
+            matcher = compiled(self._vocabulary, definition)
+            if not matcher.is_error():
+                matcher.compute_ff_bytes()
+                matcher.compute_bitmask()
         return definition
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import math
 import os
 import resource
 import select
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -169,6 +167,10 @@ class Child:
             raise value
         return value
 
+    def kill(self) -> None:
+        """End the process, from another thread than the one that uses it: that one gets ChildKilledError."""
+        self._process.kill()
+
     def close(self, seconds: float = 0.0) -> None:
         """End the process and what it started.
 
@@ -232,10 +234,13 @@ class Workers:
                     child.close()
 
     def close(self) -> None:
-        """End them; who waits for an answer gets ChildError."""
+        """End them; who waits for an answer gets ChildKilledError."""
         here = self._here.pop(os.getpid(), None)
-        for child in (*here.free, *here.busy) if here else ():
-            child.close()
+        if here:
+            for child in list(here.busy):
+                child.kill()
+            for child in here.free:
+                child.close()
 
 
 @dataclass
@@ -255,23 +260,24 @@ def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection, l
     log.close()
 
 
-def bound_memory(room: int) -> None:
-    """Called in a child: it gets no more than so many bytes of addresses besides those it has. Where the system has no
-    /proc, as macOS, it does nothing."""
+@contextmanager
+def limits(seconds: float, room: int) -> Iterator[None]:
+    """In a child, of a piece of work: it is killed when that takes so many seconds of processor time, and has no more
+    than so many bytes of addresses besides those it had. The latter only where the system has /proc, which macOS has
+    not."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    had = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:  # noqa: PTH123  imports little
-        has = int(file.read().split()[0]) * resource.getpagesize()
-        _lower(resource.RLIMIT_AS, has + room)
-
-
-def bound_time(seconds: int) -> None:
-    """Called in a child before a piece of work: it is killed when that takes so many more seconds of processor time."""
-    _lower(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds)
-
-
-def _lower(limit: int, value: int) -> None:
-    hard = resource.getrlimit(limit)[1]
-    resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+        most = int(file.read().split()[0]) * resource.getpagesize() + room
+        if had[0] != resource.RLIM_INFINITY:
+            most = min(most, had[0])
+        resource.setrlimit(resource.RLIMIT_AS, (most, had[1]))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, had)
 
 
 def parent() -> Connection:

@@ -286,8 +286,8 @@ INTERSECTED = "start: A\nA: " + " & ".join(f"/([ab]{{{each}}})*/" for each in (2
 
 @pytest.mark.slow
 def test_what_takes_all_memory_is_ended_and_not_tried_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = 'start: a\na: %json {"allOf": [' + ",".join(f'{{"multipleOf": {each}}}' for each in (7, 11, 13)) + "]}"
-    for grammar in (INTERSECTED, hidden.replace("[", '[{"type": "integer", "multipleOf": 46189},')):
+    hidden = 'start: a\na: %json {"type": "integer", "multipleOf": 223092870}'
+    for grammar in (INTERSECTED, hidden):
         with pytest.raises(GrammarError, match="grammar cannot be used: it takes too much time or memory"):
             engine.stream("The answer is ", grammar=grammar)
         with monkeypatch.context() as patch:
@@ -310,6 +310,7 @@ def test_closing_ends_what_is_compiled(engine: Engine) -> None:
     thread.start()
     (here,) = grammars._workers._here.values()
     while not any(child._is_asked for child in list(here.busy)):
+        thread.join(0.001)
         assert thread.is_alive()
     grammars.close()
     thread.join(60)

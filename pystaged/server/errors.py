@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from pystaged._core import ContextFullError, DeviceError
-from pystaged.chat.format import ChatTemplateError
+from pystaged.chat import ChatTemplateError
 from pystaged.definitions import GrammarError
 
 _KINDS = {
