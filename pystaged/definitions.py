@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # As json.dumps writes it. White space that a schema leaves to the model is where small models lose themselves.
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LONGEST = 16384  # characters that a grammar may force at its beginning: what goes on for ever does
 _MOST_RULES = 16384
 _MOST_LEVELS = 16384  # of a schema, its references followed
 _MOST_MULTIPLE = 100_000  # what numbers must be multiples of, in units of their last digit: each remainder is a state
@@ -52,7 +53,8 @@ class _Host:
             definition = _definition(option, text)
             matcher = compiled(self._vocabulary, definition)
             if not matcher.is_error():
-                matcher.compute_ff_bytes()
+                if len(matcher.compute_ff_bytes()) > _LONGEST:
+                    raise GrammarError(f"it forces a text of more than {_LONGEST} characters")
                 matcher.compute_bitmask()
         return definition
 

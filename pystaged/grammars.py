@@ -26,7 +26,6 @@ _AT_ONCE = 2  # that are compiled
 _SILENT = 120.0  # seconds by the clock of a process that may take 5 of the processor
 _MOST_FORCED = 1024  # characters that are known to come, of which the tokens are looked for
 _UNCERTAIN = 16  # tokens at the end of those, which what comes later may change
-_LONGEST = 16384  # characters that a grammar may force at its beginning: what goes on for ever does
 _MOST_SHOWN = 100  # characters of an error's line, which may quote the grammar
 _CONTROL = b"\xff"  # before the spelling of a token that is no text
 _T = TypeVar("_T")
@@ -96,8 +95,6 @@ class Grammars:
             definition = worker.call("define", grammar.option, grammar.text, timeout=_SILENT)
             matcher = compiled(self._vocabulary, definition)
             _check(matcher)
-            if len(matcher.compute_ff_bytes()) > _LONGEST:
-                raise GrammarError(f"it forces a text of more than {_LONGEST} characters")
             GrammarConstraint(matcher.deep_copy(), self._ends).mask([])
         except (ValueError, RecursionError, MemoryError, ChildKilledError, ChildSilentError) as error:
             if isinstance(error, RecursionError):

@@ -12,6 +12,7 @@ from pystaged._core import Tokenizer
 from pystaged.chat import ChatTemplateError, format
 
 MILLION = "{% set x = 'a' * 1000000 %}"
+SPIN = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLED = "{{% set ns = namespace(x={0}) %}}{{% for i in range(60) %}}{{% set ns.x = {1} %}}{{% endfor %}}"
 LISTS = DOUBLED.format("[]", "[ns.x, ns.x]")
 TUPLES = DOUBLED.format("()", "(ns.x, ns.x)")
@@ -25,7 +26,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        SPIN,
         "{% for i in range(10 ** 9) %}{% endfor %}",
         "{% for i in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
         "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
@@ -88,7 +89,7 @@ def test_what_it_writes_has_a_bound_besides_memory(tokenizer: Tokenizer) -> None
 
 
 def test_after_one_that_was_ended_comes_another(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "{% if messages[0].content == 'spin' %}{{ 9 ** (9 ** 9) }}{% endif %}{{ messages[0].content }}"
+    source = "{% if messages[0].content == 'spin' %}" + SPIN + "{% endif %}{{ messages[0].content }}"
     chat = chat_format(source, tokenizer)
     with monkeypatch.context() as patch:
         patch.setattr(format, "_SECONDS", 0.1)

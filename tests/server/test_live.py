@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,7 @@ from support.memory import used
 from support.server import Server, events, live, wait_until
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pystaged.config import GenerationConfig
 from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
 
