@@ -32,6 +32,16 @@ _CHATML = """{%- for message in messages -%}
 _PARTS = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("one part", "two part")]}]
 
 
+_workers = Workers("pystaged.chat.sandbox", _AT_ONCE)
+
+
+def begin() -> None:
+    """Start a process that renders, if there is none; it takes a tenth of a second to be ready, in which a model can be
+    loaded."""
+    with _workers.turn():
+        pass
+
+
 class ChatFormat:
     """How conversations are written for a model: by the chat template of its file, or as ChatML where it has none.
 
@@ -52,9 +62,7 @@ class ChatFormat:
             if not _is_one_token(tokenizer, "<|im_end|>"):
                 self.stop = ("<|im_end|>",)
             report("the model has no chat template; conversations are written as ChatML, which it may not know")
-        self._workers = Workers("pystaged.chat.sandbox", _AT_ONCE)
-        with self._workers.turn():
-            pass  # the first begins meanwhile
+        begin()
         self._variables: dict[str, set[str]] = {}  # of each template
         self._takes_parts: dict[str, bool] = {}
         self._report = report
@@ -208,7 +216,7 @@ class ChatFormat:
         """What a process says that has limits of time and memory. Raises ChatTemplateError."""
         if len(source) > _MOST_SOURCE:
             raise ChatTemplateError(ENDLESS)
-        with self._workers.turn() as worker:
+        with _workers.turn() as worker:
             try:
                 return worker.call(what, source, *given, _SECONDS, timeout=_SILENT)
             except (ChildKilledError, ChildSilentError):

@@ -14,6 +14,7 @@ from rich.text import Text
 
 import pystaged
 from pystaged._core import Tokenizer
+from pystaged.chat.format import begin
 from pystaged.chat.messages import marked_messages
 from pystaged.cli.console import errors, open_engine, read_prompt, reading_bar, report
 from pystaged.cli.generate import stats_table
@@ -93,6 +94,7 @@ def chat(
     question = None if sys.stdin.isatty() else read_prompt("-").removesuffix("\n")
     if question is not None and not question.strip():
         raise ValueError("nothing is asked: standard input is empty")
+    begin()
     with open_engine(name, loading) as engine, Interrupts() as interrupts:
         # Refuses what cannot be used; nobody reads it.
         engine.stream(" ", sampling=replace(sampling.config(), min_tokens=0), **constraint)
