@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
     from pystaged._core import ContextFullError, DeviceError, ModelError
     from pystaged.backends.devices import Device, devices
-    from pystaged.chat.format import ChatFormat, ChatTemplateError
+    from pystaged.chat import ChatTemplateError
+    from pystaged.chat.format import ChatFormat
     from pystaged.config import SamplingConfig
     from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
     from pystaged.decoding.tree import Stage, TokenTree
+    from pystaged.definitions import GrammarError
     from pystaged.engine import Engine, generate, load, stream
-    from pystaged.grammars import GrammarError
     from pystaged.receipt import Receipt
     from pystaged.repeating import Difference
     from pystaged.result import DeviceLostError, GenerationResult, Piece, Score, TokenLogprob
@@ -68,12 +69,13 @@ __all__ = [
 _MODULES = {
     "_core": ("ContextFullError", "DeviceError", "ModelError"),
     "backends.devices": ("Device", "devices"),
-    "chat.format": ("ChatFormat", "ChatTemplateError"),
+    "chat": ("ChatTemplateError",),
+    "chat.format": ("ChatFormat",),
     "config": ("SamplingConfig",),
     "decoding.policy": ("FixedPolicy", "GainPolicy", "Growth", "TreePolicy"),
     "decoding.tree": ("Stage", "TokenTree"),
     "engine": ("Engine", "generate", "load", "stream"),
-    "grammars": ("GrammarError",),
+    "definitions": ("GrammarError",),
     "receipt": ("Receipt",),
     "repeating": ("Difference",),
     "result": ("DeviceLostError", "GenerationResult", "Piece", "Score", "TokenLogprob"),

@@ -45,7 +45,7 @@ class SamplingConfig:
     dry_multiplier, dry_base, dry_allowed_length: a token that would make a repetition of n tokens longer loses
         multiplier * base ** (n - allowed_length), from n = allowed_length on; a multiplier of 0 is off.
     dry_penalty_last_n: tokens that DRY looks back, those of the prompt too; -1 for all, 0 for none.
-    dry_sequence_breakers: texts that no repetition goes beyond.
+    dry_sequence_breakers: texts that no repetition goes beyond; 40 characters each, as in llama.cpp, 640 in all.
     logit_bias: what is added to logits, by token: an id, or a text that is one token; from -1e30 to 1e30, or -inf,
         which excludes it.
     min_tokens: new tokens before which the end of text is excluded; stop strings end it all the same.
@@ -197,6 +197,8 @@ class SamplingConfig:
         return bool(self.dry_multiplier and self.dry_penalty_last_n)
 
 
+# Characters that each string may have, and all of them together.
+_LONGEST_TEXTS = {"stop": (1 << 16, 1 << 16), "dry_sequence_breakers": (40, 640)}
 # Whole numbers, and the least of each.
 _COUNTS = {"top_k": 0, "repeat_last_n": -1, "dry_allowed_length": 0, "dry_penalty_last_n": -1, "min_tokens": 0}
 
@@ -248,7 +250,7 @@ class TextOptions(TypedDict, total=False):
     """What a generation may be told. Those of SamplingConfig may come as one `sampling` instead.
 
     max_tokens: new tokens at most, 128 unless given.
-    stop: one string or several that end the text before they appear in it.
+    stop: one string or several that end the text before they appear in it; 65,536 characters in all.
     json_schema: a schema, as a dictionary or as JSON text, that the text meets; regex: an expression that it matches;
         grammar: a grammar, in Lark's or llama.cpp's notation, that it follows. One of them; needs the extra "grammar".
         The text ends where nothing more may follow, whatever min_tokens and ignore_eos say, and is cut where max_tokens
@@ -411,6 +413,11 @@ def _texts(name: str, given: object) -> tuple[str, ...]:
         raise TypeError(f"{name} must be a string or a sequence of strings")
     if "" in strings:
         raise ValueError("a stop string must not be empty" if name == "stop" else f"{name} must not be empty")
+    each, most = _LONGEST_TEXTS[name]
+    if longer := next((text for text in strings if len(text) > each), None):
+        raise ValueError(f"{name} has a string of {len(longer)} characters; it may have {each}")
+    if (total := sum(map(len, strings))) > most:
+        raise ValueError(f"{name} has {total} characters in all; it may have {most}")
     try:
         "".join(strings).encode()
     except UnicodeError:

@@ -468,6 +468,8 @@ class Engine:
         if not self._contexts.closed:
             self._contexts.close()
             self._pair.close()
+            if self._grammars is not None:
+                self._grammars.close()
 
     def __enter__(self) -> Engine:
         return self

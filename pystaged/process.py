@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
@@ -92,6 +94,10 @@ class ChildError(RuntimeError):
     """A child crashed or is silent."""
 
 
+class ChildKilledError(ChildError):
+    """A signal has ended a child, as that of a limit does."""
+
+
 class ChildSilentError(ChildError):
     """A child is silent."""
 
@@ -121,7 +127,13 @@ class Child:
             )
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._end = weakref.finalize(self, _end, self._process, self._connection, self._log)
+        self._is_asked = False
+        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self._log)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it lives, and owes no answer."""
+        return self._end.alive and not self._is_asked
 
     def call(self, name: str, *args: object, timeout: float) -> Any:
         """What the host's method of that name returns or raises.
@@ -130,11 +142,13 @@ class Child:
             timeout: longest silence, in seconds.
 
         Raises:
-            ChildError: it crashed, or is silent (ChildSilentError); it is ended.
+            ChildError: it crashed, by a signal (ChildKilledError) or otherwise, or is silent (ChildSilentError); it is
+                ended.
         """
         with self._lock:
             number = next(self._numbers)
             answered, good, value = -1, False, None
+            self._is_asked = True
             try:
                 self._connection.send((number, name, args))
                 # Signs of life, and answers to calls that were interrupted, are passed over.
@@ -146,10 +160,16 @@ class Child:
             except (EOFError, OSError):
                 how = self._describe_end()
                 self._end()
-                raise ChildError(f"crashed: {how}") from None
+                kind = ChildKilledError if (self._process.returncode or 0) < 0 else ChildError
+                raise kind(f"crashed: {how}") from None
+            self._is_asked = False
         if isinstance(value, BaseException) and not good:
             raise value
         return value
+
+    def kill(self) -> None:
+        """End the process, from another thread than the one that uses it: that one gets ChildKilledError."""
+        self._process.kill()
 
     def close(self, seconds: float = 0.0) -> None:
         """End the process and what it started.
@@ -181,12 +201,83 @@ class Child:
         return f"{how} ({last[:120]})" if last else how
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
+class Workers:
+    """Children that answer calls, so many at once; each begins when it is needed, and goes when it owes an answer that
+    nobody waits for. What fork() makes of this process has its own.
+
+    Args:
+        module: as in Child.
+        most: at once.
+    """
+
+    def __init__(self, module: str, most: int) -> None:
+        self._module, self._most = module, most
+        self._here: dict[int, _Workers] = {}
+
+    @contextmanager
+    def turn(self) -> Iterator[Child]:
+        """Wait until one is free, and have it for oneself."""
+        here = self._here.setdefault(os.getpid(), _Workers(threading.Semaphore(self._most)))
+        with here.turns:
+            try:
+                child = here.free.pop()
+            except IndexError:
+                child = Child(self._module)
+            here.busy.add(child)
+            try:
+                yield child
+            finally:
+                here.busy.discard(child)
+                if child.is_free:
+                    here.free.append(child)
+                else:
+                    child.close()
+
+    def close(self) -> None:
+        """End them; who waits for an answer gets ChildKilledError."""
+        here = self._here.pop(os.getpid(), None)
+        if here:
+            for child in list(here.busy):
+                child.kill()
+            for child in here.free:
+                child.close()
+
+
+@dataclass
+class _Workers:
+    turns: threading.Semaphore
+    free: list[Child] = field(default_factory=list)
+    busy: set[Child] = field(default_factory=set)
+
+
+def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
     connection.close()
+    if os.getpid() != owner:  # a child of fork(), which has a copy of this
+        return
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a zombie
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     log.close()
+
+
+@contextmanager
+def limits(seconds: float, room: int) -> Iterator[None]:
+    """In a child, of a piece of work: it is killed when that takes so many seconds of processor time, and has no more
+    than so many bytes of addresses besides those it had. The latter only where the system has /proc, which macOS has
+    not."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    had = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:  # noqa: PTH123  imports little
+        most = int(file.read().split()[0]) * resource.getpagesize() + room
+        if had[0] != resource.RLIM_INFINITY:
+            most = min(most, had[0])
+        resource.setrlimit(resource.RLIMIT_AS, (most, had[1]))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, had)
 
 
 def parent() -> Connection:

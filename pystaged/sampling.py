@@ -72,7 +72,7 @@ def _token(tokenizer: Tokenizer, key: int | str) -> int:
     return int(tokens[0])
 
 
-_MOST_KNOWN = 256  # texts of a vocabulary
+_MOST_KNOWN = 32  # texts of a vocabulary
 _known: weakref.WeakKeyDictionary[Tokenizer, dict[str, list[list[int]]]] = weakref.WeakKeyDictionary()
 
 

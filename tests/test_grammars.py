@@ -26,7 +26,9 @@ from pystaged import Engine, GrammarError
 from pystaged._core import Tokenizer
 from pystaged.config import GenerationConfig, Grammar
 from pystaged.decoding.constraint import Mask, allows
-from pystaged.grammars import GrammarConstraint, Grammars, has_finite_value
+from pystaged.definitions import has_finite_value
+from pystaged.grammars import GrammarConstraint, Grammars
+from pystaged.process import Child
 from pystaged.result import GenerationResult
 
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}]
@@ -251,6 +253,93 @@ def test_what_cannot_be_met_is_refused_before_anything_is_written(
     assert engine.passes.passes == passes
 
 
+def multiples(*numbers: float) -> dict[str, Any]:
+    return {"json_schema": {"type": "number", "allOf": [{"type": "number", "multipleOf": each} for each in numbers]}}
+
+
+BOTTOMLESS: list[dict[str, Any]] = [
+    {"json_schema": {"type": "integer", "multipleOf": 223092870}},
+    {"json_schema": {"properties": {"a": {"items": {"type": "integer", "multipleOf": 223092870}}}}},
+    {"json_schema": {"type": "number", "multipleOf": 22.3092870}},
+    {"json_schema": {"type": "integer", "multipleOf": 30030, "allOf": [{"multipleOf": 7429}]}},
+    multiples(2, 3, 5, 7, 11, 13, 17, 19, 23),
+    multiples(0.2, 0.03, 0.5, 0.7, 1.1, 1.3, 17, 19, 23),
+]
+
+
+@pytest.mark.parametrize("options", BOTTOMLESS, ids=str)
+def test_multiples_of_too_much_are_refused(engine: Engine, options: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError, match="its multipleOf comes to more than 100000 units of the last digit"):
+        engine.stream("The answer is ", **options)
+
+
+@pytest.mark.parametrize("options", [multiples(5, 0.5, 100), multiples(0.01), multiples(1e-7)], ids=str)
+def test_multiples_of_what_is_usual(engine: Engine, options: dict[str, Any]) -> None:
+    result = engine.generate("The answer is ", max_tokens=30, **options)
+    if result.finish_reason == "stop":
+        check(options, result.text)
+
+
+# Texts whose length is a multiple of each, by intersections alone, which no number tells.
+INTERSECTED = "start: A\nA: " + " & ".join(f"/([ab]{{{each}}})*/" for each in (2, 3, 5, 7, 11, 13, 17, 19, 23))
+
+
+@pytest.mark.slow
+def test_what_takes_all_memory_is_ended_and_not_tried_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = 'start: a\na: %json {"type": "integer", "multipleOf": 223092870}'
+    for grammar in (INTERSECTED, hidden):
+        with pytest.raises(GrammarError, match="grammar cannot be used: it takes too much time or memory"):
+            engine.stream("The answer is ", grammar=grammar)
+        with monkeypatch.context() as patch:
+            patch.setattr(Child, "call", None)
+            with pytest.raises(GrammarError, match="it takes too much time or memory"):
+                engine.stream("The answer is ", grammar=grammar)
+        assert engine.generate("The answer is ", regex=f"after {len(grammar)}").text == f"after {len(grammar)}"
+
+
+def test_closing_ends_what_is_compiled(engine: Engine) -> None:
+    grammars, found = Grammars(engine.tokenizer), list[BaseException]()
+
+    def compile_it() -> None:
+        try:
+            grammars.constraint(Grammar("grammar", INTERSECTED))
+        except GrammarError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=compile_it, daemon=True)
+    thread.start()
+    (here,) = grammars._workers._here.values()
+    while not any(child._is_asked for child in list(here.busy)):
+        thread.join(0.001)
+        assert thread.is_alive()
+    grammars.close()
+    thread.join(60)
+    assert len(found) == 1
+
+
+def test_a_grammar_is_compiled_once_for_all_who_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, honest, asked = Grammars(engine.tokenizer), Child.call, []
+
+    def call(self: Child, name: str, *args: object, timeout: float) -> Any:
+        asked.append(args)
+        return honest(self, name, *args, timeout=timeout)
+
+    monkeypatch.setattr(Child, "call", call)
+    for option, text in (("regex", "a{30}"), ("regex", "(a")):
+        with ThreadPoolExecutor(8) as pool:
+            tried = [pool.submit(grammars.constraint, Grammar(option, text)) for _ in range(20)]
+        assert {isinstance(each.exception(), GrammarError) for each in tried} == {text == "(a"}
+    assert len(asked) <= 4  # two at once
+
+
+def test_grammars_are_kept_up_to_a_bound(engine: Engine) -> None:
+    grammars = Grammars(engine.tokenizer)
+    for i in range(20):
+        grammars.constraint(Grammar("regex", "0"))
+        grammars.constraint(Grammar("regex", f"a{i}"))
+    assert [grammar.text for grammar in grammars._known] == [*(f"a{i}" for i in range(5, 19)), "0", "a19"]
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"regex": "a", "grammar": 'start: "a"'}, TypeError, "give one of regex, grammar"),
     ({"json_schema": 3}, TypeError, "json_schema must be a dictionary or JSON text, not int"),
@@ -330,15 +419,15 @@ def test_a_grammar_that_is_compiled_does_not_keep_others_waiting(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars = Grammars(engine.tokenizer)
-    begun, go_on, definition = threading.Event(), threading.Event(), pystaged.grammars._definition
+    begun, go_on, honest = threading.Event(), threading.Event(), Grammars._compile
 
-    def defined(grammar: Grammar) -> str:
+    def compiled(self: Grammars, grammar: Grammar, worker: Child) -> Any:
         if grammar.text == "a":
             begun.set()
             assert go_on.wait(60)
-        return definition(grammar)
+        return honest(self, grammar, worker)
 
-    monkeypatch.setattr(pystaged.grammars, "_definition", defined)
+    monkeypatch.setattr(Grammars, "_compile", compiled)
     slow = threading.Thread(target=grammars.constraint, args=[Grammar("regex", "a")], daemon=True)
     slow.start()
     assert begun.wait(60)
@@ -359,7 +448,7 @@ def test_a_child_has_grammars_whatever_its_parent_was_about(engine: Engine, monk
     class Slow(Grammars):
         def __init__(self, tokenizer: Tokenizer) -> None:
             if os.getpid() == parent:
-                with pystaged.grammars._starting.here():
+                with pystaged.definitions._starting.here():
                     begun.set()
                     assert go_on.wait(60)
             super().__init__(tokenizer)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -103,3 +109,119 @@ def test_a_server_bounds_its_heaps_before_it_loads_a_model(monkeypatch: pytest.M
 
     monkeypatch.setattr("pystaged.cli.serve.bound_heaps", bound)
     assert isinstance(CliRunner().invoke(app, ["serve", "none.gguf"]).exception, BoundedError)
+
+
+JOB = """
+import os, time
+from pystaged import process
+
+class Host:
+    def __init__(self):
+        self.taken = []
+
+    def pid(self):
+        return os.getpid()
+
+    def spin(self):
+        with process.limits(0.05, 1 << 30):
+            while True:
+                pass
+
+    def take(self, size):
+        with process.limits(60, 64 << 20):
+            self.taken.append(b"x" * size)
+        return len(self.taken)
+
+    def sleep(self):
+        time.sleep(600)
+
+    def end(self):
+        os._exit(3)
+
+def main():
+    process.serve(process.parent(), Host())
+    return 0
+"""
+
+
+@pytest.fixture
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[process.Workers]:
+    (tmp_path / "bounded_job_of_test.py").write_text(JOB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with contextlib.closing(process.Workers("bounded_job_of_test", 2)) as workers:
+        yield workers
+
+
+def ask(workers: process.Workers, name: str, *args: object) -> Any:
+    with workers.turn() as worker:
+        return worker.call(name, *args, timeout=60)
+
+
+def test_a_worker_has_so_much_time_and_memory(workers: process.Workers) -> None:
+    first = ask(workers, "pid")
+    with pytest.raises(process.ChildKilledError, match="SIGPROF"):
+        ask(workers, "spin")
+    second = ask(workers, "pid")
+    assert second != first
+    assert ask(workers, "take", 1 << 20) == 1
+    if Path("/proc/self/statm").exists():
+        with pytest.raises(MemoryError):
+            ask(workers, "take", 65 << 20)
+    assert ask(workers, "take", 1 << 20) == 2
+    assert ask(workers, "pid") == second
+    with pytest.raises(process.ChildError, match="exit status 3") as error:
+        ask(workers, "end")
+    assert not isinstance(error.value, process.ChildKilledError)
+
+
+def test_so_many_workers_at_once(workers: process.Workers) -> None:
+    with workers.turn() as one, workers.turn() as other:
+        pids = {each.call("pid", timeout=60) for each in (one, other)}
+        third = threading.Thread(target=lambda: pids.add(ask(workers, "pid")), daemon=True)
+        third.start()
+        third.join(0.05)
+        assert third.is_alive()
+    third.join(60)
+    assert len(pids) == 2
+
+
+def test_a_worker_that_owes_an_answer_is_ended(workers: process.Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ask(workers, "pid")
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "poll", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            ask(workers, "sleep")
+    assert ask(workers, "pid") != first
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+FORKS = """
+import os, sys
+from pystaged.process import Workers
+
+workers = Workers("bounded_job_of_test", 1)
+
+def pid():
+    with workers.turn() as worker:
+        return worker.call("pid", timeout=60)
+
+first = pid()
+child = os.fork()
+if not child:
+    sys.exit(pid() == first)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), pid() == first)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
+def test_what_is_forked_has_workers_of_its_own_and_leaves_ours(workers: process.Workers) -> None:
+    del workers  # whose folder is on the path
+    child = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{FORKS}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert child.stdout.split() == ["0", "True"]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pystaged.text import TextBuffer
+from pystaged.config import GenerationConfig
+from pystaged.text import TextBuffer, _Stops
 
 # Few characters, so that stop strings are met; whole ones, torn ones, and bytes that no text has.
 PARTS = [b"a", b"b", b"ab", b" ", "\u00e9".encode(), "\u4e2d".encode(), "\U0001f999".encode()]
@@ -95,3 +96,42 @@ def test_what_was_held_comes_at_the_end() -> None:
     buffer = TextBuffer(("stop",))
     assert [buffer.push(b"no sto"), buffer.push(b"\xc3"), buffer.finish()] == ["no ", "", "sto\ufffd"]
     assert not buffer.stopped
+
+
+def test_stop_strings_take_a_step_for_each_character() -> None:
+    """Not one for each of their beginnings."""
+    longest, steps = 1 << 12, 0
+
+    class Counting(_Stops):
+        def after(self, state: int, character: str) -> int:
+            nonlocal steps
+            steps += 1
+            return super().after(state, character)
+
+    buffer = TextBuffer()
+    buffer._stops = Counting((" " * longest, " " * (longest - 1) + "x"))
+    steps = 0
+    assert [buffer.push(b" ") for _ in range(longest - 1)] == [""] * (longest - 1)
+    assert steps == longest - 1
+    assert buffer.push(b"x") == ""
+    assert buffer.met == " " * (longest - 1) + "x"
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(text=st.text("ab", max_size=40), stop=st.lists(st.text("ab", min_size=1, max_size=12), max_size=6).map(tuple))
+@example(text="aababx", stop=("aabababa", "abab", "b" * 9))
+def test_stop_strings_within_one_another(text: str, stop: tuple[str, ...]) -> None:
+    for chunks in ([text.encode()], [letter.encode() for letter in text]):
+        assert pieces_of(chunks, stop) == twin(chunks, stop)
+
+
+def test_the_stop_string_that_is_met_begins_first_and_is_the_shortest() -> None:
+    buffer = TextBuffer(("bc", "abcd", "abc", "d"))
+    assert (buffer.push(b"xabcdy"), buffer.met) == ("x", "abc")
+
+
+@pytest.mark.parametrize("stop", ["x" * 65537, ["x" * 40_000, "y" * 30_000]])
+def test_stop_strings_have_a_bound(stop: str | list[str]) -> None:
+    with pytest.raises(ValueError, match=r"stop has .* it may have 65536"):
+        GenerationConfig(stop=stop)
+    assert GenerationConfig(stop="x" * 65536).stop

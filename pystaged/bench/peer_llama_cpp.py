@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import socket
 import subprocess
@@ -101,7 +102,7 @@ class Server:
             time.sleep(0.1)
 
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Post a completion. Raises RuntimeError where it is refused, or the server ends."""
+        """Post a completion. Raises RuntimeError where it is refused, the server ends, or the answer is not JSON."""
         with self._post(request) as response:
             found: dict[str, Any] = json.load(response)
             return found
@@ -126,6 +127,8 @@ class Server:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
             raise RuntimeError(f"{self._name} ended with {self.process.poll()}: {error}") from error
+        except (ValueError, http.client.HTTPException) as error:
+            raise RuntimeError(f"{self._name} answers oddly: {error!r}") from error
 
     def close(self) -> None:
         """End it."""

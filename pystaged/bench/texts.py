@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,10 +33,12 @@ BESIDE = 4  # texts beside which a prompt arrives
 _BEGUN = 8  # tokens that each of them has written by then
 SERVED = "pystaged serve"
 _PEER = "llama-server, plain"
+_UNKNOWN = -1  # for a token that a peer does not tell
 _ROOM = 64  # positions left for the last tree
 _LONGEST = 8  # times the tokens asked for, which a text may write until all others have written theirs
 
 Tokens = Sequence[int] | NDArray[np.int32]
+_LeaveOut = Callable[[int, str, RuntimeError], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,15 @@ class Figures:
     newcomer_gap_seconds: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A way of which there are no figures for so many texts at once, and why."""
+
+    texts: int
+    way: str
+    reason: str
+
+
 class Way(Protocol):
     """Something that writes texts together."""
 
@@ -95,10 +106,11 @@ class TextsReport:
 
     conditions: dict[str, Any]
     figures: list[Figures]
+    left_out: list[LeftOut] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"conditions": self.conditions, "figures": [asdict(each) for each in self.figures]}
+        return asdict(self)
 
     def tables(self) -> Iterator[Table]:
         """For a terminal: texts at once, and where there was one, a prompt beside them."""
@@ -113,6 +125,8 @@ class TextsReport:
                 speed = f"{each.tokens_per_second / one:.2f}" if one else "-"
                 figures = (f"{each.tokens_per_second:.1f}", speed, f"{each.of_each:.1f}")
                 table.add_row(str(each.texts), each.way, *figures, *times, *_shared(each.passes))
+        for missing in self.left_out:
+            table.add_row(str(missing.texts), missing.way, missing.reason)
         different = sum(each.different for each in self.figures if each.passes or each.way == SERVED)
         table.caption = "tokens/s: of all together, while all write; " + (
             f"{different} of our texts differ from plain ones" if different else "our texts are the plain ones"
@@ -194,15 +208,21 @@ def measure(
         setup |= {"threads": engine.model.num_threads, "max_tokens": max_tokens}
         setup["n_ctx"] = min(longest - max_tokens + most + _ROOM, engine.n_ctx)
         found: list[Figures] = []
+        left_out: list[LeftOut] = []
+
+        def leave_out(texts: int, way: str, error: RuntimeError) -> None:
+            progress(f"{texts} texts, {way} takes no part: {error}")
+            left_out.append(LeftOut(texts, way, str(error)))
+
         for count in counts:
             batch = [prompts[i % len(prompts)] for i in range(count)]
-            with _ways(engine, config, setup, count, progress) as ways:
-                found += _figures(ways, batch, None, repeats, setup["ends"], progress)
+            with _ways(engine, config, setup, count, leave_out) as ways:
+                found += _figures(ways, batch, None, repeats, setup["ends"], progress, leave_out)
         if prompt_beside:
             others = [prompts[i % len(prompts)] for i in range(BESIDE)]
             newcomer = np.resize(np.concatenate(prompts[::-1]), prompt_beside)
-            with _ways(engine, config, setup, BESIDE + 1, progress) as ways:
-                found += _figures(ways, others, newcomer, repeats, setup["ends"], progress)
+            with _ways(engine, config, setup, BESIDE + 1, leave_out) as ways:
+                found += _figures(ways, others, newcomer, repeats, setup["ends"], progress, leave_out)
         about: dict[str, Any] = {
             "machine": conditions.machine(),
             "versions": conditions.versions(),
@@ -216,12 +236,12 @@ def measure(
             "repeats": repeats,
             "prompt_beside": prompt_beside,
         }
-    return TextsReport(about, found)
+    return TextsReport(about, found, left_out)
 
 
 @contextmanager
 def _ways(
-    engine: Engine, config: GenerationConfig, setup: dict[str, Any], count: int, progress: Callable[[str], None]
+    engine: Engine, config: GenerationConfig, setup: dict[str, Any], count: int, leave_out: _LeaveOut
 ) -> Iterator[list[Way]]:
     """Whoever writes so many texts; plain decoding is the first."""
     with ExitStack() as stack:
@@ -236,7 +256,7 @@ def _ways(
             try:
                 ways.append(stack.enter_context(closing(Slots(name, setup, config, count))))
             except RuntimeError as error:
-                progress(f"{name} takes no part: {error}")
+                leave_out(count, name, error)
         yield ways
 
 
@@ -247,6 +267,7 @@ def _figures(
     repeats: int,
     ends: frozenset[int],
     progress: Callable[[str], None],
+    leave_out: _LeaveOut,
 ) -> list[Figures]:
     found: dict[str, list[Figures]] = {way.name: [] for way in ways}
     expected: list[list[int]] = []
@@ -260,12 +281,12 @@ def _figures(
             except RuntimeError as error:
                 if isinstance(way, Ours):
                     raise
-                progress(f"{way.name} takes no part any more: {error}")
+                leave_out(len(prompts), way.name, error)
                 ways.remove(way)
                 continue
             expected = expected or [list(takewhile(lambda token: token not in ends, each.tokens)) for each in written]
             different = sum(
-                any(ours != plain for ours, plain in zip(each.tokens, tokens, strict=False))
+                any(ours not in (plain, _UNKNOWN) for ours, plain in zip(each.tokens, tokens, strict=False))
                 for each, tokens in zip(written, expected, strict=True)
             )
             found[way.name].append(_summary(way.name, written, newcomer is not None, different, passes))
@@ -403,6 +424,8 @@ class Slots:
                 is_done.set()  # or Ctrl-C would wait for whole texts
             for each in asked:
                 each.result()
+        if silent := sum(not text.tokens for text in texts):
+            raise RuntimeError(f"{self.name} answered {silent} of {len(texts)} texts without a token")
         return texts, None
 
     def _ask(self, prompt: Tokens, text: Written, begin: float, is_done: threading.Event) -> None:
@@ -419,7 +442,11 @@ class Slots:
             **self._options,
         }
         for part in self._server.stream(request):
-            if tokens := part.get("tokens"):
+            # ik_llama.cpp does not tell tokens; each has a part of its own.
+            tokens = part.get("tokens", [_UNKNOWN] if part.get("content") else [])
+            if not isinstance(tokens, list):
+                raise RuntimeError(f"{self.name} answers oddly: its tokens are {tokens!r:.80}")
+            if tokens:
                 text.tokens.extend(tokens)
                 text.times.append((time.perf_counter() - begin, len(tokens)))
             if is_done.is_set():

@@ -1,1 +1,7 @@
 """Conversations: a model's own chat template, and the prompts it makes of messages."""
+
+ENDLESS = "does not come to an end, or writes far more than its messages"
+
+
+class ChatTemplateError(ValueError):
+    """A chat template that is damaged, fails, refuses the messages, or does not come to an end."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.nodes
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
+from pystaged.chat import ENDLESS, ChatTemplateError
 from pystaged.chat.encode import Encoder
 from pystaged.chat.marked import ANSWERS, mark
 from pystaged.chat.messages import Message, marked, marked_messages, with_joined_parts
-from pystaged.chat.meter import Meter, TooMuchError
-from pystaged.chat.sandbox import Sandbox, TemplateRefusal
-from pystaged.process import ProcessLock
+from pystaged.process import ChildKilledError, ChildSilentError, ProcessLock, Workers
 
 _KEY = "tokenizer.chat_template"
+_AT_ONCE = 2  # templates that are rendered
+_SECONDS = 5.0  # of processor time
+_SILENT = 120.0  # seconds by the clock
 _MOST_SOURCE = 1 << 20  # characters; the longest of known models have some 70,000
 _ROOM = 1 << 20  # characters that a template may write besides its messages'
 _ESCAPED = 8  # characters that one of a message may become, as JSON say
@@ -32,8 +32,14 @@ _CHATML = """{%- for message in messages -%}
 _PARTS = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("one part", "two part")]}]
 
 
-class ChatTemplateError(ValueError):
-    """A chat template that is damaged, fails, refuses the messages, or does not come to an end."""
+_workers = Workers("pystaged.chat.sandbox", _AT_ONCE)
+
+
+def begin() -> None:
+    """Start a process that renders, if there is none; it takes a tenth of a second to be ready, in which a model can be
+    loaded."""
+    with _workers.turn():
+        pass
 
 
 class ChatFormat:
@@ -56,14 +62,13 @@ class ChatFormat:
             if not _is_one_token(tokenizer, "<|im_end|>"):
                 self.stop = ("<|im_end|>",)
             report("the model has no chat template; conversations are written as ChatML, which it may not know")
-        self._sandbox = Sandbox()
-        self._templates: dict[str, jinja2.Template] = {}
+        begin()
         self._variables: dict[str, set[str]] = {}  # of each template
         self._takes_parts: dict[str, bool] = {}
         self._report = report
         self._reported: set[str] = set()
         self._encoder: Encoder | None = None
-        self._one_at_a_time = ProcessLock()  # the sandbox counts the work of one rendering
+        self._telling = ProcessLock()
 
     @property
     def names(self) -> list[str]:
@@ -72,11 +77,10 @@ class ChatFormat:
 
     def variables(self, template: str = "default") -> set[str]:
         """The names of what a template makes use of; none where it cannot be read, which rendering says."""
-        with self._one_at_a_time.here():
-            try:
-                return self._variables_of(template)
-            except Exception:
-                return set()
+        try:
+            return self._variables_of(template)
+        except Exception:
+            return set()
 
     def render(
         self,
@@ -158,17 +162,17 @@ class ChatFormat:
             "eos_token": self._spelled(self._tokenizer.eos),
         }
         name = template or ("tool_use" if tools and "tool_use" in self._sources else "default")
-        with self._one_at_a_time.here():
-            if any(isinstance(message.get("content"), list) for message in given) and not self._parts(name, variables):
-                variables["messages"] = given = with_joined_parts(given)
-            try:
-                text = self._guarded(name, variables)
-            except ChatTemplateError:
-                if all("content" in message for message in given):
-                    raise
-                # Of calls without words: some templates want words nevertheless.
-                text = self._guarded(name, variables | {"messages": [{"content": mark("")} | each for each in given]})
-            ignored = {*options, *(["tools"] if tools else [])} - self._variables[name]
+        if any(isinstance(message.get("content"), list) for message in given) and not self._parts(name, variables):
+            variables["messages"] = given = with_joined_parts(given)
+        try:
+            text = self._guarded(name, variables)
+        except ChatTemplateError:
+            if all("content" in message for message in given):
+                raise
+            # Of calls without words: some templates want words nevertheless.
+            text = self._guarded(name, variables | {"messages": [{"content": mark("")} | each for each in given]})
+        ignored = {*options, *(["tools"] if tools else [])} - self._variables[name]
+        with self._telling.here():
             unsaid = {variable[:_LONGEST_NAME] for variable in ignored} - self._reported
             new = sorted(unsaid)[: _MOST_REPORTED - len(self._reported)]
             self._reported |= set(new)
@@ -187,46 +191,36 @@ class ChatFormat:
             self._takes_parts[name] = has_both and "'type'" not in text and '"type"' not in text
         return self._takes_parts[name]
 
-    def _rendered(self, name: str, variables: Mapping[str, Any]) -> str:
-        self._sandbox.meter = Meter(_ROOM + _ESCAPED * _characters(variables))
-        template = self._templates.get(name)
-        if template is None:
-            source = self._source(name)
-            template = self._sandbox.from_string(source)
-            self._variables_of(name)
-            self._templates[name] = template
-        return template.render(variables)
-
     def _variables_of(self, name: str) -> set[str]:
         if name not in self._variables:
-            names = self._sandbox.parse(self._source(name)).find_all(jinja2.nodes.Name)
-            self._variables[name] = {each.name for each in names}
+            self._variables[name] = self._ask("variables", self._source(name))
         return self._variables[name]
 
     def _source(self, name: str) -> str:
         if name not in self._sources:
             raise ChatTemplateError(f"there is no chat template {name!r}; the model has {', '.join(self._sources)}")
-        source = self._sources[name]
-        if len(source) > _MOST_SOURCE:
-            raise TooMuchError
-        return source
+        return self._sources[name]
 
     def _guarded(self, name: str, variables: Mapping[str, Any]) -> str:
         """What a template writes; whatever it fails with is a ChatTemplateError."""
-        whose = "the model's chat template" + ("" if name == "default" else f" {name!r}")
+        source, most = self._source(name), _ROOM + _ESCAPED * _characters(variables)
         try:
-            return self._rendered(name, variables)
-        except ChatTemplateError:
-            raise
-        except TemplateRefusal as error:
-            raise ChatTemplateError(f"{whose} refuses these messages: {error}") from None
-        except jinja2.TemplateSyntaxError as error:
-            raise ChatTemplateError(f"{whose} is damaged, line {error.lineno}: {error}") from None
-        except (TooMuchError, RecursionError, MemoryError, OverflowError):
-            raise ChatTemplateError(f"{whose} does not come to an end, or writes far more than its messages") from None
-        except Exception as error:
-            words = str(error) or type(error).__name__
-            raise ChatTemplateError(f"{whose} fails for these messages: {words}") from error
+            text: str = self._ask("render", source, variables, most)
+        except ChatTemplateError as error:
+            whose = "the model's chat template" + ("" if name == "default" else f" {name!r}")
+            raise ChatTemplateError(f"{whose} {error}") from None
+        self._variables_of(name)
+        return text
+
+    def _ask(self, what: str, source: str, *given: Any) -> Any:
+        """What a process says that has limits of time and memory. Raises ChatTemplateError."""
+        if len(source) > _MOST_SOURCE:
+            raise ChatTemplateError(ENDLESS)
+        with _workers.turn() as worker:
+            try:
+                return worker.call(what, source, *given, _SECONDS, timeout=_SILENT)
+            except (ChildKilledError, ChildSilentError):
+                raise ChatTemplateError(ENDLESS) from None
 
     def _spelled(self, token: int) -> str:
         return self._tokenizer.token_text(token) if token >= 0 else ""

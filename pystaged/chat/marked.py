@@ -29,6 +29,9 @@ class Marked(str):
         made.marks = marks
         return made
 
+    def __reduce__(self) -> tuple[type[Marked], tuple[str, str]]:
+        return Marked, (str.__str__(self), self.marks)
+
     def __str__(self) -> str:
         return self
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pystaged._core import Tokenizer
+from pystaged.chat.format import begin
 from pystaged.chat.messages import marked_messages
 from pystaged.cli.console import open_engine, read_prompt, report
 from pystaged.cli.interrupts import Interrupts
@@ -107,6 +108,7 @@ def chat(
         question = read_prompt("-").removesuffix("\n")
     if question is not None and not question.strip():
         raise ValueError("nothing is asked: standard input is empty")
+    begin()
     with open_engine(name, loading) as engine, Interrupts() as interrupts:
         # Refuses what cannot be used; nobody reads it.
         engine.stream(" ", sampling=replace(sampling.config(), min_tokens=0), **constraint)

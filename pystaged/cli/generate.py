@@ -14,6 +14,7 @@ from rich.table import Table
 
 import pystaged
 from pystaged.batch import seeded
+from pystaged.chat.format import begin
 from pystaged.cli.console import errors, open_engine, reading_bar, report
 from pystaged.cli.options import (
     Color,
@@ -142,6 +143,8 @@ def generate(
             raise each.about(ValueError("messages are answered with --chat"))
     if n and n > 1 and config.sampling.is_greedy:
         report("at temperature 0 all texts of a prompt are the same; --temperature 0.8 makes others possible")
+    if chat:
+        begin()
     with open_engine(model, loading) as engine:
         if chat:
             room = engine.n_ctx if max_tokens is None else max_tokens

@@ -45,6 +45,8 @@ from pystaged.server.state import State
 from pystaged.validation import plainly
 
 R = TypeVar("R", bound=BaseModel)
+_FORMS = ("grammar", "json_schema", "response_format", "text", "tools")  # members that say what form a text has
+_MOST_FORMS = 4  # requests with such members that are taken in at once
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
 
@@ -86,6 +88,7 @@ class _Endpoints:
         self._state = state
         self._openapi = encoded(describe(pystaged.__version__))
         self._page = page()
+        self._forms = anyio.CapacityLimiter(_MOST_FORMS)
 
     async def page(self, request: Request) -> Response:
         del request
@@ -164,7 +167,10 @@ class _Endpoints:
 
     async def count_tokens(self, request: Request) -> Response:
         asked = await self._read(request, MessageRequest)
-        return _json(await run_sync(messages.count, self._state, asked))
+        try:
+            return _json(await run_sync(messages.count, self._state, asked))
+        except (ValueError, TypeError) as error:
+            raise refusal(error) from None
 
     async def _text(self, request: Request, kind: type[Any], begin: Callable[[State, Any], Any]) -> Reply:
         path, begun = request.scope["path"], time.monotonic()
@@ -186,12 +192,16 @@ class _Endpoints:
         async def work(sender: Sender) -> None:
             with self._state.gate.coming():
                 try:
-                    answers.append(await run_sync(begin, self._state, asked))
+                    answers.append(await run_sync(begin, self._state, asked, limiter=self._limiter(asked)))
                 except (ValueError, TypeError, ModuleNotFoundError) as error:
                     raise refusal(error) from None
             await answers[0].send(sender)
 
         return Reply(work, pings=bool(asked.stream), timeout=self._state.settings.timeout, over=over)
+
+    def _limiter(self, asked: Any) -> anyio.CapacityLimiter | None:
+        """Of the threads that take in requests for texts of a form, which may take long; None for the usual one."""
+        return self._forms if any(getattr(asked, name, None) for name in _FORMS) else None
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """A request's body, checked. Raises ApiError."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged.chat.format import ChatTemplateError
+from pystaged.chat import ChatTemplateError
 from pystaged.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
 from pystaged.server.answer import Answer

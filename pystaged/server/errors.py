@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from pystaged._core import ContextFullError, DeviceError
-from pystaged.chat.format import ChatTemplateError
-from pystaged.grammars import GrammarError
+from pystaged.chat import ChatTemplateError
+from pystaged.definitions import GrammarError
 
 _KINDS = {
     400: "invalid_request_error",

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pystaged._core import Tokenizer
 from pystaged.batch import seeded
 from pystaged.config import GenerationConfig, TextOptions
+from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
-from pystaged.grammars import GrammarError
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.request_types import ChatRequest, TextRequest
 from pystaged.streams import Writer

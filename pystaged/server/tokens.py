@@ -29,8 +29,9 @@ def tokenize(state: State, request: TokenizeRequest) -> Tokens:
             add_special=not is_content if asked is None else asked,
             parse_special=request.parse_special is not False,
         ).tolist()
-    except UnicodeError:
-        raise ApiError(400, "the text is not valid Unicode", param="content" if is_content else "prompt") from None
+    except ValueError as error:
+        words = "the text is not valid Unicode" if isinstance(error, UnicodeError) else str(error)
+        raise ApiError(400, words, param="content" if is_content else "prompt") from None
     if request.with_pieces and len(found) > _MOST_PIECES:
         message = f"the text has {len(found)} tokens; with_pieces tells of {_MOST_PIECES} at most"
         raise ApiError(400, message, param="with_pieces")

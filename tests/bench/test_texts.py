@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import pystaged
-from pystaged.bench.texts import SERVED, Figures, Ours, TextsReport, Written, _summary
+from pystaged.bench.texts import SERVED, Figures, LeftOut, Ours, TextsReport, Written, _summary
 from pystaged.cli import app
 from pystaged.config import GenerationConfig
 
@@ -37,7 +36,16 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_error(500)
         self.send_response(200)
         self.end_headers()
+        if "{fails}" == "tokens":
+            return self.wfile.write(b'data: {{"stop": true, "content": ""}}\\n\\n')
+        if "{fails}" == "words":
+            return self.wfile.write(b"data: {{oops\\n\\n")
+        if "{fails}" == "kinds":
+            return self.wfile.write(b'data: {{"content": "x", "tokens": 5}}\\n\\n')
         for i in range(asked["n_predict"]):
+            if "{fails}" == "ids":
+                self.wfile.write(b'data: {{"content": "x"}}\\n\\n')
+                continue
             self.wfile.write(b"data: " + json.dumps({{"content": "x", "tokens": [slots]}}).encode() + b"\\n\\n")
         self.wfile.write(b"data: " + json.dumps({{"stop": True, "tokens": []}}).encode() + b"\\n\\n")
 ThreadingHTTPServer(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Handler).serve_forever()
@@ -105,8 +113,19 @@ def server(folder: Path, fails: str = "") -> Path:
     return folder
 
 
-@pytest.mark.parametrize("fails", ["loading", "writing"])
-def test_a_server_that_fails_is_left_out(path: Path, prompts: Path, tmp_path: Path, fails: str) -> None:
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        ("loading", "ended with 3 while loading"),
+        ("writing", "refused"),
+        ("tokens", "answered 2 of 2 texts without a token"),
+        ("words", "answers oddly"),
+        ("kinds", "answers oddly: its tokens are 5"),
+    ],
+)
+def test_a_server_that_fails_is_a_row_with_its_reason(
+    path: Path, prompts: Path, tmp_path: Path, fails: str, reason: str
+) -> None:
     done = run(
         "--model",
         path,
@@ -123,9 +142,26 @@ def test_a_server_that_fails_is_left_out(path: Path, prompts: Path, tmp_path: Pa
         "--json",
     )
     assert done.exit_code == 0, done.output
-    assert [each["way"] for each in json.loads(done.stdout)["figures"]] == ["plain", "drafted"]
-    for way in ("plain", "draft-simple"):
-        assert re.search(rf"llama-server, {way},? takes no part", done.stderr)
+    found = json.loads(done.stdout)
+    assert [each["way"] for each in found["figures"]] == ["plain", "drafted"]
+    ways = ["llama-server, plain", "llama-server, draft-simple"]
+    assert [(each["texts"], each["way"]) for each in found["left_out"]] == [(2, way) for way in ways]
+    for each in found["left_out"]:
+        assert reason in each["reason"]
+    for way in ways:
+        assert f"2 texts, {way} takes no part" in done.stderr
+    report = TextsReport(found["conditions"], [], [LeftOut(**each) for each in found["left_out"]])
+    assert [table.row_count for table in report.tables()] == [2]
+
+
+def test_a_server_that_tells_no_tokens_has_figures(path: Path, prompts: Path, tmp_path: Path) -> None:
+    done = run(
+        "--model", path, "--prompts", prompts, "--max-tokens", "9", "--llama-cpp", server(tmp_path, "ids"), "--json"
+    )
+    assert done.exit_code == 0, done.output
+    peers = [each for each in json.loads(done.stdout)["figures"] if each["way"] == "llama-server, plain"]
+    assert peers
+    assert all(each["tokens_per_second"] > 0 for each in peers)
 
 
 def test_command(path: Path, prompts: Path, tmp_path: Path) -> None:

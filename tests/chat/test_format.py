@@ -16,7 +16,8 @@ from support.children import forks, in_child
 from support.conversations import BOS, CASES, EOS, EXPECTED, TEMPLATES, says, transformers_writes
 
 from pystaged._core import Tokenizer
-from pystaged.chat.format import ChatFormat, ChatTemplateError
+from pystaged.chat import ChatTemplateError
+from pystaged.chat.format import ChatFormat
 from pystaged.loading import names
 from pystaged.loading.metadata import read_metadata
 

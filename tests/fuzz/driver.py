@@ -29,6 +29,7 @@ TARGETS = {  # by name: module and class; each of what is read without being tru
     "checkpoint": "fuzz.checkpoints:Checkpoint",
     "tokenizer": "fuzz.checkpoints:Tokenizer",
     "template": "fuzz.templates:Template",
+    "grammar": "fuzz.grammars:Grammatical",
     "table": "fuzz.tables:Table",
     "costs": "fuzz.kept:Costs",
     "memory": "fuzz.kept:Memory",

@@ -13,11 +13,14 @@ from support.conversations import CASES, TEMPLATES
 
 from fuzz.mutate import damage, damage_value
 from fuzz.target import Case, Target, short
-from pystaged.chat.format import ChatTemplateError
+from pystaged.chat import ChatTemplateError, format
 
 EVIL = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
     "{{ 'a' * 10 ** 9 }}",
+    "{{ ('%(a)s' * 100000) % {'a': 'x' * 1000000} }}",
+    "{{ ('{a}' * 100000).format(a='x' * 1000000) }}",
+    "{{ ('%99999d' * 10000) | format(*range(10000)) }}",
     "{{ [[0] * 9999] * 9999 }}",
     "{{ 2 ** 2 ** 2 ** 2 ** 9 }}",
     "{% macro f(x) %}{{ f(x + 'xx') }}{% endmacro %}{{ f('x') }}",
@@ -55,6 +58,7 @@ class Template(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        format._SECONDS = 1.0
         self._tokenizer = write_vocabulary(folder / "model.gguf", "sentencepiece")
 
     def sound(self) -> Iterator[Case]:

@@ -210,6 +210,8 @@ def test_who_proposed_what(server: Server) -> None:
         ({"guided_regex": "a*"}, "guided_regex"),
         ({"chat_template": "x"}, "chat_template"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"stop": [" " * 600_000, " " * 599_999]}, "stop"),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": ["e" + "x y " * 1_000_000]}, "dry_sequence_breakers"),
     ],
 )
 def test_what_cannot_be_answered_names_the_parameter(server: Server, options: dict[str, Any], param: str) -> None:

@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
@@ -20,8 +21,9 @@ from support.memory import used
 from support.server import Server, events, live, wait_until
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pystaged.config import GenerationConfig
+from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
-from pystaged.grammars import GrammarError
 
 PATH = "/v1/completions"
 _MOST_GROWTH = 4 << 20  # bytes, by which 400 requests may change what a process has
@@ -406,3 +408,34 @@ def test_a_log_has_a_line_for_each_request(engine: Engine) -> None:
     assert lines[0].startswith(f"{PATH} 200 ")
     assert ", 2 texts, " in lines[0]
     assert lines[1].startswith(f"{PATH} 400 ")
+
+
+FORMED: list[dict[str, Any]] = [
+    {"grammar": 'root ::= "a"'},
+    {"json_schema": {"const": 1}},
+    {"response_format": {"type": "json_object"}},
+    {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+]
+
+
+def test_forms_that_take_long_keep_nobody_else_waiting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are threads."""
+    go_on, waiting = threading.Event(), []
+
+    def constraint(config: GenerationConfig) -> None:
+        if config.grammar:
+            waiting.append(config)
+            assert go_on.wait(60)
+            raise GrammarError("no")
+
+    monkeypatch.setattr(engine, "_constraint", constraint)
+    with live(engine, queue=100) as server, ThreadPoolExecutor(48) as pool:
+        try:
+            chats = [body(i) | {"messages": [{"role": "user", "content": "a"}]} | FORMED[i % 4] for i in range(48)]
+            formed = [pool.submit(server.ask, "/v1/chat/completions", each) for each in chats]
+            wait_until(lambda: waiting)
+            assert server.ask(PATH, body(0))[0] == 200
+            assert server.ask("/tokenize", {"content": "a"})[0] == 200
+        finally:
+            go_on.set()
+        assert {each.result()[0] for each in formed} == {400}

@@ -10,8 +10,8 @@ import anthropic
 import pytest
 from support.server import NAME, Server, live, wait_until
 
+from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
-from pystaged.grammars import GrammarError
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"model": NAME, "max_tokens": 12, "extra_body": {"temperature": 0}}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -10,7 +12,13 @@ import pytest
 from support.server import NAME, Server
 
 import pystaged
+from pystaged._core import Tokenizer
 from pystaged.engine import Engine
+from pystaged.server import tokens
+from pystaged.server.errors import ApiError
+from pystaged.server.request_types import TokenizeRequest
+
+VOCABULARY = Path(__file__).parents[1] / "data" / "ggml-vocab-gpt-2.gguf"
 
 TEXT = "zwölf Bäume 🤗"
 ASKED = [{"role": "user", "content": "a"}]
@@ -49,6 +57,24 @@ def test_what_is_none(server: Server, path: str, body: dict[str, Any]) -> None:
     status, found = server.ask(path, body)
     assert status == 400
     assert found["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("member", ["content", "prompt"])
+def test_what_no_tokenizer_splits_names_the_member(member: str) -> None:
+    state: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=Tokenizer(VOCABULARY), n_ctx=8))
+    with pytest.raises(ApiError, match="1100000 bytes in a row without white space") as error:
+        tokens.tokenize(state, TokenizeRequest(**{member: "a" * 1_100_000}))
+    assert (error.value.status, error.value.body["error"]["param"]) == (400, member)
+
+
+def test_what_no_tokenizer_counts_is_no_fault_of_the_servers(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("the text has 1100000 bytes in a row")
+
+    monkeypatch.setattr("pystaged.server.messages.count", fail)
+    body = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    status, found = server.ask("/v1/messages/count_tokens", body)
+    assert (status, found["error"]["message"]) == (400, "the text has 1100000 bytes in a row")
 
 
 def test_what_the_server_is(server: Server, engine: Engine) -> None:

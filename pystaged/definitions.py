@@ -1,0 +1,215 @@
+"""Grammars as llguidance reads them, tried in a process of their own: some of a few bytes would take all memory, and
+nothing but the process's end stops that."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from pystaged import process
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+# As json.dumps writes it. White space that a schema leaves to the model is where small models lose themselves.
+_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LONGEST = 16384  # characters that a grammar may force at its beginning: what goes on for ever does
+_MOST_RULES = 16384
+_MOST_LEVELS = 16384  # of a schema, its references followed
+_MOST_MULTIPLE = 100_000  # what numbers must be multiples of, in units of their last digit: each remainder is a state
+_STACK = 256 << 20  # bytes; enough for so many rules, each in the one before
+_SECONDS = 5  # of processor time
+_ROOM = _STACK + (256 << 20)  # bytes of addresses
+_T = TypeVar("_T")
+
+
+class GrammarError(ValueError):
+    """A grammar, schema or expression that is none, that no text meets, or that is too complex to follow."""
+
+
+def main() -> int:
+    """The process: it answers with definitions."""
+    process.serve(process.parent(), _Host())
+    return 0
+
+
+class _Host:
+    def __init__(self) -> None:
+        import llguidance  # noqa: PLC0415
+
+        # What can take long depends on no vocabulary.
+        self._vocabulary = llguidance.LLTokenizer(cast("TokenizerWrapper", _Bytes()))
+
+    def define(self, option: str, text: str) -> str:
+        """The definition of a grammar that can be compiled, or will be refused, within the limits. Raises ValueError,
+        RecursionError."""
+        with process.limits(_SECONDS, _ROOM):
+            definition = _definition(option, text)
+            matcher = compiled(self._vocabulary, definition)
+            if not matcher.is_error():
+                if len(matcher.compute_ff_bytes()) > _LONGEST:
+                    raise GrammarError(f"it forces a text of more than {_LONGEST} characters")
+                matcher.compute_bitmask()
+        return definition
+
+
+class _Bytes:
+    """The vocabulary of bytes, as TokenizerWrapper has it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    special_token_ids: Sequence[int] = ()
+    eos_token_id = 256
+    tokens = (*(bytes([byte]) for byte in range(256)), b"\xff<end>")
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def compiled(vocabulary: LLTokenizer, definition: str) -> LLMatcher:
+    """A matcher that has read nothing, or is in error."""
+    import llguidance  # noqa: PLC0415
+
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    return _with_deep_stack(partial(llguidance.LLMatcher, vocabulary, definition, log_level=0, limits=limits))
+
+
+def _definition(option: str, text: str) -> str:
+    """A grammar as llguidance writes it."""
+    from llguidance import LLMatcher  # noqa: PLC0415
+    from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415
+
+    if option == "json_schema":
+        schema = json.loads(text)
+        if not isinstance(schema, (dict, bool)):
+            raise GrammarError(f"a schema is an object, not {text[:20]}")
+        _check_depth(schema)
+        if schema is False or not has_finite_value(schema):
+            raise GrammarError("no text of finite length meets it")
+        return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON_STYLE)
+    if option == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if text.count("\n") >= _MOST_RULES:
+        raise GrammarError(f"it has more than {_MOST_RULES} lines")
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(text))
+    except RecursionError:
+        raise
+    except Exception as error:  # which the converter raises as such
+        raise GrammarError(str(error)) from None
+
+
+def _check_depth(schema: Any) -> None:
+    """Refuse what may recur too deeply: each reference leads at most through as many levels as the schema has; and
+    numbers that are too much to follow."""
+    references, deepest = set(), 0
+    parts = [(schema, 1)]
+    while parts:
+        part, depth = parts.pop()
+        deepest = max(deepest, depth)
+        if isinstance(part, dict) and isinstance(part.get("$ref"), str):
+            references.add(part["$ref"])
+        if isinstance(part, dict):
+            _check_multiples(part)
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        parts += [(each, depth + 1) for each in inner if isinstance(each, (dict, list))]
+    if (len(references) + 1) * deepest > _MOST_LEVELS:
+        raise GrammarError(
+            f"its {len(references)} references in {deepest} levels may nest more than {_MOST_LEVELS} levels deep"
+        )
+
+
+def _check_multiples(part: dict[str, Any]) -> None:
+    """Refuse what numbers must be a multiple of, by themselves and in all of several ways, where that is too much."""
+    both = part.get("allOf")
+    parts = [part, *(each for each in (both if isinstance(both, list) else ()) if isinstance(each, dict))]
+    given = [each.get("multipleOf") for each in parts]
+    numbers = [
+        Fraction(str(each))
+        for each in given
+        if isinstance(each, (int, float)) and not isinstance(each, bool) and 0 < each < math.inf
+    ]
+    unit = math.lcm(*(number.denominator for number in numbers))
+    least = math.lcm(*(int(number * unit) for number in numbers))
+    if least > _MOST_MULTIPLE:
+        raise GrammarError(f"its multipleOf comes to more than {_MOST_MULTIPLE} units of the last digit")
+
+
+def has_finite_value(schema: Any) -> bool:
+    """Whether a schema that refers to itself can be met by a value of finite size; True where that cannot be told."""
+    targets: dict[str, Any] = {}
+    missing: dict[int, int] = {}  # of each part that was seen, how many of its needs are not met yet
+    waiting: dict[int, list[list[int]]] = {}  # by part, who needs it: lists of one, emptied once met
+    met: list[int] = []
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if id(part) in missing or not isinstance(part, dict):
+            continue
+        needs = [need for need in _needs(part, schema, targets) if all(isinstance(each, dict) for each in need)]
+        missing[id(part)] = len(needs)
+        met += [] if needs else [id(part)]
+        for need in needs:
+            owner = [id(part)]
+            for each in need:
+                waiting.setdefault(id(each), []).append(owner)
+            parts += need
+    finite = set(met)
+    while met:
+        for owner in waiting.get(met.pop(), ()):
+            if owner:
+                has_it = owner.pop()
+                missing[has_it] -= 1
+                if not missing[has_it]:
+                    finite.add(has_it)
+                    met.append(has_it)
+    return not isinstance(schema, dict) or id(schema) in finite
+
+
+def _needs(part: dict[str, Any], schema: Any, targets: dict[str, Any]) -> list[list[Any]]:
+    """What a finite value of this part takes: of each list, one schema that has a finite value."""
+    if "const" in part or "enum" in part:
+        return []
+    needs = []
+    ref, properties, required = part.get("$ref"), part.get("properties"), part.get("required")
+    if isinstance(ref, str) and ref[:1] == "#":
+        if ref not in targets:
+            targets[ref] = _target(schema, ref)
+        needs.append([targets[ref]])
+    if part.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
+        needs += [[properties.get(name)] for name in required if isinstance(name, str)]
+    if part.get("type") == "array" and isinstance(part.get("minItems"), int) and part["minItems"] > 0:
+        needs.append([part.get("items")])
+    if isinstance(part.get("allOf"), list):
+        needs += [[each] for each in part["allOf"]]
+    needs += [part[word] for word in ("anyOf", "oneOf") if isinstance(part.get(word), list) and part[word]]
+    return needs
+
+
+def _target(schema: Any, ref: str) -> Any:
+    """What a pointer into a schema names, None for nothing."""
+    for step in ref[1:].strip("/").split("/") if ref[1:] else []:
+        name = step.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema
+
+
+_starting = process.ProcessLock()  # a thread's stack is a setting of the process
+
+
+def _with_deep_stack(build: Callable[[], _T]) -> _T:
+    """Call it in a thread with a deep stack: llguidance recurs once for each rule that refers to another."""
+    with ThreadPoolExecutor(1) as pool:
+        with _starting.here():
+            before = threading.stack_size(_STACK)
+            try:
+                built = pool.submit(build)
+            finally:
+                threading.stack_size(before)
+        return built.result()
