@@ -1,7 +1,5 @@
 #include "thread_pool.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -52,18 +50,6 @@ bool spin_until(const Ready& ready) {
 }
 
 }  // namespace
-
-std::atomic<ThreadPool*>& ThreadPool::current() {
-    static std::atomic<ThreadPool*> pool{new ThreadPool};
-    return pool;
-}
-
-ThreadPool& ThreadPool::shared() {
-    // A child has none of the workers, and mutexes that they may have held.
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { current() = new ThreadPool; });
-    (void)registered;
-    return *current();
-}
 
 void ThreadPool::grow(int num_workers) {
     try {

@@ -4,6 +4,8 @@
 // it has in hand, and a caller without any worker (on a machine with no free core) does all of it alone.
 #pragma once
 
+#include <pthread.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -15,10 +17,27 @@
 
 namespace pystaged {
 
+// What a process has one of, never destroyed: threads may be asleep in it when the process ends. A child of fork() gets
+// another one, without what the parent's threads, which it lacks, may have locked.
+template <class T>
+class OfProcess {
+public:
+    static T& get() {
+        static const int registered = pthread_atfork(nullptr, nullptr, [] { current() = new T; });
+        (void)registered;
+        return *current();
+    }
+
+private:
+    static std::atomic<T*>& current() {
+        static std::atomic<T*> own{new T};
+        return own;
+    }
+};
+
 class ThreadPool {
 public:
-    // Never destroyed: workers may be asleep in it when the process ends. A child of fork() has one of its own.
-    static ThreadPool& shared();
+    static ThreadPool& shared() { return OfProcess<ThreadPool>::get(); }
 
     static constexpr int kMaxThreads = 256;
 
@@ -41,8 +60,9 @@ public:
 private:
     using Call = void (*)(const void* task, int index, int worker);
 
+    friend class OfProcess<ThreadPool>;
+
     ThreadPool() = default;
-    static std::atomic<ThreadPool*>& current();
     void dispatch(int count, int num_threads, Call call, const void* task);
     void grow(int num_workers);
     void work(int worker);
