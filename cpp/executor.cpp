@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
+#include <string>
 
 #include "error.h"
 #include "pass/device_pass.h"
@@ -38,6 +39,17 @@ constexpr double kPeakDecay = 0.99;
 
 }  // namespace
 
+void check_shortlist(const Logits& logits, int vocab_size) {
+    for (const int32_t token : logits.shortlist) {
+        if (token < 0 || token >= vocab_size) {
+            throw DeviceError("the device answers a pass with token " + std::to_string(token) +
+                              ", outside the vocabulary of " + std::to_string(vocab_size) +
+                              "; it is out of order, use another one");
+        }
+    }
+    check_finite(logits.shortlist_values.data(), logits.shortlist_values.size());
+}
+
 Executor::Executor(const Model& model)
     : model_(model),
       process_(getpid()),
@@ -49,7 +61,12 @@ std::shared_ptr<Executor> Executor::of(const Model& model) {
     const std::lock_guard<std::mutex> lock(model.executor_mutex_);
     std::shared_ptr<Executor> executor = model.executor_.lock();
     if (!executor || !executor->is_of(getpid())) {
-        executor.reset(new Executor(model));
+        // Destroying that of a process we were forked from would wait for threads that are not here.
+        executor.reset(new Executor(model), [](Executor* made) {
+            if (made->is_of(getpid())) {
+                delete made;
+            }
+        });
         model.executor_ = executor;
     }
     return executor;
@@ -118,7 +135,7 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) 
 
 void Executor::read_shortlist(const Cells& text, Logits& logits) const {
     backend_->read_shortlist(text, logits.shortlist.data(), logits.shortlist_values.data());
-    check_finite(logits.shortlist_values.data(), logits.shortlist_values.size());
+    check_shortlist(logits, model_.numbers().vocab_size);
 }
 
 void Executor::read_logits(const Cells& text, Logits& logits) const {

@@ -25,6 +25,10 @@ struct Logits {
     std::vector<float> shortlist_values;
 };
 
+// Throws DeviceError where a shortlist, which may come from another machine, names tokens that are not in the
+// vocabulary, and ModelError for logits that are not finite.
+void check_shortlist(const Logits& logits, int vocab_size);
+
 // A judged row, and where its candidates go: the k likeliest next tokens, best first, short rows filled up with token
 // -1 and score -inf.
 struct Judged {
@@ -63,7 +67,7 @@ public:
     Sampler& sampler(int worker) { return samplers_[worker]; }
     // Memory for so many rows, reused when nobody holds it any more.
     std::shared_ptr<Logits> make_logits(int num_rows, int shortlist_size);
-    // Of a text's last pass. Throw ModelError for what is not finite.
+    // Of a text's last pass. Throw ModelError for what is not finite, DeviceError for what is no token.
     void read_shortlist(const Cells& text, Logits& logits) const;
     void read_logits(const Cells& text, Logits& logits) const;
     LogitsRow row(const Logits& logits, int row) const;

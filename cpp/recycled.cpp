@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "own_math.h"
+
 namespace pystaged {
 namespace {
 
@@ -90,7 +92,7 @@ void RecycledCandidates::learn(size_t n, const int32_t* before, const int32_t* t
         const float* row = logits + i * k;
         float sum = 0;
         for (int j = 0; j < k; ++j) {
-            chances[j] = std::exp(row[j] - row[0]);
+            chances[j] = static_cast<float>(own_exp(row[j] - row[0]));
             sum += chances[j];
         }
         if (!std::isfinite(sum)) {

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "own_math.h"
 #include "thread_pool.h"
 
 namespace pystaged {
@@ -185,13 +186,13 @@ void Sampler::top_logits(const LogitsRow& row, int k) {
 double Sampler::total() const {
     double total = 0;
     for (const Candidate& c : kept_) {
-        total += std::exp(static_cast<double>(c.score));
+        total += own_exp(c.score);
     }
     return total;
 }
 
 float Sampler::log_total() const {
-    return static_cast<float>(std::log(total()));
+    return static_cast<float>(own_log(total()));
 }
 
 void Sampler::scale(float top, float temperature) {
@@ -205,7 +206,7 @@ bool Sampler::keep_top(double goal) {
     double sum = 0;
     size_t n = 0;
     while (n < kept_.size() && sum < goal) {
-        sum += std::exp(static_cast<double>(kept_[n++].score));
+        sum += own_exp(kept_[n++].score);
     }
     if (sum < goal) {
         return false;
@@ -216,11 +217,11 @@ bool Sampler::keep_top(double goal) {
 
 // Keeps those whose surprise, -log p, is nearest to the mean of it, until they have more than this probability.
 void Sampler::keep_typical(float typical_p) {
-    const double all = total(), log_all = std::log(all);
+    const double all = total(), log_all = own_log(all);
     double entropy = 0;
     for (const Candidate& c : kept_) {
         if (c.score != kNothing) {
-            entropy += std::exp(static_cast<double>(c.score)) / all * (log_all - c.score);
+            entropy += own_exp(c.score) / all * (log_all - c.score);
         }
     }
     const auto oddity = [&](const Candidate& c) { return std::abs(log_all - c.score - entropy); };
@@ -233,7 +234,7 @@ void Sampler::keep_typical(float typical_p) {
     auto end = kept_.end();
     for (double sum = 0; end != kept_.begin() && sum <= typical_p * all; --end) {
         std::pop_heap(kept_.begin(), end, later);
-        sum += std::exp(static_cast<double>((end - 1)->score));
+        sum += own_exp((end - 1)->score);
     }
     kept_.erase(kept_.begin(), end);
     std::sort(kept_.begin(), kept_.end(), better);
@@ -246,13 +247,13 @@ bool Sampler::excludes_top(const Sampling& s, int64_t position) const {
     }
     float noise;
     kernel_.noise(s.seed, position, &kCoin, 1, &noise);
-    return noise <= -std::log(-std::log(static_cast<double>(s.xtc_probability)));
+    return noise <= -own_log(-own_log(s.xtc_probability));
 }
 
 // How many of kept_, best first, XTC excludes.
 size_t Sampler::count_top(float threshold, double total) const {
     size_t n = 0;
-    while (n + 1 < kept_.size() && std::exp(static_cast<double>(kept_[n + 1].score)) >= threshold * total) {
+    while (n + 1 < kept_.size() && own_exp(kept_[n + 1].score) >= threshold * total) {
         ++n;
     }
     return n;
@@ -298,13 +299,13 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, float t
             if (s.top_k > 0 && guess < k) {
                 continue;
             }
-            if (keep_top(s.top_p * (total >= 0 ? total : std::exp(static_cast<double>(log_total())))) || guess == k) {
+            if (keep_top(s.top_p * (total >= 0 ? total : own_exp(log_total()))) || guess == k) {
                 break;
             }
         }
     } else if (s.top_k == 0) {
         // Only min-p is on: its threshold is known beforehand.
-        keep_from(row, top + temperature * std::log(s.min_p));
+        keep_from(row, top + temperature * static_cast<float>(own_log(s.min_p)));
         scale(top, temperature);
         return;
     } else {
@@ -312,7 +313,7 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, float t
         scale(top, temperature);
     }
     if (s.min_p > 0 && !kept_.empty()) {
-        const float least = kept_.front().score + std::log(s.min_p);
+        const float least = kept_.front().score + static_cast<float>(own_log(s.min_p));
         kept_.erase(std::remove_if(kept_.begin(), kept_.end(), [&](const Candidate& c) { return c.score < least; }),
                     kept_.end());
     }
@@ -414,11 +415,11 @@ const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const Logit
         const float top = top_of(row);
         top_logits(row, k);
         scale(top, 1);
-        total = static_cast<float>(std::log(sum_exp(row, top, 1, num_threads)));
+        total = static_cast<float>(own_log(sum_exp(row, top, 1, num_threads)));
     } else if (choice == Choice::all) {
         const float top = top_of(row);
         perturb_all(s, row, position, k, top);
-        total = static_cast<float>(std::log(sum_exp(row, top, inverse(s.temperature), num_threads)));
+        total = static_cast<float>(own_log(sum_exp(row, top, inverse(s.temperature), num_threads)));
     } else {
         total = log_total();
         if (s.temperature > 0) {
@@ -466,7 +467,7 @@ int32_t Sampler::choose(const Sampling& s, const LogitsRow& logits, int64_t posi
 }
 
 const std::vector<Candidate>& Sampler::log_probabilities(const LogitsRow& row, int32_t token, int k, int num_threads) {
-    const float top = top_of(row), total = static_cast<float>(std::log(sum_exp(row, top, 1, num_threads)));
+    const float top = top_of(row), total = static_cast<float>(own_log(sum_exp(row, top, 1, num_threads)));
     kept_.clear();
     if (k > 0) {
         top_logits(row, std::min(k, row.size));

@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <functional>
+#include <mutex>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -18,6 +20,12 @@ namespace {
 
 // Cells beyond the context, so that a tree at its very end still has room for branches.
 constexpr int kSpareCells = 512;
+
+// Where threads wait for sessions that others are in.
+struct Waiting {
+    std::mutex mutex;
+    std::condition_variable left;
+};
 
 int checked_context(const Model& model, int context) {
     const int most = model.numbers().max_context;
@@ -51,25 +59,39 @@ void Session::enter() {
         throw std::runtime_error(
             "the session is in a call that this one interrupts; in a signal handler, set a flag or raise instead");
     }
-    const int process = getpid(), other = process_;
-    if (other != 0 && other != process) {
-        throw std::runtime_error("the process forked while the session was in a call; open another session");
-    }
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (executor_ && !executor_->is_of(process)) {
-        // It may have been in a pass when the process forked: neither to be used nor to be destroyed.
-        (void)new std::shared_ptr<Executor>(executor_);
-        executor_ = Executor::of(*model_);
+    const int process = getpid();
+    const auto take = [&] {
+        int holder = 0;
+        if (!process_.compare_exchange_strong(holder, process) && holder != process) {
+            throw std::runtime_error("the process forked while the session was in a call; open another session");
+        }
+        return holder == 0;
+    };
+    if (!take()) {
+        Waiting& waiting = OfProcess<Waiting>::get();
+        std::unique_lock<std::mutex> lock(waiting.mutex);
+        waiting.left.wait(lock, take);
     }
     caller_ = std::this_thread::get_id();
-    process_ = process;
-    lock.release();
+    if (executor_ && !executor_->is_of(process)) {
+        // It may have been in a pass when the process forked.
+        try {
+            executor_ = Executor::of(*model_);
+        } catch (...) {
+            leave();
+            throw;
+        }
+    }
 }
 
 void Session::leave() {
-    process_ = 0;
     caller_ = std::thread::id();
-    mutex_.unlock();
+    process_ = 0;
+    Waiting& waiting = OfProcess<Waiting>::get();
+    {
+        const std::lock_guard<std::mutex> lock(waiting.mutex);
+    }  // whoever found it taken waits by now
+    waiting.left.notify_all();
 }
 
 Session::Session(std::shared_ptr<const Model> model, int context)

@@ -11,7 +11,6 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -139,9 +138,10 @@ private:
     bool largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const;
     LogitsRow row_to_choose_from(const Sampling& sampling, bool masked, int row);
 
-    std::mutex mutex_;
+    // The process in which it is somebody's turn, 0 for nobody's. One word, so that a child of fork() finds whole turns
+    // or none.
+    std::atomic<int> process_{0};
     std::atomic<std::thread::id> caller_{};  // whose turn it is
-    std::atomic<int> process_{0};            // and in which process, 0 for nobody's
     std::shared_ptr<const Model> model_;
     int context_;
     std::shared_ptr<Executor> executor_;

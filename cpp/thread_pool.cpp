@@ -1,7 +1,5 @@
 #include "thread_pool.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -53,18 +51,6 @@ bool spin_until(const Ready& ready) {
 
 }  // namespace
 
-std::atomic<ThreadPool*>& ThreadPool::current() {
-    static std::atomic<ThreadPool*> pool{new ThreadPool};
-    return pool;
-}
-
-ThreadPool& ThreadPool::shared() {
-    // A child has none of the workers, and mutexes that they may have held.
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { current() = new ThreadPool; });
-    (void)registered;
-    return *current();
-}
-
 void ThreadPool::grow(int num_workers) {
     try {
         while (num_workers_ < std::min(num_workers, kMaxThreads - 1)) {
@@ -80,19 +66,16 @@ void ThreadPool::grow(int num_workers) {
 void ThreadPool::dispatch(int count, int num_threads, Call call, const void* task) {
     std::lock_guard<std::mutex> lock(run_mutex_);
     grow(num_threads - 1);
-    const uint64_t job = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
-    ticket_.store(job << 32 | kClosed, std::memory_order_seq_cst);
-    count_.store(count, std::memory_order_relaxed);
-    num_threads_.store(num_threads, std::memory_order_relaxed);
-    call_.store(call, std::memory_order_relaxed);
-    task_.store(task, std::memory_order_relaxed);
+    count_ = count;
+    call_ = call;
+    task_ = task;
     unfinished_.store(count, std::memory_order_relaxed);
-    ticket_.store((job + 1) << 32, std::memory_order_seq_cst);
+    ticket_.store(uint64_t(num_threads) << 32 | uint32_t(count), std::memory_order_seq_cst);
     if (num_asleep_.load(std::memory_order_seq_cst) > 0) {
         std::lock_guard<std::mutex> sleep_lock(sleep_mutex_);
         work_ready_.notify_all();
     }
-    while (claim_and_call(ticket_.load(std::memory_order_acquire), 0)) {
+    while (claim_and_call(0)) {
     }
     const auto done = [this] { return unfinished_.load(std::memory_order_seq_cst) == 0; };
     if (!spin_until(done)) {
@@ -115,58 +98,47 @@ void ThreadPool::wake() {
     }
 }
 
-bool ThreadPool::claim_and_call(uint64_t ticket, int worker) {
-    for (;;) {
-        const uint64_t index = ticket & kClosed;
-        const Call call = call_.load(std::memory_order_relaxed);
-        const void* task = task_.load(std::memory_order_relaxed);
-        const int count = count_.load(std::memory_order_relaxed);
-        const int num_threads = num_threads_.load(std::memory_order_relaxed);
-        if (index >= static_cast<uint64_t>(count) || worker >= num_threads) {
+bool ThreadPool::has_work(int worker) const {
+    const uint64_t ticket = ticket_.load(std::memory_order_seq_cst);
+    return uint32_t(ticket) > 0 && uint64_t(worker) < ticket >> 32;
+}
+
+bool ThreadPool::claim_and_call(int worker) {
+    uint64_t ticket = ticket_.load(std::memory_order_relaxed);
+    do {
+        if (uint32_t(ticket) == 0 || uint64_t(worker) >= ticket >> 32) {
             return false;
         }
-        if (ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
-            try {
-                if (!failed_.load(std::memory_order_relaxed)) {
-                    call(task, static_cast<int>(index), worker);
-                }
-            } catch (...) {
-                if (!failed_.exchange(true, std::memory_order_relaxed)) {
-                    error_ = std::current_exception();
-                }
-            }
-            if (unfinished_.fetch_sub(1, std::memory_order_seq_cst) == 1 &&
-                caller_asleep_.load(std::memory_order_seq_cst)) {
-                std::lock_guard<std::mutex> sleep_lock(sleep_mutex_);
-                work_done_.notify_one();
-            }
-            return true;
+    } while (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acquire, std::memory_order_relaxed));
+    try {
+        if (!failed_.load(std::memory_order_relaxed)) {
+            call_(task_, count_ - static_cast<int>(uint32_t(ticket)), worker);
+        }
+    } catch (...) {
+        if (!failed_.exchange(true, std::memory_order_relaxed)) {
+            error_ = std::current_exception();
         }
     }
+    if (unfinished_.fetch_sub(1, std::memory_order_seq_cst) == 1 && caller_asleep_.load(std::memory_order_seq_cst)) {
+        std::lock_guard<std::mutex> sleep_lock(sleep_mutex_);
+        work_done_.notify_one();
+    }
+    return true;
 }
 
 void ThreadPool::work(int worker) {
     const FloatEnvironment pinned;
-    uint64_t seen = 0;
+    const auto ready = [&] { return has_work(worker); };
     for (;;) {
-        uint64_t ticket = 0;
-        const auto has_work = [&] {
-            ticket = ticket_.load(std::memory_order_seq_cst);
-            return (ticket & kClosed) != kClosed && (ticket >> 32) != seen;
-        };
-        while (!spin_until(has_work)) {
+        while (!spin_until(ready)) {
             std::unique_lock<std::mutex> sleep_lock(sleep_mutex_);
             const uint64_t wakes = wakes_;
             num_asleep_.fetch_add(1, std::memory_order_seq_cst);
-            work_ready_.wait(sleep_lock, [&] { return has_work() || wakes_ != wakes; });
+            work_ready_.wait(sleep_lock, [&] { return ready() || wakes_ != wakes; });
             num_asleep_.fetch_sub(1, std::memory_order_relaxed);
         }
-        const uint64_t job = ticket >> 32;
-        while ((ticket >> 32) == job && claim_and_call(ticket, worker)) {
-            ticket = ticket_.load(std::memory_order_acquire);
+        while (claim_and_call(worker)) {
         }
-        // Whatever job the ticket is at now gets a fresh look; this one has nothing left for us.
-        seen = job;
     }
 }
 

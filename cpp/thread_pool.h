@@ -4,6 +4,8 @@
 // it has in hand, and a caller without any worker (on a machine with no free core) does all of it alone.
 #pragma once
 
+#include <pthread.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -15,10 +17,27 @@
 
 namespace pystaged {
 
+// What a process has one of, never destroyed: threads may be asleep in it when the process ends. A child of fork() gets
+// another one, without what the parent's threads, which it lacks, may have locked.
+template <class T>
+class OfProcess {
+public:
+    static T& get() {
+        static const int registered = pthread_atfork(nullptr, nullptr, [] { current() = new T; });
+        (void)registered;
+        return *current();
+    }
+
+private:
+    static std::atomic<T*>& current() {
+        static std::atomic<T*> own{new T};
+        return own;
+    }
+};
+
 class ThreadPool {
 public:
-    // Never destroyed: workers may be asleep in it when the process ends. A child of fork() has one of its own.
-    static ThreadPool& shared();
+    static ThreadPool& shared() { return OfProcess<ThreadPool>::get(); }
 
     static constexpr int kMaxThreads = 256;
 
@@ -41,28 +60,35 @@ public:
 private:
     using Call = void (*)(const void* task, int index, int worker);
 
+    friend class OfProcess<ThreadPool>;
+
     ThreadPool() = default;
-    static std::atomic<ThreadPool*>& current();
     void dispatch(int count, int num_threads, Call call, const void* task);
     void grow(int num_workers);
     void work(int worker);
-    bool claim_and_call(uint64_t ticket, int worker);
+    bool has_work(int worker) const;
+    bool claim_and_call(int worker);
 
     std::mutex run_mutex_;  // one job at a time
 
-    // The job in hand. `ticket_` is (job number << 32 | next index); the fields are written while it holds kClosed, so
-    // whoever then claims an index by compare-and-swap has read fields of that very job.
-    static constexpr uint64_t kClosed = 0xffffffffu;
-    alignas(kCacheLine) std::atomic<uint64_t> ticket_{kClosed};
-    alignas(kCacheLine) std::atomic<int> count_{0};
-    std::atomic<int> num_threads_{0};
-    std::atomic<Call> call_{nullptr};
-    std::atomic<const void*> task_{nullptr};
-    std::atomic<bool> failed_{false};
-    std::exception_ptr error_;  // of whoever set failed_; read when nothing is unfinished
-    alignas(kCacheLine) std::atomic<int> unfinished_{0};
-    std::atomic<bool> caller_asleep_{false};
+    // How many threads work on the job in hand, and how many of its indices nobody has claimed: num_threads << 32 |
+    // left. Whoever counts `left` down by compare-and-swap has claimed index count_ - left.
+    alignas(kCacheLine) std::atomic<uint64_t> ticket_{0};
 
+    // The job: written when no index is left and none unfinished, read by who has claimed one and not finished it. So
+    // no thread reads while another writes. Its values are the right ones: the compare-and-swap (acquire) reads what
+    // dispatch() stored in ticket_ (release) after the fields, or what other claims made of that. And it is over when
+    // dispatch() overwrites it: reading 0 in unfinished_ (acquire), it has seen the end (release) of every index.
+    alignas(kCacheLine) int count_ = 0;
+    Call call_ = nullptr;
+    const void* task_ = nullptr;
+    std::atomic<bool> failed_{false};
+    std::exception_ptr error_;  // of whoever set failed_
+    alignas(kCacheLine) std::atomic<int> unfinished_{0};
+
+    // Sleep. Who falls asleep says so and then looks once more; who has something new stores it and then looks for
+    // sleepers. As all four are sequentially consistent, one of the two sees the other.
+    std::atomic<bool> caller_asleep_{false};
     alignas(kCacheLine) std::mutex sleep_mutex_;
     std::condition_variable work_ready_, work_done_;
     std::atomic<int> num_asleep_{0};

@@ -77,6 +77,12 @@ struct W {
     friend W operator+(W a, W b) { return {_mm256_add_epi32(a.x, b.x)}; }
     friend W operator^(W a, W b) { return {_mm256_xor_si256(a.x, b.x)}; }
     friend W operator&(W a, W b) { return {_mm256_and_si256(a.x, b.x)}; }
+    friend W max(W a, W b) { return {_mm256_max_epi32(a.x, b.x)}; }
+    friend int32_t fold_max(W a) {
+        __m128i m = _mm_max_epi32(_mm256_castsi256_si128(a.x), _mm256_extracti128_si256(a.x, 1));
+        m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+        return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
+    }
     friend void multiply(W a, uint32_t b, W& high, W& low) {
         const __m256i factor = _mm256_set1_epi32(static_cast<int>(b));
         const __m256i even = _mm256_mul_epu32(a.x, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64(a.x, 32), factor);

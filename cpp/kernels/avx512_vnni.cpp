@@ -74,6 +74,8 @@ struct W {
     friend W operator+(W a, W b) { return {_mm512_add_epi32(a.x, b.x)}; }
     friend W operator^(W a, W b) { return {_mm512_xor_si512(a.x, b.x)}; }
     friend W operator&(W a, W b) { return {_mm512_and_si512(a.x, b.x)}; }
+    friend W max(W a, W b) { return {_mm512_max_epi32(a.x, b.x)}; }
+    friend int32_t fold_max(W a) { return _mm512_reduce_max_epi32(a.x); }
     friend void multiply(W a, uint32_t b, W& high, W& low) {
         const __m512i factor = _mm512_set1_epi32(static_cast<int>(b));
         const __m512i even = _mm512_mul_epu32(a.x, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(a.x, 32), factor);

@@ -73,6 +73,10 @@ struct W {
     friend W operator+(W a, W b) { return {vaddq_u32(a.x, b.x)}; }
     friend W operator^(W a, W b) { return {veorq_u32(a.x, b.x)}; }
     friend W operator&(W a, W b) { return {vandq_u32(a.x, b.x)}; }
+    friend W max(W a, W b) {
+        return {vreinterpretq_u32_s32(vmaxq_s32(vreinterpretq_s32_u32(a.x), vreinterpretq_s32_u32(b.x)))};
+    }
+    friend int32_t fold_max(W a) { return vmaxvq_s32(vreinterpretq_s32_u32(a.x)); }
     friend void multiply(W a, uint32_t b, W& high, W& low) {
         const uint32x4_t factor = vdupq_n_u32(b);
         const uint32x4_t first = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(a.x), vget_low_u32(factor)));

@@ -63,6 +63,12 @@ inline float round_to_f16(float x) {
     return floats[0];
 }
 
+inline float as_number(int32_t bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+
 // Scales are rounded as ggml rounds its own, which keeps the two engines' choices together; quants are not affected.
 void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
     static_assert(kBlock == 2 * kLanes, "a block is two rows of lanes");
@@ -73,16 +79,17 @@ void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
         int8_t own[kBlock];
         int8_t* out = paired ? own : to.quants + at * kBlock;
         const Row lo = Row::load(x), hi = Row::load(x + kLanes);
-        const float largest = fold_max(max(abs(lo), abs(hi)));
+        // By bits, in whose order NaN is above all numbers: a block that has one is NaN as a whole.
+        const float largest = as_number(fold_max(max(WordRow::bits_of(abs(lo)), WordRow::bits_of(abs(hi)))));
         const Row inverse = Row::set(largest > 1e-30f ? 127.0f / largest : 0.0f);
-        // The order of max's operands turns NaN into a number.
+        // The order of max's operands makes a quant of NaN, too.
         const Row least = Row::set(-127), most = Row::set(127);
         const int first = min(max(lo * inverse, least), most).store_i8(out);
         const int second = min(max(hi * inverse, least), most).store_i8(out + kLanes);
         for (int i = 0; paired && i < kBlock; i += 8) {
             __builtin_memcpy(to.quants + (at - row % 2) * kBlock + row % 2 * 8 + 2 * i, own + i, 8);
         }
-        const float scale = round_to_f16(largest / 127.0f);
+        const float scale = largest == largest ? round_to_f16(largest / 127.0f) : __builtin_nanf("");
         const int zero = zero_point(to.packing);
         BlockFactors& factors = to.factors[at];
         factors.scale = scale;

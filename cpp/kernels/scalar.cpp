@@ -74,6 +74,9 @@ struct W {
     friend W operator+(W a, W b) { return {a.x + b.x}; }
     friend W operator^(W a, W b) { return {a.x ^ b.x}; }
     friend W operator&(W a, W b) { return {a.x & b.x}; }
+    // As signed numbers.
+    friend W max(W a, W b) { return static_cast<int32_t>(a.x) > static_cast<int32_t>(b.x) ? a : b; }
+    friend int32_t fold_max(W a) { return static_cast<int32_t>(a.x); }
     // The two halves of a * b.
     friend void multiply(W a, uint32_t b, W& high, W& low) {
         const uint64_t product = uint64_t(a.x) * b;

@@ -34,7 +34,7 @@ struct Pair {
     friend Pair exp2_int(Pair a) { return {exp2_int(a.lo), exp2_int(a.hi)}; }
     // Lane i with lane i + half, until one is left.
     friend float fold_sum(Pair a) { return fold_sum(a.lo + a.hi); }
-    friend float fold_max(Pair a) { return fold_max(max(a.lo, a.hi)); }
+    friend auto fold_max(Pair a) { return fold_max(max(a.lo, a.hi)); }
 
     // Of words.
     template <class Floats>

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "own_math.h"
+
 namespace pystaged {
 
 namespace {

@@ -10,11 +10,15 @@
 #include "model/loaders.h"
 #include "model/manifest.h"
 #include "pass/kv_cache.h"
+#include "pass/packed_pass.h"
 #include "thread_pool.h"
 
 namespace pystaged {
 
 namespace {
+
+// What a model may take at most: so much, and so many times its file.
+constexpr double kMostBytes = 256 << 20, kMostTimesFile = 4;
 
 int checked_threads(int num_threads) {
     if (num_threads < 0 || num_threads > ThreadPool::kMaxThreads) {
@@ -34,6 +38,24 @@ void check_factors(const GgufFile& file, const Manifest& manifest) {
         if (std::any_of(factors.begin(), factors.end(), [](float factor) { return factor < 1e-6f; })) {
             file.fail("tensor '" + tensor->name + "' holds factors that are not above 0");
         }
+    }
+}
+
+// Matrices are padded to whole blocks, and a pass has rows as wide as the widest: for the shape of a model that is less
+// than its file, for an absurd one it may be hundreds of times as much.
+void check_memory(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers) {
+    double bytes = PackedPass::bytes(numbers);
+    for (const TensorView* tensor : manifest.matrices()) {
+        const double cols = double(tensor->ne[0]), rows = double(tensor->ne[1]);
+        bytes += double(tensor->bytes) * std::ceil(cols / kBlock) * std::ceil(rows / kBlock) * kBlock * kBlock /
+                 (cols * rows);
+    }
+    if (bytes > kMostBytes + kMostTimesFile * double(file.bytes())) {
+        file.fail("a model of width " + std::to_string(numbers.width) + ", with a feed-forward width of " +
+                  std::to_string(numbers.ffn_width) + " and " + std::to_string(numbers.vocab_size) +
+                  " tokens, would take " + std::to_string(int64_t(bytes / (1 << 20))) +
+                  " MiB of memory for a file of " + std::to_string(file.bytes() >> 20) +
+                  "; it is damaged or not a model");
     }
 }
 
@@ -61,6 +83,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     numbers_ = read_hyperparameters(file, *family_);
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
+    check_memory(file, manifest, numbers_);
     check_factors(file, manifest);
     weight_types_ = manifest.types();
     if (devices.empty()) {

@@ -159,9 +159,8 @@ void tree_attention(const Kernel& kernel, int num_threads, int layer, const Atte
                                  [&](int i, int) { prepare(i / num_kv_heads, i % num_kv_heads); });
     }
     scratch.totals.assign(num_kv_heads * head_floats, 0.0f);
-    if (scratch.num_unfinished < size_t(num_segments) * num_kv_heads) {
-        scratch.num_unfinished = size_t(num_segments) * num_kv_heads;
-        scratch.unfinished.reset(new std::atomic<int>[scratch.num_unfinished]);
+    if (scratch.unfinished.size() < size_t(num_segments) * num_kv_heads) {
+        scratch.unfinished = std::vector<std::atomic<int>>(size_t(num_segments) * num_kv_heads);
     }
     std::vector<Round> rounds(num_segments);
     for (int64_t done = 0; done < most_chunks; done += at_once) {

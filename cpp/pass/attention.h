@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <memory>
 #include <vector>
 
 #include "pass/kv_cache.h"
@@ -59,8 +58,7 @@ struct AttentionScratch {
     Lines<float> scores;    // [threads][attention_scratch()]
     Lines<float> partials;  // of each segment [kv heads][chunks of a round][numbers][partial_stride()]; see HeadChunk
     Lines<float> totals;    // of each segment [kv heads][numbers][partial_stride()]
-    std::unique_ptr<std::atomic<int>[]> unfinished;  // [segments][kv heads], tasks of a round
-    size_t num_unfinished = 0;
+    std::vector<std::atomic<int>> unfinished;  // [segments][kv heads], tasks of a round
 };
 
 // Writes keys and values into the caches' cells of this pass, then attends for the rows from `first_row` on into

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <set>
 
+#include "own_math.h"
 #include "pass/transformer.h"
 #include "thread_pool.h"
 
@@ -79,6 +80,12 @@ PackedPass::PackedPass(const Model& model)
         has_gate_ = has_gate_ || layer.ffn_gate.present();
     }
     inputs_.resize(3);
+}
+
+double PackedPass::bytes(const Hyperparameters& h) {
+    const double values =
+        6.0 * h.padded_width() + 4.0 * h.q_width() + 2.0 * h.kv_width() + 3.0 * padded(h.ffn_width, kBlock);
+    return sizeof(float) * (kMaxRows * values + kFewRows * double(h.logits_stride()));
 }
 
 std::unique_ptr<Cells> PackedPass::make_cells(int num_cells, int context) const {

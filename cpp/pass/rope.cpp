@@ -2,90 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
+
+#include "own_math.h"
+#include "thread_pool.h"
 
 namespace pystaged {
 
-namespace {
-
-constexpr double kPi = 3.14159265358979323846;
-// pi / 2 in three parts; the first two have 33 bits each, so that whole numbers up to 2^20 times them are exact.
-constexpr double kHalfPi1 = 1.57079632673412561417e+00;
-constexpr double kHalfPi2 = 6.07710050630396597660e-11;
-constexpr double kHalfPi3 = 2.02226624879595063154e-21;
-constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
-
-// sum of coefficients[i] * x^i
-template <size_t n>
-double polynomial(const double (&coefficients)[n], double x) {
-    double sum = coefficients[n - 1];
-    for (size_t i = n - 1; i-- > 0;) {
-        sum = sum * x + coefficients[i];
-    }
-    return sum;
-}
-
-}  // namespace
-
-// 2^k * m with m around 1, and the series of atanh((m - 1) / (m + 1)).
-double own_log(double x) {
-    int exponent = 0;
-    double m = std::frexp(x, &exponent);
-    if (m < 0.70710678118654752440) {
-        m *= 2;
-        --exponent;
-    }
-    const double s = (m - 1) / (m + 1), z = s * s;
-    constexpr double kTerms[] = {1.0,      1.0 / 3,  1.0 / 5,  1.0 / 7,  1.0 / 9,  1.0 / 11,
-                                 1.0 / 13, 1.0 / 15, 1.0 / 17, 1.0 / 19, 1.0 / 21, 1.0 / 23};
-    return exponent * kLn2High + (exponent * kLn2Low + 2 * s * polynomial(kTerms, z));
-}
-
-double own_exp(double x) {
-    x = std::clamp(x, -700.0, 700.0);
-    const double n = std::nearbyint(x / (kLn2High + kLn2Low));
-    const double r = (x - n * kLn2High) - n * kLn2Low;
-    double sum = 1;
-    for (int i = 16; i > 0; --i) {
-        sum = 1 + r / i * sum;
-    }
-    return std::ldexp(sum, static_cast<int>(n));
-}
-
-void own_sin_cos(double x, double* sine, double* cosine) {
-    if (!(std::fabs(x) < 1 << 30)) {
-        // Beyond any angle that means something; fmod is exact, and infinity becomes NaN.
-        x = std::fmod(x, 2 * kPi);
-        if (std::isnan(x)) {
-            *sine = *cosine = x;
-            return;
-        }
-    }
-    const double n = std::nearbyint(x * (2 / kPi));
-    const double r = ((x - n * kHalfPi1) - n * kHalfPi2) - n * kHalfPi3;
-    const double z = r * r;
-    constexpr double kSine[] = {1.0,          -1.0 / 6,        1.0 / 120,          -1.0 / 5040,
-                                1.0 / 362880, -1.0 / 39916800, 1.0 / 6227020800.0, -1.0 / 1307674368000.0};
-    constexpr double kCosine[] = {1.0,
-                                  -1.0 / 2,
-                                  1.0 / 24,
-                                  -1.0 / 720,
-                                  1.0 / 40320,
-                                  -1.0 / 3628800,
-                                  1.0 / 479001600.0,
-                                  -1.0 / 87178291200.0,
-                                  1.0 / 20922789888000.0};
-    const double s = r * polynomial(kSine, z), c = polynomial(kCosine, z);
-    switch (static_cast<int64_t>(n) & 3) {
-        case 0: *sine = s, *cosine = c; break;
-        case 1: *sine = c, *cosine = -s; break;
-        case 2: *sine = -s, *cosine = -c; break;
-        default: *sine = -c, *cosine = s; break;
-    }
-}
-
 std::vector<double> Rope::frequencies(const std::vector<float>& factors) const {
+    const FloatEnvironment pinned;
     const double log_base = own_log(base);
     double low = 0, high = 0;
     if (yarn) {
@@ -109,6 +33,7 @@ std::vector<double> Rope::frequencies(const std::vector<float>& factors) const {
 }
 
 double Rope::amplitude() const {
+    const FloatEnvironment pinned;
     return yarn ? magnitude * (1 + 0.1 * own_log(1.0 / scale)) : magnitude;
 }
 

@@ -17,7 +17,8 @@ struct Rope {
     float magnitude = 1;  // of queries and keys, as ggml takes it: YaRN's own factor comes on top
     int original_context = 0;
 
-    // Radians per position of each pair of dimensions; `factors` divide them, one for each pair or none.
+    // Radians per position of each pair of dimensions; `factors` divide them, one for each pair or none. The same in
+    // whatever rounding mode the calling thread is, and so is what follows.
     std::vector<double> frequencies(const std::vector<float>& factors) const;
     // By which sines and cosines are multiplied.
     double amplitude() const;
@@ -26,10 +27,5 @@ struct Rope {
 // cosines[dims / 2] and sines[dims / 2] at a position. In double throughout and by functions of our own, so that the
 // floats are the same on every machine.
 void rotation(const std::vector<double>& frequencies, double amplitude, int position, float* cosines, float* sines);
-
-// Natural logarithm, e^x, sine and cosine, to a few units in the last place; the latter for |x| below 2^20.
-double own_log(double x);
-double own_exp(double x);
-void own_sin_cos(double x, double* sine, double* cosine);
 
 }  // namespace pystaged

@@ -26,6 +26,29 @@ using namespace pystaged;
 
 namespace {
 
+thread_local int allocations_left = -1;  // after which memory has ended; negative for no end
+
+}  // namespace
+
+void* operator new(size_t size) {
+    void* const memory = allocations_left == 0 ? nullptr : std::malloc(size);
+    if (!memory) {
+        throw std::bad_alloc();
+    }
+    allocations_left -= allocations_left > 0;
+    return memory;
+}
+
+void operator delete(void* memory) noexcept {
+    std::free(memory);
+}
+
+void operator delete(void* memory, size_t) noexcept {
+    std::free(memory);
+}
+
+namespace {
+
 // ---- Matrices ----
 
 struct Quantized {
@@ -520,7 +543,8 @@ void test_row_functions() {
                 kernel->quantize(x.data(), 64, 0, a.rows(1, packing));
                 scalar.quantize(x.data(), 64, 0, b.rows(1, packing));
                 CHECK(a.quants.same(b.quants));
-                CHECK(std::isnan(odd) || a.factors.same(b.factors));
+                CHECK(a.factors.same(b.factors));
+                CHECK(std::isnan(odd) == std::isnan(a.factors[0].scale + a.factors[1].scale));
                 for (int block = 0; block < (packing == Packing::q2_k ? 0 : 2); ++block) {
                     CHECK(a.factors[block].offsets[0] == b.factors[block].offsets[0]);
                     CHECK(a.factors[block].offsets[1] == b.factors[block].offsets[1]);
@@ -986,6 +1010,43 @@ void test_attentions() {
     }
 }
 
+// Where memory ends in the middle of a pass, the next one finds all it needs.
+void test_memory_that_ends() {
+    const int dim = 16, kv_heads = 40;
+    std::vector<float> qkv(3 * kv_heads * dim, 1.0f), out(kv_heads * dim);
+    const RowContext context{1, 1, nullptr};
+    KvCache cache(KvType::f16, 1, kv_heads, dim, 1);
+    AttentionLayer how;
+    how.num_heads = how.num_kv_heads = kv_heads;
+    how.head_dim = dim;
+    AttentionRows rows;
+    rows.n = 1;
+    rows.segments = {{&cache, 0, 1, 0}};
+    rows.contexts = &context;
+    rows.q = qkv.data();
+    rows.k = rows.q + kv_heads * dim;
+    rows.v = rows.k + kv_heads * dim;
+    rows.stride = qkv.size();
+    const auto attend = [&](AttentionScratch& scratch) {
+        tree_attention(find_kernel("scalar"), 1, 0, how, rows, out.data(), out.size(), nullptr, scratch);
+    };
+    bool failed = true;
+    for (int few = 0; failed; ++few) {
+        AttentionScratch scratch(1, dim);
+        allocations_left = few;
+        try {
+            attend(scratch);
+            failed = false;
+        } catch (const std::bad_alloc&) {
+        }
+        allocations_left = -1;
+        std::fill(out.begin(), out.end(), 0.0f);
+        attend(scratch);
+        CHECK(std::all_of(out.begin(), out.end(), [](float x) { return x == 1; }));
+        CHECK(few > 0 || failed);
+    }
+}
+
 // ---- Threads ----
 
 void test_pool() {
@@ -1025,6 +1086,15 @@ void test_pool() {
         caller.join();
     }
     CHECK(bad == 0);
+    // Jobs that follow each other at once, for other threads and of other lengths than those before.
+    for (int job = 0; job < 20000; ++job) {
+        const int count = 2 + job % 3, num_threads = 2 + job % 4;
+        int calls[4] = {};
+        pool.run(count, num_threads, [&, job](int i, int worker) { calls[i] += worker < num_threads ? job + 1 : -1; });
+        for (int i = 0; i < 4; ++i) {
+            CHECK(calls[i] == (i < count ? job + 1 : 0));
+        }
+    }
     CHECK(physical_cores() >= 1);
 }
 
@@ -1120,6 +1190,7 @@ int main(int argc, char** argv) {
     test_cache();
     test_eight_bit_cache();
     test_attentions();
+    test_memory_that_ends();
 #ifndef PYSTAGED_EMULATED  // neither the sanitizer nor qemu supports new threads in a fork's child
     test_fork();
 #endif

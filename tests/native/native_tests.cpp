@@ -1,4 +1,10 @@
 // Tests of the engine for a build with sanitizers: native_tests MODEL.gguf, a small model that may be of any type.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cfenv>
+#include <chrono>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -13,6 +19,7 @@
 #include "error.h"
 #include "gguf_file.h"
 #include "llama.h"
+#include "own_math.h"
 #include "pass/packed_pass.h"
 #include "sampler.h"
 #include "session.h"
@@ -93,6 +100,43 @@ void test_sampler() {
                 }
             }
         }
+    }
+}
+
+void test_shortlist() {
+    pystaged::Logits logits;
+    logits.shortlist = {0, 99};
+    logits.shortlist_values = {1, 2};
+    check_shortlist(logits, 100);
+    for (const int32_t token : {100, -1, INT32_MAX, INT32_MIN}) {
+        logits.shortlist[1] = token;
+        CHECK_THROWS(DeviceError, (check_shortlist(logits, 100), 0));
+    }
+}
+
+void test_own_math() {
+    for (int i = 0; i < 1000; ++i) {
+        const double x = std::exp(random_float(20)), y = random_float(100);
+        CHECK(std::fabs(own_log(x) - std::log(x)) <= 1e-15 * std::max(1.0, std::fabs(std::log(x))));
+        CHECK(std::fabs(own_exp(y) / std::exp(y) - 1) < 1e-15 * std::max(1.0, std::fabs(y)));
+    }
+    CHECK(own_log(1) == 0 && own_log(0) == -INFINITY && own_log(INFINITY) == INFINITY && std::isnan(own_log(-1)));
+    CHECK(own_exp(0) == 1 && own_exp(-INFINITY) < 1e-300 && std::isnan(own_exp(NAN)) && std::isnan(own_log(NAN)));
+}
+
+// The same in whatever rounding mode the caller is.
+void test_rope() {
+    Rope rope;
+    rope.dims = 128;
+    rope.yarn = true;
+    rope.scale = 0.3f;
+    rope.original_context = 4096;
+    const std::vector<double> frequencies = rope.frequencies({});
+    const double amplitude = rope.amplitude();
+    for (const int mode : {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO}) {
+        std::fesetround(mode);
+        CHECK(rope.frequencies({}) == frequencies && rope.amplitude() == amplitude);
+        std::fesetround(FE_TONEAREST);
     }
 }
 
@@ -319,6 +363,55 @@ void test_concurrent_sessions(const std::string& path) {
     }
     CHECK_THROWS(std::runtime_error,
                  (shared.prefill(random_tokens(*model, PackedPass::kMaxRows + 1), [&] { shared.discard(); }), 0));
+}
+
+// What a child of fork() finds while the parent's threads are in calls, or wait for their turn. Whoever hangs is
+// killed.
+void test_forked_children(const std::string& path) {
+    const auto model = std::make_shared<Model>(path, "", 2);
+    const auto in_child = [](const auto& act) {
+        const pid_t child = fork();
+        if (child == 0) {
+            alarm(20);
+            act();
+            _exit(0);
+        }
+        int status = -1;
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+    };
+    {
+        Session session(model, 64);
+        std::atomic<bool> stop{false};
+        std::vector<std::thread> threads;
+        for (int i = 0; i < 2; ++i) {
+            threads.emplace_back([&] {
+                while (!stop) {
+                    session.num_pending();
+                }
+            });
+        }
+        for (int repeat = 0; repeat < 50; ++repeat) {
+            in_child([&] {
+                try {
+                    session.num_pending();
+                } catch (const std::runtime_error&) {
+                }
+            });
+        }
+        stop = true;
+        for (std::thread& thread : threads) {
+            thread.join();
+        }
+    }
+    std::shared_ptr<Executor> executor = Executor::of(*model);
+    std::thread waiting;
+    {
+        const Executor::Turn computing(*executor);
+        waiting = std::thread([&] { const Executor::Turn next(*executor); });
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        in_child([&] { executor.reset(); });
+    }
+    waiting.join();
 }
 
 // Works of several texts in passes of their own and of all, from threads whose texts overlap.
@@ -551,6 +644,9 @@ int main(int argc, char** argv) {
     const std::string path = argv[1];
 #ifndef __SANITIZE_THREAD__  // under which they take very long, and have no threads of their own
     test_sampler();
+    test_shortlist();
+    test_own_math();
+    test_rope();
     for (const Kernel* kernel : available_kernels()) {
         test_session(path, *kernel);
         test_prompt(path, *kernel);
@@ -559,6 +655,7 @@ int main(int argc, char** argv) {
 #else
     test_works(path, find_kernel(""));
 #endif
+    test_forked_children(path);
     test_packed_weights(path);
     test_concurrent_sessions(path);
     test_log_capture();
