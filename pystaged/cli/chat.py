@@ -28,6 +28,7 @@ from pystaged.cli.options import (
     SamplingOptions,
     ShowTree,
     Stop,
+    StopLoops,
     System,
     Think,
     either,
@@ -36,8 +37,10 @@ from pystaged.cli.options import (
 )
 from pystaged.cli.painting import show, summary
 from pystaged.cli.turns import Turns, take_lines
-from pystaged.config import NO_LIMIT, GenerationConfig, TextOptions
+from pystaged.config import NO_LIMIT, GenerationConfig, SamplingConfig, TextOptions
 from pystaged.files import expanded, read_small, whole_file
+from pystaged.loading.names import SMOLLM2
+from pystaged.recommended import ANSWER_TOKENS, LOOP_WORDS, described
 from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
 
@@ -67,9 +70,10 @@ def chat(
         typer.Option(
             "--max-tokens", "-n", min=0, help="New tokens at most; 0 for as many as the context has room for."
         ),
-    ] = 0,
+    ] = ANSWER_TOKENS,
     think: Think = None,
     stop: Stop = None,
+    stop_loops: StopLoops = None,
     grammars: GrammarOptions,
     sampling: SamplingOptions,
     loading: LoadOptions,
@@ -79,7 +83,7 @@ def chat(
 ) -> None:
     """Talk with a model, which answers as its own chat template has it, stays loaded and reads only what is new.
 
-    The model is smollm2 unless you name another. Piped input is one question.
+    The model is smollm2 unless you name another, and sampling what its makers recommend. Piped input is one question.
 
     Example: pystaged chat smollm2 --temperature 0.7 --top-p 0.9
 
@@ -89,7 +93,8 @@ def chat(
     with usage():
         limit = max_tokens or NO_LIMIT
         GenerationConfig(max_tokens=limit, sampling=sampling.config(), stop=stop or (), **constraint)
-    name = either(model, named, "smollm2")
+    name = either(model, named)
+    name = SMOLLM2 if name is None else name  # what the bundled pair writes is no answer
     question = None if sys.stdin.isatty() else read_prompt("-").removesuffix("\n")
     if question is not None and not question.strip():
         raise ValueError("nothing is asked: standard input is empty")
@@ -107,8 +112,10 @@ def chat(
             think=think,
             stats=stats,
             stop=stop or (),
+            stop_loops=stop_loops is not False,
             constraint=constraint,
         )
+        report(f"{engine.model.name}: {described(sampling.config(engine.recommended_sampling))}")
         if question is None:
             take_lines(session, interrupts)
             return
@@ -137,11 +144,12 @@ class Chat(Turns):
         think: bool | None = None,
         stats: bool = False,
         stop: Sequence[str] = (),
+        stop_loops: bool = True,
         constraint: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree)
         self._system = system
-        self._stop = stop
+        self._stop, self._stop_loops = stop, stop_loops
         self._constraint = constraint or {}
         self._options = {} if think is None else {"enable_thinking": think}
         self._shows_stats = stats
@@ -188,10 +196,13 @@ class Chat(Turns):
     def _stream(self, messages: list[dict[str, Any]], progress: Callable[[int, int], None]) -> Stream:
         begun = [{"role": "system", "content": self._system}] if self._system else []
         options = TextOptions(
-            sampling=self._sampling.config(), stop=self._stop, progress=progress, **cast(TextOptions, self._constraint)
+            max_tokens=self._max_tokens or self._engine.n_ctx,
+            sampling=self._config(self._sampling),
+            stop=self._stop,
+            stop_loops=self._stop_loops,
+            progress=progress,
+            **cast(TextOptions, self._constraint),
         )
-        if self._max_tokens:
-            options["max_tokens"] = self._max_tokens
         return self._engine.stream_chat([*begun, *messages], template_options=self._options, **options)
 
     def _ask(self, question: str) -> None:
@@ -217,6 +228,9 @@ class Chat(Turns):
         else:
             errors.print(about)
 
+    def _config(self, sampling: SamplingOptions) -> SamplingConfig:
+        return sampling.config(self._engine.recommended_sampling)
+
     def _fixed_by(self) -> object:
         """What fixes the greedy answer to a question, besides what was said before it."""
         return self._system, self._max_tokens, replace(self._sampling, seed=0)
@@ -231,6 +245,8 @@ class Chat(Turns):
         """Show the numbers of an answer if that is wished, and why it ends where it does."""
         if self._shows_stats:
             errors.print(speed(result.stats, self._color))
+        if result.finish_reason == "loop":
+            report(f"{LOOP_WORDS}; --no-stop-loops lets it go on")
         if result.finish_reason != "length":
             return
         if len(result.tokens) == self._max_tokens:
@@ -244,11 +260,11 @@ class Chat(Turns):
         before, question = self._asked
         kept = self._messages
         is_done = len(kept) > len(before) and self._last is not None and self._last.finish_reason == "stop"
-        if not self._sampling.temperature and is_done and self._made_with == self._fixed_by():
+        if self._config(self._sampling).is_greedy and is_done and self._made_with == self._fixed_by():
             raise ValueError(
                 "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
             )
-        if self._sampling.seed >= 0:
+        if self._sampling.seed is not None and self._sampling.seed >= 0:
             self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**64)
         self._messages = before
         try:

@@ -47,13 +47,13 @@ def repl(
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
 ) -> None:
-    """Write a text in turns with a model, by default the house model; it stays loaded and reads only what is new.
+    """Write a text in turns with a model, which stays loaded and reads only what is new.
 
     Example: pystaged repl --temperature 0.8 --top-p 0.95 --color stages
     """
     with usage():
         GenerationConfig(max_tokens=max_tokens, sampling=sampling.config(), stop=stop or ())
-    with open_engine(either(model, named, "house"), loading) as engine, Interrupts() as interrupts:
+    with open_engine(either(model, named), loading) as engine, Interrupts() as interrupts:
         session = Repl(engine, sampling, max_tokens, color, interrupts, show_tree=show_tree, stop=stop or ())
         take_lines(session, interrupts)
 

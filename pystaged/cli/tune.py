@@ -10,7 +10,7 @@ from pystaged.loading.pair import Pair
 
 
 @grouped
-def tune(*, model: ModelName = "house", options: PairOptions) -> None:
+def tune(*, model: ModelName = None, options: PairOptions) -> None:
     """Measure again what passes cost on this machine, and show it.
 
     Example: pystaged tune --model path/to/model.gguf --draft path/to/draft.gguf

@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import typer
 from rich.text import Text
@@ -17,13 +17,14 @@ from pystaged.cli.console import errors, reading_bar, report, words
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
 from pystaged.cli.painting import show, summary
+from pystaged.config import SamplingConfig
 from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
 
 _QUOTES = '"""'
 # What /set sets, of SamplingOptions and besides.
 _SETTABLE: dict[str, type[int] | type[float]] = {
-    **{name: type(value) for name, value in vars(SamplingOptions()).items() if type(value) in (int, float)},
+    **{name: kind for name, kind in get_type_hints(SamplingConfig).items() if kind in (int, float)},
     "max_tokens": int,
 }
 
@@ -104,6 +105,10 @@ class Turns(ABC):
             stream.close()
         return stream.result if stream else None, about
 
+    def _config(self, sampling: SamplingOptions) -> SamplingConfig:
+        """What is in force. Raises ValueError for what is out of range."""
+        return sampling.config()
+
     def _set(self, words: list[str]) -> None:
         if len(words) != 2:
             raise ValueError("write /set NAME VALUE, such as /set temperature 0.8")
@@ -122,7 +127,7 @@ class Turns(ABC):
             return
         changed: dict[str, Any] = {name: number}
         sampling = replace(self._sampling, **changed)
-        sampling.config()
+        self._config(sampling)
         self._sampling = sampling
 
 
