@@ -41,7 +41,7 @@ ModelName = Annotated[
         "--model",
         help="GGUF file, 'house', 'smollm2', or made once: 'grown' and 'grown-smollm2' say what a small model says and "
         "cost what a large one costs; 'random' (GPT-2 Large), 'llama1b' and 'llama8b' have random weights.",
-        default_factory=lambda: names.default_model(report),
+        callback=lambda name: name or names.default_model(report),
         show_default=DEFAULT_MODEL,
     ),
 ]
@@ -68,7 +68,7 @@ MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.", ca
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
-    model: ModelName,
+    model: ModelName = "",
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
@@ -192,7 +192,7 @@ def passes(
 
 @app.command()
 def texts(
-    model: ModelName,
+    model: ModelName = "",
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
@@ -250,7 +250,7 @@ def texts(
 
 @app.command()
 def lossless(
-    model: ModelName,
+    model: ModelName = "",
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
@@ -296,7 +296,7 @@ def lossless(
 
 @app.command()
 def parts(
-    model: ModelName,
+    model: ModelName = "",
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,

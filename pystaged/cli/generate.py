@@ -148,7 +148,8 @@ def generate(
         if chat:
             answered = sampling.config(engine.recommended_sampling)
             config = replace(config, sampling=answered, stop=(*config.stop, *engine.chat_format.stop))
-            report(described(answered))
+            seed = "" if answered.is_greedy else f", seed {answered.seed}"
+            report(f"{engine.model.name}: {described(answered)}{seed}")
         if n and n > 1 and config.sampling.is_greedy:
             report("at temperature 0 all texts of a prompt are the same; --temperature 0.8 makes others possible")
 

@@ -212,8 +212,8 @@ _RULES = "Penalties and other rules"
 
 @dataclass
 class SamplingOptions:
-    """How tokens are chosen; the fields are those of SamplingConfig, but for lists, which are words here. None is for what
-    is not given."""
+    """How tokens are chosen; the fields are those of SamplingConfig, but for lists, which are words here. What is not
+    given is None."""
 
     temperature: Annotated[
         float | None,
