@@ -251,6 +251,8 @@ class TextOptions(TypedDict, total=False):
 
     max_tokens: new tokens at most, 128 unless given.
     stop: one string or several that end the text before they appear in it; 65,536 characters in all.
+    stop_loops: end the text, with finish_reason "loop", when its last tokens are one span of 1 to 512 over and over:
+        three times or more, 128 tokens or more in all.
     json_schema: a schema, as a dictionary or as JSON text, that the text meets; regex: an expression that it matches;
         grammar: a grammar, in Lark's or llama.cpp's notation, that it follows. One of them; needs the extra "grammar".
         The text ends where nothing more may follow, whatever min_tokens and ignore_eos say, and is cut where max_tokens
@@ -268,6 +270,7 @@ class TextOptions(TypedDict, total=False):
 
     max_tokens: int
     stop: str | Sequence[str]
+    stop_loops: bool
     json_schema: Mapping[str, Any] | str | None
     regex: str | None
     grammar: str | None
@@ -336,6 +339,7 @@ class GenerationConfig:
     sampling: SamplingConfig
     max_tokens: int
     stop: tuple[str, ...]
+    stop_loops: bool
     grammar: Grammar | None
     speculate: bool
     progress: Callable[[int, int], object] | None
@@ -349,6 +353,7 @@ class GenerationConfig:
         *,
         max_tokens: int = 128,
         stop: str | Sequence[str] = (),
+        stop_loops: bool = False,
         json_schema: Mapping[str, Any] | str | None = None,
         regex: str | None = None,
         grammar: str | Grammar | None = None,
@@ -379,6 +384,7 @@ class GenerationConfig:
         object.__setattr__(self, "prediction", _prediction(prediction))
         object.__setattr__(self, "max_tokens", max_tokens)
         object.__setattr__(self, "stop", _texts("stop", stop))
+        object.__setattr__(self, "stop_loops", truth("stop_loops", stop_loops))
         object.__setattr__(self, "grammar", _grammar(json_schema, regex, grammar))
         object.__setattr__(self, "speculate", truth("speculate", speculate))
         if progress is not None and not callable(progress):

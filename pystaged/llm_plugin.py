@@ -56,12 +56,15 @@ def register_models(register: Callable[..., None]) -> None:
 class ModelOptions(llm.Options):
     """Those of pystaged.Engine.chat, checked as there, and some of pystaged.load."""
 
-    max_tokens: int | None = Field(None, description="New tokens at most; as many as the context has room for.")
-    temperature: float | None = Field(None, description="0, the default, always takes the likeliest token.")
+    max_tokens: int | None = Field(None, description="New tokens at most; 2048 unless given.")
+    stop_loops: bool | None = Field(None, description="False lets an answer go on that repeats itself.")
+    temperature: float | None = Field(
+        None, description="0 always takes the likeliest token; by default this and filters are the model's makers'."
+    )
     top_k: int | None = Field(None, description="Keep this many of the likeliest tokens; 0 keeps all.")
     top_p: float | None = Field(None, description="Keep the fewest tokens that have this probability together.")
     min_p: float | None = Field(None, description="Keep tokens at least this likely relative to the likeliest.")
-    seed: int | None = Field(None, description="Same seed, same text; 0 by default, -1 draws one.")
+    seed: int | None = Field(None, description="Same seed, same text; drawn unless given.")
     typical_p: float | None = Field(None, description="Keep tokens about as surprising as expected; 1 keeps all.")
     xtc_probability: float | None = Field(None, description="How often the likeliest of several good tokens go.")
     xtc_threshold: float | None = Field(None, description="From which probability on a token is good for XTC.")
@@ -248,7 +251,8 @@ def _arguments(engine: Engine, prompt: llm.Prompt) -> dict[str, Any]:
     options: Any = prompt.options
     messages = [_message(message, engine.tokenizer) for message in prompt.messages]
     schema = {"json_schema": prompt.schema} if prompt.schema else {}
-    return {"messages": messages, "template_options": options.of_template(), **schema, **options.of_text()}
+    sampling = {**engine.recommended_sampling, "seed": None, **options.of_text()}
+    return {"messages": messages, "template_options": options.of_template(), **schema, **sampling}
 
 
 def _message(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:

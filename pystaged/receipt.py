@@ -26,6 +26,8 @@ MOST_BYTES = 16_000_000
 _FORMAT = "pystaged receipt 1"
 # Options that no text depends on; all others are in a receipt.
 _WITHOUT_EFFECT = {"speculate", "progress", "logprobs", "prompt_logprobs", "reuse", "prediction"}
+# Options that a receipt has only where they are not these.
+_UNLESS: dict[str, Any] = {"stop_loops": False}
 _FIELDS = (
     *("format", "versions", "arithmetic", "model", "vocabulary", "device", "kv", "n_ctx"),
     *("prompt", "options", "text"),
@@ -201,8 +203,8 @@ class Receipt:
         )
         if receipt.kv not in ("f16", "q8_0"):
             raise ValueError("kv must be f16 or q8_0")
-        if receipt.finish_reason not in ("stop", "length"):
-            raise ValueError("text.finish_reason must be stop or length")
+        if receipt.finish_reason not in ("stop", "length", "loop"):
+            raise ValueError("text.finish_reason must be stop, length or loop")
         if not 0 < receipt.n_ctx < 2**31:
             raise ValueError("n_ctx is out of range")
         if prompt.hash("sha256") != token_hash(receipt.prompt):
@@ -245,7 +247,8 @@ def _names(kind: type[Any]) -> list[str]:
 
 def _options(config: GenerationConfig | SamplingConfig | Grammar) -> dict[str, Any]:
     """The options that a text depends on, as JSON has them."""
-    return {name: _value(getattr(config, name)) for name in _names(type(config))}
+    values = {name: _value(getattr(config, name)) for name in _names(type(config))}
+    return {name: value for name, value in values.items() if name not in _UNLESS or value != _UNLESS[name]}
 
 
 def _value(value: Any) -> Any:
@@ -261,7 +264,7 @@ def _value(value: Any) -> Any:
 def _config(given: Mapping[str, Any]) -> GenerationConfig:
     """Options from JSON, checked; those that no text depends on are the default ones. Raises ValueError."""
     whole = _Fields(given, "options.")
-    whole.check_names(_names(GenerationConfig))
+    whole.check_names([name for name in _names(GenerationConfig) if name not in _UNLESS or name in given])
     sampling = _Fields(given["sampling"], "options.sampling.")
     sampling.check_names(_names(SamplingConfig))
     grammar = given["grammar"]
@@ -277,6 +280,7 @@ def _config(given: Mapping[str, Any]) -> GenerationConfig:
     except (ValueError, TypeError) as error:
         raise ValueError(_word(f"options: {error}")) from None
     sampling.check_written(_options(config.sampling))
+    whole.check_names([*_options(config)])
     whole.check_written(_options(config))
     return config
 

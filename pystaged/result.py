@@ -17,7 +17,7 @@ from pystaged.stats import GenerationStats
 if TYPE_CHECKING:
     from pystaged.receipt import Origin, Receipt
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "loop", "cancelled"]
 
 
 class DeviceLostError(DeviceError):
@@ -116,8 +116,8 @@ class GenerationResult:
     text: without the prompt and without the stop string. tokens: the new ones only, end of text left out; stages: who
     proposed each of them; pieces: the bytes of each. Where a text is cut inside a character, the tokens have its
     beginning and the text has not.
-    finish_reason: "stop" for end of text or a stop string, "length" for max_tokens or a full context, "cancelled" for a
-    stream that was closed early.
+    finish_reason: "stop" for end of text or a stop string, "length" for max_tokens or a full context, "loop" for a text
+    that repeats itself (see stop_loops), "cancelled" for a stream that was closed early.
     seed: of the sampling, given or drawn.
     logprobs: of each token, None where they were not asked for; prompt_logprobs: of each of the prompt's but the first.
     origin: what the text was made of, for `receipt`; None for a result that no Engine made.

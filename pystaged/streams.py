@@ -16,6 +16,7 @@ from pystaged.decoding.opening import Opening
 from pystaged.decoding.rounds import LiveText
 from pystaged.decoding.step import Logprobs, Step
 from pystaged.decoding.tree import Stage
+from pystaged.loops import LoopFinder
 from pystaged.process import ProcessLock
 from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, TokenLogprob
 from pystaged.sampling import bind
@@ -158,6 +159,7 @@ class Writer:
             config.sampling, engine.tokenizer, len(self.prompt_tokens), config.logprobs, self._constraint
         )
         self._buffer = TextBuffer(config.stop)
+        self._loops = LoopFinder() if config.stop_loops else None
         self.stats = GenerationStats()
         self._text: list[str] = []
         self._tokens: list[int] = []
@@ -236,7 +238,7 @@ class Writer:
             piece = self._piece(step)
             if piece.tokens or piece.text:
                 entry.say(piece)
-            if self._buffer.stopped:
+            if self._buffer.stopped or self._finish == "loop":
                 live.close()
 
         def end(error: BaseException | None) -> None:
@@ -257,17 +259,21 @@ class Writer:
         return live
 
     def _piece(self, step: Step) -> Piece:
-        """What a step adds: its tokens up to a stop string, and the text that is certain after them."""
+        """What a step adds: its tokens up to a stop string or a loop, and the text that is certain after them."""
         text, new = "", 0
+        finish: FinishReason | None = step.finish_reason
         for token in step.tokens:
             self._pieces.append(self.engine.tokenizer.token_bytes(token))
             text += self._buffer.push(self._pieces[-1])
             new += 1
             if self._buffer.stopped:
                 break
-        if step.finish_reason:
-            text += self._buffer.finish(cut=step.finish_reason == "length")
-        self._finish = "stop" if self._buffer.stopped else step.finish_reason
+            if self._loops and self._loops.push(token):
+                finish = "loop"
+                break
+        if finish:
+            text += self._buffer.finish(cut=finish != "stop")
+        self._finish = "stop" if self._buffer.stopped else finish
         self._text.append(text)
         self._tokens += step.tokens[:new]
         self._stages += step.stages[:new]

@@ -528,7 +528,7 @@ def cold(engine: Engine, prompt: str, count: int, sampling: SamplingConfig) -> l
 
 @pytest.fixture(params=["draft", "n-grams"])
 def house(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with pystaged.load(draft="auto" if request.param == "draft" else "none") as engine:
+    with pystaged.load("house", draft="auto" if request.param == "draft" else "none") as engine:
         yield engine
 
 
@@ -569,7 +569,7 @@ def test_texts_that_begin_together_read_their_common_beginning_once(house: Engin
 
 def test_little_memory_changes_nothing() -> None:
     sampling = SamplingConfig(0.8, seed=2)
-    with pystaged.load(kv_memory=3 << 20) as engine:
+    with pystaged.load("house", kv_memory=3 << 20) as engine:
         assert engine.kv_memory == 3 << 20
         for prompt in PROMPTS:
             result = engine.generate(prompt, max_tokens=40, sampling=sampling)
@@ -578,10 +578,10 @@ def test_little_memory_changes_nothing() -> None:
 
 
 def test_a_text_waits_for_another_thread_s() -> None:
-    with pystaged.load() as sized:
+    with pystaged.load("house") as sized:
         memory = sized._contexts._needed(200)
     found: list[list[int]] = []
-    with pystaged.load(kv_memory=memory) as engine:
+    with pystaged.load("house", kv_memory=memory) as engine:
         stream = engine.stream(GREETING, max_tokens=60)
         next(stream)
         thread = threading.Thread(target=lambda: found.append(engine.generate("class Tree:", max_tokens=80).tokens))
@@ -603,7 +603,7 @@ def test_a_real_conversation_survives_strangers(house: Engine) -> None:
 
 
 def test_what_was_learnt_is_inherited() -> None:
-    with pystaged.load() as engine:
+    with pystaged.load("house") as engine:
         engine.generate(GREETING, max_tokens=60, temperature=0.5)
         (old,) = engine._contexts._at_rest
         # Timing decides whether drafts are used; here they are.
@@ -651,9 +651,9 @@ def test_a_fork_on_a_device(random_gguf: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("memory", [0, -5])
 def test_a_bound_that_is_none(memory: int) -> None:
     with pytest.raises(ValueError, match="kv_memory must be a positive number of bytes"):
-        pystaged.load(kv_memory=memory)
+        pystaged.load("house", kv_memory=memory)
     with pytest.raises(TypeError):
-        pystaged.load(kv_memory="2G")  # type: ignore[arg-type]
+        pystaged.load("house", kv_memory="2G")  # type: ignore[arg-type]
 
 
 def test_memory_is_flat_over_many_short_texts(random_gguf: Callable[..., Path]) -> None:

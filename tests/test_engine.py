@@ -96,7 +96,7 @@ def text_of(engine: Engine, tokens: list[int], finish: str = "length") -> str:
 
 def test_progress_of_a_prompt() -> None:
     calls: list[tuple[int, ...]] = []
-    with pystaged.load() as engine:
+    with pystaged.load("house") as engine:
         engine.generate(range(300), max_tokens=1, progress=lambda *call: calls.append(call))
         assert calls == [(0, 299), (256, 299), (299, 299)]
         with pytest.raises(TypeError, match="progress"):
@@ -126,11 +126,11 @@ def test_result(engine: Engine, path: Path, options: dict[str, Any]) -> None:
 def test_house_model(house_target: Path) -> None:
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.5, "seed": 2}
     prompt = "def fibonacci(n):\n"
-    result = pystaged.generate(prompt, **options)
+    result = pystaged.generate(prompt, model="house", **options)
     assert result.tokens == plain_tokens(house_target, prompt, 24, temperature=0.5, seed=2)
     assert pystaged.generate(prompt, model=str(house_target), **options).text == result.text
     assert pystaged.generate(prompt, model="house", **options).text == result.text
-    with pystaged.stream(prompt, **options) as stream:
+    with pystaged.stream(prompt, model="house", **options) as stream:
         assert "".join(stream) == result.text
 
 
@@ -949,7 +949,7 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
 )
 def test_what_is_refused_before_loading(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        pystaged.load(**options)
+        pystaged.load("house", **options)
 
 
 @pytest.mark.parametrize("option", ["ignore_eos", "temperature_last", "speculate"])

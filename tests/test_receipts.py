@@ -201,7 +201,7 @@ def test_what_was_promised(monkeypatch: pytest.MonkeyPatch, name: str, kernel: s
 
 def test_every_option_is_in_it_or_without_effect(sampled: Receipt) -> None:
     options = json.loads(sampled.to_json())["options"]
-    assert {*options, *receipt._WITHOUT_EFFECT} == {each.name for each in fields(GenerationConfig)}
+    assert {*options, *receipt._WITHOUT_EFFECT, *receipt._UNLESS} == {each.name for each in fields(GenerationConfig)}
     assert {*options["sampling"], "_native"} == {each.name for each in fields(SamplingConfig)}
 
 
@@ -427,7 +427,7 @@ def changed(text: str, where: str, value: Any) -> str:
         ("prompt.tokens", [1], "prompt.sha256 is not that of prompt.tokens"),
         ("prompt.sha256", "0" * 64, "prompt.sha256 is not that of prompt.tokens"),
         ("text.tokens", [[]], "text.tokens must hold token ids"),
-        ("text.finish_reason", "cancelled", "text.finish_reason must be stop or length"),
+        ("text.finish_reason", "cancelled", "text.finish_reason must be stop, length or loop"),
         ("options", [], "options must be an object"),
         ("options.max_tokens", 0, "options: max_tokens must be at least 1, not 0"),
         ("options.max_tokens", ..., "options.max_tokens is missing"),

@@ -18,7 +18,7 @@ from pystaged.sampling import bind
 
 @grouped
 def audit(
-    model: Annotated[str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, or 'house'.")],
+    model: Annotated[str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
     loading: LoadOptions,
     sampling: SamplingOptions,

@@ -24,10 +24,11 @@ from pystaged.bench.contest import Contest
 from pystaged.bench.prompts import choose
 from pystaged.cli.command import Command
 from pystaged.cli.console import draft_name, errors, report
-from pystaged.cli.options import Json, Threads, check, usage
+from pystaged.cli.options import DEFAULT_MODEL, Json, Threads, check, usage
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy
+from pystaged.loading import names
 from pystaged.loading.pair import Pair
 
 app = typer.Typer()
@@ -41,6 +42,8 @@ ModelName = Annotated[
         "--model",
         help="GGUF file, 'house', 'smollm2', or made once: 'grown' and 'grown-smollm2' say what a small model says and "
         "cost what a large one costs; 'random' (GPT-2 Large), 'llama1b' and 'llama8b' have random weights.",
+        callback=lambda name: name or names.default_model(report),
+        show_default=DEFAULT_MODEL,
     ),
 ]
 DraftName = Annotated[
@@ -66,7 +69,7 @@ MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.", ca
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
-    model: ModelName = "house",
+    model: ModelName = "",
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
@@ -190,7 +193,7 @@ def passes(
 
 @app.command(cls=Command)
 def texts(
-    model: ModelName = "house",
+    model: ModelName = "",
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
@@ -248,7 +251,7 @@ def texts(
 
 @app.command(cls=Command)
 def lossless(
-    model: ModelName = "house",
+    model: ModelName = "",
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
@@ -294,7 +297,7 @@ def lossless(
 
 @app.command(cls=Command)
 def parts(
-    model: ModelName = "house",
+    model: ModelName = "",
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,

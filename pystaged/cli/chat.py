@@ -26,6 +26,7 @@ from pystaged.cli.options import (
     SamplingOptions,
     ShowTree,
     Stop,
+    StopLoops,
     System,
     Think,
     either,
@@ -35,8 +36,10 @@ from pystaged.cli.options import (
 )
 from pystaged.cli.raw import Raw
 from pystaged.cli.turns import Turns, take_lines
-from pystaged.config import NO_LIMIT, GenerationConfig, TextOptions
+from pystaged.config import NO_LIMIT, GenerationConfig, SamplingConfig, TextOptions
 from pystaged.files import expanded, read_small, whole_file
+from pystaged.loading.names import SMOLLM2
+from pystaged.recommended import ANSWER_TOKENS
 from pystaged.result import Piece
 from pystaged.streams import Stream
 
@@ -64,12 +67,13 @@ def chat(
             "--max-tokens",
             "-n",
             min=0,
-            help="New tokens at most; 0, the default, for what the context has room for; of --raw 64.",
+            help="New tokens at most, 0 for what the context has room for; 2048 unless given, of --raw 64.",
             show_default=False,
         ),
     ] = None,
     think: Think = None,
     stop: Stop = None,
+    stop_loops: StopLoops = None,
     grammars: GrammarOptions,
     sampling: SamplingOptions,
     loading: LoadOptions,
@@ -79,7 +83,8 @@ def chat(
 ) -> None:
     """Talk with a model, which answers as its own chat template has it, stays loaded and reads only what is new.
 
-    The model is smollm2 unless you name another. Piped input is one question; of --raw, a turn each line.
+    The model is smollm2 unless you name another, and sampling what its makers recommend. Piped input is one question,
+    of --raw, which is greedy, a turn each line.
 
     Example: pystaged chat smollm2 "Why is the sky blue?"
 
@@ -98,10 +103,11 @@ def chat(
         raise typer.BadParameter(f"{model!r} is no model; a question comes after one: chat smollm2 {model!r}")
     if raw and (system or think is not None):
         raise typer.BadParameter("--system and --think are of messages, which --raw has none of")
-    limit = (64 if raw else 0) if max_tokens is None else max_tokens
+    limit = (64 if raw else ANSWER_TOKENS) if max_tokens is None else max_tokens
     with usage():
         GenerationConfig(max_tokens=limit or NO_LIMIT, sampling=sampling.config(), stop=stop or (), **constraint)
-    name = either(model, named, "smollm2")
+    name = either(model, named)
+    name = SMOLLM2 if name is None else name  # what the bundled pair writes is no answer
     if question is not None:
         question = read_prompt(question)
     elif not raw and not sys.stdin.isatty():
@@ -113,6 +119,7 @@ def chat(
         # Refuses what cannot be used; nobody reads it.
         engine.stream(" ", sampling=replace(sampling.config(), min_tokens=0), **constraint)
         options: dict[str, Any] = {"show_tree": show_tree, "stats": stats, "stop": stop or (), "constraint": constraint}
+        options["stop_loops"] = not raw if stop_loops is None else stop_loops
         common = (engine, sampling, limit, color, interrupts)
         session = Raw(*common, **options) if raw else Chat(*common, system=system, think=think, **options)
         if question is None:
@@ -155,6 +162,9 @@ class Chat(Turns):
 
     def _text(self) -> str:
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in self._so_far)
+
+    def _config(self, sampling: SamplingOptions) -> SamplingConfig:
+        return sampling.config(self._engine.recommended_sampling)
 
     def _fixed_by(self) -> object:
         return self._system, super()._fixed_by()

@@ -147,12 +147,14 @@ def counter() -> Iterator[tuple[Callable[[int, int, int], None], Callable[[], No
         _hide(bar)
 
 
-def model_name(name: str) -> str | Path:
-    """The model an option names, downloaded first where it is a hub id that is not in the cache."""
-    if name == "house":
-        return name
+def model_name(name: str | None) -> str | Path:
+    """The model an option names, downloaded first where it is a hub id that is not in the cache; None for the default
+    one."""
     from pystaged.loading import names  # noqa: PLC0415
 
+    name = names.default_model(report) if name is None else name
+    if name == "house":
+        return name
     with progress_bars() as progress:
         return names.resolve(name, progress)
 
@@ -162,7 +164,7 @@ def draft_name(name: str) -> str | Path:
     return name if name in ("auto", "none") else model_name(name)
 
 
-def open_engine(model: str, options: LoadOptions) -> Engine:
+def open_engine(model: str | None, options: LoadOptions) -> Engine:
     """The engine that a command's options ask for; errors as in pystaged.load."""
     from pystaged import load  # noqa: PLC0415
 

@@ -26,6 +26,7 @@ from pystaged.cli.options import (
     SamplingOptions,
     ShowTree,
     Stop,
+    StopLoops,
     System,
     Think,
     grouped,
@@ -34,9 +35,10 @@ from pystaged.cli.options import (
 from pystaged.cli.painting import show, summary
 from pystaged.cli.prompts import Asked, argument, read_prompts
 from pystaged.cli.several import write_in_order
-from pystaged.config import MOST_LOGPROBS, NO_LIMIT, GenerationConfig
+from pystaged.config import MOST_LOGPROBS, GenerationConfig
 from pystaged.engine import Prompt
 from pystaged.files import destination
+from pystaged.recommended import ANSWER_TOKENS, LOOP_WORDS, described
 from pystaged.result import GenerationResult, TokenLogprob
 from pystaged.stages import shown_stages
 from pystaged.streams import Stream, Writer
@@ -59,14 +61,15 @@ def generate(
         int | None,
         typer.Option("--n", min=1, help="Texts of each prompt, with one seed after the other; -n is --max-tokens."),
     ] = None,
-    model: ModelName = "house",
+    model: ModelName = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", help="New tokens at most; 128, or with --chat what has room.")
+        int | None, typer.Option("--max-tokens", "-n", help="New tokens at most; 128, or 2048 with --chat.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt, by the model's chat template.")] = False,
     system: System = "",
     think: Think = None,
     stop: Stop = None,
+    stop_loops: StopLoops = None,
     grammars: GrammarOptions,
     sampling: SamplingOptions,
     loading: LoadOptions,
@@ -115,8 +118,9 @@ def generate(
     constraint = grammars.options()
     with usage():
         config = GenerationConfig(
-            max_tokens=(NO_LIMIT if chat else 128) if max_tokens is None else max_tokens,
+            max_tokens=(ANSWER_TOKENS if chat else 128) if max_tokens is None else max_tokens,
             stop=stop or (),
+            stop_loops=chat if stop_loops is None else stop_loops,
             speculate=speculate,
             sampling=sampling.config(),
             logprobs=logprobs,
@@ -141,14 +145,16 @@ def generate(
     for each in asked:
         if each.messages and not chat:
             raise each.about(ValueError("messages are answered with --chat"))
-    if n and n > 1 and config.sampling.is_greedy:
-        report("at temperature 0 all texts of a prompt are the same; --temperature 0.8 makes others possible")
     if chat:
         begin()
     with open_engine(model, loading) as engine:
         if chat:
-            room = engine.n_ctx if max_tokens is None else max_tokens
-            config = replace(config, max_tokens=room, stop=(*config.stop, *engine.chat_format.stop))
+            answered = sampling.config(engine.recommended_sampling)
+            config = replace(config, sampling=answered, stop=(*config.stop, *engine.chat_format.stop))
+            seed = "" if answered.is_greedy else f", seed {answered.seed}"
+            report(f"{engine.model.name}: {described(answered)}{seed}")
+        if n and n > 1 and config.sampling.is_greedy:
+            report("at temperature 0 all texts of a prompt are the same; --temperature 0.8 makes others possible")
 
         def text_of(each: Asked) -> Prompt:
             return _question(engine, each, system, think) if chat else each.prompt
@@ -172,6 +178,10 @@ def generate(
     if as_json:
         return
     errors.print(summary(result.stats, color))
+    if result.finish_reason == "loop":
+        report(f"{LOOP_WORDS}; --no-stop-loops lets it go on")
+    elif chat and max_tokens is None and result.finish_reason == "length":
+        report(f"cut at {len(result.tokens)} tokens; --max-tokens allows more")
     if verbose:
         errors.print(stats_table(result.stats))
         read = result.stats.prompt_tokens - result.stats.reused_tokens

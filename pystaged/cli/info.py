@@ -9,7 +9,7 @@ import typer
 import pystaged
 from pystaged import _core, _llama
 from pystaged.cli.console import model_name
-from pystaged.cli.options import KeysAndValues, KvMemory
+from pystaged.cli.options import DEFAULT_MODEL, KeysAndValues, KvMemory
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.heads import find_head
@@ -17,8 +17,11 @@ from pystaged.loading.heads import find_head
 
 def info(
     model: Annotated[
-        str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.")
-    ] = "house",
+        str | None,
+        typer.Argument(
+            help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.", show_default=DEFAULT_MODEL
+        ),
+    ] = None,
     kv: KeysAndValues = "f16",
     kv_memory: KvMemory = None,
 ) -> None:

@@ -54,7 +54,7 @@ def build(
     """
     with usage():
         check_sampling(1.0 if temperature is None else temperature, seed)
-    name = either(model, named, "")
+    name = either(model, named)
     if not name:
         raise typer.BadParameter("name the model whose text is counted")
     if out is None and name in names.PACKAGED:

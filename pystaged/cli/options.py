@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -79,11 +79,11 @@ def size(value: str | int) -> int:
     return int(number)
 
 
-def either(model: str | None, named: str | None, default: str) -> str:
-    """The model that a command's argument or --model names."""
+def either(model: str | None, named: str | None) -> str | None:
+    """The model that a command's argument or --model names, None for neither."""
     if model is not None and named is not None:
         raise typer.BadParameter("name the model once, by MODEL or --model")
-    return next((name for name in (model, named) if name is not None), default)
+    return named if model is None else model
 
 
 def read_system(words: str) -> str:
@@ -110,22 +110,35 @@ class Color(str, Enum):
     STAGES = "stages"
 
 
+DEFAULT_MODEL = "smollm2; house where that is not installed"  # names.default_model
 ModelName = Annotated[
-    str,
-    typer.Option("--model", "-m", help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'."),
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.",
+        show_default=DEFAULT_MODEL,
+    ),
 ]
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
         help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.",
-        show_default=False,
+        show_default=DEFAULT_MODEL,
     ),
 ]
 ModelToo = Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.", show_default=False)]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="New tokens at most.")]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="End the text before this string; may be repeated.", callback=check)
+]
+StopLoops = Annotated[
+    bool | None,
+    typer.Option(
+        help="End a text that repeats itself: one span three times over, 128 tokens or more.",
+        show_default="on for answers",
+    ),
 ]
 Threads = Annotated[int, typer.Option(min=0, help="0 takes one per physical core.", callback=check)]
 KeysAndValues = Annotated[
@@ -226,47 +239,98 @@ _RULES = "Penalties and other rules"
 
 @dataclass
 class SamplingOptions:
-    """How tokens are chosen; the fields are those of SamplingConfig, but for lists, which are words here."""
+    """How tokens are chosen; the fields are those of SamplingConfig, but for lists, which are words here. What is not
+    given is None."""
 
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Keep the fewest tokens that have this probability together.")] = 1.0
-    min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the likeliest.")] = 0.0
-    seed: Annotated[int, typer.Option(help="Same seed, same text; -1 draws one.")] = 0
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0 always takes the likeliest token.", show_default="0; of answers, as the model's makers recommend"
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep this many of the likeliest tokens; 0 keeps all.", show_default="0; of answers likewise"
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep the fewest tokens that have this probability together.", show_default="1; of answers likewise"
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep tokens at least this likely relative to the likeliest.", show_default="0; of answers likewise"
+        ),
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same text; -1 draws one.", show_default="0; of answers -1")
+    ] = None
     typical_p: Annotated[
-        float, typer.Option(rich_help_panel=_RULES, help="Keep the tokens of usual surprise with this probability.")
-    ] = 1.0
+        float | None,
+        typer.Option(
+            rich_help_panel=_RULES, help="Keep the tokens of usual surprise with this probability.", show_default="1.0"
+        ),
+    ] = None
     xtc_probability: Annotated[
-        float, typer.Option(rich_help_panel=_RULES, help="How often to exclude the top choices; 0 is never.")
-    ] = 0.0
+        float | None,
+        typer.Option(
+            rich_help_panel=_RULES, help="How often to exclude the top choices; 0 is never.", show_default="0.0"
+        ),
+    ] = None
     xtc_threshold: Annotated[
-        float, typer.Option(rich_help_panel=_RULES, help="Those at least this likely, but for the least likely.")
-    ] = 0.1
+        float | None,
+        typer.Option(
+            rich_help_panel=_RULES, help="Those at least this likely, but for the least likely.", show_default="0.1"
+        ),
+    ] = None
     temperature_last: Annotated[
         bool, typer.Option("--temperature-last", rich_help_panel=_RULES, help="Filter first, as llama.cpp does.")
     ] = False
     repeat_penalty: Annotated[
-        float, typer.Option(rich_help_panel=_RULES, help="Divide logits of tokens that the text has; 1 is off.")
-    ] = 1.0
+        float | None,
+        typer.Option(
+            rich_help_panel=_RULES, help="Divide logits of tokens that the text has; 1 is off.", show_default="1.0"
+        ),
+    ] = None
     presence_penalty: Annotated[
-        float, typer.Option(rich_help_panel=_RULES, help="Lower logits of tokens that the text has; 0 is off.")
-    ] = 0.0
+        float | None,
+        typer.Option(
+            rich_help_panel=_RULES, help="Lower logits of tokens that the text has; 0 is off.", show_default="0.0"
+        ),
+    ] = None
     frequency_penalty: Annotated[
-        float, typer.Option(rich_help_panel=_RULES, help="The same for each time that it has them.")
-    ] = 0.0
+        float | None,
+        typer.Option(rich_help_panel=_RULES, help="The same for each time that it has them.", show_default="0.0"),
+    ] = None
     repeat_last_n: Annotated[
-        int, typer.Option(rich_help_panel=_RULES, help="Tokens these three look back, prompt included; -1 for all.")
-    ] = 64
+        int | None,
+        typer.Option(
+            rich_help_panel=_RULES, help="Tokens these three look back, prompt included; -1 for all.", show_default="64"
+        ),
+    ] = None
     dry_multiplier: Annotated[
-        float, typer.Option(rich_help_panel=_RULES, help="Penalty for what makes a repetition longer; 0 is off.")
-    ] = 0.0
-    dry_base: Annotated[float, typer.Option(rich_help_panel=_RULES, help="How it grows with each token.")] = 1.75
+        float | None,
+        typer.Option(
+            rich_help_panel=_RULES, help="Penalty for what makes a repetition longer; 0 is off.", show_default="0.0"
+        ),
+    ] = None
+    dry_base: Annotated[
+        float | None, typer.Option(rich_help_panel=_RULES, help="How it grows with each token.", show_default="1.75")
+    ] = None
     dry_allowed_length: Annotated[
-        int, typer.Option(rich_help_panel=_RULES, help="Tokens that may be repeated without it.")
-    ] = 2
+        int | None,
+        typer.Option(rich_help_panel=_RULES, help="Tokens that may be repeated without it.", show_default="2"),
+    ] = None
     dry_penalty_last_n: Annotated[
-        int, typer.Option(rich_help_panel=_RULES, help="Tokens it looks back, prompt included; -1 for all.")
-    ] = -1
+        int | None,
+        typer.Option(
+            rich_help_panel=_RULES, help="Tokens it looks back, prompt included; -1 for all.", show_default="-1"
+        ),
+    ] = None
     dry_sequence_breaker: Annotated[
         list[str] | None,
         typer.Option(
@@ -287,22 +351,44 @@ class SamplingOptions:
         ),
     ] = None
     min_tokens: Annotated[
-        int, typer.Option(rich_help_panel=_RULES, help="New tokens before which the text may not end.", callback=check)
-    ] = 0
+        int | None,
+        typer.Option(
+            rich_help_panel=_RULES,
+            help="New tokens before which the text may not end.",
+            callback=check,
+            show_default="0",
+        ),
+    ] = None
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", rich_help_panel=_RULES, help="The text may not end by itself.")
     ] = False
 
-    def config(self) -> SamplingConfig:
-        """The same for the engine. Raises ValueError naming the option that is out of range."""
+    def given(self) -> dict[str, Any]:
+        """Those that were given, by the names of SamplingConfig. Raises ValueError for a bias that is none."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        found = {
+            name: value for name, value in found.items() if value is not None and value is not False and value != []
+        }
+        if "logit_bias" in found:
+            found["logit_bias"] = _biases(found["logit_bias"])
+        breakers = found.pop("dry_sequence_breaker", None)
+        if breakers:
+            found["dry_sequence_breakers"] = [text for text in breakers if text != "none"]
+        return found | ({"seed": None} if self.seed == -1 else {})
+
+    def config(self, recommended: Mapping[str, Any] | None = None) -> SamplingConfig:
+        """The same for the engine.
+
+        Args:
+            recommended: fields of an answer that are not given; its seed is drawn then.
+
+        Raises:
+            ValueError: naming the option that is out of range.
+        """
         from pystaged import SamplingConfig  # noqa: PLC0415
 
-        names = [option.name for option in fields(self)]
-        values = {name: getattr(self, name) for name in names if name in SamplingConfig.__dataclass_fields__}
-        values |= {"seed": None if self.seed == -1 else self.seed, "logit_bias": _biases(self.logit_bias or [])}
-        if self.dry_sequence_breaker:
-            values["dry_sequence_breakers"] = [text for text in self.dry_sequence_breaker if text != "none"]
-        return SamplingConfig(**values)
+        defaults = {} if recommended is None else {**recommended, "seed": None}
+        return SamplingConfig(**defaults | self.given())
 
 
 def _biases(words: list[str]) -> dict[int | str, float]:

@@ -5,17 +5,33 @@ from __future__ import annotations
 import os
 import re
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pystaged.cli.console import errors, open_engine, report
-from pystaged.cli.options import LoadOptions, ModelArgument, ModelToo, SamplingOptions, check, either, grouped, usage
+from pystaged.cli.options import (
+    LoadOptions,
+    ModelArgument,
+    ModelToo,
+    SamplingOptions,
+    StopLoops,
+    check,
+    either,
+    grouped,
+    usage,
+)
+from pystaged.config import SamplingConfig
 from pystaged.engine import Engine
 from pystaged.files import read_small
+from pystaged.loading.names import SMOLLM2
 from pystaged.process import bound_heaps
+from pystaged.recommended import described
+
+if TYPE_CHECKING:
+    from pystaged.server.settings import Settings
 
 _KEY_VARIABLE = "PYSTAGED_API_KEY"
 _MOST_KEYS = 1 << 20  # bytes of a file
@@ -94,14 +110,6 @@ class SharedOptions(LoadOptions):
     ] = False
 
 
-@dataclass
-class ServedSampling(SamplingOptions):
-    """The same, with OpenAI's defaults."""
-
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0
-    seed: Annotated[int, typer.Option(help="Same seed, same text; -1 draws one for each request.")] = -1
-
-
 @grouped
 def serve(
     model: ModelArgument = None,
@@ -114,9 +122,13 @@ def serve(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Requests must name the model.")] = False,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", min=1, help="New tokens of a text, by default and at most.")
+        int | None,
+        typer.Option(
+            "--max-tokens", "-n", min=1, help="New tokens of a text, by default and at most; else 2048 by default."
+        ),
     ] = None,
-    sampling: ServedSampling,
+    stop_loops: StopLoops = None,
+    sampling: SamplingOptions,
     loading: SharedOptions,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Print a line for each request.")] = False,
     metrics_prefix: Annotated[str, typer.Option(help="What names in /metrics begin with.", callback=check)] = (
@@ -125,8 +137,9 @@ def serve(
 ) -> None:
     """Serve a model to clients of OpenAI's interface, and a page to talk with it.
 
-    Texts share passes, and each is what it would be alone. The sampling options are for requests that do not say
-    otherwise. Ctrl-C ends it when the texts in progress are done, pressed twice at once.
+    The model is smollm2 unless you name another. Texts share passes, and each is what it would be alone. The sampling
+    options are for requests that do not say otherwise; those not given are as the model's makers recommend. Ctrl-C ends
+    it when the texts in progress are done, pressed twice at once.
 
     Example: pystaged serve smollm2
 
@@ -145,10 +158,11 @@ def serve(
             f'serving needs {error.name}: pip install "pystaged[server]"', name=error.name
         ) from None
     bound_heaps()
-    name = either(model, named, "house")
+    name = either(model, named)
+    name = SMOLLM2 if name is None else name  # what the bundled pair writes is no answer
     keys = address.keys()
     with usage():
-        defaults = _defaults(sampling, max_tokens)
+        defaults = _defaults(sampling, max_tokens, stop_loops)
         if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", metrics_prefix):
             raise ValueError(f"--metrics-prefix must be letters, digits, _ and :, not {metrics_prefix!r}")
     with bound(address.host, address.port) as listener:
@@ -179,26 +193,28 @@ def serve(
                 app,
                 listener,
                 grace=waiting.grace,
-                ready=lambda: _greet(engine, settings.name, address_of(listener)),
+                ready=lambda: _greet(engine, settings, address_of(listener)),
             )
 
 
-def _greet(engine: Engine, name: str, where: str) -> None:
-    model = engine.model
+def _greet(engine: Engine, settings: Settings, where: str) -> None:
+    name, model = settings.name, engine.model
     draft = f"{engine.draft_name} and n-grams draft" if engine.draft_name else "n-grams draft"
     report(f"{name}: {model.architecture}, {model.file_bytes / _GIB:.2f} GiB on {model.devices or 'cpu'}; {draft}")
     room = engine.kv_memory // max(1, engine.context_bytes)
     memory = f"{engine.kv_memory / _GIB:.2f} GiB for keys and values"
     report(f"texts of {engine.n_ctx} tokens; {memory}, room for {room} such texts")
+    sampling = SamplingConfig(**engine.recommended_sampling | settings.sampling)
+    report(f"unless requests say otherwise: {described(sampling)}")
     report(f"listening on {where}, a page to talk with the model; OpenAI's clients use {where}/v1; Ctrl-C ends it")
 
 
-def _defaults(sampling: SamplingOptions, max_tokens: int | None) -> dict[str, Any]:
+def _defaults(sampling: SamplingOptions, max_tokens: int | None, stop_loops: bool | None) -> dict[str, Any]:
     """The options that were given, for requests that do not say otherwise. Raises ValueError for what is wrong."""
-    config = sampling.config()
-    changed = {each.name for each in fields(sampling) if getattr(sampling, each.name) != each.default}
-    names = {"dry_sequence_breaker": "dry_sequence_breakers"}
-    found = {names.get(name, name): getattr(config, names.get(name, name)) for name in changed}
+    sampling.config()
+    found = sampling.given()
+    if stop_loops is not None:
+        found["stop_loops"] = stop_loops
     if max_tokens is not None:
         found["max_tokens"] = max_tokens
     return found

@@ -16,7 +16,7 @@ def tune(model: ModelArgument = None, *, named: ModelToo = None, options: PairOp
     Example: pystaged tune path/to/model.gguf --draft path/to/draft.gguf
     """
     pair = Pair(
-        model_name(either(model, named, "house")),
+        model_name(either(model, named)),
         draft_name(options.draft),
         options.threads,
         report,

@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import typer
 from rich.text import Text
@@ -18,15 +18,16 @@ from pystaged.cli.generate import stats_table
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
 from pystaged.cli.painting import show, summary
-from pystaged.config import TextOptions
+from pystaged.config import SamplingConfig, TextOptions
 from pystaged.elsewhere import meant
+from pystaged.recommended import LOOP_WORDS, described
 from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
 
 _QUOTES = '"""'
 # What /set sets, of SamplingOptions and besides.
 _SETTABLE: dict[str, type[int] | type[float]] = {
-    **{name: type(value) for name, value in vars(SamplingOptions()).items() if type(value) in (int, float)},
+    **{name: kind for name, kind in get_type_hints(SamplingConfig).items() if kind in (int, float)},
     "max_tokens": int,
 }
 
@@ -48,7 +49,7 @@ class Turns(ABC):
     Args:
         engine: stays open.
         sampling, max_tokens: until /set changes them; 0 tokens for what the context has room for.
-        color, show_tree, stop: as in generate.
+        color, show_tree, stop, stop_loops: as in generate.
         interrupts: entered.
         stats: whether a line on speed follows each turn.
         constraint: what each turn must be, as Engine.generate takes it.
@@ -69,6 +70,7 @@ class Turns(ABC):
         show_tree: bool = False,
         stats: bool = False,
         stop: Sequence[str] = (),
+        stop_loops: bool = False,
         constraint: Mapping[str, Any] | None = None,
     ) -> None:
         self._engine = engine
@@ -78,7 +80,7 @@ class Turns(ABC):
         self._interrupts = interrupts
         self._show_tree = show_tree
         self._shows_stats = stats
-        self._stop = stop
+        self._stop, self._stop_loops = stop, stop_loops
         self._constraint = constraint or {}
         self._so_far: list[Any] = []
         self._earlier: list[list[Any]] = []  # what /undo goes back to
@@ -154,7 +156,7 @@ class Turns(ABC):
         limit = f"{self._max_tokens} tokens at most" if self._max_tokens else f"context of {self._engine.n_ctx} tokens"
         return (
             f"{name}: {model.architecture}, {model.file_bytes / 1e6:.0f} MB; {drafts}\n"
-            f"{in_force(self._sampling)}; {limit}; /help for help"
+            f"{described(self._config(self._sampling))}; {limit}; /help for help"
         )
 
     def answer_once(self, said: str) -> None:
@@ -189,12 +191,14 @@ class Turns(ABC):
             errors.print(about)
 
     def _options(self, progress: Callable[[int, int], None]) -> TextOptions:
-        options = TextOptions(
-            sampling=self._sampling.config(), stop=self._stop, progress=progress, **cast(TextOptions, self._constraint)
+        return TextOptions(
+            max_tokens=self._max_tokens or self._engine.n_ctx,
+            sampling=self._config(self._sampling),
+            stop=self._stop,
+            stop_loops=self._stop_loops,
+            progress=progress,
+            **cast(TextOptions, self._constraint),
         )
-        if self._max_tokens:
-            options["max_tokens"] = self._max_tokens
-        return options
 
     def _write(
         self, open_stream: Callable[[Callable[[int, int], None]], Stream], keep: Callable[[Piece], object]
@@ -228,6 +232,10 @@ class Turns(ABC):
             stream.close()
         return stream.result if stream else None, about
 
+    def _config(self, sampling: SamplingOptions) -> SamplingConfig:
+        """What is in force. Raises ValueError for what is out of range."""
+        return sampling.config()
+
     def _fixed_by(self) -> object:
         """What fixes the model's greedy turn, besides what there was before it."""
         return self._max_tokens, replace(self._sampling, seed=0)
@@ -236,6 +244,8 @@ class Turns(ABC):
         """Show the numbers of a turn if that is wished, and why it ends where it does."""
         if self._shows_stats:
             errors.print(speed(result.stats, self._color))
+        if result.finish_reason == "loop":
+            report(f"{LOOP_WORDS}; --no-stop-loops lets it go on")
         if result.finish_reason != "length":
             return
         if len(result.tokens) == self._max_tokens:
@@ -263,11 +273,11 @@ class Turns(ABC):
         before, said = self._asked
         kept, earlier = self._so_far, self._earlier
         is_done = kept is not before and self._last is not None and self._last.finish_reason == "stop"
-        if not self._sampling.temperature and is_done and self._made_with == self._fixed_by():
+        if self._config(self._sampling).is_greedy and is_done and self._made_with == self._fixed_by():
             raise ValueError(
                 "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
             )
-        if self._sampling.seed >= 0:
+        if self._sampling.seed is not None and self._sampling.seed >= 0:
             self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**64)
         self._so_far, self._earlier = before, earlier[: len(earlier) - (kept is not before)]
         try:
@@ -318,16 +328,9 @@ class Turns(ABC):
             return
         changed: dict[str, Any] = {name: number}
         sampling = replace(self._sampling, **changed)
-        sampling.config()
+        self._config(sampling)
         self._sampling = sampling
-        report(in_force(sampling))
-
-
-def in_force(sampling: SamplingOptions) -> str:
-    """The temperature, and what else is not as it is by default."""
-    usual = SamplingOptions()
-    changed = {name: value for name, value in vars(sampling).items() if value != getattr(usual, name)}
-    return ", ".join(f"{name} {value}" for name, value in ({"temperature": sampling.temperature} | changed).items())
+        report(described(self._config(sampling)))
 
 
 def speed(stats: pystaged.GenerationStats, color: Color) -> Text:

@@ -21,10 +21,12 @@ from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.progress import Progress
 from pystaged.loading.shapes import Floats, Shape, Wanted, language_part
 from pystaged.loading.vocabulary import read_json, read_vocabulary
+from pystaged.recommended import sampling_keys
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
+SAMPLING = "generation_config.json"
 TYPES = ("F32", "F16", "BF16")
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _PREFIXES = ("", "transformer.", "model.", "language_model.model.", "model.language_model.")
@@ -106,7 +108,8 @@ def convert(
     """Write a checkpoint as a GGUF file that llama.cpp loads too.
 
     Args:
-        folder: with config.json, model.safetensors or its index and shards, and the tokenizer's files.
+        folder: with config.json, model.safetensors or its index and shards, and the tokenizer's files; what a
+            generation_config.json recommends for sampling goes into the file, too.
         out: written under a temporary name beside it, and moved there when whole.
         quantization: F32, F16 or BF16, for the matrices; positions, norms and biases stay F32.
         name: of the model, the folder's by default.
@@ -139,6 +142,7 @@ def write_gguf(
     if not config_path.is_file():
         raise ValueError(f"{folder} holds no checkpoint: it has no {CONFIG}")
     config = language_part(read_json(config_path))
+    sampling = sampling_keys(read_json(folder / SAMPLING)) if (folder / SAMPLING).is_file() else {}
     shape = Shape.of(config, config_path)
     stored = _stored_tensors(folder)
     quantization = quantization or _lossless_type(shape, stored)
@@ -152,6 +156,11 @@ def write_gguf(
             if value:
                 getattr(writer, method)(value)
         _write_metadata(writer, shape, num_rows, FILE_TYPES[quantization.lower()])
+        for key, number in sampling.items():
+            if isinstance(number, int):
+                writer.add_int32(key, number)
+            else:
+                writer.add_float32(key, number)
         vocabulary.write(writer)
         for computed, factors in shape.computed.items():
             writer.add_tensor(computed, factors)

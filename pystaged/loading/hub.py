@@ -88,7 +88,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
 
 def _convert(repository: _Repository, kind: str) -> Path:
     """A checkpoint of the hub as a model in the cache."""
-    from pystaged.loading.convert import CONFIG, INDEX, WEIGHTS, shard_names  # noqa: PLC0415
+    from pystaged.loading.convert import CONFIG, INDEX, SAMPLING, WEIGHTS, shard_names  # noqa: PLC0415
     from pystaged.loading.shapes import Shape  # noqa: PLC0415
     from pystaged.loading.vocabulary import TOKENIZER_FILES, read_json  # noqa: PLC0415
 
@@ -101,7 +101,7 @@ def _convert(repository: _Repository, kind: str) -> Path:
     weights = [WEIGHTS]
     if INDEX in repository.files:
         weights = shard_names(repository.fetch(INDEX))
-    for file in [*(file for file in TOKENIZER_FILES if file in repository.files), *weights]:
+    for file in [*(file for file in (*TOKENIZER_FILES, SAMPLING) if file in repository.files), *weights]:
         repository.fetch(file)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.is_symlink():  # to a file of that name that the repository had before

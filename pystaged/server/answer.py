@@ -25,6 +25,13 @@ from pystaged.stats import GenerationStats
 from pystaged.streams import Writer
 
 
+def ended(result: GenerationResult) -> dict[str, str]:
+    """Why a text has ended: OpenAI's word, and for a loop vLLM's besides."""
+    if result.finish_reason == "loop":
+        return {"finish_reason": "length", "stop_reason": "repetition_detected"}
+    return {"finish_reason": result.finish_reason}
+
+
 class Answer(ABC):
     """One request's texts.
 

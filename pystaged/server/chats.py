@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pystaged.chat import ChatTemplateError
 from pystaged.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
-from pystaged.server.answer import Answer
+from pystaged.server.answer import Answer, ended
 from pystaged.server.answer_types import Call, Delta
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import of_chat
@@ -67,6 +67,7 @@ def _config(state: State, request: ChatRequest, of_calls: str | None) -> Generat
     if asked == 0:
         raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
     options = text_options(request.model_copy(update={"max_tokens": asked}), state.settings.defaults, state.engine)
+    options.setdefault("stop_loops", True)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if request.logprobs:
@@ -126,7 +127,7 @@ class ChatAnswer(Answer):
             "index": i,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": _reason(result, calls),
+            **_end(result, calls),
         } | self.ours(result)
 
     def empty_part(self, i: int) -> dict[str, Any]:
@@ -148,12 +149,13 @@ class ChatAnswer(Answer):
         parts = [_part(i, {"content": words})] if words else []
         if calls:
             parts.append(_part(i, {"tool_calls": [{"index": j, **call} for j, call in enumerate(calls)]}))
-        return [*parts, _part(i, {}) | {"finish_reason": _reason(result, calls)}]
+        return [*parts, _part(i, {}) | _end(result, calls)]
 
 
 def _part(i: int, delta: Delta) -> dict[str, Any]:
     return {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _reason(result: GenerationResult, calls: list[Call]) -> str:
-    return "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason
+def _end(result: GenerationResult, calls: list[Call]) -> dict[str, str]:
+    """Why a text has ended."""
+    return {"finish_reason": "tool_calls"} if calls and result.finish_reason == "stop" else ended(result)

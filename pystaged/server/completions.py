@@ -7,7 +7,7 @@ from typing import Any
 from pystaged.decoding.tree import Stage
 from pystaged.engine import Prompt
 from pystaged.result import GenerationResult, Piece
-from pystaged.server.answer import Answer
+from pystaged.server.answer import Answer, ended
 from pystaged.server.answer_types import CompletionLogprobs as Found
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import CompletionLogprobs, joined
@@ -27,12 +27,12 @@ def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
 
 
 def texts(
-    state: State, request: CompletionRequest, usual: int | None, logprobs: int | None
+    state: State, request: CompletionRequest, usual: int, logprobs: int | None
 ) -> tuple[list[Writer], list[Prompt], int]:
     """A request's texts, its prompts, and the first seed. Raises ApiError.
 
     Args:
-        usual: max_tokens where nobody says anything, None for what the context has room for.
+        usual: max_tokens where nobody says anything.
         logprobs: of how many of the likeliest tokens.
     """
     n, engine = request.n or 1, state.engine
@@ -98,8 +98,7 @@ class CompletionAnswer(Answer):
         if not self._is_silent:
             text += result.text
             parts += [self._logprobs[i].more(result.logprobs or [])] if self._with_logprobs else []
-        reason = "length" if self._is_silent else result.finish_reason
-        return self._choice(i, text, parts, reason) | self.ours(result)
+        return self._choice(i, text, parts) | self._end(result) | self.ours(result)
 
     def empty_part(self, i: int) -> dict[str, Any]:
         return self._choice(i, "", [])
@@ -116,7 +115,10 @@ class CompletionAnswer(Answer):
         return self._choice(i, piece.text, parts) | ours
 
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
-        return [self._choice(i, "", [], "length" if self._is_silent else result.finish_reason)]
+        return [self._choice(i, "", []) | self._end(result)]
+
+    def _end(self, result: GenerationResult) -> dict[str, str]:
+        return {"finish_reason": "length"} if self._is_silent else ended(result)
 
     def _echoed(self, i: int, result: GenerationResult) -> tuple[str, list[Found]]:
         """A prompt, where it is asked for."""
@@ -127,6 +129,6 @@ class CompletionAnswer(Answer):
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
         return text, [self._logprobs[i].prompt(tokens, text, result.prompt_logprobs)] if self._with_logprobs else []
 
-    def _choice(self, i: int, text: str, parts: list[Found], reason: str | None = None) -> dict[str, Any]:
+    def _choice(self, i: int, text: str, parts: list[Found]) -> dict[str, Any]:
         logprobs = joined(parts) if parts else None
-        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pystaged.recommended import ANSWER_TOKENS
 from pystaged.result import GenerationResult, Piece, TokenLogprob
 from pystaged.server.answer import Answer
 from pystaged.server.completions import texts
@@ -16,7 +17,7 @@ from pystaged.streams import Writer
 
 def begin(state: State, request: NativeRequest) -> NativeAnswer:
     """Take in a request. May take a while. Raises ApiError for what cannot be answered."""
-    writers, prompts, seed = texts(state, request, None, request.n_probs or None)
+    writers, prompts, seed = texts(state, request, ANSWER_TOKENS, request.n_probs or None)
     return NativeAnswer(state, request, writers, seed, len(prompts))
 
 
@@ -85,7 +86,7 @@ class NativeAnswer(Answer):
     def _stop_kind(self, i: int, result: GenerationResult) -> str:
         if result.finish_reason == "stop":
             return "word" if self.writers[i].met_stop_string else "eos"
-        return "limit" if result.finish_reason == "length" else "none"
+        return "none" if result.finish_reason == "cancelled" else "limit"
 
     def _probabilities(self, logprobs: list[TokenLogprob] | tuple[TokenLogprob, ...] | None) -> dict[str, Any]:
         if logprobs is None:

@@ -16,6 +16,7 @@ from pystaged.batch import seeded
 from pystaged.config import GenerationConfig, TextOptions
 from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
+from pystaged.recommended import ANSWER_TOKENS
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.request_types import ChatRequest, TextRequest
 from pystaged.streams import Writer
@@ -25,6 +26,7 @@ _SAME = (
     *("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repeat_penalty"),
     *("repeat_last_n", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length"),
     *("dry_penalty_last_n", "dry_sequence_breakers", "min_tokens", "ignore_eos", "grammar", "json_schema", "speculate"),
+    "stop_loops",
 )
 # Other servers' names of the same.
 _ALIASES = {"repetition_penalty": "repeat_penalty", "n_predict": "max_tokens"}
@@ -73,15 +75,15 @@ def chat_request(request: TextRequest, messages: Sequence[Mapping[str, str]], **
 
 
 def text_options(
-    request: TextRequest, defaults: dict[str, Any], engine: Engine, usual: int | None = None
+    request: TextRequest, defaults: dict[str, Any], engine: Engine, usual: int = ANSWER_TOKENS
 ) -> dict[str, Any]:
     """The options that all of a request's texts have in common, by the names of TextOptions.
 
     Args:
         defaults: those the server was told, which a request may set otherwise; its max_tokens is also the most.
-        usual: max_tokens where nobody says anything; by default what the context has room for.
+        usual: max_tokens where nobody says anything.
     """
-    options = {"temperature": 1.0} | defaults
+    options = engine.recommended_sampling | defaults
     options |= {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
     if request.top_k is not None:
         options["top_k"] = max(request.top_k, 0)  # vLLM's -1
@@ -128,8 +130,8 @@ def _blamed(error: Exception) -> ApiError:
     return ApiError(400, str(error), param=name[1] if name and name[1] in TextOptions.__annotations__ else None)
 
 
-def _max_tokens(asked: int | None, most: int | None, room: int, usual: int | None) -> int:
-    given = (most or usual or room) if asked is None else room if asked < 0 else asked
+def _max_tokens(asked: int | None, most: int | None, room: int, usual: int) -> int:
+    given = (most or usual) if asked is None else room if asked < 0 else asked
     return min(given, most or room, room)
 
 

@@ -78,6 +78,7 @@ class TextRequest(ModelRequest):
     dry_sequence_breakers: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
+    stop_loops: bool | None = None
     grammar: Annotated[str, Field(max_length=_LONGEST_GRAMMAR)] | None = None
     json_schema: dict[str, Any] | None = None
     cache_prompt: bool | None = None

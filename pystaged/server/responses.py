@@ -9,7 +9,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from pystaged.result import GenerationResult, Piece
 from pystaged.server import chats
-from pystaged.server.answer import EventAnswer
+from pystaged.server.answer import EventAnswer, ended
 from pystaged.server.answer_types import PromptDetails, Timings
 from pystaged.server.figures import usage
 from pystaged.server.options import chat_request, refuse
@@ -215,7 +215,7 @@ class ResponseAnswer(EventAnswer):
             "created_at": self.created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "incomplete_details": _incomplete(result) if result is not None and is_cut else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": (request.model_extra or {}).get("metadata") or {},
@@ -232,6 +232,12 @@ class ResponseAnswer(EventAnswer):
             "truncation": "disabled",
             "usage": _usage(result) if result is not None else None,
         }
+
+
+def _incomplete(result: GenerationResult) -> dict[str, str]:
+    """OpenAI's word for an answer that was cut, and whether it was for a loop."""
+    found = {"reason": "max_output_tokens"}
+    return found | {"stop_reason": ended(result)["stop_reason"]} if result.finish_reason == "loop" else found
 
 
 def _text(text: str) -> OutputText:

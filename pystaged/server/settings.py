@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pystaged.config import SamplingConfig
+
 STALL = 60.0  # seconds that a client may take to send a request, or to read anything of what it is sent
 
 
@@ -35,3 +37,8 @@ class Settings:
     queue_timeout: float = 600.0
     metrics_prefix: str = "pystaged:"
     log: Any = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Of the defaults, those of SamplingConfig."""
+        return {name: self.defaults[name] for name in SamplingConfig.__dataclass_fields__ if name in self.defaults}

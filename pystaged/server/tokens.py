@@ -6,6 +6,7 @@ from typing import Any
 
 import pystaged
 from pystaged._core import Tokenizer
+from pystaged.recommended import ANSWER_TOKENS
 from pystaged.server.answer_types import Detokenized, TokenizerInfo, TokenPiece, Tokens
 from pystaged.server.errors import ApiError
 from pystaged.server.request_types import DetokenizeRequest, TokenizeRequest
@@ -67,7 +68,8 @@ def tokenizer_info(state: State) -> TokenizerInfo:
 def properties(state: State) -> dict[str, Any]:
     """What the server is, without paths."""
     engine, tokenizer = state.engine, state.engine.tokenizer
-    params = {"temperature": 1.0} | state.settings.defaults
+    answers = {"max_tokens": min(ANSWER_TOKENS, engine.n_ctx), "stop_loops": True}
+    params = answers | engine.recommended_sampling | state.settings.defaults
     return {
         "default_generation_settings": {
             "n_ctx": engine.n_ctx,

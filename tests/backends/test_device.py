@@ -267,7 +267,7 @@ def test_an_audit_finds_a_wrong_token(house_target: Path) -> None:
     session = open_session(house_target)
     tokenizer = pystaged._core.Tokenizer(str(house_target))
     prompt = tokenizer.encode(PROMPT)
-    own = pystaged.generate(PROMPT, max_tokens=8, speculate=False).tokens
+    own = pystaged.generate(PROMPT, model="house", max_tokens=8, speculate=False).tokens
     assert audit(session, prompt, own[:1], GREEDY) is None
     wrong = [*own[:3], own[3] + 1, *own[4:]]
     difference = audit(session, prompt, wrong, GREEDY)
@@ -310,7 +310,7 @@ def test_candidates() -> None:
 )
 def test_names_that_are_no_devices(device: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        pystaged.load(device=device)
+        pystaged.load("house", device=device)
 
 
 def test_commands(tmp_path: Path) -> None:

@@ -21,11 +21,13 @@ from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
 
 QUESTION = "def fibonacci(n):"
+PLAIN: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+UNFILTERED = ("--top-k", "0", "--top-p", "1", "--min-p", "0")
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[pystaged.Engine]:
-    with pystaged.load(report=lambda _: None) as opened:
+    with pystaged.load("house", report=lambda _: None) as opened:
         yield opened
 
 
@@ -33,7 +35,7 @@ def engine() -> Iterator[pystaged.Engine]:
 def session(engine: pystaged.Engine) -> Iterator[Callable[..., Chat]]:
     with Interrupts() as interrupts:
         yield lambda max_tokens=6, **options: Chat(
-            engine, SamplingOptions(**options), max_tokens, Color.NONE, interrupts
+            engine, SamplingOptions(**PLAIN | options), max_tokens, Color.NONE, interrupts
         )
 
 
@@ -355,16 +357,16 @@ def test_a_sampling_that_no_answer_can_have_is_refused_at_the_start() -> None:
 def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
     question = "a = 1\nb ="
     expected = engine.chat([asks(question)], max_tokens=8).text
-    done = run("chat", "house", "--max-tokens", "8", "--stats", stdin=f"{question}\n".encode())
+    done = run("chat", "house", "--temperature", "0", "--max-tokens", "8", "--stats", stdin=f"{question}\n".encode())
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
     assert "no chat template; conversations are written as ChatML" in done.stderr.decode()
     assert "per second" in done.stderr.decode()
-    done = run("chat", "--max-tokens", "2", "--model", "house", stdin=question.encode())
+    done = run("chat", "--max-tokens", "2", "--model", "house", "--temperature", "0", stdin=question.encode())
     assert "cut at 2 tokens; --max-tokens allows more" in done.stderr.decode()
     assert done.stdout == b"<|\n"  # the beginning of a stop string that is not whole
-    done = run("chat", "house", "--max-tokens", "2", "--stop", "|", stdin=question.encode())
+    done = run("chat", "house", "--temperature", "0", "--max-tokens", "2", "--stop", "|", stdin=question.encode())
     assert (done.returncode, done.stdout) == (0, b"<\n")
-    done = run("generate", question, "--chat", "--max-tokens", "8")
+    done = run("generate", question, "--chat", "--model", "house", "--temperature", "0", "--max-tokens", "8")
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
 
 
@@ -378,6 +380,7 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
         engine.chat([system, asks(question)], seed=seed, **options).tokens for question in questions for seed in (3, 4)
     ]
     given = ("--system", "Go on.", "--max-tokens", "8", "--temperature", "1", "--seed", "3", "--stop", "z", "--json")
+    given += ("--model", "house", *UNFILTERED)
     done = run("generate", "--chat", "--prompts", file, "--n", "2", *given)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
@@ -396,9 +399,9 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, b"")
     assert "line 1: the messages have a system message besides that of --system" in done.stderr.decode()
     # As many tokens as there is room for, and the stop string of models without a template.
-    done = run("generate", "--chat", "a = 1", "--model", "house", "--n-ctx", "192", "--json")
+    done = run("generate", "--chat", "a = 1", "--model", "house", "--n-ctx", "192", "--temperature", "0", "--json")
     whole = json.loads(done.stdout)
-    with pystaged.load(n_ctx=192, report=lambda _: None) as short:
+    with pystaged.load("house", n_ctx=192, report=lambda _: None) as short:
         assert whole["tokens"] == short.chat([asks("a = 1")]).tokens
 
 
@@ -423,7 +426,7 @@ def test_in_a_terminal(engine: pystaged.Engine, tmp_path: Path) -> None:
     question = "def f(x):\n    return x"
     expected = engine.chat([asks(question)], max_tokens=8)
     file = tmp_path / "talk.json"
-    window = terminal("chat", "house", "--max-tokens", "8", "--stats", columns=200, lines=60)
+    window = terminal("chat", "house", "--temperature", "0", "--max-tokens", "8", "--stats", columns=200, lines=60)
     window.wait_for(b"> ")
     window.type(b'"""\n')
     for line in question.split("\n"):

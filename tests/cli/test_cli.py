@@ -141,7 +141,10 @@ def test_generate_from_standard_input(path: Path, result: pystaged.GenerationRes
 def test_generate_by_default_with_the_house_model() -> None:
     prompt = "def f(\u00e9):\n"
     done = run("generate", prompt, "--max-tokens", "8")
-    assert (done.returncode, done.stdout.decode()) == (0, pystaged.generate(prompt, max_tokens=8).text + "\n")
+    assert (done.returncode, done.stdout.decode()) == (
+        0,
+        pystaged.generate(prompt, model="house", max_tokens=8).text + "\n",
+    )
 
 
 def test_json(path: Path, result: pystaged.GenerationResult) -> None:
@@ -562,7 +565,7 @@ def test_info(path: Path) -> None:
         assert words in shown
     assert any(line.split() == ["model", str(path)] for line in shown.splitlines())
     assert "none of its own: n-grams draft" in shown
-    house = run("info").stdout.decode()
+    house = run("info", "house").stdout.decode()
     assert "house target" in house
     assert any(line.startswith("draft ") and line.endswith(".gguf") for line in house.splitlines())
 

@@ -62,18 +62,18 @@ def piped(*arguments: str, stdin: str = "", **changes: str) -> subprocess.Comple
 
 @pytest.fixture(scope="module")
 def result() -> pystaged.GenerationResult:
-    return pystaged.generate(PROMPT, max_tokens=40)
+    return pystaged.generate(PROMPT, model="house", max_tokens=40)
 
 
 @pytest.fixture(scope="module")
 def long_text() -> str:
-    return pystaged.generate(PROMPT, max_tokens=900).text
+    return pystaged.generate(PROMPT, model="house", max_tokens=900).text
 
 
 @pytest.fixture(scope="module")
 def costs() -> dict[Path, str]:
     """Files of what the pair's passes cost, and what to write there for drafting to pay however busy the machine is."""
-    with pystaged.load() as engine:
+    with pystaged.load("house") as engine:
         engine.generate(PROMPT, max_tokens=8)
         files = {}
         for file in (Path(platformdirs.user_cache_dir("pystaged")) / "costs").iterdir():
@@ -251,7 +251,7 @@ def wrap(text: str, columns: int) -> Iterator[str]:
 
 
 def test_a_window_that_changes_its_size() -> None:
-    window = terminal("generate", PROMPT, "--max-tokens", "200", "--show-tree", lines=30)
+    window = terminal("generate", PROMPT, "--model", "house", "--max-tokens", "200", "--show-tree", lines=30)
     window.wait_for("\u2514".encode())
     window.resize(30, 12)
     window.wait_for(b" ")
@@ -286,8 +286,8 @@ def test_ctrl_c_leaves_cursor_and_text(long_text: str, extra: list[str], presses
 
 
 def test_raw_text_by_pipe() -> None:
-    first = pystaged.generate("def f(x):", max_tokens=8).text
-    second = pystaged.generate("def f(x):" + first, max_tokens=8).text
+    first = pystaged.generate("def f(x):", model="house", max_tokens=8).text
+    second = pystaged.generate("def f(x):" + first, model="house", max_tokens=8).text
     told = "def f(x):" + first + second
     done = piped(
         "chat",
@@ -307,7 +307,7 @@ def test_raw_text_by_pipe() -> None:
 
 def test_raw_text_settings_and_long_lines() -> None:
     warm = {"temperature": 1.0, "seed": 5}
-    expected = pystaged.generate("a = 1\nb =", max_tokens=6, **warm).text  # type: ignore[arg-type]
+    expected = pystaged.generate("a = 1\nb =", model="house", max_tokens=6, **warm).text  # type: ignore[arg-type]
     lines = "/set temperature 1\n/set seed 5\n/set max_tokens 6\n/set top_p 7\n/set\na = 1\\\nb =\n"
     done = piped("chat", "house", "--raw", stdin=lines)
     assert (done.returncode, done.stdout) == (0, expected + "\n")

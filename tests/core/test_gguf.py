@@ -29,7 +29,6 @@ from support.gguf_parts import (
     num_bytes,
     text,
 )
-
 from support.random_models import RandomModel
 from support.random_models import write as write_random_model
 
@@ -218,11 +217,15 @@ def test_truncated(small: Gguf, tmp_path: Path, load: Callable[[str], object], e
 
 
 @pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
-@pytest.mark.parametrize(("ffn_width", "vocab_size"), [(1 << 18, 257), (4, 1 << 20)], ids=["feed-forward", "vocabulary"])
+@pytest.mark.parametrize(
+    ("ffn_width", "vocab_size"), [(1 << 18, 257), (4, 1 << 20)], ids=["feed-forward", "vocabulary"]
+)
 def test_memory_out_of_proportion(tmp_path: Path, ffn_width: int, vocab_size: int, device: str) -> None:
     shape = RandomModel("llama", 2, 1, heads=1, kv_heads=1, ffn_width=ffn_width, vocab_size=vocab_size)
     path = write_random_model(tmp_path / "narrow.gguf", shape)
-    with pytest.raises(ModelError, match=r"narrow.gguf: .* MiB of memory for a file of \d+; it is damaged or not a model"):
+    with pytest.raises(
+        ModelError, match=r"narrow.gguf: .* MiB of memory for a file of \d+; it is damaged or not a model"
+    ):
         _core.Model(str(path), device=device)
 
 

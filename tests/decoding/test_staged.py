@@ -167,7 +167,7 @@ def test_guesses_from_below_save_passes(
 
 @pytest.mark.parametrize("max_tokens", range(1, 14))
 def test_max_tokens_inside_a_path(max_tokens: int) -> None:
-    with pystaged.load(policy=CHAIN) as engine:
+    with pystaged.load("house", policy=CHAIN) as engine:
         prompt = "import os\nimport sys\nimport os\nimport sys\n"
         staged = engine.generate(prompt, max_tokens=max_tokens)
         plain = engine.generate(prompt, max_tokens=max_tokens, speculate=False)
@@ -178,7 +178,7 @@ def test_max_tokens_inside_a_path(max_tokens: int) -> None:
 
 
 def test_stop_string_across_steps() -> None:
-    with pystaged.load(policy=TREE) as engine:
+    with pystaged.load("house", policy=TREE) as engine:
         whole = engine.generate("class Stack:\n    def __init__(self", max_tokens=40).text
         for start in range(0, len(whole) - 6, 3):
             stop = whole[start : start + 6]
@@ -391,7 +391,7 @@ def test_own_policy_is_asked() -> None:
             return min(3, len(growth.scores))
 
     policy = Recorder()
-    with pystaged.load(policy=policy) as engine:
+    with pystaged.load("house", policy=policy) as engine:
         result = engine.generate("import os\n", max_tokens=20)
         assert result.tokens == engine.generate("import os\n", max_tokens=20, speculate=False).tokens
     assert policy.seen
@@ -400,7 +400,7 @@ def test_own_policy_is_asked() -> None:
 
 
 def test_the_default_policy_writes_the_same_and_accounts_for_every_token() -> None:
-    with pystaged.load() as engine:
+    with pystaged.load("house") as engine:
         for temperature in (0.0, 1.0):
             options = {"max_tokens": 50, "temperature": temperature, "top_k": 40, "seed": 3}
             staged = engine.generate("def add(a, b):\n", **options)
@@ -414,7 +414,7 @@ def test_the_default_policy_writes_the_same_and_accounts_for_every_token() -> No
 
 
 def test_stats_are_consistent() -> None:
-    with pystaged.load(policy=TREE) as engine:
+    with pystaged.load("house", policy=TREE) as engine:
         stats = engine.generate("import os\nimport sys\n", max_tokens=60).stats
     assert stats.steps == sum(stats.lengths.values())
     assert stats.accepted == sum(length * count for length, count in stats.lengths.items())

@@ -142,9 +142,9 @@ def test_every_kernel_reads_what_another_wrote(llama: Path, kernel: str) -> None
 
 def test_an_engine() -> None:
     policy = pystaged.FixedPolicy(width=2, depth=2, budget=4)
-    expected = pystaged.generate("def f(x):", max_tokens=8, n_ctx=64, policy=policy)
+    expected = pystaged.generate("def f(x):", model="house", max_tokens=8, n_ctx=64, policy=policy)
     for _ in range(2):
-        found = pystaged.generate("def f(x):", max_tokens=8, n_ctx=64, policy=policy, keep_packed=True)
+        found = pystaged.generate("def f(x):", model="house", max_tokens=8, n_ctx=64, policy=policy, keep_packed=True)
         assert found.tokens == expected.tokens
     assert len(PACKED.all()) == 2  # the draft's too
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 from support.random_models import RandomModel, add_vocabulary, write
-from support.server import Server, live
+from support.server import UNFILTERED, Server, live
 
 import pystaged
 from pystaged.decoding.policy import FixedPolicy
@@ -93,7 +93,7 @@ def test_an_answer_is_the_engines(server: Server, engine: Engine) -> None:
 
 
 def test_several_answers_have_seeds_of_their_own(server: Server, engine: Engine) -> None:
-    body = chat(server, n=3, temperature=1, seed=11, max_tokens=12)
+    body = chat(server, n=3, temperature=1, seed=11, max_tokens=12, **UNFILTERED)
     expected = [engine.chat(MESSAGES, temperature=1, seed=seed, max_tokens=12).text for seed in (11, 12, 13)]
     assert [choice["message"]["content"] for choice in body["choices"]] == expected
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.server import NAME, Server, live, wait_until
+from support.server import NAME, UNFILTERED, Server, live, wait_until
 
 from pystaged.engine import Engine
 
@@ -93,7 +93,9 @@ def test_many_at_once_in_an_event_loop(server: Server, engine: Engine) -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
             async def one(prompt: str) -> str:
-                parts = await client.completions.create(prompt=prompt, stream=True, seed=5, model=NAME)
+                parts = await client.completions.create(
+                    prompt=prompt, stream=True, seed=5, model=NAME, temperature=1, extra_body=UNFILTERED
+                )
                 return "".join([part.choices[0].text async for part in parts])
 
             return await asyncio.gather(*map(one, prompts))

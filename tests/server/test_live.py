@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from support.memory import used
-from support.server import Server, events, live, wait_until
+from support.server import UNFILTERED, Server, events, live, wait_until
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pystaged.config import GenerationConfig
@@ -32,7 +32,9 @@ PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12, 
 
 def body(i: int, **options: Any) -> dict[str, Any]:
     """A request whose text is known by its number."""
-    return {"prompt": PROMPTS[i % 5], "max_tokens": 8 + i % 24, "temperature": i % 3 / 2, "seed": i} | options
+    return (
+        {"prompt": PROMPTS[i % 5], "max_tokens": 8 + i % 24, "temperature": i % 3 / 2, "seed": i} | UNFILTERED | options
+    )
 
 
 def written(engine: Engine, i: int) -> str:
@@ -52,7 +54,7 @@ def is_idle(engine: Engine) -> bool:
 
 def endless(**options: Any) -> dict[str, Any]:
     """A request for a text that takes a while."""
-    return {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 1} | options
+    return {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 1} | UNFILTERED | options
 
 
 @contextmanager

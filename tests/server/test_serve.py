@@ -19,6 +19,8 @@ from support.server import SECONDS, Server
 import pystaged
 from pystaged.server.run import bound
 
+UNFILTERED = ("--top-k", "0", "--top-p", "1", "--min-p", "0")
+
 
 @contextmanager
 def serving(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Server, list[str]]]:
@@ -52,7 +54,11 @@ def ask(server: Server, **options: Any) -> Any:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_it_is_told_to_end(path: str, number: signal.Signals) -> None:
-    with serving(path, "--max-tokens", "6", "--seed", "42", "--temperature", "0.5") as (process, server, said):
+    with serving(path, "--max-tokens", "6", "--seed", "42", "--temperature", "0.5", *UNFILTERED) as (
+        process,
+        server,
+        said,
+    ):
         assert any("gpt2" in line for line in said)
         body = ask(server)
         assert (body["seed"], body["usage"]["completion_tokens"]) == (42, 6)

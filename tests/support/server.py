@@ -18,6 +18,7 @@ from pystaged.server.settings import Settings
 
 NAME = "tiny"
 SECONDS = 120
+UNFILTERED: Any = {"top_k": 0, "top_p": 1, "min_p": 0}  # what servers recommend besides a temperature, off
 
 
 @contextmanager

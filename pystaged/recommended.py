@@ -1,0 +1,98 @@
+"""How answers are written where nobody says otherwise: the sampling a model's makers recommend, lengths, loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pystaged.config import SamplingConfig
+
+ANSWER_TOKENS = 2048  # of an answer at most
+LOOP_WORDS = "ended where it repeats itself"
+
+SamplingFields = dict[str, float | int]
+"""Fields of SamplingConfig."""
+
+# llama.cpp's, for models whose makers recommend nothing.
+_USUAL: SamplingFields = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+# Of SmolLM2's card; its GGUF file has no keys for it.
+_SMOLLM2: SamplingFields = {"temperature": 0.2, "top_p": 0.9}
+_SECTION = "general.sampling."  # of a GGUF file
+_FIELDS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
+    "penalty_repeat": "repeat_penalty",
+    "penalty_last_n": "repeat_last_n",
+}
+# The same in a checkpoint's generation_config.json.
+_CHECKPOINT_NAMES = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+def recommended_sampling(metadata: Mapping[str, str]) -> SamplingFields:
+    """The sampling of a model's answers: what its makers recommend, and llama.cpp's defaults for the rest.
+
+    Args:
+        metadata: of its GGUF file. Values that are no sampling are passed over.
+    """
+    found = dict(_USUAL)
+    if metadata.get("general.basename", "").lower() == "smollm2":
+        found |= _SMOLLM2
+    for key, name in _FIELDS.items():
+        value = _checked(name, metadata.get(_SECTION + key))
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def sampling_keys(generation_config: Mapping[str, Any]) -> SamplingFields:
+    """What a checkpoint's generation_config.json recommends, by keys of a GGUF file, without what is no sampling."""
+    found = {}
+    for name, key in _CHECKPOINT_NAMES.items():
+        value = generation_config.get(name)
+        checked = None if isinstance(value, bool) else _checked(_FIELDS[key], value)
+        if checked is not None:
+            found[_SECTION + key] = checked
+    return found
+
+
+def described(sampling: SamplingConfig) -> str:
+    """A sampling in words, such as "temperature 0.8, top-k 40, top-p 0.95": what is in force, not what is off."""
+    if sampling.is_greedy:
+        return "temperature 0: always the likeliest token"
+    plain = SamplingConfig()
+    names = [name for name in sampling.__dataclass_fields__ if name not in ("temperature", "seed", "_native")]
+    others = [
+        f"{name.replace('_', '-')} {_word(getattr(sampling, name))}"
+        for name in names
+        if getattr(sampling, name) != getattr(plain, name)
+    ]
+    return ", ".join([f"temperature {_word(sampling.temperature)}", *others])
+
+
+def _checked(name: str, value: object) -> float | int | None:
+    """A field's value, None where it is none that a text can be written with."""
+    try:
+        number = round(float(value), 6)  # type: ignore[arg-type]  # GGUF files have 32 bits: 0.2, not 0.200000003
+        whole = name in ("top_k", "repeat_last_n")
+        if whole and number != int(number):
+            return None
+        given: dict[str, Any] = {name: int(number) if whole else number}
+        SamplingConfig(**given)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if math.isnan(number) else given[name]
+
+
+def _word(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
