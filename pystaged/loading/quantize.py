@@ -60,7 +60,7 @@ def quantize(
     with source.open("rb"):
         pass
     stored = read_metadata(source).get("general.file_type", "")
-    if not allow_requantize and stored.isdigit() and int(stored) not in UNQUANTIZED:
+    if not allow_requantize and stored.isdecimal() and int(stored) not in UNQUANTIZED:
         raise _requantizing(source, next((name for name, number in FILE_TYPES.items() if str(number) == stored), ""))
     with whole_file(out) as part:
         last: deque[str] = deque(maxlen=1)

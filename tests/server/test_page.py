@@ -20,6 +20,7 @@ from support.server import Server, live, wait_until
 import pystaged
 from pystaged.engine import Engine
 
+pytestmark = pytest.mark.slow
 SIZES = {"phone": (390, 844), "desk": (1280, 800)}
 desk = pytest.mark.parametrize("page", ["desk"], indirect=True)
 ANSWER = "tell me <b>more</b>"
@@ -264,6 +265,21 @@ def test_a_refused_question_goes_back(page: Page) -> None:
     page.wait(lambda: page.all(".assistant") and page.is_done())
     assert not page.one("#error").is_displayed()
     assert page.one("#ask").get_attribute("value") == ""
+
+
+@desk
+def test_a_refusal_replaces_nothing(page: Page) -> None:
+    page.seed(ASKED, written("old"))
+    page.script("fetch = async () => Response.json({error: {message: 'no'}}, {status: 400})")
+    page.all(".assistant .below button")[1].click()
+    page.wait(lambda: page.is_done() and page.one("#error").is_displayed())
+    assert (page.one("#error").text, page.one("#ask").get_attribute("value")) == ("no", "")
+    page.all(".user button")[1].click()
+    page.ask(" now")
+    page.wait(lambda: page.is_done() and page.one("#editing").is_displayed())
+    assert page.one("#ask").get_attribute("value") == ANSWER + " now"
+    assert [turn["content"] for turn in page.turns()] == [ANSWER, "old"]
+    assert [each.text for each in page.all(".words")] == [ANSWER, "old"]
 
 
 @desk
