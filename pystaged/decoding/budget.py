@@ -8,12 +8,12 @@ and gains the tokens beyond its first. T(n) is what passes over n rows cost, as 
 is the time that proposing the tree and learning from it took. All are processor time: what other programs take of the
 machine is charged to nobody.
 
-A text begins with a credit of OPENING, loses what steps cost, wins what they gain, and holds MOST at most. A drafter is
-used only while the credit covers the least that it can do, and a tree is cut to what the credit covers. So, whatever
-the drafters do:
+A text begins with a credit of OPENING, or what the text before in its context left if that is more; steps take from it
+what they cost, and add what they gain, up to MOST. A drafter is used only while the credit covers the least that it can
+do, and a tree is cut to what the credit covers. So, whatever the drafters do:
 
-    A text falls behind plain decoding by OPENING tokens at most, and by SHARE of its length, PROMPT of what reading its
-    prompt takes, and what the one operation that used up the credit took beyond its price.
+    The texts of a context fall behind plain decoding by OPENING tokens each at most, and by SHARE of their length,
+    PROMPT of what reading their prompts takes, and what the one operation that used up a credit took beyond its price.
 
 Who drafts is whose guesses bring most tokens per second: every drafter is scored by how often its first guess for the
 next token was right, when it drafts, and else now and then by a guess that is made and not verified (full information,
@@ -35,7 +35,7 @@ from pystaged.decoding.meter import Meter
 from pystaged.decoding.requests import Done, Requests
 from pystaged.decoding.tree import TokenTree
 
-OPENING = 2.5  # tokens that drafting may lose a text before it has gained anything
+OPENING = 4.0  # tokens that drafting may lose a text before it has gained anything
 SHARE = 0.005  # of a text's length that it may lose beyond that
 MOST = 16.0  # tokens of credit that are kept: what turned wrong must end soon
 PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to read it
@@ -72,6 +72,7 @@ class Budget:
         self._last_shadow = 0
         self._python = 0.0  # seconds of a step that are neither the pass nor drafting
         self._begin = self._drafted = 0.0
+        self._is_settled = True  # False in the middle of a step
 
     def inherit(self, other: Budget) -> None:
         """Believe what another one, of the same target and drafters, has learnt."""
@@ -86,7 +87,9 @@ class Budget:
             drafters: none for a plain text.
             greedy: whether its tokens are the likeliest ones: what is learnt is kept apart.
         """
-        self.credit, self._scoring, self.chosen, self._greedy = OPENING, _FIRST_SCORING, None, greedy
+        # What an interrupted step took is charged to nobody, so nothing is left then.
+        self.credit, self._is_settled = max(OPENING, self.credit if self._is_settled else 0.0), True
+        self._scoring, self.chosen, self._greedy = _FIRST_SCORING, None, greedy
         if self._cost is None or not drafters:
             return
         self._texts, self._past = self._crowd.texts, prompt_tokens - 1
@@ -112,6 +115,9 @@ class Budget:
             self.chosen = 0 if drafters else None
             return
         self._texts, self._past = self._crowd.texts, past
+        if self.credit <= 0:
+            return
+        self._is_settled = False
         least = [self._tokens(drafter.lag() + drafter.price()) for drafter in drafters]
         verifying = self._extra(2)
         self.chosen = self._best(drafters, [i for i, price in enumerate(least) if price + verifying <= self.credit])
@@ -154,7 +160,8 @@ class Budget:
         if self._cost is None:
             return 0.0
         self._cost.observe(verified.num_rows, verified.past, verified.processor_seconds, verified.share)
-        drafting = self._drafted - self._begin + telling
+        # Telling drafters that did not draft is next to free.
+        drafting = self._drafted - self._begin + telling if self.chosen is not None or self.shadow is not None else 0.0
         price = self._tokens(drafting) + (self._extra(num_rows) if num_rows > 1 else 0.0)
         gain = max(0, num_tokens - certain - 1) - price
         guessed = max(1, num_tokens - certain)
@@ -163,6 +170,7 @@ class Budget:
         for i, drafter in enumerate(drafters):
             if drafter.hit is not None:
                 self._score(i, drafter.hit)
+        self._is_settled = True
         python = max(0.0, self._meter() - self._begin - drafting)
         self._python += _BLEND * (python - self._python)
         plain = self._cost(self._texts, self._past) + self._texts * self._python

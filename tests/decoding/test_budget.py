@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pystaged.config import SamplingConfig
-from pystaged.decoding.budget import OPENING, PROMPT, SHARE, Budget, chain_speedup
+from pystaged.decoding.budget import MOST, OPENING, PROMPT, SHARE, Budget, chain_speedup
 from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
@@ -172,6 +172,7 @@ class Text:
         )
         self.used: list[int | None] = []  # the drafter of each step of the last text
         self.lost = self.tokens = 0.0  # of the last text, in tokens of plain decoding
+        self._lost = self._bound = 0.0  # of the texts before
 
     def write(self, behaviours: Iterable[Behaviour], prompt_tokens: int = 40, speculate: bool = True) -> None:
         """Write a text, a step for each behaviour, and check the bound after every one."""
@@ -195,7 +196,10 @@ class Text:
             self.lost += (machine.processor - begin) / plain - len(step.tokens)
             over = max((drafter.overshoot for drafter in self.drafters), default=0.0)
             overshoot = max(overshoot, (over + behaviour.telling * len(self.drafters)) / plain)
-            assert self.lost <= OPENING + SHARE * self.tokens + prompt + overshoot + 1e-6 * (1 + abs(self.lost))
+            bound = SHARE * self.tokens + prompt + overshoot + 1e-6 * (1 + abs(self._lost + self.lost))
+            assert self.lost <= (MOST if self._bound else OPENING) + bound
+            assert self._lost + self.lost <= self._bound + OPENING + bound
+        self._lost, self._bound = self._lost + self.lost, self._bound + OPENING + bound
 
 
 FLAT = PassCost({1: 1.0, 32: 1.0})
@@ -331,9 +335,13 @@ def test_a_text_that_is_interrupted_by_an_exception_goes_on() -> None:
         text._session.verify = interrupted  # type: ignore[method-assign, assignment]
         with pytest.raises(KeyboardInterrupt):
             text.write([GOOD])
+        # What the interrupted step took was charged to nobody, so it must not be had again.
         text._session.verify = verify  # type: ignore[method-assign]
+        finish(text.decoder.start(np.zeros(2, np.int32)), text.machine.clocks)
+        assert text.decoder.budget.credit == OPENING
         text.write([GOOD] * 20)
         assert text.used == [0] * 20
+        assert text.decoder.budget.credit > OPENING
 
 
 def test_the_meter_stands_still_while_others_work_and_counts_a_share_of_a_draft_pass() -> None:

@@ -474,7 +474,7 @@ def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(count:
             )
             text = decoder.text(np.zeros(3, np.int32), SAMPLINGS[0], 10**6)
             live.append(LiveText(decoder, text, lambda step: said.append(len(step.tokens)), errors.append))
-        for _ in range(300):
+        for _ in range(500):
             rounds.play(live)
         return sum(said) / machine.now
 
