@@ -197,7 +197,7 @@ def test_a_conversation_says_what_is_in_force_and_leaves_a_clean_line() -> None:
     assert "house: gpt2, 30 MB;" in shown
     assert "temperature 0.5; 40 tokens at most; /help for help" in shown
     window.type(b"/set temperature 0\n")
-    window.wait_for(b"temperature 0.0\r\n")
+    window.wait_for(b"temperature 0.0")
     window.type(b"/clear\n")
     window.wait_for(b"begun again")
     window.type(b"\x04")
