@@ -98,7 +98,9 @@ def _drafting_pays(costs: dict[Path, str]) -> None:
 
 
 def test_each_token_has_its_stages_color(result: pystaged.GenerationResult) -> None:
-    window = terminal("generate", PROMPT, "--max-tokens", "40", "--color", "stages", columns=200, lines=60)
+    window = terminal(
+        "generate", PROMPT, "--model", "house", "--max-tokens", "40", "--color", "stages", columns=200, lines=60
+    )
     assert window.finish() == 0
     lines = result.text.split("\n")
     assert window.shown[: len(lines)] == [line.rstrip() for line in lines]
@@ -117,7 +119,7 @@ def test_each_token_has_its_stages_color(result: pystaged.GenerationResult) -> N
 
 
 def test_no_color_is_respected(result: pystaged.GenerationResult) -> None:
-    window = terminal("generate", PROMPT, "--max-tokens", "40", "--color", "stages", NO_COLOR="1")
+    window = terminal("generate", PROMPT, "--model", "house", "--max-tokens", "40", "--color", "stages", NO_COLOR="1")
     assert window.finish() == 0
     assert not re.search(rb"\x1b\[[0-9;]*3\dm", window.output)
     assert result.text.rstrip().encode() in window.output.replace(b"\r\n", b"\n")
@@ -125,7 +127,7 @@ def test_no_color_is_respected(result: pystaged.GenerationResult) -> None:
 
 @pytest.mark.parametrize("extra", [["--color", "stages"], ["--color", "stages", "--show-tree"], []], ids=str)
 def test_a_pipe_gets_the_text_alone(result: pystaged.GenerationResult, extra: list[str]) -> None:
-    done = piped("generate", PROMPT, "--max-tokens", "40", *extra)
+    done = piped("generate", PROMPT, "--model", "house", "--max-tokens", "40", *extra)
     assert (done.returncode, done.stdout) == (0, result.text + "\n")
     assert "\x1b" not in done.stderr
     assert re.search(r"40 tokens, [\d.]+ per second( \(about [\d.]+x plain\))?, [\d.]+ per step", done.stderr)
@@ -195,9 +197,9 @@ def test_a_conversation_says_what_is_in_force_and_leaves_a_clean_line() -> None:
     window.wait_for(b"> ")
     shown = " ".join(window.shown)
     assert "house: gpt2, 30 MB;" in shown
-    assert "temperature 0.5; 40 tokens at most; /help for help" in shown
+    assert "temperature 0.5, top-k 40, top-p 0.95, min-p 0.05; 40 tokens at most; /help for help" in shown
     window.type(b"/set temperature 0\n")
-    window.wait_for(b"temperature 0.0")
+    window.wait_for(b"temperature 0: always")
     window.type(b"/clear\n")
     window.wait_for(b"begun again")
     window.type(b"\x04")
@@ -236,7 +238,9 @@ def test_a_bar_while_a_long_prompt_is_read(monkeypatch: pytest.MonkeyPatch, is_t
 
 @pytest.mark.parametrize("columns", [80, 24])
 def test_trees_and_text_stay(result: pystaged.GenerationResult, columns: int) -> None:
-    window = terminal("generate", PROMPT, "--max-tokens", "40", "--show-tree", columns=columns, lines=60)
+    window = terminal(
+        "generate", PROMPT, "--model", "house", "--max-tokens", "40", "--show-tree", columns=columns, lines=60
+    )
     assert window.finish() == 0
     shown, wrapped = window.shown, list(wrap(result.text, columns))
     begin = next(i for i in range(len(shown)) if shown[i : i + len(wrapped)] == wrapped)
@@ -265,7 +269,7 @@ def test_a_window_that_changes_its_size() -> None:
 @pytest.mark.parametrize("presses", [1, 3])
 @pytest.mark.parametrize("extra", [[], ["--color", "stages"], ["--show-tree"]], ids=str)
 def test_ctrl_c_leaves_cursor_and_text(long_text: str, extra: list[str], presses: int) -> None:
-    window = terminal("generate", PROMPT, "--max-tokens", "900", *extra, lines=200, columns=300)
+    window = terminal("generate", PROMPT, "--model", "house", "--max-tokens", "900", *extra, lines=200, columns=300)
     # Stops in the middle: the first line of the text is there, the last is not.
     window.wait_for(long_text.split("\n")[1].strip().split()[-1].encode())
     window.type(b"\x03" * presses)

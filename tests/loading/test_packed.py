@@ -391,10 +391,10 @@ def test_commands(tmp_path: Path, llama: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert loaded(llama).is_mapped
     loaded(other)
-    listed = run("models").stdout.decode().splitlines()
-    assert listed[0].split() == ["packed", "weights", "of", "MB"]
+    listed = [line.split() for line in run("models").stdout.decode().splitlines()]
+    listed = listed[listed.index(["packed", "weights", "of", "MB"]) + 1 :]
     size = f"{PACKED.path(llama).stat().st_size / 1e6:.1f}"
-    assert [line.split() for line in listed[1:]] == [[str(llama), size], [str(other), size]]
+    assert listed == [[str(llama), size], [str(other), size]]
     done = run("models", "remove", "--packed", other)
     assert done.stderr.decode() == f"removed packed weights of 1 model, {size} MB freed\n"
     assert [each.model for each in PACKED.all()] == [str(llama)]
