@@ -513,7 +513,7 @@ def command(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"NO_COLOR": "1"}
     model = [] if "--model" in arguments else ["--model", "house"]
     return subprocess.Popen(
-        [sys.executable, "-m", "pystaged", "bench", *model, *map(str, arguments)],
+        [sys.executable, "-m", "pystaged", "bench", *map(str, arguments), *model],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
