@@ -316,7 +316,7 @@ def test_names_that_are_no_devices(device: str, error: type[Exception], message:
 def test_commands(tmp_path: Path) -> None:
     run = CliRunner().invoke
     assert "ggml-cpu" in run(app, ["info"]).stdout
-    written = run(app, ["generate", PROMPT, "--max-tokens", "8", "--device", DEVICE, "--json"])
+    written = run(app, ["generate", PROMPT, "-m", "house", "--max-tokens", "8", "--device", DEVICE, "--json"])
     assert written.exit_code == 0
     output = tmp_path / "output.json"
     output.write_text(written.stdout)
