@@ -532,6 +532,7 @@ def house(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, seed=5)], ids=["greedy", "warm"])
 def test_texts_in_forked_contexts(house: Engine, sampling: SamplingConfig) -> None:
     for prompt in PROMPTS:
@@ -540,6 +541,7 @@ def test_texts_in_forked_contexts(house: Engine, sampling: SamplingConfig) -> No
     assert result.stats.reused_tokens == len(house.encode(PROMPTS[1])) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, seed=5)], ids=["greedy", "warm"])
 def test_texts_forked_from_running_ones(house: Engine, sampling: SamplingConfig) -> None:
     streams = []
@@ -567,6 +569,7 @@ def test_texts_that_begin_together_read_their_common_beginning_once(house: Engin
     assert sorted(result.stats.reused_tokens > common > 40 for result in results) == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_little_memory_changes_nothing() -> None:
     sampling = SamplingConfig(0.8, seed=2)
     with pystaged.load("house", kv_memory=3 << 20) as engine:
@@ -577,6 +580,7 @@ def test_little_memory_changes_nothing() -> None:
             assert engine._contexts.num_bytes <= 3 << 20
 
 
+@pytest.mark.slow
 def test_a_text_waits_for_another_thread_s() -> None:
     with pystaged.load("house") as sized:
         memory = sized._contexts._needed(200)
@@ -656,6 +660,7 @@ def test_a_bound_that_is_none(memory: int) -> None:
         pystaged.load("house", kv_memory="2G")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_many_short_texts(random_gguf: Callable[..., Path]) -> None:
     process, generator = psutil.Process(), np.random.default_rng(0)
     with pystaged.load(random_gguf(vocab_size=300, context=96), kv_memory=4 << 20) as engine:

@@ -44,6 +44,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     llm_plugin._engines.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plugin")
 @pytest.mark.parametrize("name", PAGES)
 def test_snippets_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:

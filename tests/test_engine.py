@@ -123,6 +123,7 @@ def test_result(engine: Engine, path: Path, options: dict[str, Any]) -> None:
     assert stats.to_dict()["new_tokens"] == len(result.tokens)
 
 
+@pytest.mark.slow
 def test_house_model(house_target: Path) -> None:
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.5, "seed": 2}
     prompt = "def fibonacci(n):\n"
@@ -197,6 +198,7 @@ def test_max_tokens(engine: Engine, count: int, options: dict[str, Any]) -> None
     assert result.text == text_of(engine, result.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_stop_strings_anywhere(engine: Engine, options: dict[str, Any]) -> None:
     whole = engine.generate(PROMPT, max_tokens=60, **options)
@@ -604,6 +606,7 @@ def test_an_interrupted_generation(engine: Engine, path: Path, monkeypatch: pyte
     assert result.stats.reused_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_reuse_changes_nothing(engine: Engine, path: Path, options: dict[str, Any]) -> None:
     prompts = [PROMPT, PROMPT, PROMPT + "and there", PROMPT[:8], "other words", PROMPT + "and there"]
@@ -617,6 +620,7 @@ def test_reuse_changes_nothing(engine: Engine, path: Path, options: dict[str, An
     assert 0 < continued.stats.reused_tokens < continued.stats.prompt_tokens
 
 
+@pytest.mark.slow
 def test_two_threads(engine: Engine, path: Path) -> None:
     prompts = [PROMPT, "her hat "]
     expected = [[alone(path, p, max_tokens=50, temperature=0.8, seed=s).text for s in range(5)] for p in prompts]
@@ -704,6 +708,7 @@ def test_results_can_be_pickled_and_copied(engine: Engine) -> None:
 # ---- Streams that end early ----
 
 
+@pytest.mark.slow
 def test_dropped_streams_neither_hang_nor_grow(engine: Engine) -> None:
     process = psutil.Process()
 
@@ -751,6 +756,7 @@ def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
     assert context() is None
 
 
+@pytest.mark.slow
 def test_a_dropped_stream_is_freed_without_the_collector(engine: Engine) -> None:
     gc.collect()
     gc.disable()

@@ -41,6 +41,7 @@ class Failing(Target):
 OUTCOMES = ["", "", "ValueError without a message", "died or hung", "died or hung", "took ", "MemoryError", "KeyError"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", driver.TARGETS)
 def test_cases(name: str) -> None:
     (tally,) = driver.fuzz([name], 0, 0, CASES).values()
@@ -48,6 +49,7 @@ def test_cases(name: str) -> None:
     assert tally.cases == CASES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["costs", "memory", "packed", "cache", "table", "receipt"])
 def test_cases_are_the_same_in_each_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     sizes = []
@@ -59,6 +61,7 @@ def test_cases_are_the_same_in_each_folder(tmp_path: Path, monkeypatch: pytest.M
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.slow
 def test_damaged_memories_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all of them are refused by their digest or a range: what the rest says is looked at."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -77,6 +80,7 @@ def test_a_receipt_that_is_read_but_not_again(tmp_path: Path, monkeypatch: pytes
         next(target.sound()).use()
 
 
+@pytest.mark.slow
 def test_cases_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -80,6 +80,7 @@ def check(form: dict[str, Any], text: str) -> None:
         assert text.count("b") == text.count("c")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_text_has_its_form_however_it_is_drafted(engine: Engine, form: dict[str, Any]) -> None:
     for sampling in SAMPLINGS if "json_schema" in form else SAMPLINGS[:2]:
@@ -93,6 +94,7 @@ def test_a_text_has_its_form_however_it_is_drafted(engine: Engine, form: dict[st
             assert staged.finish_reason == plain.finish_reason
 
 
+@pytest.mark.slow
 def test_texts_of_several_forms_in_a_crowd_are_what_they_are_alone(engine: Engine) -> None:
     names = [*FORMS, "free"]
     options = [FORMS.get(name, {}) | SAMPLINGS[i % 3] | {"max_tokens": 60} for i, name in enumerate(names)]
@@ -394,6 +396,7 @@ thread.join()
 """
 
 
+@pytest.mark.slow
 def test_forms_within_forms_do_not_end_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", IN_A_SMALL_THREAD], capture_output=True, text=True, check=True)
     chain, long, nested, _ = done.stdout.splitlines()
@@ -401,6 +404,7 @@ def test_forms_within_forms_do_not_end_the_process() -> None:
     assert long.startswith("json_schema cannot be used: its 50001 references in 4 levels may nest")
 
 
+@pytest.mark.slow
 def test_what_needs_much_of_much_is_told_to_end_at_once() -> None:
     """Each of many needs all after it: half a million needs."""
     names = [f"a{i}" for i in range(1000)]

@@ -298,6 +298,7 @@ def test_one_engine_stays_loaded(model: llm_plugin.Pystaged) -> None:
     assert loaded().n_ctx == 512
 
 
+@pytest.mark.slow
 def test_listing_loads_nothing_that_computes(tmp_path: Path) -> None:
     for arguments in (["--help"], ["models", "list", "--options"]):
         done = run(tmp_path, *arguments, after=LOADED, LLAMA_CPP_LIB_PATH="/opt/llama")
@@ -321,6 +322,7 @@ print([name for name in ("numpy", "gguf", "jinja2", "huggingface_hub", "pystaged
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_the_program(tmp_path: Path, engine: pystaged.Engine) -> None:
     first = engine.chat(asked(QUESTIONS[0], system="S"), max_tokens=24)
     second = engine.chat([*asked(QUESTIONS[0], system="S"), first.message, *asked(QUESTIONS[1])], max_tokens=8)
@@ -332,6 +334,7 @@ def test_the_program(tmp_path: Path, engine: pystaged.Engine) -> None:
     assert f"{second.stats.prompt_tokens} input, 8 output" in done.stderr
 
 
+@pytest.mark.slow
 def test_tools_and_attachments_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.gif").write_bytes(b"GIF89a")
     for arguments, words in (
@@ -345,12 +348,14 @@ def test_tools_and_attachments_are_refused(tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_where_ours_cannot_run_llm_can(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "pystaged/house", "Hello", LLAMA_CPP_LIB_PATH="/opt/llama")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: LLAMA_CPP_LIB_PATH is set to /opt/llama")
 
 
+@pytest.mark.slow
 def test_llm_finds_the_plugin(tmp_path: Path) -> None:
     try:
         metadata.distribution("pystaged")

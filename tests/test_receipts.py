@@ -101,6 +101,7 @@ def test_how_a_text_was_made_leaves_no_trace(engine: Engine, sampled: Receipt, o
     assert made.to_json() == sampled.to_json()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kernel", _core.kernels())
 def test_kernels_and_threads(
@@ -172,6 +173,7 @@ def test_a_context_that_is_full_ends_it_alike(path: Path, engine: Engine) -> Non
         engine.repeat(made)
 
 
+@pytest.mark.slow
 def test_answers(tmp_path: Path) -> None:
     file = paths.smollm2()
     messages = [says("user", "Name three colours.")]
@@ -184,6 +186,7 @@ def test_answers(tmp_path: Path) -> None:
 
 
 # Made once, by the versions they name; whoever changes a bit of what the house model writes fails here.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 @pytest.mark.parametrize("kernel", _core.kernels())
 def test_what_was_promised(monkeypatch: pytest.MonkeyPatch, name: str, kernel: str) -> None:
@@ -561,6 +564,7 @@ def test_hashes_can_be_made_by_anybody() -> None:
 # ---- Commands ----
 
 
+@pytest.mark.slow
 def test_commands(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "it.receipt"
     options = ("--max-tokens", "20", "--temperature", "1", "--seed", "4", "--logit-bias", "5-inf")
@@ -585,6 +589,7 @@ def test_commands(path: Path, tmp_path: Path) -> None:
     assert f"(token {expected.tokens[3]}) here; the model's log-probabilities of the two are " in said
 
 
+@pytest.mark.slow
 def test_commands_that_are_refused(path: Path, house_draft: Path, tmp_path: Path) -> None:
     file = tmp_path / "it.receipt"
     done = run("generate", PROMPT, "--model", path, "--max-tokens", "4", "--json", "--receipt", file)
@@ -603,6 +608,7 @@ def test_commands_that_are_refused(path: Path, house_draft: Path, tmp_path: Path
     assert_refused(run("generate", PROMPT, "--model", path, "--receipt", tmp_path / "no" / "it"), "there is no folder")
 
 
+@pytest.mark.slow
 def test_the_house_model_is_found() -> None:
     done = run("verify", paths.DATA / "greedy.receipt")
     assert done.returncode == 0, done.stderr

@@ -131,6 +131,7 @@ def test_a_reader_that_is_left_behind(engine: Engine) -> None:
     assert len(whole.tokens) == 400
 
 
+@pytest.mark.slow
 def test_what_is_dropped_or_closed_leaves_the_others_alone(engine: Engine) -> None:
     alone = engine.generate(PROMPTS[1], max_tokens=60).tokens
     kept, dropped, closed, unread = (engine.stream(PROMPTS[i], max_tokens=60) for i in (1, 2, 3, 0))
@@ -435,6 +436,7 @@ print(engine._scheduler._thread is not None)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_texts_are_being_written(path: Path) -> None:
     for _ in range(3):
         done = subprocess.run(

@@ -51,6 +51,7 @@ def twin(chunks: list[bytes], stop: tuple[str, ...]) -> tuple[list[str], bool]:
     return pieces, stopped
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=1000)
 @given(chunks=chunks(), stop=stops)
 @example(chunks=[b"aa", b"ab"], stop=("aab",))

@@ -61,6 +61,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 # ---- Several results ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, WARM, WARM | {"stop": ("e", "an")}, {"speculate": False} | WARM], ids=str)
 def test_several_prompts_are_continued_as_alone(engine: Engine, path: Path, options: dict[str, Any]) -> None:
     results = engine.generate(PROMPTS, max_tokens=24, **options)
@@ -253,6 +254,7 @@ def test_a_policy_may_generate_several(path: Path) -> None:
     assert [told(each) for each in results] == [alone(path, prompt, max_tokens=12) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_dropped_streams_that_shared_passes_end(plain: Engine, path: Path) -> None:
     streams = [plain.stream(prompt, max_tokens=400) for prompt in PROMPTS]
     for stream in streams:

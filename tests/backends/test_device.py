@@ -165,6 +165,7 @@ def test_house_target_against_our_kernels(
     assert same.mean() >= 0.99
 
 
+@pytest.mark.slow
 def test_any_type_of_ggml(random_gguf: Callable[..., Path], tmp_path: Path) -> None:
     source, path = random_gguf("F32", width=256), tmp_path / "iq3_s.gguf"
     params = llama_cpp.llama_model_quantize_default_params()
@@ -243,6 +244,7 @@ def test_errors_leave_a_session_as_it_was(random_gguf: Callable[..., Path]) -> N
         session.evaluate([1], [-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 50}, {"temperature": 0.8, "top_p": 0.95}])
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
 def test_staged_decoding_is_the_models_own(
@@ -263,6 +265,7 @@ def test_staged_decoding_is_the_models_own(
         assert difference is None or difference.gap < (2 * TOLERANCE if quantization == "F32" else 1.2)
 
 
+@pytest.mark.slow
 def test_an_audit_finds_a_wrong_token(house_target: Path) -> None:
     session = open_session(house_target)
     tokenizer = pystaged._core.Tokenizer(str(house_target))
@@ -313,6 +316,7 @@ def test_names_that_are_no_devices(device: str, error: type[Exception], message:
         pystaged.load("house", device=device)
 
 
+@pytest.mark.slow
 def test_commands(tmp_path: Path) -> None:
     run = CliRunner().invoke
     assert "ggml-cpu" in run(app, ["info"]).stdout

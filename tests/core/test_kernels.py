@@ -105,6 +105,7 @@ def assert_close(kind: str, weights: Packed, x: Floats, actual: Floats) -> None:
     assert (error <= 1e-5 * (np.abs(activations) @ np.abs(w).T)).all()
 
 
+@pytest.mark.slow
 @given(shape=shapes, n=st.integers(1, 40), num_threads=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_any_shape(shape: tuple[str, int, int], n: int, num_threads: int, seed: int) -> None:
@@ -117,6 +118,7 @@ def test_any_shape(shape: tuple[str, int, int], n: int, num_threads: int, seed: 
         np.testing.assert_array_equal(multiply(kind, weights, x, kernel, num_threads), scalar)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 16, 33, 100])
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("kernel", KERNELS)

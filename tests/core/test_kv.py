@@ -34,6 +34,7 @@ TOKENS = list(range(20, 44))
 PARENTS = [-1, *range(11), *range(3, 15)]  # a chain, and branches from its middle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_row_has_the_same_bits_alone_and_in_a_tree(path: Path, kernel: str, threads: int) -> None:

@@ -166,6 +166,7 @@ def schedules(draw: st.DrawFn) -> list[tuple[int, list[Step]]]:
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["f16", "q8_0"])
 @pytest.mark.parametrize("family", FAMILIES)
 @given(schedule=schedules())
@@ -418,6 +419,7 @@ def test_devices_take_texts_in_turns(model_of: Model) -> None:
     assert len(crowd[2].tokens) == 310
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only what is resident is known")
 def test_a_large_pass_gives_its_memory_back_when_smaller_ones_follow(tmp_path: Path) -> None:
     shape = RandomModel("llama", vocab_size=60_000, vocabulary=lambda *_: None)
@@ -540,6 +542,7 @@ print("handled", len(refused) > 3)
 """
 
 
+@pytest.mark.slow
 def test_signal_handler_that_uses_another_session_of_the_model(house_target: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", HANDLED, str(house_target)], capture_output=True, text=True, check=False, timeout=300

@@ -234,6 +234,7 @@ def test_greedy(row: Row) -> None:
     assert row.candidates(sampling, 40)[0].tolist() == np.argsort(-row.logits, kind="stable")[:40].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 5.0])
 def test_filters(row: Row, temperature: float, filters: dict[str, Any]) -> None:
@@ -261,6 +262,7 @@ def test_the_whole_vocabulary_can_be_candidates(row: Row) -> None:
     row.check(SamplingConfig(0.8), len(row.logits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.2, 0.8, 1.0, 1.5, 10.0, 1000.0])
 def test_pruning_never_loses_a_token(house: Row, temperature: float) -> None:
     for seed in range(25):
@@ -363,6 +365,7 @@ def check_drawn(counts: Doubles, p: Doubles) -> None:
     assert statistic < limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", SEVERAL, ids=str)
 def test_tokens_are_drawn_by_their_probability(random_gguf: Callable[..., Path], filters: dict[str, Any]) -> None:
     row = row_of(random_gguf(vocab_size=257, width=32, layers=1), [7, 7])
@@ -506,6 +509,7 @@ class MaskedRow(Row):
 LAST = 198  # the house row's last token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_a_mask_forbids_does_not_exist(house: Row, temperature: float, filters: dict[str, Any]) -> None:

@@ -130,6 +130,7 @@ def assert_logits(session: _core.Session, path: Path, prefix: tuple[int, ...], t
         np.testing.assert_array_equal(session.logits(row), sequential(path)(*prefix, *tree.path(row)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @given(tree=trees(), num_committed=st.integers(0, 20), cuts=st.lists(st.integers(1, 23), max_size=6), data=st.data())
 @examples
@@ -150,6 +151,7 @@ def test_tree_is_decoding_every_path(
         assert_logits(session, path, prefix, tree, len(tree.tokens) - num_logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @given(chunks=st.lists(st.integers(0, 300), min_size=1, max_size=5))
 @examples
@@ -165,6 +167,7 @@ def test_prefill_in_any_chunks(random_gguf: Callable[..., Path], shape: str, chu
         np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:length], 42))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @given(steps=st.lists(st.tuples(trees(12), st.integers(-1, 11), st.integers(0, 8)), min_size=1, max_size=5))
 @examples
@@ -243,6 +246,7 @@ def test_house_draft_up_to_the_end_of_its_context(house_draft: Path, kernel: str
     np.testing.assert_array_equal(session.logits(0), sequential(house_draft)(*PREFIX))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_large_tree_in_a_small_context(random_gguf: Callable[..., Path], shape: str) -> None:
     path = random_gguf(**SHAPES[shape])
@@ -260,6 +264,7 @@ def test_large_tree_in_a_small_context(random_gguf: Callable[..., Path], shape: 
         assert tuple(session.tokens) == PREFIX[:5] + tree.path(499)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_more_pass_shapes_than_are_kept(random_gguf: Callable[..., Path], kernel: str) -> None:
     path = random_gguf("Q8_0")
@@ -282,6 +287,7 @@ def naive_walk(session: _core.Session, tree: Tree, row: int) -> tuple[list[int],
     return [row, *path], [token, *tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @given(guesses=st.lists(st.tuples(st.integers(-1, 22), st.booleans()), min_size=1, max_size=23))
 @examples
@@ -541,6 +547,7 @@ def test_closed_session(random_gguf: Callable[..., Path], call: Callable[[_core.
         call(session)
 
 
+@pytest.mark.slow
 def test_two_sessions_at_once(house_draft: Path) -> None:
     model, start = load(str(house_draft), num_threads=2), threading.Barrier(2)
 
@@ -718,6 +725,7 @@ print(set(codes))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_has_workers_of_its_own(house_draft: Path) -> None:
@@ -882,6 +890,7 @@ print(psutil.Process().memory_info().rss - before, peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_model_takes_the_memory_of_its_file(tmp_path: Path) -> None:
     path, shape = tmp_path / "model.gguf", {"width": 512, "layers": 8, "heads": 8, "vocab_size": 12000}
     write_random_gpt2(path, **shape, context=256, quantization="F16")

@@ -140,6 +140,7 @@ def their_logits(context: Any, tokens: list[int], vocab_size: int) -> npt.NDArra
     return np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (len(tokens), vocab_size)).copy()
 
 
+@pytest.mark.slow
 def test_beside_llama_cpp(model: Model, texts: list[list[int]], theirs: Any) -> None:
     """The tokens that the texts go on with are as likely, and where one is clearly the likeliest it is the same."""
     session = Session(model, 256)
@@ -159,6 +160,7 @@ def test_beside_llama_cpp(model: Model, texts: list[list[int]], theirs: Any) -> 
     assert same >= 0.98 * clear
 
 
+@pytest.mark.slow
 def test_beside_exact_logits(path: Path, model: Model, texts: list[list[int]], theirs: Any) -> None:
     """As near to doubles as llama.cpp, and the same choice where these are sure."""
     session, exact_model = Session(model, 256), FamilyReference(path)
@@ -178,6 +180,7 @@ def test_beside_exact_logits(path: Path, model: Model, texts: list[list[int]], t
     assert np.mean(our_error) <= 1.2 * np.mean(their_error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_no_drafter_changes_the_text(path: Path, model: Model, sampling: SamplingConfig) -> None:
     tokenizer = Tokenizer(str(path))

@@ -78,6 +78,7 @@ def test_awkward_texts_come_back(tokenizer: _core.Tokenizer, text: str) -> None:
     assert round_trip(tokenizer, text) == text.encode()
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None)
 @given(text=texts)
 def test_any_text_comes_back(tokenizer: _core.Tokenizer, text: str) -> None:
@@ -227,6 +228,7 @@ def tangled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     llama_cpp.llama_model_free(model)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(
     parts=st.lists(

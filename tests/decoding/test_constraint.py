@@ -120,6 +120,7 @@ def greedy_text(target: Model) -> list[int]:
         tokens.append(row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_drafter_changes_a_constrained_text(target: Model, draft: Model, temperature: float) -> None:
     for seed in range(3):
@@ -151,6 +152,7 @@ def test_a_text_without_constraint_follows_one_with(target: Model, draft: Model)
     assert continuation(decoder, PROMPT, sampling, 30) == free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculate", [False, True])
 def test_nobody_holds_a_constraint_after_its_text(target: Model, draft: Model, speculate: bool) -> None:
     for drafter in drafters(target, draft, None).values():

@@ -134,6 +134,7 @@ def decoder_of(
     return Decoder(session, *drafters, crowd=crowd, meter=meter)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=SCHEDULES)
 @given(
     st.lists(arrivals, min_size=1, max_size=7),
@@ -457,6 +458,7 @@ def test_plain_texts_of_a_crowd_are_as_fast_as_plain(count: int) -> None:
         assert stats.speedup_estimate == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_machines")
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
 def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(count: int) -> None:

@@ -104,6 +104,7 @@ def bound_runs(
     ]
 
 
+@pytest.mark.slow
 @every_option
 def test_no_drafter_changes_the_text(
     options: dict[str, Any],
@@ -149,6 +150,7 @@ def told(result: GenerationResult) -> tuple[Any, ...]:
     return result.text, result.tokens, result.finish_reason, result.logprobs
 
 
+@pytest.mark.slow
 @every_option
 def test_a_text_in_a_crowd_is_the_same(engine: Engine, options: dict[str, Any]) -> None:
     """With its log-probabilities, bit for bit."""
@@ -160,6 +162,7 @@ def test_a_text_in_a_crowd_is_the_same(engine: Engine, options: dict[str, Any]) 
     assert [told(each) for each in crowd] == [told(each) for each in alone] == [told(each) for each in staged]
 
 
+@pytest.mark.slow
 def test_an_option_changes_the_text(engine: Engine) -> None:
     plain = [engine.generate(PROMPTS, max_tokens=24, temperature=temperature, seed=2) for temperature in TEMPERATURES]
     for name, options in OPTIONS.items():

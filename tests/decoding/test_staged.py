@@ -165,6 +165,7 @@ def test_guesses_from_below_save_passes(
     assert work["three models"]["draft below"].passes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", range(1, 14))
 def test_max_tokens_inside_a_path(max_tokens: int) -> None:
     with pystaged.load("house", policy=CHAIN) as engine:
@@ -177,6 +178,7 @@ def test_max_tokens_inside_a_path(max_tokens: int) -> None:
     assert staged.finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_stop_string_across_steps() -> None:
     with pystaged.load("house", policy=TREE) as engine:
         whole = engine.generate("class Stack:\n    def __init__(self", max_tokens=40).text
@@ -187,6 +189,7 @@ def test_stop_string_across_steps() -> None:
             assert staged.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_end_of_text_inside_the_tree(random_gguf: Callable[..., Path]) -> None:
     path = random_gguf("F32", vocab_size=257, width=32, heads=2)
     ended = 0
@@ -227,6 +230,7 @@ def test_a_draft_that_vanishes_after_loading_is_still_there(random_gguf: Callabl
         pystaged.load(random_gguf("F32"), draft=draft)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["evaluate", "candidates", "commit", "verify"])
 @pytest.mark.parametrize("which", ["target", "draft"])
 def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
@@ -310,6 +314,7 @@ def test_what_a_draft_reads_for_tokens_it_lacks(kin: dict[int, Path], size: int)
     assert draft.token_bytes(neutral) == target.token_bytes(neutral) == b"\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", FOREIGN)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_drafts_of_another_vocabulary_change_nothing(kin: dict[int, Path], size: int, sampling: SamplingConfig) -> None:
@@ -399,6 +404,7 @@ def test_own_policy_is_asked() -> None:
     assert result.stats.drafted <= 3 * result.stats.steps
 
 
+@pytest.mark.slow
 def test_the_default_policy_writes_the_same_and_accounts_for_every_token() -> None:
     with pystaged.load("house") as engine:
         for temperature in (0.0, 1.0):
@@ -587,6 +593,7 @@ def test_a_step_whose_policy_fails_can_be_made_again(
     assert written == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["verify", "commit"])
 def test_a_step_that_fails_while_verifying_or_telling_can_be_followed_by_others(
     call: str, target: Model, draft: Model, prompts: list[NDArray[np.int32]]

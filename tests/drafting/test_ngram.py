@@ -141,6 +141,7 @@ def test_heads_and_backoffs_are_exact(documents: list[list[int]], min_count: int
             assert backed == pytest.approx([expected[word] for word in rest])
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(texts, st.integers(1, 3), st.integers(1, 8), st.data())
 def test_candidates_are_the_most_probable(
@@ -279,6 +280,7 @@ def test_truncated_files_are_refused(saved: Path) -> None:
             NgramTable.load(saved)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(1, 255))
 def test_damaged_files_never_give_another_table(tmp_path_factory: pytest.TempPathFactory, at: int, flip: int) -> None:
@@ -373,6 +375,7 @@ def test_raw_zip_members_are_refused(tmp_path: Path) -> None:
         NgramTable.load(tmp_path / "foreign")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("descr", "items", "zeros", "packing", "problem"),
     [
@@ -532,8 +535,9 @@ def test_the_house_table_is_for_its_vocabulary(house_draft: Path, draft: Path) -
     assert_same(found, again)
 
 
+@pytest.mark.slow
 def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
-    done = run("ngram", "build", "--model", draft, "--tokens", "500")
+    done = run("ngram", "build", draft, "--tokens", "500")
     assert (done.returncode, done.stdout) == (0, b""), done.stderr
     said = done.stderr.replace(b"\n", b" ")
     assert b"for targets with exactly this vocabulary: when small.Q8_0.gguf drafts, or n-grams" in said
@@ -547,6 +551,7 @@ def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
     assert elsewhere.read_bytes() == table_path(draft).read_bytes()
 
 
+@pytest.mark.slow
 def test_build_replaces_no_better_table(draft: Path, tmp_path: Path) -> None:
     table = table_path(draft)
     for _ in range(2):
@@ -582,6 +587,7 @@ def chatting_by(template: str, path: Path) -> Path:
     return write(path, RandomModel("llama", vocab_size=400, context=512, vocabulary=vocabulary))
 
 
+@pytest.mark.slow
 def test_a_model_that_chats_is_counted_by_its_answers(chatting: Path) -> None:
     """Of each round of 64 questions those that are new, answered by sampling and greedily in turn."""
     with pystaged.load(chatting, draft=None, memory=False, report=lambda _: None) as engine:
@@ -601,6 +607,7 @@ def test_a_model_that_chats_is_counted_by_its_answers(chatting: Path) -> None:
                 assert answers[i] == answer.tokens
 
 
+@pytest.mark.slow
 def test_a_question_is_answered_once_and_a_model_with_no_other_is_refused(chatting: Path) -> None:
     with pystaged.load(chatting, draft=None, memory=False, report=lambda _: None) as engine:
         found = sample_answers(engine, 10**6, temperature=1e-6)
@@ -609,6 +616,7 @@ def test_a_question_is_answered_once_and_a_model_with_no_other_is_refused(chatti
             next(found)
 
 
+@pytest.mark.slow
 def test_build_of_a_model_that_chats(chatting: Path) -> None:
     done = run("ngram", "build", "--model", chatting, "--tokens", "500")
     assert done.returncode == 0, done.stderr

@@ -58,6 +58,7 @@ def empty(tmp_path: Path) -> Path:
     return tmp_path / "work"
 
 
+@pytest.mark.slow
 @needs_setpriv
 def test_a_home_that_cannot_be_written(model: Path, text: bytes, empty: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"

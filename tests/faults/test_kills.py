@@ -59,6 +59,7 @@ def ask(request: pytest.FixtureRequest, folder: Path) -> Iterator[Ask]:
         yield done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_killed_at_any_moment(name: str, folder: Path, ask: Ask) -> None:
     """What is there is whole; the next start works, and sweeps what was left."""
@@ -82,6 +83,7 @@ def test_killed_at_any_moment(name: str, folder: Path, ask: Ask) -> None:
     assert {-9} <= ended <= {0, -9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_disk_that_is_full(name: str, folder: Path, ask: Ask) -> None:
     """What does not fit is refused, or not kept; what was there before stays."""

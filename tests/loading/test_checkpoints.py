@@ -160,6 +160,7 @@ def exact_llama(path: Path) -> Iterator[Any]:
         llama_cpp.llama_model_free(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, case: str) -> None:
     expected = expected_logits(save(transformers, tmp_path / "saved", case))
@@ -305,6 +306,7 @@ def write_gpt2_tokenizer(folder: Path, steps: list[dict[str, Any]], ignore_merge
     (folder / "tokenizer.json").write_text(json.dumps(found | more), "utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pre", "steps", "ignore_merges"),
     [

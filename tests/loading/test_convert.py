@@ -106,6 +106,7 @@ def gpt2_tokenizer() -> tuple[list[str], list[str]]:
     return tokens, merges
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["tokenizer.json", "vocab.json"])
 def test_tokens_are_those_of_transformers(
     transformers: Any, tmp_path: Path, gpt2_tokenizer: tuple[list[str], list[str]], form: str

@@ -144,6 +144,7 @@ def test_a_second_pull_does_nothing(online: Hub) -> None:
     assert [request.path.partition("?")[0] for request in online.requests] == [f"/api/models/{TINY}"]
 
 
+@pytest.mark.slow
 def test_a_new_commit_is_pulled_anew(tiny: Repository, tmp_path: Path) -> None:
     first = hub.pull(TINY).read_bytes()
     write_weights(tmp_path, checkpoint_weights(checkpoint_config(), seed=1))
@@ -432,6 +433,7 @@ def test_a_full_disk(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- Names ----
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny", "ggufs")
 def test_names_in_the_cache(online: Hub) -> None:
     hub.pull(TINY, "q8_0")
@@ -551,6 +553,7 @@ def test_a_license_that_terminals_cannot_show() -> None:
     assert [model.license for model in cache.models()] == ["mit??[31m"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("spoil", [fifo, endless, nested_brackets])
 def test_what_a_source_file_may_be(spoil: Callable[[Path], None]) -> None:
@@ -574,6 +577,7 @@ def test_a_damaged_file_is_listed() -> None:
 # ---- The command line ----
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny", "ggufs")
 def test_commands(online: Hub, tmp_path: Path) -> None:
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": online.url}

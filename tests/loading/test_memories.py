@@ -247,6 +247,7 @@ def test_engines_remember_unless_they_are_told_not_to(
     assert MEMORIES.path(path).stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_commands(random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = random_gguf("Q8_0")

@@ -140,6 +140,7 @@ def test_every_kernel_reads_what_another_wrote(llama: Path, kernel: str) -> None
     assert logits(model).tobytes() == expected.tobytes()
 
 
+@pytest.mark.slow
 def test_an_engine() -> None:
     policy = pystaged.FixedPolicy(width=2, depth=2, budget=4)
     expected = pystaged.generate("def f(x):", model="house", max_tokens=8, n_ctx=64, policy=policy)
@@ -384,6 +385,7 @@ def test_what_info_says(llama: Path) -> None:
 # ---- Listing and removal ----
 
 
+@pytest.mark.slow
 def test_commands(tmp_path: Path, llama: Path) -> None:
     (tmp_path / ("long" * 30)).mkdir()
     other = write(tmp_path / ("long" * 30) / "other.gguf", RandomModel("llama", seed=1))

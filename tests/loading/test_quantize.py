@@ -40,6 +40,7 @@ def source(checkpoint: Path) -> Path:
     return checkpoint / "model.F32.gguf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FILE_TYPES)
 def test_every_type(source: Path, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "model.gguf"
@@ -65,6 +66,7 @@ def test_every_type(source: Path, tmp_path: Path, kind: str) -> None:
         assert np.abs(found - expected).mean() <= 0.03 * expected.std()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_at_once(checkpoint: Path, source: Path, tmp_path: Path) -> None:
     quantize_checkpoint(checkpoint, tmp_path / "at-once.gguf", "Q4_K_M")
     quantize(source, tmp_path / "in-two-steps.gguf", "q4_k_m")
@@ -124,6 +126,7 @@ def test_unknown_type(source: Path, tmp_path: Path) -> None:
         quantize(source, tmp_path / "out.gguf", "q3_x")
 
 
+@pytest.mark.slow
 def test_command(checkpoint: Path, source: Path, tmp_path: Path) -> None:
     for given in (source, checkpoint):
         done = run("quantize", given, tmp_path / "out.gguf", "--type", "q4_0", "--force")
@@ -203,6 +206,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status", "left"), [(signal.SIGTERM, 143, 0), (signal.SIGKILL, -signal.SIGKILL, 2)])
 @pytest.mark.parametrize("given", ["source", "checkpoint"])
 def test_a_quantization_that_is_ended(

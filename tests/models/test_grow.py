@@ -387,6 +387,7 @@ def test_random_llama_of_any_type(tmp_path: Path, quantization: str) -> None:
     assert np.abs(own_logits(path) - exact).mean() <= 0.02 * exact.std()
 
 
+@pytest.mark.slow
 def test_types_of_the_mixture(tmp_path: Path) -> None:
     """As llama.cpp's quantizer chooses them."""
     shape: dict[str, Any] = {"width": 256, "head_dim": 256, "ffn_width": 256, "layers": 9, "tie": False}

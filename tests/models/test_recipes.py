@@ -61,6 +61,7 @@ def target(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return tmp_path / "target.gguf"
 
 
+@pytest.mark.slow
 def test_distill(target: Path, tmp_path: Path) -> None:
     for package in ("torch", "tokenizers"):
         pytest.importorskip(package, reason=f"{package} is not installed")
@@ -112,6 +113,7 @@ class _Evil:
         return Path.touch, (self._path,)
 
 
+@pytest.mark.slow
 def test_a_draft_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     import answers  # noqa: PLC0415

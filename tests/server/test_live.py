@@ -122,6 +122,7 @@ def test_a_full_queue_says_when_to_come_again(engine: Engine) -> None:
         assert server.ask(PATH, body(2))[0] == 200
 
 
+@pytest.mark.slow
 def test_a_request_may_take_so_long_and_no_longer(engine: Engine) -> None:
     with live(engine, timeout=0.3) as server:
         with held(engine):
@@ -144,6 +145,7 @@ def test_a_turn_that_never_comes(engine: Engine) -> None:
         first.close()
 
 
+@pytest.mark.slow
 def test_texts_of_a_request_may_wait_for_each_other(engine: Engine) -> None:
     """The time to wait is over, but the first text has begun."""
     with live(engine, parallel=1, queue_timeout=0.1) as server:
@@ -158,6 +160,7 @@ def test_texts_of_a_request_may_wait_for_each_other(engine: Engine) -> None:
         assert len(found[0][1]["choices"]) == 3
 
 
+@pytest.mark.slow
 def test_who_has_no_answer_when_the_server_ends_is_told(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -193,6 +196,7 @@ def test_a_request_that_is_never_finished(engine: Engine, monkeypatch: pytest.Mo
         connection.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [False, True])
 def test_a_request_that_never_begins(engine: Engine, monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
     """Nothing comes, or half a head, also behind another request."""
@@ -210,6 +214,7 @@ def test_a_request_that_never_begins(engine: Engine, monkeypatch: pytest.MonkeyP
             connection.close()
 
 
+@pytest.mark.slow
 def test_a_head_that_is_never_finished(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though there is always a little more of it."""
     monkeypatch.setattr("pystaged.server.settings.STALL", 0.3)
@@ -230,6 +235,7 @@ def test_a_head_that_is_never_finished(engine: Engine, monkeypatch: pytest.Monke
         connection.close()
 
 
+@pytest.mark.slow
 def test_a_text_may_take_longer_than_a_head(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pystaged.server.settings.STALL", 0.3)
     with live(engine) as server:
@@ -251,6 +257,7 @@ def test_a_stream_that_waits_shows_that_the_server_is_there(engine: Engine, monk
         assert "".join(each["choices"][0]["text"] for each in found) == written(engine, 2)
 
 
+@pytest.mark.slow
 def test_who_does_not_read_holds_nobody_up(engine: Engine) -> None:
     """A text waits for its reader, others go on; in the end the reader has it whole."""
     with live(engine) as server:
@@ -263,6 +270,7 @@ def test_who_does_not_read_holds_nobody_up(engine: Engine) -> None:
         assert text == engine.generate("a", max_tokens=500, ignore_eos=True, temperature=1, seed=3).text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [PATH, "/detokenize"])
 def test_who_never_reads_is_given_up(engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """While texts are written, or with an answer that is ready: the connection ends, though the client is there."""
@@ -376,6 +384,7 @@ class Clients:
         self.found[i] = "".join(part["choices"][0]["text"] for part in events(data))
 
 
+@pytest.mark.slow
 def test_two_hundred_requests_of_sixteen_clients(engine: Engine) -> None:
     """Every text that is finished is the one made alone, and nothing is left behind."""
     expected = {i: written(engine, i) for i in range(200)}

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 from support.server import NAME
 
+from pystaged.elsewhere import ADDRESSES
 from pystaged.engine import Engine
 from pystaged.server.app import application
 from pystaged.server.request_types import ChatRequest, CompletionRequest, DetokenizeRequest
@@ -185,6 +186,19 @@ def test_a_grammar_that_is_too_deep_is_refused(usual: TestClient) -> None:
         schema = {"type": "object", "properties": {"a": schema}}
     response = usual.post(TEXT, json=ASK | {"json_schema": schema})
     assert response.status_code in (200, 400)
+
+
+def test_addresses_of_other_servers(usual: TestClient) -> None:
+    def refusal(path: str) -> str:
+        response = usual.get(path)
+        assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
+        return str(response.json()["error"]["message"])
+
+    ours = {route.path for route in usual.app.routes}  # type: ignore[attr-defined]
+    for theirs, hint in ADDRESSES.items():
+        assert refusal(theirs) == f"there is no GET {theirs}; {hint}"
+        assert not hint.startswith("use ") or hint.removeprefix("use ") in ours
+    assert refusal("/nothing") == "there is no GET /nothing; /openapi.json says what there is"
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../secret.gguf", "openai-community/gpt2", "x" * 10_000, "a\0b"])

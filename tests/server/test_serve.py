@@ -52,6 +52,7 @@ def ask(server: Server, **options: Any) -> Any:
     return body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_it_is_told_to_end(path: str, number: signal.Signals) -> None:
     with serving(path, "--max-tokens", "6", "--seed", "42", "--temperature", "0.5", *UNFILTERED) as (
@@ -71,6 +72,7 @@ def test_it_serves_until_it_is_told_to_end(path: str, number: signal.Signals) ->
         assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.slow
 def test_texts_in_progress_may_end(path: str) -> None:
     with serving(path) as (process, server, _):
         response = server.send(
@@ -83,6 +85,7 @@ def test_texts_in_progress_may_end(path: str) -> None:
         assert process.wait(SECONDS) == 0
 
 
+@pytest.mark.slow
 def test_keys_of_options_files_and_the_environment(path: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("of a file\n\n")
@@ -102,6 +105,7 @@ def refused(*options: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served(path: str, tmp_path: Path) -> None:
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
