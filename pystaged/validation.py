@@ -9,7 +9,7 @@ _WORDS = [
     (r"^Field required$", "is missing"),
     (r"^Extra inputs are not permitted$", "is unknown"),
     (r"^Unable to extract tag using discriminator '(\w+)'.*", r"has no '\1' that says what it is"),
-    (r"^(Input|\w+) should ", "must "),
+    (r"^(Input|String|List|Tuple|Set|Dictionary|Value|Number|Data) should ", "must "),
     (r"greater than or equal to", "at least"),
     (r"less than or equal to", "at most"),
     (r"less than", "below"),

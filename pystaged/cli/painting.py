@@ -163,7 +163,7 @@ class Wrap:
         if self._word and self._column and self._column + cells > self._width():
             yield "\n", None
             self._column = 0
-        self._column = (self._column + cells) % self._width()
+        self._column += cells
         yield from ((text, style) for style, text in _joined(self._word))
         self._word = []
 

@@ -19,7 +19,7 @@ from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
 from pystaged.cli.painting import show, summary
 from pystaged.config import SamplingConfig, TextOptions
-from pystaged.elsewhere import meant
+from pystaged.elsewhere import KEYWORDS, meant
 from pystaged.recommended import LOOP_WORDS, described
 from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
@@ -313,6 +313,8 @@ class Turns(ABC):
         if len(words) != 2:
             raise ValueError("write /set NAME VALUE, such as /set temperature 0.8")
         name, value = words
+        if name not in _SETTABLE and (likely := KEYWORDS.get(name) or meant(name, _SETTABLE)) in _SETTABLE:
+            raise ValueError(f"there is nothing called {name}; did you mean {likely}?")
         if name not in _SETTABLE:
             raise ValueError(f"there is nothing called {name}; what can be set is {', '.join(_SETTABLE)}")
         try:
@@ -330,7 +332,7 @@ class Turns(ABC):
         sampling = replace(self._sampling, **changed)
         self._config(sampling)
         self._sampling = sampling
-        report(described(self._config(sampling)))
+        report(f"seed {value}" if name == "seed" else described(self._config(sampling)))
 
 
 def speed(stats: pystaged.GenerationStats, color: Color) -> Text:

@@ -181,6 +181,7 @@ def test_lines_break_between_words(text: str, size: int) -> None:
     screen = pyte.Screen(columns, 20)
     pyte.Stream(screen).feed(shown.replace("\n", "\r\n"))
     lines = [line.rstrip() for line in screen.display]
+    assert not any(line.startswith(" ") for line in lines[1:])
     words = [word for word in text.split() if len(word) <= columns and word.isascii()]
     assert all(any(word in line for line in lines) for word in words)
 
