@@ -57,6 +57,12 @@ def model_file(random_gguf: Callable[..., Path]) -> Iterator[Path]:
     shutil.rmtree(path.parent.parent)
 
 
+@pytest.fixture(autouse=True)
+def _greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recommended is what Engine.chat does by itself."""
+    monkeypatch.setattr(pystaged.Engine, "recommended_sampling", {"temperature": 0.0})
+
+
 @pytest.fixture(scope="module")
 def engine(model_file: Path) -> Iterator[pystaged.Engine]:
     with pystaged.load(model_file, report=lambda _: None) as engine:
@@ -102,7 +108,8 @@ def test_the_text_is_the_engines(
     assert response.usage() == llm.Usage(result.stats.prompt_tokens, 24, response.usage().details)
     told = response.json()
     assert told is not None
-    assert (told["finish_reason"], told["seed"]) == ("length", options.get("seed", 0))
+    assert told["finish_reason"] == "length"
+    assert told["seed"] == options.get("seed", told["seed"])
     json.dumps(told)
 
 
@@ -269,6 +276,17 @@ def test_a_seed_is_drawn(model: llm_plugin.Pystaged) -> None:
     assert drawn[0]["seed"] != drawn[1]["seed"]  # type: ignore[index]
 
 
+def test_answers_are_sampled_as_recommended(
+    engine: pystaged.Engine, model: llm_plugin.Pystaged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual: Any = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    monkeypatch.setattr(pystaged.Engine, "recommended_sampling", usual)
+    response = model.prompt("Hello", max_tokens=24, top_k=9)
+    seed = response.json()["seed"]  # type: ignore[index]
+    assert response.text() == engine.chat(asked("Hello"), max_tokens=24, seed=seed, **usual | {"top_k": 9}).text
+    assert model.prompt("Hello", max_tokens=1).json()["seed"] != seed  # type: ignore[index]
+
+
 def test_what_is_wrong_is_an_error_of_llms(model: llm_plugin.Pystaged, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(llm.ModelError, match="there is no model file nonsense"):
         llm_plugin.Pystaged("nonsense").prompt("Hello").text()
@@ -326,9 +344,10 @@ print([name for name in ("numpy", "gguf", "jinja2", "huggingface_hub", "pystaged
 def test_the_program(tmp_path: Path, engine: pystaged.Engine) -> None:
     first = engine.chat(asked(QUESTIONS[0], system="S"), max_tokens=24)
     second = engine.chat([*asked(QUESTIONS[0], system="S"), first.message, *asked(QUESTIONS[1])], max_tokens=8)
-    done = run(tmp_path, "-m", f"pystaged/{NAME}", "-o", "max_tokens", "24", "--system", "S", QUESTIONS[0])
+    greedy = ("-o", "temperature", "0")
+    done = run(tmp_path, "-m", f"pystaged/{NAME}", "-o", "max_tokens", "24", *greedy, "--system", "S", QUESTIONS[0])
     assert (done.returncode, done.stdout) == (0, f"{first.text}\n"), done.stderr
-    done = run(tmp_path, "-c", "-o", "max_tokens", "8", "-u", QUESTIONS[1])
+    done = run(tmp_path, "-c", "-o", "max_tokens", "8", *greedy, "-u", QUESTIONS[1])
     assert (done.returncode, done.stdout) == (0, f"{second.text}\n"), done.stderr
     # Nor has a process that ended forgotten the tokens.
     assert f"{second.stats.prompt_tokens} input, 8 output" in done.stderr
