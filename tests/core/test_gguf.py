@@ -217,8 +217,10 @@ def test_truncated(small: Gguf, tmp_path: Path, load: Callable[[str], object], e
 
 
 @pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
-def test_memory_out_of_proportion(tmp_path: Path, device: str) -> None:
-    shape = RandomModel("llama", 2, 1, heads=1, kv_heads=1, ffn_width=1 << 18, vocab_size=257)
+@pytest.mark.parametrize(("ffn_width", "vocab_size"), [(1 << 18, 257), (4, 1 << 20)], ids=["wide", "many-tokens"])
+def test_memory_out_of_proportion(tmp_path: Path, ffn_width: int, vocab_size: int, device: str) -> None:
+    shape = RandomModel("llama", 2, 1, heads=1, kv_heads=1, ffn_width=ffn_width, vocab_size=vocab_size)
+    shape.vocabulary = lambda *_: None  # whose words are not needed
     path = write_random_model(tmp_path / "narrow.gguf", shape)
     with pytest.raises(
         ModelError, match=r"narrow.gguf: .* MiB of memory for a file of \d+; it is damaged or not a model"

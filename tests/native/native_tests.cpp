@@ -642,11 +642,12 @@ int main(int argc, char** argv) {
         return 2;
     }
     const std::string path = argv[1];
-#ifndef __SANITIZE_THREAD__  // under which they take very long, and have no threads of their own
+#ifndef __SANITIZE_THREAD__  // under which they take very long or may not fork, and have no threads of their own
     test_sampler();
     test_shortlist();
     test_own_math();
     test_rope();
+    test_forked_children(path);
     for (const Kernel* kernel : available_kernels()) {
         test_session(path, *kernel);
         test_prompt(path, *kernel);
@@ -655,7 +656,6 @@ int main(int argc, char** argv) {
 #else
     test_works(path, find_kernel(""));
 #endif
-    test_forked_children(path);
     test_packed_weights(path);
     test_concurrent_sessions(path);
     test_log_capture();
