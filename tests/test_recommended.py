@@ -16,7 +16,7 @@ from support.commands import run
 from support.server import live
 
 import pystaged
-from pystaged import SamplingConfig
+from pystaged import FixedPolicy, SamplingConfig
 from pystaged._core import metadata
 from pystaged.loading import names
 from pystaged.loading.convert import convert
@@ -31,7 +31,8 @@ LOOPING: Any = {"logit_bias": {"65": 100}, "ignore_eos": True, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def engine(random_gguf: Callable[..., Path]) -> Any:
-    with pystaged.load(random_gguf(context=512), report=lambda _: None) as opened:
+    # It drafts whatever that costs.
+    with pystaged.load(random_gguf(context=512), policy=FixedPolicy(1, 4, 4, 1), report=lambda _: None) as opened:
         yield opened
 
 
