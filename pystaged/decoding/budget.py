@@ -28,12 +28,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.requests import Done, Requests
-from pystaged.decoding.tree import TokenTree
+from pystaged.decoding.tree import Stage, TokenTree
 
 OPENING = 4.0  # tokens that drafting may lose a text before it has gained anything
 SHARE = 0.005  # of a text's length that it may lose beyond that
@@ -69,10 +71,11 @@ class Budget:
         self._greedy = True
         self._texts, self._past = 1, 0  # that are stepped together; tokens in front of the step's rows
         self._scoring = 0.0  # tokens that may be spent for scoring
-        self._last_shadow = 0
+        self._last_shadow, self._shadow_credit = 0, 0.0
         self._python = 0.0  # seconds of a step that are neither the pass nor drafting
         self._begin = self._drafted = 0.0
         self._is_settled = True  # False in the middle of a step
+        self._before = 0.0  # credit before the last step
 
     def inherit(self, other: Budget) -> None:
         """Believe what another one, of the same target and drafters, has learnt."""
@@ -80,15 +83,19 @@ class Budget:
         self._scored = {greedy: scored.copy() for greedy, scored in other._scored.items()}
         self._python = other._python
 
-    def open(self, drafters: Sequence[Drafter], prompt_tokens: int, greedy: bool) -> Requests[None]:
+    def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: int, greedy: bool) -> Requests[None]:
         """Begin a text. The drafter that is believed to gain most reads its prompt at once; others do that later.
 
         Args:
             drafters: none for a plain text.
+            read: how many tokens of the prompt the target had to read.
             greedy: whether its tokens are the likeliest ones: what is learnt is kept apart.
         """
-        # What an interrupted step took is charged to nobody, so nothing is left then.
-        self.credit, self._is_settled = max(OPENING, self.credit if self._is_settled else 0.0), True
+        # What an interrupted step took is charged to nobody, so nothing is left then; nor is what a last step gained,
+        # whose tokens may lie behind the end of its text.
+        left = min(self.credit, self._before) if self._is_settled else 0.0
+        self.credit = self._before = max(OPENING, left)
+        self._is_settled = True
         self._scoring, self.chosen, self._greedy = _FIRST_SCORING, None, greedy
         if self._cost is None or not drafters:
             return
@@ -98,10 +105,11 @@ class Budget:
             rates[i] += _RETURN * (first - rates[i])
         best = self._best(drafters, range(len(drafters)))
         if best is not None:
-            allowance = PROMPT * self._cost(_READ, self._past // 2) / _READ * prompt_tokens
-            begin = self._meter()
+            allowance = PROMPT * self._cost(_READ, self._past // 2) / _READ * read
+            begin, self._is_settled = self._meter(), False
             yield from drafters[best].catch_up(allowance + self._seconds(self.credit / 2))
             self.credit -= self._tokens(max(0.0, self._meter() - begin - allowance))
+            self._is_settled = True
 
     def choose(self, drafters: Sequence[Drafter], past: int) -> None:
         """Begin a step: choose a drafter for it, and one that is scored beside it.
@@ -126,12 +134,20 @@ class Budget:
             if i % len(drafters) != self.chosen and least[i] <= most:
                 self.shadow = self._last_shadow = i % len(drafters)
                 self._scoring -= least[i]
+                self._shadow_credit = most
                 break
 
     @property
     def seconds(self) -> float:
-        """Seconds that the drafters of this step may use: what is left when verifying one node is paid."""
-        return self._seconds(self.credit - self._extra(2)) if self._cost else math.inf
+        """Seconds that the step's drafter may use: what is left when verifying one node is paid."""
+        if self._cost is None:
+            return math.inf
+        return self._seconds(self.credit - self._extra(2)) - (self._meter() - self._begin)
+
+    @property
+    def shadow_seconds(self) -> float:
+        """Seconds that the drafter which is only scored may use."""
+        return self._seconds(self._shadow_credit)
 
     def trim(self, tree: TokenTree) -> TokenTree:
         """The part of what was drafted that costs no more than the credit still covers."""
@@ -139,18 +155,24 @@ class Budget:
         if self._cost is None:
             return tree
         left = self.credit - self._tokens(self._drafted - self._begin)
-        rows = len(tree)
-        while rows > 1 and self._extra(rows) > left:
+        rows, forced = len(tree), _forced(tree)
+        while rows > 1 + forced and self._guessing(rows, forced) > left:
             rows -= 1
         return tree.head(rows)
 
     def record(
-        self, drafters: Sequence[Drafter], num_rows: int, num_tokens: int, verified: Done, telling: float, certain: int
+        self,
+        drafters: Sequence[Drafter],
+        tree: TokenTree,
+        num_tokens: int,
+        verified: Done,
+        telling: float,
+        certain: int,
     ) -> float:
         """End the step: what it verified and wrote.
 
         Args:
-            num_rows: of its tree. num_tokens: that it wrote; certain: how many of them nobody had to guess.
+            tree: what it verified. num_tokens: that it wrote; certain: how many of them nobody had to guess.
             verified: the pass. telling: seconds of telling the drafters.
 
         Returns:
@@ -160,16 +182,19 @@ class Budget:
         if self._cost is None:
             return 0.0
         self._cost.observe(verified.num_rows, verified.past, verified.processor_seconds, verified.share)
+        self._texts = self._crowd.texts
         # Telling drafters that did not draft is next to free.
         drafting = self._drafted - self._begin + telling if self.chosen is not None or self.shadow is not None else 0.0
-        price = self._tokens(drafting) + (self._extra(num_rows) if num_rows > 1 else 0.0)
+        price = self._tokens(drafting) + self._guessing(len(tree), _forced(tree))
         gain = max(0, num_tokens - certain - 1) - price
-        guessed = max(1, num_tokens - certain)
+        guessed, self._before = max(1, num_tokens - certain), self.credit
         self.credit = min(self.credit + gain + SHARE * guessed, MOST)
         self._scoring = min(self._scoring + _SCORING * guessed, _MOST_SCORING)
         for i, drafter in enumerate(drafters):
             if drafter.hit is not None:
                 self._score(i, drafter.hit)
+            elif i == self.chosen and not certain:
+                self._score(i, hit=False)  # it was to guess and did not
         self._is_settled = True
         python = max(0.0, self._meter() - self._begin - drafting)
         self._python += _BLEND * (python - self._python)
@@ -190,6 +215,10 @@ class Budget:
                 best, most = i, speedup
         return best
 
+    def _guessing(self, num_rows: int, forced: int) -> float:
+        """Tokens that the guesses of so many rows cost, beside rows that a grammar forces."""
+        return max(0.0, self._extra(num_rows) - self._extra(1 + forced)) if num_rows > 1 + forced else 0.0
+
     def _extra(self, num_rows: int) -> float:
         """Tokens that a verify pass over so many rows of this text costs beyond a plain step."""
         assert self._cost is not None
@@ -206,6 +235,10 @@ class Budget:
     def _seconds(self, tokens: float) -> float:
         assert self._cost is not None
         return tokens * self._cost(self._texts, self._past) / self._texts
+
+
+def _forced(tree: TokenTree) -> int:
+    return int(np.count_nonzero(tree.stages == Stage.GRAMMAR))
 
 
 def chain_speedup(rate: float, price: float, extra: Callable[[int], float]) -> float:

@@ -15,6 +15,7 @@ _SLOPE_ROWS = (1, 4, 8, 32)  # attention is work per row, in tiles of a few
 _BUDGET = 0.8  # seconds for one model
 _PATIENCE = 3.0  # seconds, beyond which once must do: long passes vary less
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 15
+_LEAST = 1e-6  # seconds of a pass
 _BLEND = 0.05  # weight of a new observation, for passes of any size
 _OWN_BLEND = 0.02  # and beyond that for passes of its own size
 
@@ -123,7 +124,7 @@ def measure(
         for each in passes:
             start = clock()
             run_pass(*each)
-            best[each] = min(best[each], clock() - start)
+            best[each] = min(best[each], max(clock() - start, _LEAST))  # clocks may be coarse
         passes.reverse()
     seconds = dict(zip(rows, _rising([best[n, 0] for n in rows]), strict=True))
     if not cells:

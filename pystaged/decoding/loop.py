@@ -178,7 +178,7 @@ class Decoder:
         for drafter in self._drafting:
             drafter.prediction = opening.prediction
             drafter.start(prompt)
-        yield from self.budget.open(self._drafting, len(prompt), greedy)
+        yield from self.budget.open(self._drafting, len(prompt), len(missing), greedy)
         return reused
 
     def step(self, sampling: SamplingConfig, max_tokens: int) -> Requests[Step]:
@@ -202,7 +202,7 @@ class Decoder:
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
         self._tell(tokens)
         telling, certain = self._meter() - begin, stages.count(Stage.GRAMMAR)
-        speedup = self.budget.record(self._drafting, len(tree), len(tokens), verified, telling, certain)
+        speedup = self.budget.record(self._drafting, tree, len(tokens), verified, telling, certain)
         return Step(
             tokens,
             stages,
@@ -316,8 +316,10 @@ class Decoder:
     def _draft(self, sampling: SamplingConfig, max_depth: int) -> Requests[TokenTree]:
         drafters = self._drafting if max_depth >= 1 else ()
         self.budget.choose(drafters, self._length)
-        if self.budget.shadow is not None:
-            yield from drafters[self.budget.shadow].draft(sampling, 1, self.budget.seconds)
+        shadow = self.budget.shadow
+        # What a grammar forces nobody has to guess.
+        if shadow is not None and not (self._constraint and self._constraint.forced()):
+            yield from drafters[shadow].draft(sampling, 1, self.budget.shadow_seconds)
         chosen, tree = self.budget.chosen, TokenTree.root(self._root)
         if chosen is not None:
             tree = yield from drafters[chosen].draft(sampling, max_depth, self.budget.seconds)

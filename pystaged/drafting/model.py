@@ -106,6 +106,8 @@ class ModelDrafter(TreeDrafter):
     def lag(self) -> float:
         below = self.below.lag() if self.below else 0.0
         missing = len(self._missing)
+        if missing >= self.session.n_ctx - self._length:
+            return math.inf  # the text is longer than the draft's context
         if self._cost is None or missing == 0:
             return below
         if missing > _LONGEST_PREFIX_ROWS:
@@ -207,9 +209,9 @@ class ModelDrafter(TreeDrafter):
         begin = self._meter()
         first = batch[0]
         guesses: list[int] = []
-        asked = self.below is not None and self._wants_guesses()
+        room = max_depth - 1 - builder.nodes[first].depth
+        asked = self.below is not None and room > 0 and self._wants_guesses()
         if asked and self.below:
-            room = max_depth - 1 - builder.nodes[first].depth
             guesses = self.below.extend(builder.path(first), min(_GUESSES, room))
             guesses = guesses[: next((i for i, token in enumerate(guesses) if token in self._substitutes), None)]
         looked_up = self._meter()

@@ -303,7 +303,7 @@ def test_what_is_learnt_is_kept_apart_by_sampling_and_returns_with_new_texts() -
     drafter = SimulatedDrafter(machine)
     rates = []
     for greedy in (True, False, True):
-        finish(budget.open([drafter], 1, greedy))
+        finish(budget.open([drafter], 1, 0, greedy))
         rates.append(budget._rates[greedy][0])
         for _ in range(100):
             budget._score(0, hit=False)
@@ -368,7 +368,7 @@ def test_in_a_crowd_all_wait_for_what_one_drafts() -> None:
     drafter.hit = None
     chosen = []
     for crowd.texts in (1, 8):
-        finish(budget.open([drafter], 1, True))
+        finish(budget.open([drafter], 1, 0, True))
         budget.choose([drafter], 0)
         chosen.append(budget.chosen)
     assert chosen == [0, None]

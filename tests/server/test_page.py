@@ -18,6 +18,7 @@ import pytest
 from support.server import Server, live, wait_until
 
 import pystaged
+from pystaged.config import SamplingConfig
 from pystaged.engine import Engine
 
 pytestmark = pytest.mark.slow
@@ -194,6 +195,11 @@ def piece(text: str) -> dict[str, Any]:
     return {"choices": [{"delta": {"content": text}, "token_ids": [1], "pystaged": ours, "finish_reason": None}]}
 
 
+def sampling(engine: Engine, seed: int) -> SamplingConfig:
+    """What the page asks for at temperature 1."""
+    return SamplingConfig(**{**engine.recommended_sampling, "temperature": 1.0, "seed": seed})
+
+
 def test_type_stream_and_reload(page: Page, engine: Engine) -> None:
     page.shot("empty")
     page.choose(temperature="1", max_tokens="40", seed="1", system="Once")
@@ -201,7 +207,7 @@ def test_type_stream_and_reload(page: Page, engine: Engine) -> None:
     page.wait(lambda: page.one(".user .words").text)
     page.wait(page.is_done)
     messages = [{"role": "system", "content": "Once"}, {"role": "user", "content": ANSWER}]
-    expected = engine.chat(messages, max_tokens=40, temperature=1, seed=1).text
+    expected = engine.chat(messages, max_tokens=40, sampling=sampling(engine, seed=1)).text
     assert expected.strip()
     assert page.turns()[1]["content"] == expected
     assert page.one(".user .words").get_attribute("textContent") == ANSWER  # no markup
@@ -228,8 +234,8 @@ def test_type_stream_and_reload(page: Page, engine: Engine) -> None:
 def test_stop(page: Page, engine: Engine) -> None:
     asked = [{"role": "user", "content": "go on"}]
     # Of a text that does not end before it is stopped.
-    texts = (engine.chat(asked, max_tokens=900, temperature=1, seed=seed) for seed in range(1000))
-    text = next(text for text in texts if text.finish_reason == "length")
+    texts = (engine.chat(asked, max_tokens=900, sampling=sampling(engine, seed)) for seed in range(1000))
+    text = next(text for text in texts if len(text.tokens) > 300)
     page.choose(temperature="1", max_tokens="900", seed=str(text.seed))
     page.ask("go on")
     page.wait(lambda: page.all(".assistant .words span"))
