@@ -13,7 +13,8 @@ what they cost, and add what they gain, up to MOST. A drafter is used only while
 do, and a tree is cut to what the credit covers. So, whatever the drafters do:
 
     The texts of a context fall behind plain decoding by OPENING tokens each at most, and by SHARE of their length,
-    PROMPT of what reading their prompts takes, and what the one operation that used up a credit took beyond its price.
+    PROMPT of what the target took to read their prompts, and what the operation that used up a credit took beyond its
+    price.
 
 Who drafts is whose guesses bring most tokens per second: every drafter is scored by how often its first guess for the
 next token was right, when it drafts, and else now and then by a guess that is made and not verified (full information,
