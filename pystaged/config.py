@@ -316,7 +316,8 @@ def check_options(given: Iterable[str], options: type[Any]) -> None:
     name = min(unknown)
     likely = KEYWORDS.get(name) or meant(name, options.__annotations__)
     hint = f"; did you mean {likely}?" if likely in options.__annotations__ else f": {likely}" if likely else ""
-    raise TypeError(f"there is no option {name!r}{hint}; the options are {', '.join(options.__annotations__)}")
+    there = f"{' The' if hint.endswith('?') else '; the'} options are {', '.join(options.__annotations__)}"
+    raise TypeError(f"there is no option {name!r}{hint}{there}")
 
 
 @dataclass(frozen=True, slots=True)
