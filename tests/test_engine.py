@@ -462,7 +462,11 @@ def test_prompts_that_are_none(engine: Engine) -> None:
         ({"stop": (1,)}, TypeError, "stop must be"),
         ({"stop": 5}, TypeError, "stop must be"),
         ({"stop": None}, TypeError, "stop must be"),
-        ({"temprature": 1.0}, TypeError, "there is no option 'temprature'; the options are .*temperature"),
+        (
+            {"temprature": 1.0},
+            TypeError,
+            "there is no option 'temprature'; did you mean temperature\\?; the options are .*temperature",
+        ),
         ({"sampling": SamplingConfig(), "top_k": 3}, TypeError, "give either sampling or top_k, not both"),
         ({"sampling": 1.0}, TypeError, "sampling must be a SamplingConfig"),
     ],
@@ -678,7 +682,9 @@ def test_generate_takes_what_load_takes(path: Path) -> None:
         expected = engine.generate(PROMPT, max_tokens=500)
     options: dict[str, Any] = {"n_ctx": 20, "num_threads": 1, "policy": FixedPolicy(1, 1, 1)}
     assert pystaged.generate(PROMPT, model=path, max_tokens=500, **options).tokens == expected.tokens
-    with pytest.raises(TypeError, match=r"there is no option 'n_cxt'; the options are draft, .*n_ctx.*max_tokens"):
+    with pytest.raises(
+        TypeError, match=r"there is no option 'n_cxt'; did you mean n_ctx\?; the options are draft, .*n_ctx.*max_tokens"
+    ):
         pystaged.generate(PROMPT, model=path, n_cxt=20)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"there is no option 'temperature'; the options are draft, .*n_ctx"):
         pystaged.load(path, temperature=1.0)  # type: ignore[call-arg]
@@ -949,7 +955,7 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
         ({"num_threads": 2**31}, ValueError, "num_threads is out of range"),
         ({"device": 5}, TypeError, "device must be a name, not int"),
         ({"draft": 5}, TypeError, "draft must be a name or a path, not int"),
-        ({"model": None}, TypeError, "model must be a name or a path, not NoneType"),
+        ({"ngrams": 5}, TypeError, "ngrams must be a name or a path, not int"),
         ({"memory": "no"}, TypeError, "memory must be True or False, not 'no'"),
     ],
 )
