@@ -950,6 +950,7 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
         ({"num_threads": 2**31}, ValueError, "num_threads is out of range"),
         ({"device": 5}, TypeError, "device must be a name, not int"),
         ({"draft": 5}, TypeError, "draft must be a name or a path, not int"),
+        ({"ngrams": 5}, TypeError, "ngrams must be a name or a path, not int"),
         ({"memory": "no"}, TypeError, "memory must be True or False, not 'no'"),
     ],
 )

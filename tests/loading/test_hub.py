@@ -134,6 +134,13 @@ def test_the_converted_model_is_the_checkpoint(tmp_path: Path) -> None:
     assert [(t.name, t.data.tobytes()) for t in pulled] == [(t.name, t.data.tobytes()) for t in here]
 
 
+def test_what_is_recommended_comes_with_a_checkpoint(tiny: Repository) -> None:
+    tiny.files["generation_config.json"] = b'{"temperature": 0.6, "top_p": 0.95}'
+    fields = GGUFReader(hub.pull(TINY)).fields
+    found = [round(fields[f"general.sampling.{key}"].contents(), 6) for key in ("temp", "top_p")]
+    assert found == [0.6, 0.95]
+
+
 @pytest.mark.usefixtures("tiny")
 def test_a_second_pull_does_nothing(online: Hub) -> None:
     path = hub.pull(TINY)
