@@ -48,4 +48,5 @@ def test_too_little() -> None:
 def test_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     samples = soak(tmp_path, 1, 1)
-    assert samples[-1].children == 0
+    # One renders templates, one tries grammars; both wait for the next.
+    assert samples[-1].children <= 2
