@@ -315,9 +315,10 @@ def check_options(given: Iterable[str], options: type[Any]) -> None:
         return
     name = min(unknown)
     likely = KEYWORDS.get(name) or meant(name, options.__annotations__)
-    hint = f"; did you mean {likely}?" if likely in options.__annotations__ else f": {likely}" if likely else ""
-    there = f"{' The' if hint.endswith('?') else '; the'} options are {', '.join(options.__annotations__)}"
-    raise TypeError(f"there is no option {name!r}{hint}{there}")
+    hint = "; the"
+    if likely:
+        hint = f"; did you mean {likely}? The" if likely in options.__annotations__ else f": {likely}; the"
+    raise TypeError(f"there is no option {name!r}{hint} options are {', '.join(options.__annotations__)}")
 
 
 @dataclass(frozen=True, slots=True)

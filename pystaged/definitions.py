@@ -89,7 +89,7 @@ def _definition(option: str, text: str) -> str:
         schema = json.loads(text)
         if not isinstance(schema, (dict, bool)):
             raise GrammarError(f"a schema is an object, not {text[:20]}")
-        _check_depth(schema)
+        _check_size(schema)
         if schema is False or not has_finite_value(schema):
             raise GrammarError("no text of finite length meets it")
         return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON_STYLE)
@@ -105,7 +105,7 @@ def _definition(option: str, text: str) -> str:
         raise GrammarError(str(error)) from None
 
 
-def _check_depth(schema: Any) -> None:
+def _check_size(schema: Any) -> None:
     """Refuse what may recur too deeply: each reference leads at most through as many levels as the schema has; and
     numbers that are too much to follow."""
     references, deepest = set(), 0
@@ -113,10 +113,10 @@ def _check_depth(schema: Any) -> None:
     while parts:
         part, depth = parts.pop()
         deepest = max(deepest, depth)
-        if isinstance(part, dict) and isinstance(part.get("$ref"), str):
-            references.add(part["$ref"])
         if isinstance(part, dict):
             _check_multiples(part)
+            if isinstance(part.get("$ref"), str):
+                references.add(part["$ref"])
         inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         parts += [(each, depth + 1) for each in inner if isinstance(each, (dict, list))]
     if (len(references) + 1) * deepest > _MOST_LEVELS:

@@ -9,7 +9,7 @@ from typing import Any
 from pystaged.config import SamplingConfig
 
 ANSWER_TOKENS = 2048  # of an answer at most
-LOOP_WORDS = "ended where it repeats itself"
+LOOP_WORDS = "ended where it repeats itself; --no-stop-loops lets it go on"
 
 SamplingFields = dict[str, float | int]
 """Fields of SamplingConfig."""

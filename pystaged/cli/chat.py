@@ -114,7 +114,8 @@ def chat(
         question = read_prompt("-").removesuffix("\n")
     if question is not None and not question.strip():
         raise ValueError("nothing is asked: standard input is empty")
-    begin()
+    if not raw:
+        begin()
     with open_engine(name, loading) as engine, Interrupts() as interrupts:
         # Refuses what cannot be used; nobody reads it.
         engine.stream(" ", sampling=replace(sampling.config(), min_tokens=0), **constraint)

@@ -179,7 +179,7 @@ def generate(
         return
     errors.print(summary(result.stats, color))
     if result.finish_reason == "loop":
-        report(f"{LOOP_WORDS}; --no-stop-loops lets it go on")
+        report(LOOP_WORDS)
     elif chat and max_tokens is None and result.finish_reason == "length":
         report(f"cut at {len(result.tokens)} tokens; --max-tokens allows more")
     if verbose:

