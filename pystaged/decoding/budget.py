@@ -8,13 +8,14 @@ and gains the tokens beyond its first. T(n) is what passes over n rows cost, as 
 is the time that proposing the tree and learning from it took. All are processor time: what other programs take of the
 machine is charged to nobody.
 
-A text begins with a credit of OPENING, or what the text before in its context left if that is more; steps take from it
-what they cost, and add what they gain, up to MOST. A drafter is used only while the credit covers the least that it can
-do, and a tree is cut to what the credit covers. So, whatever the drafters do:
+The first text of a context begins with a credit of OPENING, others with what the one before left, LEAST at least,
+counted apart for greedy texts and others; steps take from it what they cost, and add what they gain, up to MOST. A
+drafter is used only while the credit covers the least that it can do, and a tree is cut to what the credit covers. So,
+whatever the drafters do:
 
-    The texts of a context fall behind plain decoding by OPENING tokens each at most, and by SHARE of their length,
-    PROMPT of what the target took to read their prompts, and what the operation that used up a credit took beyond its
-    price.
+    The texts of a context, greedy or not, fall behind plain decoding by OPENING + LEAST for each at most, and by SHARE
+    of their length, PROMPT of what the target took to read their prompts, and what the operation that used up a credit
+    took beyond its price.
 
 Who drafts is whose guesses bring most tokens per second: every drafter is scored by how often its first guess for the
 next token was right, when it drafts, and else now and then by a guess that is made and not verified (full information,
@@ -38,7 +39,8 @@ from pystaged.decoding.meter import Meter
 from pystaged.decoding.requests import Done, Requests
 from pystaged.decoding.tree import Stage, TokenTree
 
-OPENING = 4.0  # tokens that drafting may lose a text before it has gained anything
+OPENING = 4.0  # tokens that drafting may lose before it has gained anything
+LEAST = 1.0  # tokens that each later text may lose, so that none is given up for what another one was
 SHARE = 0.005  # of a text's length that it may lose beyond that
 MOST = 16.0  # tokens of credit that are kept: what turned wrong must end soon
 PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to read it
@@ -62,7 +64,7 @@ class Budget:
     """
 
     def __init__(self, cost: PassCost | None, crowd: Crowd, meter: Meter, rates: Sequence[float]) -> None:
-        self.credit = 0.0  # tokens
+        self.credit = self._before = OPENING  # tokens, and what they were before the last step
         self.chosen: int | None = None  # the drafter of the step in hand
         self.shadow: int | None = None  # the drafter that is scored in it without drafting
         self._cost, self._crowd, self._meter = cost, crowd, meter
@@ -76,12 +78,13 @@ class Budget:
         self._python = 0.0  # seconds of a step that are neither the pass nor drafting
         self._begin = self._drafted = 0.0
         self._is_settled = True  # False in the middle of a step
-        self._before = 0.0  # credit before the last step
+        self._left = dict.fromkeys((True, False), OPENING)  # what each kind's last text left, but for the present one
 
     def inherit(self, other: Budget) -> None:
         """Believe what another one, of the same target and drafters, has learnt."""
         self._rates = {greedy: rates.copy() for greedy, rates in other._rates.items()}
         self._scored = {greedy: scored.copy() for greedy, scored in other._scored.items()}
+        self._left = {greedy: min(other._rest(greedy), OPENING) for greedy in (True, False)}
         self._python = other._python
 
     def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: int, greedy: bool) -> Requests[None]:
@@ -92,10 +95,8 @@ class Budget:
             read: how many tokens of the prompt the target had to read.
             greedy: whether its tokens are the likeliest ones: what is learnt is kept apart.
         """
-        # What an interrupted step took is charged to nobody, so nothing is left then; nor is what a last step gained,
-        # whose tokens may lie behind the end of its text.
-        left = min(self.credit, self._before) if self._is_settled else 0.0
-        self.credit = self._before = max(OPENING, left)
+        self._left[self._greedy] = self._rest(self._greedy)
+        self.credit = self._before = max(LEAST, self._left[greedy])
         self._is_settled = True
         self._scoring, self.chosen, self._greedy = _FIRST_SCORING, None, greedy
         if self._cost is None or not drafters:
@@ -203,6 +204,14 @@ class Budget:
         texts = self._crowd.texts
         seconds = self._cost(texts, self._past)
         return num_tokens / (1 + price * seconds / (seconds + texts * self._python))
+
+    def _rest(self, greedy: bool) -> float:
+        """Tokens of credit that the last text of the kind left."""
+        if greedy != self._greedy:
+            return self._left[greedy]
+        # What an interrupted step took is charged to nobody, so nothing is left then; nor is what a last step gained,
+        # whose tokens may lie behind the end of its text.
+        return min(self.credit, self._before) if self._is_settled else 0.0
 
     def _score(self, i: int, hit: bool) -> None:
         rates, scored = self._rates[self._greedy], self._scored[self._greedy]
