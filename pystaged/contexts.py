@@ -147,8 +147,8 @@ class ContextPool:
         """A context for a prompt, int32[n], and as many tokens after it, or what to wait for: ask again later.
 
         It begins with as much of the prompt as any context can go back to, lent ones included, whose texts must be
-        between steps.
-        One at rest is lent itself where the rest of what it holds is little or has no room, otherwise a copy.
+        between steps. One at rest is lent itself where the rest of what it holds is little or has no room, otherwise a
+        copy.
 
         Args:
             must: at once, and beyond the bound if there is no room within.
@@ -315,9 +315,12 @@ class ContextPool:
         for loan in self._lent:
             context = loan.context()
             if context is not None:
-                with suppress(*_OUT_OF_REACH):
+                try:
                     tokens = context.target.tokens
-                    yield context, len(tokens), context.target.reachable(common_prefix(tokens, prompt)), False
+                    length = context.target.reachable(common_prefix(tokens, prompt))
+                except _OUT_OF_REACH:
+                    continue
+                yield context, len(tokens), length, False
         for context, (tokens, _) in list(self._at_rest.items()):
             yield context, len(tokens), context.target.reachable(common_prefix(tokens, prompt)), True
 
