@@ -69,14 +69,14 @@ public:
     void commit(const std::vector<int32_t>& path);
     // Drops the pending rows.
     void discard();
-    // The longest beginning of the text, of `length` tokens at most, that it can go back to: layers with a window do not
-    // keep everything behind it; see KeptCells.
+    // The longest beginning of the text, of `length` tokens at most, that it can go back to: layers with a window do
+    // not keep everything behind it; see KeptCells.
     int reachable(int length);
     // Keeps the first `length` committed tokens, or as many of them as are reachable, and drops all else; gives memory
     // back where that is much. Returns how many are left.
     int truncate(int length);
-    // Another session that begins with the first `length` committed tokens, or as many of them as are reachable; nothing
-    // is computed.
+    // Another session that begins with the first `length` committed tokens, or as many of them as are reachable;
+    // nothing is computed.
     std::unique_ptr<Session> fork(int length);
     // Goes on as if the context held `length` tokens, all like the last one, without computing them: for timing alone.
     // What is evaluated behind them takes the time that it would take and means nothing; truncate(0) ends the pretence.
