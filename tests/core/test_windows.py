@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -206,17 +207,19 @@ def test_an_engine_writes_the_same_whatever_it_held(path_of: Callable[..., Path]
     base = TOKENS[:1200].tolist()
     prompts = [base, base[:1000] + base[:300], base[:300] + base[700:], base[:1190] + base[:5], base]
     options = {"max_tokens": 40, "temperature": 0.7, "seed": 4, "ignore_eos": True}
-    cold = []
-    for prompt in prompts:
-        with pystaged.load(path, draft=None, memory=False) as engine:
-            cold.append(engine.generate(prompt, **options).tokens)
     with pystaged.load(path, draft=None, memory=False) as engine:
-        results = [engine.generate(prompt, **options) for prompt in prompts]
-        assert [result.tokens for result in results] == cold
-        reused = [result.stats.reused_tokens for result in results]
-        assert reused[0] == 0
-        assert reused[1] == 1000
-        assert reused[2] == 0  # none can go so far back
-        assert reused[3] == 1190
-        again = engine.generate(prompts[0], **options)
-        assert (again.tokens, again.stats.reused_tokens) == (cold[0], 1199)
+        cold = [engine.generate(prompt, reuse=False, speculate=False, **options).tokens for prompt in prompts]
+    with pystaged.load(path, draft=None, memory=False) as engine:
+        results = [engine.generate(prompt, **options) for prompt in [*prompts, base]]
+    assert [result.tokens for result in results] == [*cold, cold[0]]
+    assert [result.stats.reused_tokens for result in results] == [0, 1000, 0, 1190, 1190, 1199]
+    # A crowd of them, with a draft that has windows, too, in room for about two.
+    policy = pystaged.FixedPolicy(width=2, depth=3, budget=6)
+    with (
+        pystaged.load(path, draft=path, memory=False, policy=policy, kv_memory=900_000) as engine,
+        ThreadPoolExecutor(5) as threads,
+    ):
+        for _ in range(2):
+            together = threads.map(lambda prompt: engine.generate(prompt, **options).tokens, prompts)
+            assert list(together) == cold
+        assert engine._contexts.num_bytes <= 900_000
