@@ -579,6 +579,7 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("head_dim", [](const Model& self) { return self.numbers().head_dim; })
         .def_property_readonly("ffn_width", [](const Model& self) { return self.numbers().ffn_width; })
         .def_property_readonly("cell_bytes", &Model::cell_bytes)
+        .def_property_readonly("windowed_cell_bytes", &Model::windowed_cell_bytes)
         .def_property_readonly("architecture", [](const Model& self) { return self.family().name; });
 
     py::class_<DraftHead>(m, "DraftHead")
@@ -765,6 +766,7 @@ PYBIND11_MODULE(_core, m) {
             },
             py::arg("path"))
         .def("discard", &Session::discard, py::call_guard<py::gil_scoped_release>())
+        .def("reachable", &Session::reachable, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("truncate", &Session::truncate, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("fork", &Session::fork, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("stretch", &Session::stretch, py::arg("length"), py::call_guard<py::gil_scoped_release>())
@@ -814,7 +816,15 @@ PYBIND11_MODULE(_core, m) {
                                })
         .def_property_readonly("n_ctx", &Session::context)
         .def_property_readonly("on_device", [](const Session& self) { return self.model().device_memory() != nullptr; })
+        .def_property_readonly("num_bytes",
+                               [](Session& self) {
+                                   const py::gil_scoped_release release;
+                                   return self.num_bytes();
+                               })
         .def_property_readonly("cell_bytes", [](const Session& self) { return self.model().cell_bytes(); })
+        .def_property_readonly("windowed_cell_bytes",
+                               [](const Session& self) { return self.model().windowed_cell_bytes(); })
+        .def_property_readonly("most_windowed", [](const Session& self) { return self.model().most_windowed(); })
         .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().weight_bytes(); })
         .def_property_readonly("vocab_size", [](const Session& self) { return self.model().numbers().vocab_size; });
 

@@ -123,6 +123,14 @@ void Session::check_nothing_pending(const char* call) const {
     }
 }
 
+int Session::checked_reachable(int length) const {
+    if (length < 0 || static_cast<size_t>(length) > committed_.size()) {
+        throw std::invalid_argument("cannot truncate " + std::to_string(committed_.size()) + " tokens to " +
+                                    std::to_string(length));
+    }
+    return cells_->reachable(length);
+}
+
 const Session::Row& Session::checked_row(int row) const {
     if (row < 0 || static_cast<size_t>(row) >= pending_.size()) {
         throw std::invalid_argument("row " + std::to_string(row) + " is not among the " +
@@ -337,7 +345,7 @@ void Session::commit(const std::vector<int32_t>& path) {
         }
     }
     move_up(path);
-    keep(path);
+    keep(path, false);
 }
 
 // Brings a path's cells to the committed end, where nothing is lost that is committed; all of commit() that can fail.
@@ -357,12 +365,13 @@ void Session::move_up(const std::vector<int32_t>& path) {
 }
 
 // Commits a path that was moved up.
-void Session::keep(const std::vector<int32_t>& path, std::vector<float> states) {
+void Session::keep(const std::vector<int32_t>& path, bool was_read, std::vector<float> states) {
     for (const int32_t row : path) {
         committed_.push_back(pending_[row].token);
     }
     states_ = std::move(states);
     drop_from(0);
+    cells_->grow(static_cast<int>(committed_.size()), was_read);
 }
 
 // Of judged rows.
@@ -383,17 +392,21 @@ void Session::discard() {
     drop_from(0);
 }
 
-void Session::truncate(int length) {
+int Session::reachable(int length) {
     const Turn turn(*this);
     check_open();
-    if (length < 0 || static_cast<size_t>(length) > committed_.size()) {
-        throw std::invalid_argument("cannot truncate " + std::to_string(committed_.size()) + " tokens to " +
-                                    std::to_string(length));
-    }
+    return checked_reachable(length);
+}
+
+int Session::truncate(int length) {
+    const Turn turn(*this);
+    check_open();
+    const int reached = checked_reachable(length);
     drop_from(0);
     states_.clear();
-    committed_.resize(length);
-    cells_->release(length);
+    committed_.resize(reached);
+    cells_->cut(reached);
+    return reached;
 }
 
 std::unique_ptr<Session> Session::fork(int length) {
@@ -403,9 +416,10 @@ std::unique_ptr<Session> Session::fork(int length) {
         throw std::invalid_argument("cannot fork after " + std::to_string(length) + " tokens of " +
                                     std::to_string(committed_.size()));
     }
+    const int reached = cells_->reachable(length);
     auto session = std::make_unique<Session>(model_, context_);
-    session->cells_->copy(*cells_, length);
-    session->committed_.assign(committed_.begin(), committed_.begin() + length);
+    session->cells_->copy(*cells_, reached);
+    session->committed_.assign(committed_.begin(), committed_.begin() + reached);
     return session;
 }
 
@@ -426,6 +440,7 @@ void Session::stretch(int length) {
     cells_->move(copies);
     states_.clear();
     committed_.resize(length, committed_.back());
+    cells_->grow(length, false);
 }
 
 void Session::close() {
@@ -453,6 +468,13 @@ std::vector<float> Session::states() {
 std::vector<int32_t> Session::tokens() {
     const Turn turn(*this);
     return committed_;
+}
+
+size_t Session::num_bytes() {
+    const Turn turn(*this);
+    const size_t length = committed_.size(), windowed = model_->windowed_cell_bytes();
+    const size_t kept = cells_ ? cells_->num_windowed(static_cast<int>(length)) : 0;
+    return (model_->cell_bytes() - windowed) * length + windowed * kept;
 }
 
 int Session::num_pending() {

@@ -69,9 +69,14 @@ public:
     void commit(const std::vector<int32_t>& path);
     // Drops the pending rows.
     void discard();
-    // Keeps the first `length` committed tokens and drops all else; gives memory back where that is much.
-    void truncate(int length);
-    // Another session that begins with the first `length` committed tokens; nothing is computed.
+    // The longest beginning of the text, of `length` tokens at most, that it can go back to: layers with a window do
+    // not keep everything behind it; see KeptCells.
+    int reachable(int length);
+    // Keeps the first `length` committed tokens, or as many of them as are reachable, and drops all else; gives memory
+    // back where that is much. Returns how many are left.
+    int truncate(int length);
+    // Another session that begins with the first `length` committed tokens, or as many of them as are reachable;
+    // nothing is computed.
     std::unique_ptr<Session> fork(int length);
     // Goes on as if the context held `length` tokens, all like the last one, without computing them: for timing alone.
     // What is evaluated behind them takes the time that it would take and means nothing; truncate(0) ends the pretence.
@@ -85,6 +90,8 @@ public:
     // verify(), else of none.
     std::vector<float> states();
     std::vector<int32_t> tokens();
+    // Bytes that the keys and values of the committed tokens take.
+    size_t num_bytes();
     int num_pending();
     bool closed();
     int context() const { return context_; }
@@ -122,12 +129,13 @@ private:
     void check_open() const;
     void check_tokens(const std::vector<int32_t>& tokens) const;
     void check_nothing_pending(const char* call) const;
+    int checked_reachable(int length) const;
     const Row& checked_row(int row) const;
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
     void drop_from(size_t first);
     Followed follow_from(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
     void move_up(const std::vector<int32_t>& path);
-    void keep(const std::vector<int32_t>& path, std::vector<float> states = {});
+    void keep(const std::vector<int32_t>& path, bool was_read, std::vector<float> states = {});
     std::vector<float> states_of(const std::vector<int32_t>& path) const;
     int shortlist_size() const { return executor_->backend().shortlist_size(*cells_); }
     void read_logits();

@@ -233,7 +233,8 @@ std::vector<Outcome> Run::finish() {
     finished_ = true;
     for (size_t i = 0; i < works_.size(); ++i) {
         if (works_[i]->kind != Work::Kind::propose) {
-            works_[i]->session->keep(paths[i], std::move(states[i]));
+            const bool was_read = works_[i]->kind == Work::Kind::read && !paths[i].empty();
+            works_[i]->session->keep(paths[i], was_read, std::move(states[i]));
         }
         if (works_[i]->kind == Work::Kind::verify) {
             outcomes[i].followed.path = std::move(paths[i]);

@@ -294,6 +294,9 @@ class Model:
     def cell_bytes(self) -> int:
         """Bytes of keys and values that one token of a context takes."""
     @property
+    def windowed_cell_bytes(self) -> int:
+        """Those of them that are in layers with a window, which do not keep them of all tokens."""
+    @property
     def architecture(self) -> str:
         """The family, as the file names it: "llama", "qwen3", ..."""
 
@@ -476,10 +479,29 @@ class Session:
         """Keep these pending rows, a path from the committed end on, and drop the rest."""
     def discard(self) -> None:
         """Drop the pending rows."""
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` committed tokens and drop all else; gives memory back where that is much."""
+    def reachable(self, length: int) -> int:
+        """The longest beginning of the text, of `length` tokens at most, that it can go back to.
+
+        All, but where layers have a window, which do not keep what lies far behind it: then to where the text was read
+        to last, from there or from its end by 256 tokens, or to nothing.
+
+        Raises:
+            ValueError: fewer tokens are committed.
+        """
+    def truncate(self, length: int) -> int:
+        """Keep the first `length` committed tokens, or as many of them as are reachable, and drop all else.
+
+        Memory is given back where it is much.
+
+        Returns:
+            How many tokens are left.
+
+        Raises:
+            ValueError: fewer tokens are committed.
+        """
     def fork(self, length: int) -> Session:
-        """A session of as many positions that begins with the first `length` committed tokens; nothing is computed.
+        """A session of as many positions that begins with the first `length` committed tokens, or as many of them as
+        are reachable; nothing is computed.
 
         Raises:
             ValueError: fewer tokens are committed.
@@ -505,6 +527,9 @@ class Session:
         """Hidden states of the last committed rows, float32[n, taps, width]: of those that the last call committed, if
         that was `verify`, else of none."""
     @property
+    def num_bytes(self) -> int:
+        """Bytes that the keys and values of the committed tokens take."""
+    @property
     def num_pending(self) -> int: ...
     @property
     def closed(self) -> bool: ...
@@ -516,6 +541,12 @@ class Session:
     @property
     def cell_bytes(self) -> int:
         """Bytes of keys and values that one token takes."""
+    @property
+    def windowed_cell_bytes(self) -> int:
+        """Those of them that are in layers with a window."""
+    @property
+    def most_windowed(self) -> int:
+        """Tokens whose keys and values layers with a window keep at most."""
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one pass reads."""

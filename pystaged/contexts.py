@@ -7,13 +7,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import DeviceError
+from pystaged._core import DeviceError, Session
 from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.loop import Decoder
 from pystaged.process import ProcessLock
@@ -24,6 +25,7 @@ _LEAST_KEPT = 32  # tokens; fewer are soon read again
 SPARE_CELLS = 64  # reckoned for each session besides its tokens: of the tree in hand, and the rest of memory pages
 _SHARE = 4  # one part in so many of the memory that is free is for contexts
 _ON_DEVICES = 8  # full contexts, by default
+_OUT_OF_REACH = (DeviceError, ValueError, RuntimeError)  # a session's that is lost, closed, or in the middle of a call
 
 
 class Wait(Enum):
@@ -49,13 +51,44 @@ class _Loan(NamedTuple):
     num_bytes: int
 
 
+class _Cells(NamedTuple):
+    """What a session takes: `whole` on a device, which gives it the memory of all its positions at once; the others as
+    Session has them."""
+
+    cell_bytes: int
+    windowed_cell_bytes: int
+    most_windowed: int
+    n_ctx: int
+    whole: bool
+
+    @classmethod
+    def of(cls, session: Session, whole: bool) -> _Cells:
+        windowed = session.windowed_cell_bytes
+        return cls(session.cell_bytes, windowed, session.most_windowed, session.n_ctx, whole)
+
+    @property
+    def spare(self) -> int:
+        return SPARE_CELLS * self.cell_bytes
+
+    def needed(self, tokens: int) -> int:
+        """Bytes for a text of so many tokens."""
+        tokens = self.n_ctx if self.whole else min(tokens, self.n_ctx)
+        behind = max(0, tokens - self.most_windowed) * self.windowed_cell_bytes
+        return self.spare + self.cell_bytes * tokens - behind
+
+    def held(self, session: Session) -> int:
+        """Bytes that a session has."""
+        return self.needed(0) if self.whole else self.spare + session.num_bytes
+
+
 class ContextPool:
     """Lends contexts, each to one text at a time, and keeps what they held for texts that begin alike.
 
     The keys and values of all contexts never take more than `memory` bytes: of a text, what its prompt and all tokens
-    that it may write need, and of a context at rest, what it holds; on devices, where a context takes its memory at
-    once, all positions. Only a text that is larger than that by itself is lent a context nevertheless, when no other
-    one is. Contexts at rest make room for texts, the least recently used first, their ends before their beginnings.
+    that it may write need, and of a context at rest, what it holds; layers with a window hold less than all tokens. On
+    devices, where a context takes its memory at once, it is all positions. Only a text that is larger than that by
+    itself is lent a context nevertheless, when no other one is. Contexts at rest make room for texts, the least
+    recently used first, their ends before their beginnings.
 
     Calls from several threads wait for each other.
 
@@ -78,10 +111,7 @@ class ContextPool:
         self._make = make
         self._lock = ProcessLock(threading.RLock)  # the collector may close an engine in the middle of a call
         first = make(None, 0)
-        self._sessions = [
-            (session.cell_bytes, session.n_ctx, whole)
-            for session, whole in zip(first.sessions, on_device, strict=False)
-        ]
+        self._cells = [_Cells.of(session, whole) for session, whole in zip(first.sessions, on_device, strict=False)]
         self.full_bytes = self._needed(first.target.n_ctx)
         usual = _ON_DEVICES * self.full_bytes if any(on_device) else max(free // _SHARE, self.full_bytes)
         self.memory = memory or usual
@@ -116,8 +146,9 @@ class ContextPool:
     ) -> Decoder | Wait:
         """A context for a prompt, int32[n], and as many tokens after it, or what to wait for: ask again later.
 
-        It begins with as much of the prompt as any context does, lent ones included, whose texts must be between steps.
-        One at rest is lent itself where the rest of what it holds is little or has no room, otherwise a copy.
+        It begins with as much of the prompt as any context can go back to, lent ones included, whose texts must be
+        between steps. One at rest is lent itself where the rest of what it holds is little or has no room, otherwise a
+        copy.
 
         Args:
             must: at once, and beyond the bound if there is no room within.
@@ -178,7 +209,7 @@ class ContextPool:
         self.forget()
 
     def _collect(self) -> None:
-        """Let rest what was given back, but for contexts that are the beginning of another one at rest."""
+        """Let rest what was given back, but for contexts that another one at rest can go back to."""
         if self._process != os.getpid():
             self._process = os.getpid()
             self._look_again()
@@ -195,7 +226,7 @@ class ContextPool:
             except RuntimeError:  # fork() came in the middle of a call, in which it stays
                 continue
             for other, (tokens, _) in list(self._at_rest.items()):
-                if _begins(tokens, held.tokens):
+                if _reaches(context, held.tokens, tokens):
                     self._free(other)
             whole = self._covers(held.tokens)
             if whole is None:
@@ -219,16 +250,19 @@ class ContextPool:
     def _make_room(self, need: int, spared: Decoder | None = None) -> None:
         """Cut and free contexts at rest until so many bytes more are within the bound, or there are none."""
         for context in list(self._at_rest):
-            excess = self.num_bytes + need - self.memory
-            if excess <= 0:
-                return
-            if context is not spared:
+            # What a cut frees of layers with a window is known afterwards.
+            while context is not spared and context in self._at_rest:
+                excess = self.num_bytes + need - self.memory
+                if excess <= 0:
+                    return
                 self._shrink(context, excess)
 
     def _shrink(self, context: Decoder, excess: int) -> None:
-        """Cut so many bytes from a context at rest, or free it where nothing worth keeping would be left."""
-        tokens, (cell_bytes, _, whole) = self._at_rest[context].tokens, self._sessions[0]
-        kept = tokens[: 0 if whole else max(0, len(tokens) - -(-excess // cell_bytes))]
+        """Cut about so many bytes from a context at rest, perhaps less, or free it where nothing worth keeping would be
+        left."""
+        tokens, cells = self._at_rest[context].tokens, self._cells[0]
+        length = 0 if cells.whole else max(0, len(tokens) - -(-excess // cells.cell_bytes))
+        kept = tokens[: context.target.reachable(length)]
         if len(kept) < _LEAST_KEPT or self._covers(kept, but=context):
             self._free(context)
             return
@@ -253,41 +287,48 @@ class ContextPool:
         return self._make(source, 0)
 
     def _most_like(self, prompt: NDArray[np.int32]) -> tuple[Decoder | None, int]:
-        """The context with the longest common beginning, and its length: of several one at rest, one that survives, the
-        one used last."""
+        """The context that can go back to the longest common beginning, and its length: of several one at rest, one
+        that survives, the one used last."""
         best: Decoder | None = None
         most = (-1, False, False)
-        for context, tokens, rests in self._contents():
-            length = common_prefix(tokens, prompt)
-            rank = (length, rests, _survives(len(tokens), length))
+        for context, held, length, rests in self._contents(prompt):
+            rank = (length, rests, _survives(held, length))
             if rank >= most:
                 best, most = context, rank
         return best, max(most[0], 0)
 
     def _is_being_read(self, prompt: NDArray[np.int32], length: int) -> bool:
         """Whether a text is about to hold more of a prompt than so many tokens, so that copying will be faster."""
-        return any(
-            common_prefix(loan.prompt[:-1], prompt[:-1]) >= length + _WORTH_WAITING
-            for loan in self._lent
-            if loan.context() is not None
-        )
+        for loan in self._lent:
+            context = loan.context()
+            common = common_prefix(loan.prompt[:-1], prompt[:-1])
+            if context is not None and common >= length + _WORTH_WAITING:
+                with suppress(*_OUT_OF_REACH):
+                    # What it has read already, it may have given up since.
+                    if common_prefix(context.target.tokens, prompt) >= common:
+                        continue
+                return True
+        return False
 
-    def _contents(self) -> Iterator[tuple[Decoder, NDArray[np.int32], bool]]:
-        """All contexts with their tokens, and whether they rest."""
+    def _contents(self, prompt: NDArray[np.int32]) -> Iterator[tuple[Decoder, int, int, bool]]:
+        """All contexts: how many tokens each holds, to how many of a prompt's it can go back, and whether it rests."""
         for loan in self._lent:
             context = loan.context()
             if context is not None:
                 try:
                     tokens = context.target.tokens
-                except (DeviceError, ValueError, RuntimeError):  # lost, closed, or in the middle of a call
+                    length = context.target.reachable(common_prefix(tokens, prompt))
+                except _OUT_OF_REACH:
                     continue
-                yield context, tokens, False
-        for context, held in list(self._at_rest.items()):
-            yield context, held.tokens, True
+                yield context, len(tokens), length, False
+        for context, (tokens, _) in list(self._at_rest.items()):
+            yield context, len(tokens), context.target.reachable(common_prefix(tokens, prompt)), True
 
     def _covers(self, tokens: NDArray[np.int32], but: Decoder | None = None) -> Decoder | None:
-        """A context at rest that begins with these tokens."""
-        found = (other for other, held in self._at_rest.items() if other is not but and _begins(tokens, held.tokens))
+        """A context at rest that can go back to just these tokens."""
+        found = (
+            other for other, held in self._at_rest.items() if other is not but and _reaches(other, held.tokens, tokens)
+        )
         return next(found, None)
 
     def _free(self, context: Decoder) -> None:
@@ -296,18 +337,13 @@ class ContextPool:
 
     def _needed(self, tokens: int) -> int:
         """Bytes of a context with so many tokens."""
-        return self._bytes([tokens] * len(self._sessions))
-
-    def _bytes(self, tokens: Sequence[int]) -> int:
-        """Bytes of a context whose sessions hold so many tokens."""
-        return sum(
-            cell_bytes * (SPARE_CELLS + (n_ctx if whole else min(count, n_ctx)))
-            for count, (cell_bytes, n_ctx, whole) in zip(tokens, self._sessions, strict=True)
-        )
+        return sum(cells.needed(tokens) for cells in self._cells)
 
     def _held(self, context: Decoder) -> _Held:
-        held = [session.tokens for session in context.sessions]
-        return _Held(held[0], self._bytes([len(tokens) for tokens in held]))
+        sessions = context.sessions
+        tokens = [session.tokens for session in sessions]  # of all, because none may be in the middle of a call
+        num_bytes = sum(cells.held(session) for cells, session in zip(self._cells, sessions, strict=True))
+        return _Held(tokens[0], num_bytes)
 
 
 def _cut(context: Decoder, length: int) -> None:
@@ -316,8 +352,10 @@ def _cut(context: Decoder, length: int) -> None:
         session.truncate(min(len(session.tokens), length))
 
 
-def _begins(beginning: NDArray[np.int32], tokens: NDArray[np.int32]) -> bool:
-    return np.array_equal(beginning, tokens[: len(beginning)])
+def _reaches(context: Decoder, held: NDArray[np.int32], beginning: NDArray[np.int32]) -> bool:
+    """Whether a context that holds some tokens can go back to just these."""
+    length = len(beginning)
+    return np.array_equal(beginning, held[:length]) and context.target.reachable(length) == length
 
 
 def _survives(held: int, length: int) -> bool:

@@ -43,26 +43,75 @@ def room(*texts: int) -> int:
 class SimulatedSession:
     """Holds tokens, and takes the memory of as many cells."""
 
+    windowed_cell_bytes = most_windowed = 0
+
     def __init__(self, cell_bytes: int, n_ctx: int, tokens: Sequence[int] = ()) -> None:
         self.cell_bytes, self.n_ctx = cell_bytes, n_ctx
         self.tokens = np.array(tokens, np.int32)
         self.closed = self.forked = False
 
-    def truncate(self, length: int) -> None:
+    def reachable(self, length: int) -> int:
+        assert length <= len(self.tokens)
+        return length
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cell_bytes * len(self.tokens)
+
+    def truncate(self, length: int) -> int:
         assert not self.closed
         assert length <= len(self.tokens)
-        self.tokens = self.tokens[:length]
+        self.tokens = self.tokens[: self.reachable(length)]
+        return len(self.tokens)
 
     def fork(self, length: int) -> SimulatedSession:
         assert not self.closed
         assert length <= len(self.tokens)
-        fork = SimulatedSession(self.cell_bytes, self.n_ctx, self.tokens[:length].tolist())
+        fork = type(self)(self.cell_bytes, self.n_ctx, self.tokens[: self.reachable(length)].tolist())
         fork.forked = True
         return fork
 
     def close(self) -> None:
         self.closed = True
         self.tokens = self.tokens[:0]
+
+
+class WindowedSession(SimulatedSession):
+    """Keeps but the last tokens in most of its layers, which have to see some of them."""
+
+    most_windowed, _seen = 40, 25
+
+    def __init__(self, cell_bytes: int, n_ctx: int, tokens: Sequence[int] = (), first: int = 0) -> None:
+        super().__init__(cell_bytes, n_ctx, tokens)
+        self.windowed_cell_bytes = cell_bytes * 2 // 3
+        self._first, self._length = first, len(tokens)
+
+    @property
+    def first(self) -> int:
+        """The first token that they keep."""
+        if len(self.tokens) < self._length:
+            self._first = 0  # it was read anew
+        self._length = len(self.tokens)
+        self._first = max(self._first, self._length - self.most_windowed)
+        return self._first
+
+    def reachable(self, length: int) -> int:
+        return super().reachable(length) if self.first == 0 or length - self.first >= self._seen else 0
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes - self.windowed_cell_bytes * self.first
+
+    def truncate(self, length: int) -> int:
+        first, reached = self.first, super().truncate(length)
+        self._first, self._length = first if reached else 0, reached
+        return reached
+
+    def fork(self, length: int) -> SimulatedSession:
+        fork = super().fork(length)
+        assert isinstance(fork, WindowedSession)
+        fork._first = self.first if len(fork.tokens) else 0
+        return fork
 
 
 class SimulatedDrafter:
@@ -81,7 +130,15 @@ class SimulatedDrafter:
 class Simulation:
     """A pool of simulated contexts, and the texts that have them."""
 
-    def __init__(self, memory: int | None = None, *, room: float = float("inf"), **options: Any) -> None:
+    def __init__(
+        self,
+        memory: int | None = None,
+        *,
+        room: float = float("inf"),
+        session: type[SimulatedSession] = SimulatedSession,
+        **options: Any,
+    ) -> None:
+        self._session = session
         self.made: list[Decoder] = []
         self.sources: list[tuple[Decoder | None, int]] = []
         self._room = room  # contexts that there may be
@@ -96,7 +153,7 @@ class Simulation:
             target, draft = (session.fork(min(length, len(session.tokens))) for session in source.sessions)
         else:
             target, draft = (
-                cast(_core.Session, SimulatedSession(*shape)) for shape in ((CELL, N_CTX), (DRAFT_CELL, DRAFT_N_CTX))
+                cast(_core.Session, self._session(*shape)) for shape in ((CELL, N_CTX), (DRAFT_CELL, DRAFT_N_CTX))
             )
         context = Decoder(target, cast(Any, SimulatedDrafter(cast(Any, draft))))
         self.made.append(context)
@@ -140,7 +197,7 @@ class Simulation:
     def num_bytes(self) -> int:
         """That all contexts really take."""
         return sum(
-            session.cell_bytes * (SPARE_CELLS + len(session.tokens))
+            session.cell_bytes * SPARE_CELLS + session.num_bytes
             for context in self.made
             for session in context.sessions
             if not session.closed
@@ -422,8 +479,11 @@ prompts = st.builds(
         st.one_of(st.tuples(prompts, st.integers(1, 60), st.floats(0, 1)), st.integers(0, 10)), min_size=1, max_size=40
     ),
 )
-def test_the_bound_holds_at_every_moment(memory: int, events: list[tuple[list[int], int, float] | int]) -> None:
-    texts, lent = Simulation(memory), list[tuple[Decoder, list[int], int, float]]()
+@pytest.mark.parametrize("session", [SimulatedSession, WindowedSession])
+def test_the_bound_holds_at_every_moment(
+    session: type[SimulatedSession], memory: int, events: list[tuple[list[int], int, float] | int]
+) -> None:
+    texts, lent = Simulation(memory, session=session), list[tuple[Decoder, list[int], int, float]]()
     for event in events:
         if isinstance(event, int):
             if lent:
@@ -496,6 +556,37 @@ def test_a_child_takes_contexts_whatever_its_parent_was_about(monkeypatch: pytes
     go_on.set()
     other.join()
     assert found
+
+
+def test_texts_of_models_with_windows_take_less_memory() -> None:
+    needed = sum(cell * (SPARE_CELLS + 140) - cell * 2 // 3 * (140 - 40) for cell in (CELL, DRAFT_CELL))
+    texts = Simulation(2 * needed, session=WindowedSession)
+    for i in range(2):
+        assert texts.begin([i] * 130) is not None
+        assert texts.pool.num_bytes == (i + 1) * needed
+    assert texts.begin([3]) is None
+    assert Simulation(10**6, session=WindowedSession).pool.full_bytes < FULL
+
+
+def test_a_context_is_chosen_that_can_go_back() -> None:
+    texts = Simulation(10**6, session=WindowedSession)
+    assert texts.run([*SYSTEM, 1], list(range(300, 350))) == 0
+    # Too far back: read again, and not forgotten for the longer text.
+    assert texts.run(SYSTEM[:60]) == 0
+    assert texts.run([*SYSTEM[:59], 7]) == 59
+    assert texts.run([*SYSTEM, 1, *range(300, 345), 8]) == 146
+    assert sorted(map(len, texts.at_rest)) == [60, 147]
+
+
+def test_what_another_text_has_read_and_given_up_is_not_waited_for() -> None:
+    texts = Simulation(10**6, session=WindowedSession)
+    first = texts.take([*SYSTEM, *[1] * 80], 5)
+    assert first is not None
+    texts.fill(first, SYSTEM[:90])
+    assert texts.take([*SYSTEM, 2], 5) is not None  # 90 of them by copying
+    assert texts.take([*SYSTEM[:70], 2], 5) is not None
+    texts.fill(first, [*SYSTEM, *[1] * 40])
+    assert texts.take([*SYSTEM, 2], 5) is not None
 
 
 # ---- Real ----

@@ -243,6 +243,8 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family)
     h.vocab_size = static_cast<int>(vocab_size);
     read_rope(file, family, keys, h);
     read_windows(file, family, keys, h);
+    h.num_windowed_layers = static_cast<int>(
+        std::count_if(h.layers.begin(), h.layers.end(), [](const LayerNumbers& layer) { return layer.windowed; }));
     read_scales(file, family, keys, h);
     return h;
 }

@@ -31,6 +31,7 @@ struct Hyperparameters {
     float attention_softcap = 0, logit_softcap = 0;  // 0 for none
     float temperature_scale = 0;                     // of queries beyond the original context
     int window = 0;                                  // positions a windowed layer sees, the row's own included
+    int num_windowed_layers = 0;
     std::vector<LayerNumbers> layers;
     Rope rope, windowed_rope;
 

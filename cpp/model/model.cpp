@@ -9,6 +9,7 @@
 #include "error.h"
 #include "model/loaders.h"
 #include "model/manifest.h"
+#include "pass/kept_cells.h"
 #include "pass/kv_cache.h"
 #include "pass/packed_pass.h"
 #include "thread_pool.h"
@@ -199,6 +200,14 @@ size_t Model::cell_bytes() const {
     const Hyperparameters& h = numbers_;
     return device_memory_ ? 2 * sizeof(uint16_t) * h.head_dim * h.num_kv_heads * h.num_layers
                           : KvCache::cell_bytes(kv_type_, h.num_layers, h.num_kv_heads, h.head_dim);
+}
+
+size_t Model::windowed_cell_bytes() const {
+    return device_memory_ ? 0 : cell_bytes() / numbers_.num_layers * numbers_.num_windowed_layers;
+}
+
+int64_t Model::most_windowed() const {
+    return KeptCells::most(numbers_.window);
 }
 
 const Vector& Model::rope_factors(int context) const {

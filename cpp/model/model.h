@@ -90,8 +90,11 @@ public:
     // Writes packed weights into a file that exists; see write_packed(). Throws std::logic_error for a model that was
     // loaded without the name of such a file.
     void save_packed(const std::string& path, const std::function<void()>& check_interrupt) const;
-    // Bytes of keys and values that one token of a context takes.
+    // Bytes of keys and values that one token of a context takes, and those of them that are in layers with a window,
+    // which keep them of `most_windowed` tokens of a text at most. Devices keep all.
     size_t cell_bytes() const;
+    size_t windowed_cell_bytes() const;
+    int64_t most_windowed() const;
     // As Manifest::types().
     const std::vector<std::pair<std::string, size_t>>& weight_types() const { return weight_types_; }
     const std::string& name() const { return name_; }

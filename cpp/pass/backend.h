@@ -26,10 +26,18 @@ public:
     virtual int count() const = 0;
     // Moves cells, in order, each from .first to .second; what .second held is lost.
     virtual void move(const std::vector<std::pair<int, int>>& cells) = 0;
-    // Takes over the first `count` cells of another text of the same model, of as many positions.
+    // Takes over the first `count` cells of another text of the same model, of as many positions; they are reachable
+    // there.
     virtual void copy(const Cells& from, int count) = 0;
-    // What the cells from `first` on hold is of no use any more.
-    virtual void release(int) {}
+    // The text has grown to so many cells, by what was read or else written: cells that no later row sees may be given
+    // up. Nothing fails.
+    virtual void grow(int, bool) {}
+    // The longest beginning of the text, of `length` cells at most, that rows can go on from.
+    virtual int reachable(int length) const { return length; }
+    // The text goes on from its first cells, so many and reachable; what the others hold is of no use any more.
+    virtual void cut(int) {}
+    // How many of the text's first `length` cells are kept in layers with a window; the others keep all.
+    virtual int num_windowed(int length) const { return length; }
 };
 
 // Consecutive rows of one text.

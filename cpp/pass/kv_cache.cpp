@@ -108,17 +108,21 @@ void KvCache::move(int layer, int from, int to) {
     }
 }
 
-void KvCache::copy(const KvCache& from, int layer, int count) {
-    for (int head = 0; head < num_heads_; ++head) {
-        std::memcpy(head_data(layer, head), from.keys(layer, head), padded(count, kLanes) * key_bytes_);
-        std::memcpy(head_data(layer, head) + num_cells_ * key_bytes_, from.values(layer, head), count * value_bytes_);
+void KvCache::copy(const KvCache& from, int layer, int first, int last) {
+    const size_t key = first / kLanes * kLanes * key_bytes_, keys_end = padded(last, kLanes) * key_bytes_;
+    const size_t value = num_cells_ * key_bytes_ + first * value_bytes_;
+    for (int head = 0; head < num_heads_ && first < last; ++head) {
+        uint8_t* data = head_data(layer, head);
+        const uint8_t* source = from.head_data(layer, head);
+        std::memcpy(data + key, source + key, keys_end - key);
+        std::memcpy(data + value, source + value, (last - first) * value_bytes_);
     }
 }
 
 void KvCache::release(int layer, int first, int last) {
     for (int head = 0; head < num_heads_; ++head) {
         const size_t keys = head_data(layer, head) - memory_.data(), values = keys + num_cells_ * key_bytes_;
-        memory_.release(keys + padded(first, kLanes) * key_bytes_, keys + padded(last, kLanes) * key_bytes_);
+        memory_.release(keys + padded(first, kLanes) * key_bytes_, keys + last / kLanes * kLanes * key_bytes_);
         memory_.release(values + first * value_bytes_, values + last * value_bytes_);
     }
 }

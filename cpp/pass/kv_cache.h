@@ -31,8 +31,8 @@ public:
     void store(const Kernel& kernel, int layer, int head, int cell, const float* key, const float* value);
     // Copies a cell of one layer to another.
     void move(int layer, int from, int to);
-    // Copies the first `count` cells of a layer from a cache of the same shape.
-    void copy(const KvCache& from, int layer, int count);
+    // Copies cells [first, last) of a layer from a cache of the same shape.
+    void copy(const KvCache& from, int layer, int first, int last);
     // Gives the memory of cells [first, last) of a layer back to the system, as far as it is whole pages.
     void release(int layer, int first, int last);
 

@@ -30,7 +30,8 @@ Activation activation_of(Gate gate) {
 PackedCells::PackedCells(const Model& model, int num_cells, int context)
     : model_(model),
       cache_(model.kv_type(), model.numbers().num_layers, model.numbers().num_kv_heads, model.numbers().head_dim,
-             num_cells) {
+             num_cells),
+      kept_(model.numbers().num_windowed_layers > 0 ? model.numbers().window : 0) {
     const Hyperparameters& h = model.numbers();
     if (h.rope.dims > 0) {
         const std::vector<float>& factors = model.rope_factors(context).values;
@@ -51,18 +52,35 @@ void PackedCells::move(const std::vector<std::pair<int, int>>& cells) {
 }
 
 void PackedCells::copy(const Cells& from, int count) {
+    const auto& source = static_cast<const PackedCells&>(from);
+    kept_ = source.kept_;
+    kept_.cut(count);
     touched_ = std::max(touched_, count);
     ThreadPool::shared().run(model_.numbers().num_layers, model_.num_threads(), [&](int layer, int) {
-        cache_.copy(static_cast<const PackedCells&>(from).cache_, layer, count);
+        const bool windowed = is_windowed(layer);
+        cache_.copy(source.cache_, layer, kept_.read_first(), windowed ? kept_.read_end() : 0);
+        cache_.copy(source.cache_, layer, windowed ? kept_.first() : 0, count);
     });
 }
 
-void PackedCells::release(int first) {
-    if (first < touched_ && (touched_ - first) * model_.cell_bytes() >= kBytesWorthReleasing) {
-        for (int layer = 0; layer < model_.numbers().num_layers; ++layer) {
-            cache_.release(layer, first, touched_);
+void PackedCells::grow(int count, bool was_read) {
+    if (!kept_.grow(count, was_read)) {
+        return;
+    }
+    for (int layer = 0; layer < model_.numbers().num_layers; ++layer) {
+        if (is_windowed(layer)) {
+            cache_.release(layer, kept_.read_end(), kept_.first());
         }
-        touched_ = first;
+    }
+}
+
+void PackedCells::cut(int length) {
+    kept_.cut(length);
+    if (length < touched_ && (touched_ - length) * model_.cell_bytes() >= kBytesWorthReleasing) {
+        for (int layer = 0; layer < model_.numbers().num_layers; ++layer) {
+            cache_.release(layer, length, static_cast<int>(padded(touched_, kLanes)));
+        }
+        touched_ = length;
     }
 }
 

@@ -7,6 +7,7 @@
 #include "memory.h"
 #include "pass/attention.h"
 #include "pass/backend.h"
+#include "pass/kept_cells.h"
 #include "pass/kv_cache.h"
 
 namespace pystaged {
@@ -18,14 +19,20 @@ public:
     int count() const override { return cache_.num_cells(); }
     void move(const std::vector<std::pair<int, int>>& cells) override;
     void copy(const Cells& from, int count) override;
-    // Gives their memory back to the system where it is much.
-    void release(int first) override;
+    void grow(int count, bool was_read) override;
+    int reachable(int length) const override { return kept_.reachable(length); }
+    // Gives memory back to the system where it is much.
+    void cut(int length) override;
+    int num_windowed(int length) const override { return kept_.count(length); }
 
 private:
     friend class PackedPass;
 
+    bool is_windowed(int layer) const { return model_.numbers().layers[layer].windowed; }
+
     const Model& model_;
     KvCache cache_;
+    KeptCells kept_;   // in layers with a window
     int touched_ = 0;  // cells that may have memory
     std::vector<double> frequencies_, windowed_frequencies_;
 };

@@ -158,6 +158,8 @@ class RemoteModel:
 class RemoteSession:
     """Stands in for _core.Session."""
 
+    windowed_cell_bytes = most_windowed = 0  # devices keep everything
+
     def __init__(self, model: RemoteModel, n_ctx: int, begun: int | None = None) -> None:
         self.weight_bytes = model.weight_bytes
         self.vocab_size = model.vocab_size
@@ -216,8 +218,12 @@ class RemoteSession:
     def discard(self) -> None:
         self._call("discard")
 
-    def truncate(self, length: int) -> None:
-        self._call("truncate", length)
+    def truncate(self, length: int) -> int:
+        reached: int = self._call("truncate", length)
+        return reached
+
+    def reachable(self, length: int) -> int:
+        return length
 
     def stretch(self, length: int) -> None:
         self._call("stretch", length)

@@ -52,8 +52,9 @@ def info(
             f"{loaded.weight_bytes / 1e6:.1f} MB read per pass",
             "memory": f"{loaded.matrix_bytes / 1e6:.1f} MB of weights, "
             f"{loaded.buffer_bytes / 1e6:.1f} MB more while loading",
-            "keys and values": f"{loaded.cell_bytes / 1e3:.1f} MB per 1,000 tokens; {engine.kv_memory / 1e9:.2g} GB "
-            f"for them, enough for {_texts(engine.kv_memory, engine.context_bytes, engine.n_ctx)}",
+            "keys and values": f"{loaded.cell_bytes / 1e3:.1f} MB per 1,000 tokens{_behind(loaded)}; "
+            f"{engine.kv_memory / 1e9:.2g} GB for them, enough for "
+            f"{_texts(engine.kv_memory, engine.context_bytes, engine.n_ctx)}",
         }
     for name, value in rows.items():
         typer.echo(f"{name:<18}{value}")
@@ -71,6 +72,12 @@ def _shares(types: dict[str, int]) -> str:
     if len(types) == 1:
         return next(iter(types))
     return " ".join(f"{kind} {size / sum(types.values()):.1%}" for kind, size in types.items())
+
+
+def _behind(model: _core.Model) -> str:
+    """What tokens take that no window reaches any more, in words; nothing where there are no windows."""
+    kept = model.cell_bytes - model.windowed_cell_bytes
+    return f", {kept / 1e3:.1f} MB behind windows" if kept < model.cell_bytes else ""
 
 
 def _texts(memory: int, context_bytes: int, n_ctx: int) -> str:

@@ -609,6 +609,11 @@ def test_info_of_a_context(path: Path) -> None:
     assert b"0.3 MB per 1,000 tokens" in run("info", path, "--kv", "q8_0").stdout
 
 
+def test_info_of_a_model_with_windows(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", RandomModel("gemma3", layers=6, metadata={"attention.sliding_window": 16}))
+    assert b"0.8 MB per 1,000 tokens, 0.1 MB behind windows; " in run("info", path).stdout
+
+
 @pytest.mark.slow
 def test_info_of_what_fits(path: Path) -> None:
     full = (96 + 64) * 512  # bytes of a context

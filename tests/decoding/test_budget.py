@@ -135,8 +135,9 @@ class SimulatedSession:
         self.tokens = np.zeros(0, np.int32)
         self.past = 0
 
-    def truncate(self, length: int) -> None:
+    def truncate(self, length: int) -> int:
         self.past = length
+        return length
 
     def prefill(self, tokens: NDArray[np.int32]) -> None:
         self.past += len(tokens)
