@@ -472,9 +472,9 @@ std::vector<int32_t> Session::tokens() {
 
 size_t Session::num_bytes() {
     const Turn turn(*this);
+    check_open();
     const size_t length = committed_.size(), windowed = model_->windowed_cell_bytes();
-    const size_t kept = cells_ ? cells_->num_windowed(static_cast<int>(length)) : 0;
-    return (model_->cell_bytes() - windowed) * length + windowed * kept;
+    return (model_->cell_bytes() - windowed) * length + windowed * cells_->num_windowed(static_cast<int>(length));
 }
 
 int Session::num_pending() {

@@ -266,6 +266,8 @@ class ContextPool:
         if len(kept) < _LEAST_KEPT or self._covers(kept, but=context):
             self._free(context)
             return
+        # First, because a cut may be broken off: a device fails, or Ctrl-C.
+        self._at_rest[context] = self._at_rest[context]._replace(tokens=kept)
         _cut(context, len(kept))
         self._at_rest[context] = self._held(context)
 

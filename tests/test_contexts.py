@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -587,6 +588,30 @@ def test_what_another_text_has_read_and_given_up_is_not_waited_for() -> None:
     assert texts.take([*SYSTEM[:70], 2], 5) is not None
     texts.fill(first, [*SYSTEM, *[1] * 40])
     assert texts.take([*SYSTEM, 2], 5) is not None
+
+
+def test_a_cut_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = Simulation(room(230))
+    texts.run(SYSTEM)
+    with monkeypatch.context() as broken:
+        broken.setattr(texts.made[0].sessions[1], "truncate", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            texts.take(range(500, 550), 50)
+    kept = len(texts.made[0].target.tokens)
+    assert 32 <= kept < 100
+    assert texts.run([*SYSTEM, 1]) == kept
+
+
+def test_a_closed_context_does_not_rest(random_gguf: Callable[..., Path]) -> None:
+    with pystaged.load(random_gguf(), draft=None) as engine:
+        pool, prompt = engine._contexts, np.arange(5, dtype=np.int32)
+        empty, closed = pool.take(prompt, 5), pool.take(prompt, 5)
+        assert isinstance(empty, Decoder)
+        assert isinstance(closed, Decoder)
+        closed.close()
+        pool.give_back(empty)
+        pool.give_back(closed)
+        assert pool.take(prompt, 5) is empty
 
 
 # ---- Real ----
