@@ -7,6 +7,7 @@
 #include "error.h"
 #include "gguf_file.h"
 #include "model/loaders.h"
+#include "product.h"
 #include "sampler.h"
 #include "thread_pool.h"
 
@@ -140,7 +141,7 @@ std::vector<float> DraftHead::product(int num_threads, const PackedMatrix& weigh
     epilogue.stride = maxima ? padded(weights.rows(), kRun) : weights.padded_rows();
     std::vector<float> out(n * epilogue.stride);
     epilogue.out = out.data();
-    multiply_all(kernel_, {{&weights, rows, epilogue, nullptr, nullptr, maxima}}, num_threads);
+    multiply(kernel_, {{&weights, rows, epilogue, nullptr, nullptr, maxima}}, num_threads);
     return out;
 }
 

@@ -1,5 +1,5 @@
 // The three failures that are pystaged's own; everything else is a standard exception.
-// bindings.cpp maps them to Python; std::invalid_argument becomes ValueError there.
+// The bindings map them to Python; std::invalid_argument becomes ValueError there.
 #pragma once
 
 #include <stdexcept>

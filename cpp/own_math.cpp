@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 namespace pystaged {
 
@@ -48,13 +49,19 @@ double own_exp(double x) {
         return x;
     }
     x = std::clamp(x, -700.0, 700.0);
-    const double n = std::nearbyint(x / (kLn2High + kLn2Low));
-    const double r = (x - n * kLn2High) - n * kLn2Low;
-    double sum = 1;
-    for (int i = 16; i > 0; --i) {
-        sum = 1 + r / i * sum;
-    }
-    return std::ldexp(sum, static_cast<int>(n));
+    constexpr double kRound = 0x1.8p52;  // added and subtracted, it leaves a whole number
+    const double n = (x * (1 / (kLn2High + kLn2Low)) + kRound) - kRound;
+    const double r = (x - n * kLn2High) - n * kLn2Low, z = r * r, z2 = z * z;
+    // The series, in pairs of terms that do not wait for each other.
+    const auto pair = [r](double low, double high) { return low + high * r; };
+    const double low = pair(1.0 / 2, 1.0 / 6) + pair(1.0 / 24, 1.0 / 120) * z;
+    const double middle = pair(1.0 / 720, 1.0 / 5040) + pair(1.0 / 40320, 1.0 / 362880) * z;
+    const double high = pair(1.0 / 3628800, 1.0 / 39916800) + pair(1.0 / 479001600, 1.0 / 6227020800.0) * z;
+    const double sum = 1 + (r + z * (low + (middle + high * z2) * z2));
+    const uint64_t bits = static_cast<uint64_t>(static_cast<int64_t>(n) + 1023) << 52;
+    double power;
+    std::memcpy(&power, &bits, sizeof(power));
+    return sum * power;
 }
 
 void own_sin_cos(double x, double* sine, double* cosine) {

@@ -1,4 +1,4 @@
-// Quantized weights as packed_matrix lays them out, a block at a time. A part of generic.h.
+// Quantized weights as packing.h lays them out, a block at a time. A part of generic.h.
 #pragma once
 
 #include "vector.h"

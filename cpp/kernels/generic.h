@@ -11,7 +11,7 @@
 #include "rows.h"
 #include "vector.h"
 
-// The product of a packing, read by blocks of the size that packed_matrix.cpp writes.
+// The product of a packing, read by blocks of the size that packing.cpp writes.
 template <class Block, Packing packing, class PanelBlock = Block>
 constexpr auto matmul_of() {
     constexpr Layout layout = kLayouts[static_cast<int>(packing)];

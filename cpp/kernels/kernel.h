@@ -26,7 +26,7 @@ static constexpr int padded(int n, int multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
-// How a packed matrix stores its weights; see packed_matrix.h for the layouts.
+// How a packed matrix stores its weights; see packing.h for the layouts.
 enum class Packing {
     f32,
     f16,

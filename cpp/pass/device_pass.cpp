@@ -7,7 +7,7 @@
 #include "error.h"
 #include "ggml-cpu.h"
 #include "own_math.h"
-#include "packed_matrix.h"
+#include "product.h"
 #include "pass/transformer.h"
 #include "thread_pool.h"
 

@@ -6,6 +6,7 @@
 
 #include "own_math.h"
 #include "pass/transformer.h"
+#include "product.h"
 #include "thread_pool.h"
 
 namespace pystaged {
@@ -305,7 +306,7 @@ PackedPass::Value PackedPass::qkv(const Value& x, const Layer& layer) {
         products.push_back({&matrices[i]->packed, inputs[i], epilogue(*matrices[i], out, layer.qkv_stride), nullptr});
         out += matrices[i]->packed.padded_rows();
     }
-    multiply_all(model_.kernel(), products, model_.num_threads());
+    multiply(model_.kernel(), products, model_.num_threads());
     return {qkv_.data(), x.n, layer.qkv_stride};
 }
 
@@ -379,7 +380,7 @@ PackedPass::Value PackedPass::hidden(const Value& x, const Layer& layer) {
     }
     const QuantizedRows* handed = hand_to(layer.ffn_down, x.n);
     up.quantized = handed;
-    multiply_all(model_.kernel(), {up}, model_.num_threads());
+    multiply(model_.kernel(), {up}, model_.num_threads());
     return {hidden_.data(), x.n, stride, nullptr, handed != nullptr};
 }
 
@@ -391,7 +392,7 @@ PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& 
         branch.scale = h.residual_scale;
         branch.residual = x.rows;
     }
-    linear.packed.multiply(model_.kernel(), activations(y, {&linear})[0], branch, nullptr, model_.num_threads());
+    multiply(model_.kernel(), {{&linear.packed, activations(y, {&linear})[0], branch}}, model_.num_threads());
     for (int i = 0; norm.present() && i < x.n; ++i) {
         float *row = branch_.data() + i * x.stride, *sum = out + i * x.stride;
         apply(norm, row, h.width, row);
@@ -419,7 +420,7 @@ PackedPass::Value PackedPass::logits(const Value& x) {
     out.bias = model_.head_bias().data();
     out.scale = model_.numbers().logit_scale;
     out.softcap = model_.numbers().logit_softcap;
-    multiply_all(model_.kernel(),
+    multiply(model_.kernel(),
                  {{&weight, activations(x, {&model_.head()})[0], out, nullptr, nullptr, pass_->maxima}},
                  model_.num_threads());
     return {};

@@ -8,6 +8,22 @@
 
 namespace pystaged {
 
+namespace {
+
+// e^x by a series of its own: a unit in the last place of a frequency would change texts.
+double frequency_exp(double x) {
+    constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
+    const double n = std::nearbyint(x / (kLn2High + kLn2Low));
+    const double r = (x - n * kLn2High) - n * kLn2Low;
+    double sum = 1;
+    for (int i = 16; i > 0; --i) {
+        sum = 1 + r / i * sum;
+    }
+    return std::ldexp(sum, static_cast<int>(n));
+}
+
+}  // namespace
+
 std::vector<double> Rope::frequencies(const std::vector<float>& factors) const {
     const FloatEnvironment pinned;
     const double log_base = own_log(base);
@@ -22,7 +38,7 @@ std::vector<double> Rope::frequencies(const std::vector<float>& factors) const {
     }
     std::vector<double> result(dims / 2);
     for (int i = 0; i < dims / 2; ++i) {
-        double frequency = own_exp(-2.0 * i / dims * log_base);
+        double frequency = frequency_exp(-2.0 * i / dims * log_base);
         if (!factors.empty()) {
             frequency /= factors[i];
         }

@@ -17,9 +17,9 @@
 
 #include "check.h"
 #include "digest.h"
-#include "packed_matrix.h"
 #include "pass/attention.h"
 #include "pass/kv_cache.h"
+#include "product.h"
 #include "thread_pool.h"
 
 using namespace pystaged;
@@ -125,7 +125,7 @@ void multiply(const PackedMatrix& matrix, const Kernel& kernel, const Array<floa
     how.out = result.out.data();
     how.stride = width;
     const QuantizedRows next = result.quantized.rows(n, matrix.packing());
-    matrix.multiply(kernel, {n, cols, values, input.rows(n, matrix.packing())}, how, &next, num_threads);
+    multiply(kernel, {{&matrix, {n, cols, values, input.rows(n, matrix.packing())}, how, &next}}, num_threads);
 }
 
 double activated(double x, Activation activation) {
@@ -313,7 +313,7 @@ void test_gated(ggml_type type, int rows, int cols) {
             for (const int num_threads : {1, 2, 3, 7}) {
                 std::fill_n(out.data(), out.size(), NAN);
                 std::fill_n(gates.data(), gates.size(), NAN);
-                multiply_all(*kernel, {product}, num_threads);
+                multiply(*kernel, {product}, num_threads);
                 CHECK(out.same(expected.out));
             }
         }
@@ -360,7 +360,7 @@ void test_together() {
             for (int i = 0; i < n; ++i) {
                 kernel->quantize(&x[size_t(i) * cols], cols, i, own.rows(n, matrix.packing()));
             }
-            matrix.multiply(*kernel, {n, cols, x.data(), own.rows(n, matrix.packing())}, epilogue, nullptr, 1);
+            multiply(*kernel, {{&matrix, {n, cols, x.data(), own.rows(n, matrix.packing())}, epilogue}}, 1);
             epilogue.out = outs.back().data();
             products.push_back({&matrix, {n, cols, x.data(), rows}, epilogue});
         }
@@ -368,7 +368,7 @@ void test_together() {
             for (const Array<float>& out : outs) {
                 std::fill_n(out.data(), out.size(), NAN);
             }
-            multiply_all(*kernel, products, num_threads);
+            multiply(*kernel, products, num_threads);
             for (size_t i = 0; i < outs.size(); ++i) {
                 CHECK(outs[i].same(expected[i]));
             }
@@ -446,7 +446,7 @@ void test_matrices() {
     for (const auto& [type, fields] : kIntegerTypes) {
         test_many_rows(type);
     }
-    CHECK_THROWS(std::invalid_argument, PackedMatrix::packing_of(GGML_TYPE_IQ3_S));
+    CHECK_THROWS(std::invalid_argument, packing_of(GGML_TYPE_IQ3_S));
     CHECK_THROWS(std::invalid_argument, PackedMatrix(GGML_TYPE_Q8_0, 1, 33, nullptr, nullptr, 1));
 }
 
@@ -650,13 +650,13 @@ void test_maxima() {
                 epilogue.bias = bias.data();
                 epilogue.out = alone.data();
                 epilogue.stride = matrix.padded_rows();
-                matrix.multiply(*kernel, activations, epilogue, nullptr, 1);
+                multiply(*kernel, {{&matrix, activations, epilogue}}, 1);
                 for (const int num_threads : {1, 2, 3, 7}) {
                     const Array<float> out(n * stride), maxima(n * runs);
                     std::fill_n(out.data(), out.size(), NAN);
                     epilogue.out = out.data();
                     epilogue.stride = stride;
-                    multiply_all(*kernel, {{&matrix, activations, epilogue, nullptr, nullptr, maxima.data()}},
+                    multiply(*kernel, {{&matrix, activations, epilogue, nullptr, nullptr, maxima.data()}},
                                  num_threads);
                     for (int i = 0; i < n; ++i) {
                         const float* row = &out[i * stride];

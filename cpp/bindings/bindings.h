@@ -1,0 +1,36 @@
+// The Python face of the engine: conversions, the GIL, and errors; no logic. Each file adds its part to the module.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace pystaged {
+
+namespace py = pybind11;
+
+using Ints = py::array_t<int32_t, py::array::c_style>;
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
+
+// Integers only: a float array would be truncated silently by a plain cast.
+std::vector<int32_t> to_ints(const py::object& values, const char* name);
+py::array_t<int32_t> to_array(const std::vector<int32_t>& values);
+// Text from a file, which may be no valid UTF-8.
+py::str to_text(const std::string& bytes);
+py::dict to_dict(const std::vector<std::pair<std::string, std::string>>& texts);
+// A path as the system spells it: str, as Python decodes file names, bytes, or os.PathLike.
+std::string to_path(const py::object& path);
+// Throws what a signal handler of Python's raised.
+void check_signals();
+
+void add_kernels(py::module_& m);
+void add_sampling(py::module_& m);
+void add_models(py::module_& m);
+void add_drafting(py::module_& m);
+void add_sessions(py::module_& m);
+
+}  // namespace pystaged

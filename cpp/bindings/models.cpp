@@ -1,0 +1,176 @@
+#include <pybind11/functional.h>
+
+#include "bindings/bindings.h"
+#include "device.h"
+#include "gguf_file.h"
+#include "model/model.h"
+#include "tokenizer.h"
+
+namespace pystaged {
+
+namespace {
+
+KvType to_kv_type(const std::string& name) {
+    if (name != "f16" && name != "q8_0") {
+        throw py::value_error("keys and values are stored as f16 or q8_0, not " + name);
+    }
+    return name == "f16" ? KvType::f16 : KvType::q8_0;
+}
+
+}  // namespace
+
+void add_models(py::module_& m) {
+    m.def(
+        "metadata", [](const py::object& path) { return to_dict(GgufFile(to_path(path)).spelled()); }, py::arg("path"));
+    m.def("devices", [] {
+        py::list result;
+        for (const DeviceInfo& info : list_devices()) {
+            result.append(
+                py::make_tuple(info.name, to_text(info.description), info.gpu, info.free_bytes, info.total_bytes));
+        }
+        return result;
+    });
+    m.def("rpc_version", &rpc_version);
+    m.def("serve_devices", &serve_devices, py::arg("endpoint"), py::arg("device"), py::arg("num_threads"),
+          py::call_guard<py::gil_scoped_release>());
+
+    py::class_<Tokenizer>(m, "Tokenizer")
+        .def(py::init([](const py::object& path) {
+                 const std::string bytes = to_path(path);
+                 const py::gil_scoped_release release;
+                 return std::make_unique<Tokenizer>(bytes);
+             }),
+             py::arg("path"))
+        .def_property_readonly("num_tokens", &Tokenizer::num_tokens)
+        .def_property_readonly("metadata", [](const Tokenizer& self) { return to_dict(self.metadata()); })
+        .def(
+            "encode",
+            [](const Tokenizer& self, const py::str& text, bool add_special, bool parse_special) {
+                // By Python's own encoder, whose error says what is wrong.
+                const std::string bytes = text.attr("encode")("utf-8").cast<py::bytes>();
+                std::vector<int32_t> tokens;
+                {
+                    const py::gil_scoped_release release;
+                    tokens = self.encode(bytes, add_special, parse_special, check_signals);
+                }
+                return to_array(tokens);
+            },
+            py::arg("text"), py::arg("add_special") = true, py::arg("parse_special") = true)
+        .def(
+            "token_bytes",
+            [](const Tokenizer& self, int32_t token, bool special) {
+                return py::bytes(self.token_bytes(token, special));
+            },
+            py::arg("token"), py::arg("special") = false)
+        .def(
+            "decode",
+            [](const Tokenizer& self, const py::object& tokens, bool special) {
+                return to_text(self.decode(to_ints(tokens, "tokens"), special));
+            },
+            py::arg("tokens"), py::arg("special") = false)
+        .def(
+            "sequences_of",
+            [](const Tokenizer& self, const py::str& text) {
+                const std::string bytes = text.attr("encode")("utf-8").cast<py::bytes>();
+                if (bytes.empty()) {
+                    throw py::value_error("the text is empty");
+                }
+                const py::gil_scoped_release release;
+                return self.sequences_of(bytes);
+            },
+            py::arg("text"))
+        .def(
+            "token_text", [](const Tokenizer& self, int32_t token) { return to_text(self.token_text(token)); },
+            py::arg("token"))
+        .def("is_control", &Tokenizer::is_control, py::arg("token"))
+        .def_property_readonly("adds_bos", &Tokenizer::adds_bos)
+        .def_property_readonly("adds_eos", &Tokenizer::adds_eos)
+        .def_property_readonly("bos", &Tokenizer::bos)
+        .def_property_readonly("eos", &Tokenizer::eos)
+        .def_property_readonly("end_tokens",
+                               [](const Tokenizer& self) {
+                                   std::vector<int32_t> tokens;
+                                   for (int32_t token = 0; token < self.num_tokens(); ++token) {
+                                       if (self.is_end(token)) {
+                                           tokens.push_back(token);
+                                       }
+                                   }
+                                   return to_array(tokens);
+                               })
+        .def(
+            "shared_with",
+            [](const Tokenizer& self, const Tokenizer& other) {
+                const std::vector<bool> shared = self.shared_with(other);
+                py::array_t<bool> result(static_cast<py::ssize_t>(shared.size()));
+                std::copy(shared.begin(), shared.end(), result.mutable_data());
+                return result;
+            },
+            py::arg("other"))
+        .def("is_end", &Tokenizer::is_end, py::arg("token"))
+        .def("first_difference", &Tokenizer::first_difference, py::arg("other"))
+        .def_property_readonly("fingerprint", &Tokenizer::fingerprint);
+
+    py::class_<Model, std::shared_ptr<Model>>(m, "Model")
+        .def(py::init([](const py::object& path, const std::string& kernel, int num_threads, const std::string& device,
+                         const std::function<void()>& progress, const std::string& kv, const py::object& packed) {
+                 const std::string bytes = to_path(path), packed_bytes = to_path(packed);
+                 const KvType type = to_kv_type(kv);
+                 const py::gil_scoped_release release;
+                 return std::make_shared<Model>(bytes, kernel, num_threads,
+                                                device == "cpu" ? Devices() : find_devices(device), progress, type,
+                                                packed_bytes);
+             }),
+             py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
+             py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "")
+        .def("tap", &Model::tap, py::arg("layers"))
+        .def_property_readonly("matrix_bytes", &Model::matrix_bytes)
+        .def_property_readonly("buffer_bytes", &Model::buffer_bytes)
+        .def_property_readonly("is_mapped", &Model::is_mapped)
+        .def_property_readonly("packed_problem", [](const Model& self) { return to_text(self.packed_problem()); })
+        .def(
+            "save_packed",
+            [](const Model& self, const py::object& path) {
+                const std::string bytes = to_path(path);
+                const py::gil_scoped_release release;
+                self.save_packed(bytes, check_signals);
+            },
+            py::arg("path"))
+        .def_property_readonly("devices",
+                               [](const Model& self) {
+                                   std::vector<std::string> names;
+                                   const DeviceMemory* memory = self.device_memory();
+                                   for (int i = 0; memory && i < memory->num_devices(); ++i) {
+                                       names.push_back(ggml_backend_dev_name(memory->devices()[i]));
+                                   }
+                                   return names;
+                               })
+        .def_property_readonly("name", [](const Model& self) { return to_text(self.name()); })
+        .def_property_readonly("kernel", [](const Model& self) { return self.kernel().name; })
+        .def_property_readonly("num_threads", &Model::num_threads)
+        .def_property_readonly("taps", &Model::taps)
+        .def_property_readonly("kv", [](const Model& self) { return self.kv_type() == KvType::f16 ? "f16" : "q8_0"; })
+        .def_property_readonly("file_bytes", &Model::file_bytes)
+        .def_property_readonly("weight_bytes", &Model::weight_bytes)
+        .def_property_readonly("num_weights", &Model::num_weights)
+        .def_property_readonly("weight_types",
+                               [](const Model& self) {
+                                   py::dict types;
+                                   for (const auto& [type, bytes] : self.weight_types()) {
+                                       types[py::str(type)] = bytes;
+                                   }
+                                   return types;
+                               })
+        .def_property_readonly("vocab_size", [](const Model& self) { return self.numbers().vocab_size; })
+        .def_property_readonly("max_context", [](const Model& self) { return self.numbers().max_context; })
+        .def_property_readonly("width", [](const Model& self) { return self.numbers().width; })
+        .def_property_readonly("num_layers", [](const Model& self) { return self.numbers().num_layers; })
+        .def_property_readonly("num_heads", [](const Model& self) { return self.numbers().num_heads; })
+        .def_property_readonly("num_kv_heads", [](const Model& self) { return self.numbers().num_kv_heads; })
+        .def_property_readonly("head_dim", [](const Model& self) { return self.numbers().head_dim; })
+        .def_property_readonly("ffn_width", [](const Model& self) { return self.numbers().ffn_width; })
+        .def_property_readonly("cell_bytes", &Model::cell_bytes)
+        .def_property_readonly("windowed_cell_bytes", &Model::windowed_cell_bytes)
+        .def_property_readonly("architecture", [](const Model& self) { return self.family().name; });
+}
+
+}  // namespace pystaged

@@ -1,0 +1,290 @@
+#include <functional>
+#include <limits>
+#include <optional>
+#include <variant>
+
+#include "bindings/bindings.h"
+#include "session.h"
+#include "work.h"
+
+namespace pystaged {
+
+namespace {
+
+using Samplings = std::variant<Sampling, std::vector<Sampling>>;
+
+std::vector<Sampling> to_samplings(const Samplings& sampling) {
+    const auto* one = std::get_if<Sampling>(&sampling);
+    return one ? std::vector<Sampling>{*one} : std::get<1>(sampling);
+}
+
+// uint32[rows, words] or None.
+using MaskArray = std::optional<py::array_t<uint32_t, py::array::c_style | py::array::forcecast>>;
+
+Masks to_masks(const MaskArray& array) {
+    if (!array) {
+        return {};
+    }
+    if (array->ndim() != 2 || array->shape(1) < 1 || array->shape(1) > std::numeric_limits<int>::max()) {
+        throw py::value_error("masks must be two-dimensional: a row of words for each that is judged");
+    }
+    return {{array->data(), array->data() + array->size()}, static_cast<int>(array->shape(1))};
+}
+
+void check_k(const Session& session, int k) {
+    if (k < 1 || k > session.model().numbers().vocab_size) {
+        throw py::value_error("k must be between 1 and the size of the vocabulary");
+    }
+}
+
+void check_num_candidates(const Session& session, int num_candidates) {
+    if (num_candidates < 0 || num_candidates > session.model().numbers().vocab_size) {
+        throw py::value_error("num_candidates must be between 0 and the size of the vocabulary");
+    }
+}
+
+// The path, the tokens, and the log-probabilities where there are any: of the tokens, and of the k likeliest in place
+// of each, best first.
+py::tuple to_tuple(const Followed& followed) {
+    const py::tuple found = py::make_tuple(to_array(followed.path), to_array(followed.tokens));
+    if (followed.logprobs.empty()) {
+        return found;
+    }
+    const auto rows = static_cast<py::ssize_t>(followed.logprobs.size());
+    const auto k = static_cast<py::ssize_t>(followed.logprobs[0].size()) - 1;
+    py::array_t<float> of_tokens(rows), of_best({rows, k});
+    py::array_t<int32_t> best({rows, k});
+    for (py::ssize_t i = 0; i < rows; ++i) {
+        const std::vector<Candidate>& row = followed.logprobs[i];
+        of_tokens.mutable_at(i) = row[0].score;
+        for (py::ssize_t j = 0; j < k; ++j) {
+            best.mutable_at(i, j) = row[j + 1].token;
+            of_best.mutable_at(i, j) = row[j + 1].score;
+        }
+    }
+    return found + py::make_tuple(py::make_tuple(of_tokens, best, of_best));
+}
+
+py::tuple to_candidates(const Outcome& outcome, size_t num_rows, int k) {
+    const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(num_rows), k};
+    return py::make_tuple(py::array_t<int32_t>(shape, outcome.tokens.data()),
+                          py::array_t<float>(shape, outcome.scores.data()));
+}
+
+py::tuple to_verified(const Outcome& outcome, size_t num_rows, int num_candidates) {
+    const py::tuple followed = to_tuple(outcome.followed);
+    return num_candidates == 0 ? followed : py::tuple(followed + to_candidates(outcome, num_rows, num_candidates));
+}
+
+py::object to_result(const Work& work, const Outcome& outcome) {
+    switch (work.kind) {
+        case Work::Kind::read: return py::none();
+        case Work::Kind::verify: return to_verified(outcome, work.tokens.size(), work.k);
+        case Work::Kind::propose: break;
+    }
+    return to_candidates(outcome, work.num_judged, work.k);
+}
+
+py::list run_works(const py::object& works) {
+    // A tuple of our own: what it holds stays, whatever another thread does to a list.
+    const py::tuple held(works);
+    std::vector<const Work*> native;
+    std::function<void()> interrupted;
+    for (const py::handle work : held) {
+        if (!py::isinstance<Work>(work)) {
+            throw py::type_error("run takes a sequence of Work");
+        }
+        native.push_back(&work.cast<const Work&>());
+        if (native.back()->kind == Work::Kind::read) {
+            interrupted = check_signals;
+        }
+    }
+    std::vector<Outcome> outcomes;
+    {
+        const py::gil_scoped_release release;
+        outcomes = run(native, interrupted);
+    }
+    py::list results;
+    for (size_t i = 0; i < native.size(); ++i) {
+        results.append(to_result(*native[i], outcomes[i]));
+    }
+    return results;
+}
+
+}  // namespace
+
+void add_sessions(py::module_& m) {
+    py::class_<Session>(m, "Session")
+        .def(py::init([](std::shared_ptr<Model> model, int n_ctx) {
+                 const py::gil_scoped_release release;
+                 return std::make_unique<Session>(std::move(model), n_ctx);
+             }),
+             py::arg("model"), py::arg("n_ctx") = 0)
+        .def(
+            "prefill",
+            [](Session& self, const py::object& tokens) {
+                const std::vector<int32_t> ids = to_ints(tokens, "tokens");
+                const py::gil_scoped_release release;
+                self.prefill(ids, check_signals);
+            },
+            py::arg("tokens"))
+        .def(
+            "evaluate",
+            [](Session& self, const py::object& tokens, const py::object& parents, std::optional<int> num_logits) {
+                const std::vector<int32_t> ids = to_ints(tokens, "tokens"), before = to_ints(parents, "parents");
+                if (num_logits && *num_logits < 0) {
+                    throw py::value_error("num_logits must be between 0 and the number of tokens");
+                }
+                const py::gil_scoped_release release;
+                self.evaluate(ids, before, num_logits.value_or(-1));
+            },
+            py::arg("tokens"), py::arg("parents"), py::arg("num_logits") = py::none())
+        .def(
+            "candidates",
+            [](Session& self, const py::object& rows, int k, const Samplings& sampling, const MaskArray& masks) {
+                const std::vector<Sampling> samplings = to_samplings(sampling);
+                const Masks allowed = to_masks(masks);
+                const std::vector<int32_t> indices = to_ints(rows, "rows");
+                check_k(self, k);
+                py::array_t<int32_t> tokens({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
+                py::array_t<float> scores({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
+                int32_t* token_data = tokens.mutable_data();
+                float* score_data = scores.mutable_data();
+                {
+                    const py::gil_scoped_release release;
+                    self.candidates(samplings, indices, k, token_data, score_data, allowed);
+                }
+                return py::make_tuple(tokens, scores);
+            },
+            py::arg("rows"), py::arg("k"), py::arg("sampling"), py::arg("masks") = py::none())
+        .def(
+            "follow",
+            [](Session& self, const Sampling& sampling, int root) {
+                Followed followed;
+                {
+                    const py::gil_scoped_release release;
+                    followed = self.follow(sampling, root);
+                }
+                return to_tuple(followed);
+            },
+            py::arg("sampling"), py::arg("root") = 0)
+        .def(
+            "verify",
+            [](Session& self, const py::object& tokens, const py::object& parents, const Sampling& sampling,
+               int num_candidates, const MaskArray& masks) {
+                const std::vector<int32_t> ids = to_ints(tokens, "tokens"), before = to_ints(parents, "parents");
+                check_num_candidates(self, num_candidates);
+                const Masks allowed = to_masks(masks);
+                Outcome outcome;
+                {
+                    const py::gil_scoped_release release;
+                    outcome = self.verify(ids, before, sampling, num_candidates, allowed);
+                }
+                return to_verified(outcome, ids.size(), num_candidates);
+            },
+            py::arg("tokens"), py::arg("parents"), py::arg("sampling"), py::arg("num_candidates") = 0,
+            py::arg("masks") = py::none())
+        .def(
+            "commit",
+            [](Session& self, const py::object& path) {
+                const std::vector<int32_t> rows = to_ints(path, "path");
+                const py::gil_scoped_release release;
+                self.commit(rows);
+            },
+            py::arg("path"))
+        .def("discard", &Session::discard, py::call_guard<py::gil_scoped_release>())
+        .def("reachable", &Session::reachable, py::arg("length"), py::call_guard<py::gil_scoped_release>())
+        .def("truncate", &Session::truncate, py::arg("length"), py::call_guard<py::gil_scoped_release>())
+        .def("fork", &Session::fork, py::arg("length"), py::call_guard<py::gil_scoped_release>())
+        .def("stretch", &Session::stretch, py::arg("length"), py::call_guard<py::gil_scoped_release>())
+        .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
+        .def(
+            "logits",
+            [](Session& self, int row) {
+                py::array_t<float> out(self.model().numbers().vocab_size);
+                float* data = out.mutable_data();
+                const py::gil_scoped_release release;
+                self.logits(row, data);
+                return out;
+            },
+            py::arg("row"))
+        .def_property_readonly("tokens",
+                               [](Session& self) {
+                                   std::vector<int32_t> tokens;
+                                   {
+                                       const py::gil_scoped_release release;
+                                       tokens = self.tokens();
+                                   }
+                                   return to_array(tokens);
+                               })
+        .def_property_readonly("states",
+                               [](Session& self) {
+                                   std::vector<float> states;
+                                   {
+                                       const py::gil_scoped_release release;
+                                       states = self.states();
+                                   }
+                                   const auto taps = static_cast<py::ssize_t>(self.model().taps().size());
+                                   const py::ssize_t width = self.model().numbers().width;
+                                   const auto size = static_cast<py::ssize_t>(states.size());
+                                   const std::vector<py::ssize_t> shape{taps > 0 ? size / (taps * width) : 0, taps,
+                                                                        width};
+                                   return py::array_t<float>(shape, states.data());
+                               })
+        .def_property_readonly("num_pending",
+                               [](Session& self) {
+                                   const py::gil_scoped_release release;
+                                   return self.num_pending();
+                               })
+        .def_property_readonly("closed",
+                               [](Session& self) {
+                                   const py::gil_scoped_release release;
+                                   return self.closed();
+                               })
+        .def_property_readonly("n_ctx", &Session::context)
+        .def_property_readonly("on_device", [](const Session& self) { return self.model().device_memory() != nullptr; })
+        .def_property_readonly("num_bytes",
+                               [](Session& self) {
+                                   const py::gil_scoped_release release;
+                                   return self.num_bytes();
+                               })
+        .def_property_readonly("cell_bytes", [](const Session& self) { return self.model().cell_bytes(); })
+        .def_property_readonly("windowed_cell_bytes",
+                               [](const Session& self) { return self.model().windowed_cell_bytes(); })
+        .def_property_readonly("most_windowed", [](const Session& self) { return self.model().most_windowed(); })
+        .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().weight_bytes(); })
+        .def_property_readonly("vocab_size", [](const Session& self) { return self.model().numbers().vocab_size; });
+
+    // A work keeps its session.
+    py::class_<Work>(m, "Work")
+        .def_static(
+            "read",
+            [](Session& session, const py::object& tokens) { return Work::read(session, to_ints(tokens, "tokens")); },
+            py::arg("session"), py::arg("tokens"), py::keep_alive<0, 1>())
+        .def_static(
+            "verify",
+            [](Session& session, const py::object& tokens, const py::object& parents, const Sampling& sampling,
+               int num_candidates, const MaskArray& masks) {
+                check_num_candidates(session, num_candidates);
+                return Work::verify(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), sampling,
+                                    num_candidates, to_masks(masks));
+            },
+            py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("sampling"),
+            py::arg("num_candidates") = 0, py::arg("masks") = py::none(), py::keep_alive<0, 1>())
+        .def_static(
+            "propose",
+            [](Session& session, const py::object& tokens, const py::object& parents, int num_judged, int k,
+               const Samplings& sampling, const MaskArray& masks) {
+                check_k(session, k);
+                return Work::propose(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), num_judged, k,
+                                     to_samplings(sampling), to_masks(masks));
+            },
+            py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("num_judged"), py::arg("k"),
+            py::arg("sampling"), py::arg("masks") = py::none(), py::keep_alive<0, 1>())
+        .def_property_readonly(
+            "session", [](const Work& self) { return self.session; }, py::return_value_policy::reference)
+        .def_property_readonly("num_rows", [](const Work& self) { return self.tokens.size(); });
+    m.def("run", &run_works, py::arg("works"));
+}
+
+}  // namespace pystaged
