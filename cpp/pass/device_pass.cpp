@@ -7,8 +7,8 @@
 #include "error.h"
 #include "ggml-cpu.h"
 #include "own_math.h"
-#include "product.h"
 #include "pass/transformer.h"
+#include "product.h"
 #include "thread_pool.h"
 
 namespace pystaged {

@@ -420,9 +420,8 @@ PackedPass::Value PackedPass::logits(const Value& x) {
     out.bias = model_.head_bias().data();
     out.scale = model_.numbers().logit_scale;
     out.softcap = model_.numbers().logit_softcap;
-    multiply(model_.kernel(),
-                 {{&weight, activations(x, {&model_.head()})[0], out, nullptr, nullptr, pass_->maxima}},
-                 model_.num_threads());
+    multiply(model_.kernel(), {{&weight, activations(x, {&model_.head()})[0], out, nullptr, nullptr, pass_->maxima}},
+             model_.num_threads());
     return {};
 }
 

@@ -656,8 +656,7 @@ void test_maxima() {
                     std::fill_n(out.data(), out.size(), NAN);
                     epilogue.out = out.data();
                     epilogue.stride = stride;
-                    multiply(*kernel, {{&matrix, activations, epilogue, nullptr, nullptr, maxima.data()}},
-                                 num_threads);
+                    multiply(*kernel, {{&matrix, activations, epilogue, nullptr, nullptr, maxima.data()}}, num_threads);
                     for (int i = 0; i < n; ++i) {
                         const float* row = &out[i * stride];
                         CHECK(same(row, &alone[i * matrix.padded_rows()], rows));
