@@ -249,5 +249,8 @@ class _Free:
     def candidates(self, rows: list[int], *_: object) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         return np.zeros((len(rows), 1), np.int32), np.zeros((len(rows), 1), np.float32)
 
+    def truncate(self, length: int) -> int:
+        return length
+
     def __getattr__(self, name: str) -> Any:
         return lambda *_: 0
