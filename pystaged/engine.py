@@ -20,7 +20,8 @@ from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
 from pystaged.loading import names
-from pystaged.loading.pair import Pair
+from pystaged.loading.bundle import Bundle
+from pystaged.loading.factory import DecoderFactory
 from pystaged.process import ProcessLock
 from pystaged.receipt import Origin
 from pystaged.recommended import ANSWER_TOKENS, SamplingFields, recommended_sampling
@@ -142,7 +143,7 @@ class Engine:
         if not prompt_delay >= 0:
             raise ValueError(f"prompt_delay must be at least 0 seconds, not {prompt_delay}")
         self._warn = report or _warn
-        self._pair = pair = Pair(
+        self._bundle = bundle = Bundle(
             names.default_model(self._warn) if model is None else model,
             draft,
             num_threads,
@@ -154,33 +155,34 @@ class Engine:
             keep_packed=truth("keep_packed", keep_packed),
             memory=truth("memory", memory),
         )
+        self._decoders = decoders = DecoderFactory(bundle)
         self._chat_format: ChatFormat | None = None
         self._grammars: Grammars | None = None
         self._lazy_lock = ProcessLock()
         self._contexts = ContextPool(
-            lambda source, length: pair.decoder(n_ctx, policy, source, length),
+            lambda source, length: decoders.decoder(n_ctx, policy, source, length),
             kv_memory,
-            free=pair.free_memory(),
-            on_device=pair.on_device,
+            free=bundle.free_memory(),
+            on_device=[bool(each.devices) for each in bundle.models],
         )
-        self._rounds = Rounds(None if policy else pair.target_cost(), prompt_delay)
+        self._rounds = Rounds(None if policy else decoders.target_cost(), prompt_delay)
         self._scheduler = Scheduler(self._rounds)
         self.n_ctx = self._contexts.n_ctx
 
     @property
     def model(self) -> Model:
         """The target."""
-        return self._pair.target
+        return self._bundle.target
 
     @property
     def draft(self) -> Model | None:
         """The draft, None where n-grams draft alone or with a draft head."""
-        return self._pair.draft
+        return self._bundle.draft
 
     @property
     def draft_name(self) -> str | None:
         """What drafts besides n-grams: the name of the draft, or of the draft head; None for nothing."""
-        drafting = self._pair.draft or self._pair.head
+        drafting = self._bundle.draft or self._bundle.head
         return (drafting.name or "a model") if drafting else None
 
     @property
@@ -202,7 +204,7 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer:
         """The target's vocabulary."""
-        return self._pair.tokenizer
+        return self._bundle.tokenizer
 
     @property
     def chat_format(self) -> ChatFormat:
@@ -411,10 +413,10 @@ class Engine:
 
     def _origin(self, prompt: NDArray[np.int32], config: GenerationConfig) -> Origin:
         """What a text is made of."""
-        pair, model = self._pair, self.model
+        bundle, model = self._bundle, self.model
         if config.progress:  # which may hold anything
             config = replace(config, progress=None)
-        return Origin(pair.file, model.name, pair.vocabulary, pair.device, model.kv, self.n_ctx, prompt, config)
+        return Origin(bundle.file, model.name, bundle.vocabulary, bundle.device, model.kv, self.n_ctx, prompt, config)
 
     def _constraint(self, config: GenerationConfig) -> GrammarConstraint | None:
         """What a text with these options must be. Raises as Grammars does."""
@@ -478,7 +480,7 @@ class Engine:
         they end with DeviceLostError."""
         if not self._contexts.closed:
             self._contexts.close()
-            self._pair.close()
+            self._bundle.close()
             if self._grammars is not None:
                 self._grammars.close()
 

@@ -57,15 +57,15 @@ def check_model(receipt: Receipt, file: SeenModel) -> None:
 
 def repeat(engine: Engine, receipt: Receipt, *, speculate: bool) -> Difference | None:
     """What Engine.repeat does, and raises."""
-    check_model(receipt, engine._pair.file)
+    check_model(receipt, engine._bundle.file)
     for name, expected, found in (("kv", receipt.kv, engine.model.kv), ("n_ctx", receipt.n_ctx, engine.n_ctx)):
         if expected != found:
             raise ValueError(
                 f"the receipt's {name} is {expected}, and here it is {found}; load the model with {name}={expected!r}"
             )
-    if receipt.vocabulary != engine._pair.vocabulary:
+    if receipt.vocabulary != engine._bundle.vocabulary:
         raise ValueError(
-            f"the receipt's vocabulary is {receipt.vocabulary}, and the model's is {engine._pair.vocabulary}: "
+            f"the receipt's vocabulary is {receipt.vocabulary}, and the model's is {engine._bundle.vocabulary}: "
             "the receipt was changed, or another version of llama-cpp-python reads the file differently"
         )
     config = replace(receipt.config, speculate=speculate)

@@ -252,7 +252,7 @@ class Writer:
                 error = lost
             else:
                 contexts.give_back(context)
-            self.engine._pair.text_over()
+            self.engine._bundle.text_over()
             entry.end(error)
 
         live = LiveText(context, steps, say, end)

@@ -731,7 +731,7 @@ def test_what_was_learnt_is_inherited() -> None:
         tree = finish(old.drafters[0].draft(SamplingConfig(0.5), 3))
         assert len(tree) > 1
         old.drafters[0].advance([int(tree.tokens[1])])
-        begun = engine._pair.decoder(0, None, old, 5)
+        begun = engine._decoders.decoder(0, None, old, 5)
         assert begun.target.tokens.tolist() == old.target.tokens[:5].tolist()
         for drafter, other in zip(begun.drafters, old.drafters, strict=True):
             for greedy in (True, False):
@@ -743,7 +743,7 @@ def test_what_was_learnt_is_inherited() -> None:
             assert learnt[name] == source[name]
         assert learnt["_rates"] is not source["_rates"]
         # It is not where one begins.
-        new = engine._pair.decoder(0, None)
+        new = engine._decoders.decoder(0, None)
         assert vars(new.budget)["_rates"] != learnt["_rates"]
         assert vars(cast(Any, new.drafters[0])._calibrations[False]) != vars(
             cast(Any, old.drafters[0])._calibrations[False]

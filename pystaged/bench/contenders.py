@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pystaged.loading.heads import is_head
+from pystaged.loading.metadata import is_head
 
 Setup = dict[str, Any]
 

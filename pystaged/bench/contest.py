@@ -16,7 +16,8 @@ from pystaged.bench import conditions, contenders, models, passes, prompts, summ
 from pystaged.bench.contenders import Setup
 from pystaged.bench.report import Report
 from pystaged.bench.suite import Suite
-from pystaged.loading.heads import is_head, load_head
+from pystaged.loading.heads import load_head
+from pystaged.loading.metadata import is_head
 from pystaged.loading.tables import find_table
 
 _TREE_ROOM = 64  # positions left for the last tree

@@ -20,7 +20,7 @@ from pystaged.drafting.head import HeadDrafter
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
 from pystaged.drafting.table import NgramTable
-from pystaged.loading.pair import Pair
+from pystaged.loading.bundle import Bundle
 from pystaged.stats import GenerationStats
 
 MODES = SAMPLINGS | {"T=0.8 top-p 0.95": SamplingConfig(temperature=0.8, top_p=0.95)}
@@ -58,25 +58,25 @@ class UnsharedDrafter(ModelDrafter):
         return super().draft(SamplingConfig(), max_depth, seconds)
 
 
-def parts(pair: Pair, session: Session, budget: int) -> Mapping[str, Drafter]:
+def parts(bundle: Bundle, session: Session, budget: int) -> Mapping[str, Drafter]:
     """Drafting with trees of `budget` nodes: with a draft model, and then without one of its parts; or of n-grams, and
     then with one source more each time. A memory is the drafter's own, and empty.
 
     Args:
         session: of the target, which the decoders of all of them step.
     """
-    return _of_model(pair, pair.draft, budget) if pair.draft else _of_ngrams(pair, session, budget)
+    return _of_model(bundle, bundle.draft, budget) if bundle.draft else _of_ngrams(bundle, session, budget)
 
 
-def _of_model(pair: Pair, draft: Model, budget: int) -> dict[str, ModelDrafter]:
+def _of_model(bundle: Bundle, draft: Model, budget: int) -> dict[str, ModelDrafter]:
     tree, one = FixedPolicy(width=4, depth=8, budget=budget), FixedPolicy(width=1, depth=1, budget=1)
-    vocab_size = pair.target.vocab_size
+    vocab_size = bundle.target.vocab_size
 
     def below() -> NgramDrafter:
-        return NgramDrafter(pair.table, one, vocab_size)
+        return NgramDrafter(bundle.table, one, vocab_size)
 
     def drafter(kind: type[ModelDrafter], below: NgramDrafter | None) -> ModelDrafter:
-        return kind(Session(draft), tree, below=below, vocab_size=vocab_size, substitutes=pair.substitutes)
+        return kind(Session(draft), tree, below=below, vocab_size=vocab_size, substitutes=bundle.substitutes)
 
     return {
         "shared noise, n-grams below": drafter(ModelDrafter, below()),
@@ -85,16 +85,16 @@ def _of_model(pair: Pair, draft: Model, budget: int) -> dict[str, ModelDrafter]:
     }
 
 
-def _of_ngrams(pair: Pair, session: Session, budget: int) -> dict[str, NgramDrafter]:
-    tree, vocab_size = FixedPolicy(width=1, depth=budget, budget=budget), pair.target.vocab_size
+def _of_ngrams(bundle: Bundle, session: Session, budget: int) -> dict[str, NgramDrafter]:
+    tree, vocab_size = FixedPolicy(width=1, depth=budget, budget=budget), bundle.target.vocab_size
     ways = {"n-grams of the text": NgramDrafter(None, tree, vocab_size)}
-    if pair.table:
-        ways["and of a table"] = NgramDrafter(pair.table, tree, vocab_size)
-    ways["and the memory"] = NgramDrafter(pair.table, tree, vocab_size, recycled=RecycledCandidates())
-    if pair.head:
+    if bundle.table:
+        ways["and of a table"] = NgramDrafter(bundle.table, tree, vocab_size)
+    ways["and the memory"] = NgramDrafter(bundle.table, tree, vocab_size, recycled=RecycledCandidates())
+    if bundle.head:
         memory = RecycledCandidates()
         ways["and the draft head"] = HeadDrafter(
-            pair.head, pair.target, session, pair.table, tree, vocab_size, recycled=memory
+            bundle.head, bundle.target, session, bundle.table, tree, vocab_size, recycled=memory
         )
     return ways
 

@@ -25,7 +25,8 @@ from pystaged.decoding.requests import Requests, finish
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramDrafter
-from pystaged.loading.pair import Pair
+from pystaged.loading.bundle import Bundle
+from pystaged.loading.factory import DecoderFactory
 from pystaged.stats import DrafterStats, GenerationStats
 
 _DRAFTING = "staged", "n-grams"  # the ways that remember
@@ -62,7 +63,8 @@ class Runner:
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self._pair = Pair(setup["model"], setup["draft"], setup["threads"], lambda _: None)
+        self._bundle = Bundle(setup["model"], setup["draft"], setup["threads"], lambda _: None)
+        self._factory = DecoderFactory(self._bundle)
         self._n_ctx = setup["n_ctx"]
         self._accept = setup["accept"]
         self._warm, self._warm_tokens = setup.get("warm", []), setup.get("max_tokens", 0)
@@ -71,8 +73,8 @@ class Runner:
         # What all that draft share, and as it was before the first prompt measured.
         self._memory: tuple[RecycledCandidates, RecycledCandidates] | None = None
         # Now, not while another way is being timed.
-        self._pair.target_cost()
-        self._pair.draft_cost()
+        self._factory.target_cost()
+        self._factory.draft_cost()
 
     def run(self, job: dict[str, Any]) -> Measurement:
         if self._warm and job["way"] in _DRAFTING:
@@ -86,12 +88,12 @@ class Runner:
         for decoder in self._decoders.values():
             decoder.close()
         self._decoders.clear()
-        self._memory = self._pair.recycled = None
+        self._memory = self._bundle.recycled = None
 
     def _remember(self) -> None:
         """The memory as the prompts of `warm` leave it, which the ways that draft continue in turn."""
         if self._memory is None:
-            memory = self._pair.recycled = RecycledCandidates()
+            memory = self._bundle.recycled = RecycledCandidates()
             keys = list(product(_DRAFTING, SAMPLINGS.values()))
             self._decoders |= {(way, sampling): self._decoder(way) for way, sampling in keys}
             for prompt, (way, sampling) in zip(self._warm, cycle(keys), strict=False):
@@ -104,43 +106,43 @@ class Runner:
         memory.copy_from(at_first)
 
     def _decoder(self, way: str) -> Decoder:
-        pair = self._pair
+        bundle = self._bundle
         if way == "staged":
-            return pair.decoder(self._n_ctx, None)
-        target, vocab_size = Session(pair.target, self._n_ctx), pair.target.vocab_size
+            return self._factory.decoder(self._n_ctx, None)
+        target, vocab_size = Session(bundle.target, self._n_ctx), bundle.target.vocab_size
         if way == "plain":
             return Decoder(target)
         if way == "n-grams":
-            policy = GainPolicy(pair.target_cost(), pair.ngram_cost.lookup)
-            drafter = NgramDrafter(pair.table, policy, vocab_size, recycled=pair.recycled)
+            policy = GainPolicy(self._factory.target_cost(), self._factory.ngram_cost.lookup)
+            drafter = NgramDrafter(bundle.table, policy, vocab_size, recycled=bundle.recycled)
             return _Ready(target, drafter)
-        draft = Session(pair.draft, self._n_ctx) if pair.draft else None
-        draft_cost = pair.draft_cost() or (lambda *_: 0.0)
+        draft = Session(bundle.draft, self._n_ctx) if bundle.draft else None
+        draft_cost = self._factory.draft_cost() or (lambda *_: 0.0)
         if way == "synthetic":
             return _Ready(
                 target,
                 ScriptedDrafter(
                     self._accept,
                     draft,
-                    pair.target_cost(),
+                    self._factory.target_cost(),
                     draft_cost,
                     vocab_size=vocab_size,
-                    substitutes=pair.substitutes,
+                    substitutes=bundle.substitutes,
                 ),
             )
         if draft is None:
             raise ValueError(f"{way} needs a draft")
-        policy = GainPolicy(pair.target_cost(), draft_cost, children={"tree": 4, "chain": 1}[way])
+        policy = GainPolicy(self._factory.target_cost(), draft_cost, children={"tree": 4, "chain": 1}[way])
         return _Ready(target, self._model(draft, policy))
 
     def _model(self, draft: Session, policy: TreePolicy) -> ModelDrafter:
-        pair = self._pair
+        bundle = self._bundle
         return ModelDrafter(
             draft,
             policy,
-            cost=pair.draft_cost(),
-            vocab_size=pair.target.vocab_size,
-            substitutes=pair.substitutes,
+            cost=self._factory.draft_cost(),
+            vocab_size=bundle.target.vocab_size,
+            substitutes=bundle.substitutes,
         )
 
     def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
@@ -151,7 +153,7 @@ class Runner:
             if isinstance(drafter, ScriptedDrafter):
                 drafter.script = job["script"]
         tokens, first, ended = list[int](), 0.0, False
-        begin, is_end = time.perf_counter(), self._pair.tokenizer.is_end
+        begin, is_end = time.perf_counter(), self._bundle.tokenizer.is_end
         for step in decoder.generate(prompt, job["sampling"], job["max_tokens"], is_end=is_end, stats=stats):
             first = first or time.perf_counter() - begin
             tokens += step.tokens

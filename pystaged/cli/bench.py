@@ -29,7 +29,8 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
-from pystaged.loading.pair import Pair
+from pystaged.loading.bundle import Bundle
+from pystaged.loading.factory import DecoderFactory
 
 app = typer.Typer()
 
@@ -265,12 +266,13 @@ def lossless(
 
     Example: pystaged bench lossless --model smollm2 --draft smollm2 --limit 3
     """
-    pair, texts = _open(model, draft, quantization, prompts, limit)
-    session = Session(pair.target)
-    ways = pairs.drafters(pair.target, pair.draft, pair.table, pair.substitutes)
+    bundle, texts = _open(model, draft, quantization, prompts, limit)
+    session = Session(bundle.target)
+    ways = pairs.drafters(bundle.target, bundle.draft, bundle.table, bundle.substitutes)
     decoders = {way: Decoder(session, drafter) for way, drafter in ways.items()}
-    decoders["as measured costs decide"] = pair.decoder(0, None)
-    decoders["as loaded, in trees of 12 nodes"] = pair.decoder(0, FixedPolicy(width=4, depth=6, budget=12))
+    factory = DecoderFactory(bundle)
+    decoders["as measured costs decide"] = factory.decoder(0, None)
+    decoders["as loaded, in trees of 12 nodes"] = factory.decoder(0, FixedPolicy(width=4, depth=6, budget=12))
     plain = Decoder(session)
     runs = {
         f"{mode}, seed {seed}": replace(sampling, seed=seed)
@@ -315,21 +317,21 @@ def parts(
 
     Example: pystaged bench parts --model smollm2 --prompts question.jsonl --limit 36 --warm 50
     """
-    pair, texts = _open(model, draft, quantization, prompts, limit and limit + warm)
+    bundle, texts = _open(model, draft, quantization, prompts, limit and limit + warm)
     earlier, texts = texts[:warm], texts[warm:]
     if not texts:
         raise typer.BadParameter(f"{warm} prompts to remember leave none to measure; choose fewer with --warm")
-    session = Session(pair.target)
+    session = Session(bundle.target)
     title = f"{len(texts)} prompts, {max_tokens} tokens each, trees of {nodes} nodes"
-    passes = ["draft passes per token"] if pair.draft else []
+    passes = ["draft passes per token"] if bundle.draft else []
     table = Table("", "tokens per step", *passes, "acceptance at depth 1, 2, ...", title=title, box=None)
     for mode, sampling in pairs.MODES.items():
-        for way, drafter in pairs.parts(pair, session, nodes).items():
-            decoder, options = Decoder(session, drafter), (sampling, max_tokens, pair.tokenizer.is_end)
+        for way, drafter in pairs.parts(bundle, session, nodes).items():
+            decoder, options = Decoder(session, drafter), (sampling, max_tokens, bundle.tokenizer.is_end)
             if drafter.memory:
                 pairs.run_texts(decoder, earlier, *options)
             stats = pairs.run_texts(decoder, texts, *options)
-            passes = [f"{stats.drafters['draft'].passes / stats.new_tokens:.3f}"] if pair.draft else []
+            passes = [f"{stats.drafters['draft'].passes / stats.new_tokens:.3f}"] if bundle.draft else []
             depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth[:8])
             table.add_row(f"{mode}: {way}", f"{stats.tokens_per_step:.3f}", *passes, depths)
     _console().print(table)
@@ -337,11 +339,11 @@ def parts(
 
 def _open(
     model: str, draft: str, quantization: str, prompts: Path | None, limit: int | None
-) -> tuple[Pair, list[NDArray[np.int32]]]:
+) -> tuple[Bundle, list[NDArray[np.int32]]]:
     """A target with its draft, and the tokens of the prompts."""
     path = _model_file(model, quantization)
-    pair = Pair(path, models.find_draft(model, draft_name(draft)), 0, report)
-    return pair, [prompt.tokens for prompt in choose(path, prompts, limit)[1]]
+    bundle = Bundle(path, models.find_draft(model, draft_name(draft)), 0, report)
+    return bundle, [prompt.tokens for prompt in choose(path, prompts, limit)[1]]
 
 
 def _model_file(model: str, quantization: str) -> Path:

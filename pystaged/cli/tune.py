@@ -6,7 +6,8 @@ from rich.table import Table
 
 from pystaged.cli.console import draft_name, model_name, print_table, report
 from pystaged.cli.options import ModelArgument, ModelToo, PairOptions, either, grouped
-from pystaged.loading.pair import Pair
+from pystaged.loading.bundle import Bundle
+from pystaged.loading.factory import DecoderFactory
 
 
 @grouped
@@ -15,7 +16,7 @@ def tune(model: ModelArgument = None, *, named: ModelToo = None, options: PairOp
 
     Example: pystaged tune path/to/model.gguf --draft path/to/draft.gguf
     """
-    pair = Pair(
+    bundle = Bundle(
         model_name(either(model, named)),
         draft_name(options.draft),
         options.threads,
@@ -24,10 +25,11 @@ def tune(model: ModelArgument = None, *, named: ModelToo = None, options: PairOp
         draft_device=options.draft_device,
         kv=options.kv,
     )
-    target, smaller = pair.target_cost(again=True), pair.draft_cost(again=True)
+    decoders = DecoderFactory(bundle)
+    target, smaller = decoders.target_cost(again=True), decoders.draft_cost(again=True)
     table = Table(box=None, pad_edge=False)
     more = "per 1,000 tokens"
-    head = pair.head_cost.lookup if pair.head_cost else None
+    head = decoders.head_cost.lookup if decoders.head_cost else None
     drafts = ("draft ms", more) if smaller else ("draft head, lookup ms",) if head else ()
     for heading in ("rows", "target ms", more, "T(n)/T(1)", *drafts):
         table.add_column(heading, justify="right")

@@ -19,6 +19,8 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost, measure
 from pystaged.files import cache_folder, part_file, read_small
 
+# How often first guesses are believed to be right before a drafter has been scored.
+DRAFT_RATE, HEAD_RATE, NGRAM_RATE = 0.75, 0.6, 0.53
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
 _LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
 _MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured

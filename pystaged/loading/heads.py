@@ -8,13 +8,7 @@ from pathlib import Path
 
 from pystaged._core import DraftHead, Model, Tokenizer, metadata
 from pystaged.loading import names
-
-ARCHITECTURE = "draft-head"
-
-
-def is_head(path: Path) -> bool:
-    """Whether a GGUF file holds a draft head, not a model. Raises ModelError for a file that is not GGUF."""
-    return metadata(path).get("general.architecture") == ARCHITECTURE
+from pystaged.loading.metadata import HEAD
 
 
 def load_head(path: Path, target: Model, tokenizer: Tokenizer) -> DraftHead:
@@ -29,9 +23,9 @@ def load_head(path: Path, target: Model, tokenizer: Tokenizer) -> DraftHead:
     found = metadata(path)
     if target.devices:
         raise ValueError(f"{path} is a draft head, which needs this package's kernels; choose the device cpu")
-    if found.get(f"{ARCHITECTURE}.vocabulary") != tokenizer.fingerprint:
+    if found.get(f"{HEAD}.vocabulary") != tokenizer.fingerprint:
         raise ValueError(f"{path} is a draft head for another vocabulary; choose one that was trained for this model")
-    if found.get(f"{ARCHITECTURE}.target_layers") != str(target.num_layers):
+    if found.get(f"{HEAD}.target_layers") != str(target.num_layers):
         raise ValueError(f"{path} is a draft head for models of another depth than {target.num_layers} layers")
     head = DraftHead(path, os.environ.get("PYSTAGED_KERNEL", ""))
     if head.width > target.width:
@@ -60,7 +54,7 @@ def find_head(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: No
             continue
         try:
             head = metadata(path)
-            if all(head.get(f"{ARCHITECTURE}.{key}") == value for key, value in wanted.items()):
+            if all(head.get(f"{HEAD}.{key}") == value for key, value in wanted.items()):
                 return path
         except OSError as error:
             report(f"passed over: {error}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+HEAD = "draft-head"  # the architecture of draft heads
+
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Single values of a GGUF file's metadata, as text; empty where it cannot be read."""
@@ -13,3 +15,10 @@ def read_metadata(path: Path) -> dict[str, str]:
         return metadata(path)
     except ModelError:
         return {}
+
+
+def is_head(path: Path) -> bool:
+    """Whether a GGUF file holds a draft head, not a model. Raises ModelError for a file that is not GGUF."""
+    from pystaged._core import metadata  # noqa: PLC0415
+
+    return metadata(path).get("general.architecture") == HEAD

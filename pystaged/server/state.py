@@ -46,7 +46,7 @@ def _fingerprint(engine: Engine) -> str:
     """Names what texts depend on besides their requests: the model's files, by samples of them, and how it runs."""
     model = engine.model
     found = hashlib.sha256(f"{model.kv}|{engine.n_ctx}|{','.join(model.devices)}".encode())
-    for seen in engine._pair.file.files:
+    for seen in engine._bundle.file.files:
         found.update(str(seen.size).encode())
         with seen.path.open("rb") as file:
             for i in range(_SAMPLES):

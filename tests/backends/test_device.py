@@ -28,8 +28,7 @@ from pystaged.bench.prompts import load_questions
 from pystaged.cli import app
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
-from pystaged.loading import names
-from pystaged.loading import pair as pairs
+from pystaged.loading import bundle, names
 from pystaged.loading.costs import Costs
 
 Floats = npt.NDArray[np.float32]
@@ -286,9 +285,9 @@ def test_auto_takes_the_fastest_pair(monkeypatch: pytest.MonkeyPatch) -> None:
         del self
         return PassCost({1: costs[path.name.split(".")[0], device]})
 
-    monkeypatch.setattr(pairs, "candidates", lambda name, _: ["cpu", DEVICE] if name == "auto" else [name])
+    monkeypatch.setattr(bundle, "candidates", lambda name, _: ["cpu", DEVICE] if name == "auto" else [name])
     monkeypatch.setattr(Costs, "of", cost)
-    chosen = pairs.Pair("house", "auto", 0, lambda _: None, device="auto", draft_device="auto")
+    chosen = bundle.Bundle("house", "auto", 0, lambda _: None, device="auto", draft_device="auto")
     assert (chosen.device, chosen.draft_device) == (DEVICE, "cpu")
     assert chosen.target.devices
     assert chosen.draft is not None

@@ -110,7 +110,7 @@ def test_what_was_continued_before_is_remembered_and_what_is_measured_is_not(
 
 def memory_of(runner: Runner) -> bytes:
     """All that is remembered."""
-    memory = runner._pair.recycled
+    memory = runner._bundle.recycled
     return b"".join(each.tobytes() for each in memory.entries()) if memory else b""
 
 
@@ -170,7 +170,7 @@ def test_ways_stop_where_the_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = runner.run(job | {"way": "plain"}).tokens
     end = whole[12]
     before = whole[: whole.index(end)]
-    monkeypatch.setattr(runner._pair, "tokenizer", SimpleNamespace(is_end=lambda token: token == end))
+    monkeypatch.setattr(runner._bundle, "tokenizer", SimpleNamespace(is_end=lambda token: token == end))
     plain, staged = (runner.run(job | {"way": way}) for way in ("plain", "staged"))
     assert plain.tokens == staged.tokens == before
     assert plain.counted == staged.counted == plain.steps == len(before) + 1

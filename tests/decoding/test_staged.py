@@ -31,7 +31,7 @@ from pystaged.drafting.model import ModelDrafter
 from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
-from pystaged.loading.pair import substitutes
+from pystaged.loading.bundle import substitutes
 from pystaged.loading.tables import find_table
 from pystaged.stats import GenerationStats
 

@@ -27,7 +27,9 @@ from pystaged.decoding.requests import MOST_ROWS, finish
 from pystaged.drafting.head import HeadDrafter
 from pystaged.drafting.ngrams import NgramCost
 from pystaged.loading import heads, names
-from pystaged.loading.pair import Pair
+from pystaged.loading.bundle import Bundle
+from pystaged.loading.factory import DecoderFactory
+from pystaged.loading.metadata import is_head
 
 Floats = npt.NDArray[np.float32]
 
@@ -312,8 +314,8 @@ def test_a_model_is_no_head(target_path: Path, head_path: Path) -> None:
         DraftHead(target_path)
     with pytest.raises(ModelError, match="draft-head"):
         Model(head_path)
-    assert heads.is_head(head_path)
-    assert not heads.is_head(target_path)
+    assert is_head(head_path)
+    assert not is_head(target_path)
     with pytest.raises(ValueError, match="a draft head, not a model"):
         pystaged.load(head_path)
 
@@ -486,18 +488,18 @@ def test_a_head_learns_nothing_of_a_text_that_was_closed(target_path: Path, head
 
 def test_which_head_is_found(target_path: Path, head_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "heads", lambda: [target_path.with_name("missing.gguf"), head_path])
-    found = Pair(target_path, "auto", 1, lambda _: None)
+    found = Bundle(target_path, "auto", 1, lambda _: None)
     assert found.head is not None
     assert found.target.taps == [1, 3]
-    assert found.head_cost is not None
-    assert Pair(target_path, None, 1, lambda _: None).head is None
-    assert Pair(target_path, "auto", 1, lambda _: None, device="ggml-cpu").head is None
-    assert Pair("house", "none", 1, lambda _: None).head is None
+    assert DecoderFactory(found).head_cost is not None
+    assert Bundle(target_path, None, 1, lambda _: None).head is None
+    assert Bundle(target_path, "auto", 1, lambda _: None, device="ggml-cpu").head is None
+    assert Bundle("house", "none", 1, lambda _: None).head is None
     told: list[str] = []
     damaged = target_path.with_name("damaged.gguf")
     damaged.write_bytes(head_path.read_bytes()[:-3000])
     monkeypatch.setattr(names, "heads", lambda: [damaged])
-    assert Pair(target_path, "auto", 1, told.append).head is None
+    assert Bundle(target_path, "auto", 1, told.append).head is None
     assert any("passed over" in line and "damaged.gguf" in line for line in told)
     monkeypatch.setattr(names, "heads", lambda: [head_path])
     engine = pystaged.load(target_path, memory=False)

@@ -1,0 +1,198 @@
+"""A target and what drafts for it, loaded: models, draft head, n-gram table, recycled candidates."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from pystaged._core import DraftHead, Model, ModelError, Tokenizer
+from pystaged.backends.devices import candidates, check, close_model, load_model
+from pystaged.decoding.budget import chain_speedup
+from pystaged.drafting.ngrams import measure_ngrams
+from pystaged.loading import names
+from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
+from pystaged.loading.heads import find_head, load_head
+from pystaged.loading.memories import KeptMemory
+from pystaged.loading.metadata import is_head
+from pystaged.loading.packed import load_packed
+from pystaged.loading.progress import announced
+from pystaged.loading.seen import SeenModel
+from pystaged.loading.tables import find_table
+from pystaged.memory import available_memory
+
+_LEAST_SHARED = 0.9  # of the tokens of a target that a draft must have under the same number
+_USUAL_LENGTH = 1000  # tokens of the texts for which devices are chosen
+
+
+class Bundle:
+    """The parts that all contexts of a target share.
+
+    Args and errors as in Engine.
+
+    Attributes:
+        file: the target's files as they were when it was loaded.
+        vocabulary: fingerprint of the target's vocabulary.
+        draft, head: what drafts besides n-grams; at most one of them is there.
+        substitutes: as in the function of that name.
+        recycled: what the target said of its tokens, None where nothing is kept.
+        costs: of passes, measured or kept.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        draft: str | Path | None,
+        num_threads: int,
+        report: Callable[[str], None],
+        *,
+        ngrams: str | Path | None = None,
+        device: str = "cpu",
+        draft_device: str = "cpu",
+        kv: str = "f16",
+        keep_packed: bool = False,
+        memory: bool = False,
+    ) -> None:
+        check(device, kv)
+        check(draft_device)
+        self.costs = Costs(report)
+        found = names.resolve_bundle(model, draft, announced(report))
+        self.path, self.draft_path, head_path = found.target, found.draft, found.head
+        self.file = SeenModel.now(self.path)
+        self.tokenizer = _tokenizer(self.path)
+        self.vocabulary = self.tokenizer.fingerprint
+        if head_path and device == "auto":
+            report(f"on the cpu, where {head_path.name} can draft")
+            device = "cpu"
+
+        def load(path: Path, tokenizer: Tokenizer, device: str) -> dict[str, Model]:
+            """A model on each device that it may run on."""
+            kept = report if keep_packed else None
+            return {name: _load(path, tokenizer, num_threads, name, kv, kept) for name in candidates(device, kv)}
+
+        targets = load(self.path, self.tokenizer, device)
+        drafts: dict[str, Model] = {}
+        self.substitutes: dict[int, int] = {}
+        if self.draft_path:
+            tokenizer = Tokenizer(os.fsencode(self.draft_path))
+            self.substitutes = substitutes(self.tokenizer, tokenizer)
+            drafts = load(self.draft_path, tokenizer, draft_device)
+        self.table = find_table(self.draft_path or self.path, ngrams, self.tokenizer, report)
+        self.device, self.draft_device = self._fastest(targets, drafts)
+        self.target = targets[self.device]
+        self.draft = drafts[self.draft_device] if drafts else None
+        if draft == "auto" and self.device == "cpu" and not self.draft_path:
+            head_path = find_head(self.tokenizer, report)
+        self.head: DraftHead | None = None
+        if head_path:
+            if draft_device not in ("cpu", "auto"):
+                raise ValueError(f"{head_path} is a draft head, which drafts on the cpu; leave out the draft's device")
+            self.head = load_head(head_path, self.target, self.tokenizer)
+        self._memory = KeptMemory(self.path, self.vocabulary, self.target.vocab_size) if memory else None
+        self.recycled = self._memory.candidates if self._memory else None
+        if self._memory:
+            weakref.finalize(self, self._memory.save)  # programs end without closing what they loaded
+
+    @property
+    def models(self) -> list[Model]:
+        """The target, and the draft if there is one."""
+        return [model for model in (self.target, self.draft) if model is not None]
+
+    def free_memory(self) -> int:
+        """Bytes that are free on this machine beside the weights, about."""
+        # What is mapped from a file counts as free.
+        return max(available_memory() - sum(model.matrix_bytes for model in self.models if model.is_mapped), 0)
+
+    def text_over(self) -> None:
+        """Keep what the target said of its tokens, now and then."""
+        if self._memory:
+            self._memory.save_now_and_then()
+
+    def close(self) -> None:
+        """Keep what was learnt of costs and tokens, and hang up on RPC servers."""
+        self.costs.save()
+        if self._memory:
+            self._memory.save()
+        for model in self.models:
+            close_model(model)
+
+    def _fastest(self, targets: dict[str, Model], drafts: dict[str, Model]) -> tuple[str, str]:
+        """The devices of target and draft that promise the most tokens per second by what passes cost on them."""
+        pairs = list(itertools.product(targets, drafts or ["cpu"]))
+        if len(pairs) == 1:
+            return pairs[0]
+        lookup = measure_ngrams(self.table, self.tokenizer.num_tokens).lookup(1)
+
+        def rate(pair: tuple[str, str]) -> float:
+            target_cost = self.costs.of(self.path, pair[0], targets[pair[0]])
+            plain = target_cost(1, _USUAL_LENGTH)
+            guesses = [(NGRAM_RATE, lookup)]
+            if self.draft_path:
+                draft_cost = self.costs.of(self.draft_path, pair[1], drafts[pair[1]])
+                guesses.append((DRAFT_RATE, draft_cost(1, _USUAL_LENGTH)))
+
+            def extra(num_rows: int) -> float:
+                return target_cost(num_rows, _USUAL_LENGTH) / plain - 1
+
+            return max(1.0, *(chain_speedup(right, seconds / plain, extra) for right, seconds in guesses)) / plain
+
+        return max(pairs, key=rate)
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    # As bytes, because the name of a file need not be valid Unicode.
+    try:
+        return Tokenizer(os.fsencode(path))
+    except ModelError:
+        if is_head(path):
+            raise ValueError(
+                f"{path} is a draft head, not a model; name the model it was made for, and it as draft"
+            ) from None
+        raise
+
+
+def _load(
+    path: Path, tokenizer: Tokenizer, num_threads: int, device: str, kv: str, kept: Callable[[str], None] | None
+) -> Model:
+    """The model of a file; its weights are mapped from the cache where `kept` is there to be told of that."""
+    kernel = os.environ.get("PYSTAGED_KERNEL", "")
+    if kept and device == "cpu":
+        model = load_packed(path, kernel, num_threads, kept, kv)
+    else:
+        model = load_model(os.fsencode(path), kernel, num_threads, device, kv)
+    if tokenizer.num_tokens != model.vocab_size:
+        raise ValueError(
+            f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"
+        )
+    return model
+
+
+def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
+    """What a draft reads in place of the target's tokens that it lacks or that mean something else to it: a line's end.
+
+    Models of a family differ in a few tokens, such as the marks of a chat, and in padding.
+
+    Raises:
+        ValueError: they differ in more than a tenth of the tokens that both number; names the first.
+    """
+    shared = target.shared_with(draft)
+    both = min(target.num_tokens, draft.num_tokens)
+    if shared[:both].mean() < _LEAST_SHARED:
+        token = int(np.argmin(shared[:both]))
+        meanings = [
+            "the end of text" if tokenizer.is_end(token) else repr(tokenizer.token_bytes(token, True))
+            for tokenizer in (target, draft)
+        ]
+        raise ValueError(
+            f"the draft's vocabulary is not the target's: token {token} is {meanings[0]} in the target and "
+            f"{meanings[1]} in the draft; choose a draft trained with the target's tokenizer"
+        )
+    try:
+        neutral = int(draft.encode("\n", add_special=False)[-1])
+    except (ValueError, IndexError):  # a vocabulary that cannot spell it
+        neutral = int(np.argmax(shared))
+    return dict.fromkeys(np.nonzero(~shared)[0].tolist(), neutral)

@@ -1,0 +1,147 @@
+"""Contexts of a bundle: each with the drafters that its parts allow, priced by what drafting costs on this machine."""
+
+from __future__ import annotations
+
+from pystaged._core import DraftHead, Model, RecycledCandidates, Session
+from pystaged.backends.devices import open_session
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.crowd import Crowd
+from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.meter import Meter
+from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
+from pystaged.drafting.head import HeadDrafter, measure_head
+from pystaged.drafting.model import ModelDrafter
+from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
+from pystaged.loading.bundle import Bundle
+from pystaged.loading.costs import DRAFT_RATE, HEAD_RATE, NGRAM_RATE
+
+
+class DecoderFactory:
+    """Makes a bundle's decoders, and knows what passes of its models and lookups cost.
+
+    Attributes:
+        ngram_cost, head_cost: of lookups, and of lookups with the head's steps; None where there is no head.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        self.ngram_cost = measure_ngrams(
+            bundle.table, bundle.tokenizer.num_tokens, recycled=bundle.recycled is not None
+        )
+        self.head_cost = measure_head(bundle.head, bundle.target, self.ngram_cost) if bundle.head else None
+
+    def target_cost(self, *, again: bool = False) -> PassCost:
+        """Seconds of a pass of the target, measured now or before."""
+        bundle = self._bundle
+        return bundle.costs.of(bundle.path, bundle.device, bundle.target, again=again)
+
+    def draft_cost(self, *, again: bool = False) -> PassCost | None:
+        """The same for the draft, None where there is none."""
+        bundle = self._bundle
+        if bundle.draft is None or bundle.draft_path is None:
+            return None
+        return bundle.costs.of(bundle.draft_path, bundle.draft_device, bundle.draft, again=again)
+
+    def decoder(self, n_ctx: int, policy: TreePolicy | None, source: Decoder | None = None, length: int = 0) -> Decoder:
+        """A new context with its drafters.
+
+        Args:
+            n_ctx: positions, 0 for the default.
+            policy: how trees grow, by the best drafter there is; None for what measured costs make worth while.
+            source: another one of the same options; what its drafters have learnt is believed from the beginning.
+            length: begin with so many of its tokens, as far as its sessions hold them.
+        """
+        bundle = self._bundle
+        begun = iter(source.sessions if source and length else [])
+        target = _begin(bundle.target, n_ctx, next(begun, None), length)
+        draft = _begin(bundle.draft, 0, next(begun, None), length) if bundle.draft else None
+        decoder = self._priced(target, draft) if policy is None else self._free(target, draft, policy)
+        if source:
+            decoder.inherit(source)
+        return decoder
+
+    def _free(self, target: Session, draft: Session | None, policy: TreePolicy) -> Decoder:
+        """A decoder whose one drafter is always asked."""
+        if draft:
+            return Decoder(target, self._by_draft(draft, policy))
+        if self._bundle.head:
+            return Decoder(target, self._by_head(self._bundle.head, target, policy))
+        return Decoder(target, self._by_ngrams(policy, self._bundle.recycled))
+
+    def _priced(self, target: Session, draft: Session | None) -> Decoder:
+        """A decoder that asks the drafter that gains most, if any does."""
+        target_cost, draft_cost = self.target_cost(), self.draft_cost()
+        crowd, meter = Crowd(), Meter()
+
+        def policy(cost: PassCost) -> TreePolicy:
+            return GainPolicy(target_cost, cost, crowd=crowd)
+
+        drafters: dict[Drafter, float] = {}
+        if draft and draft_cost:
+            drafters[self._by_draft(draft, policy(draft_cost), draft_cost, meter)] = DRAFT_RATE
+        elif self._bundle.head and self.head_cost:
+            by_head = policy(self.head_cost.lookup)
+            drafters[self._by_head(self._bundle.head, target, by_head, self.head_cost, meter)] = HEAD_RATE
+        # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
+        by_ngrams = policy(self.ngram_cost.lookup)
+        drafters[self._by_ngrams(by_ngrams, self._bundle.recycled, self.ngram_cost, meter)] = NGRAM_RATE
+        return Decoder(target, *drafters, cost=target_cost, rates=list(drafters.values()), crowd=crowd, meter=meter)
+
+    def _by_ngrams(
+        self,
+        policy: TreePolicy,
+        recycled: RecycledCandidates | None = None,
+        cost: NgramCost | None = None,
+        meter: Meter | None = None,
+    ) -> NgramDrafter:
+        bundle = self._bundle
+        return NgramDrafter(bundle.table, policy, bundle.target.vocab_size, recycled=recycled, cost=cost, meter=meter)
+
+    def _by_head(
+        self,
+        head: DraftHead,
+        target: Session,
+        policy: TreePolicy,
+        cost: NgramCost | None = None,
+        meter: Meter | None = None,
+    ) -> HeadDrafter:
+        bundle = self._bundle
+        return HeadDrafter(
+            head,
+            bundle.target,
+            target,
+            bundle.table,
+            policy,
+            bundle.target.vocab_size,
+            recycled=bundle.recycled,
+            cost=cost,
+            meter=meter,
+        )
+
+    def _by_draft(
+        self, draft: Session, policy: TreePolicy, cost: PassCost | None = None, meter: Meter | None = None
+    ) -> ModelDrafter:
+        # As the stage below it only extends paths, so no policy of its own matters. It knows nothing recycled: a draft
+        # that knows the text is hardly ever helped by it, and rows of its passes are dear.
+        one = FixedPolicy(width=1, depth=1, budget=1)
+        below = self._by_ngrams(one, None, self.ngram_cost if cost else None, meter)
+        return ModelDrafter(
+            draft,
+            policy,
+            below=below,
+            cost=cost,
+            vocab_size=self._bundle.target.vocab_size,
+            substitutes=self._bundle.substitutes,
+            meter=meter,
+        )
+
+
+def _begin(model: Model, n_ctx: int, source: Session | None, length: int) -> Session:
+    """A session that begins with as many tokens of another one, or as it has."""
+    if source:
+        try:
+            return source.fork(min(length, len(source.tokens)))
+        except ValueError:  # its text has begun anew, or it is closed
+            pass
+    return open_session(model, n_ctx)
