@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from export import TYPES, write
 from model import GPT, Checkpoint, Config, load
-from sample import TEMPERATURES
+from optimizers import Optimizers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
-from train import Optimizers
 
 from pystaged import _core
 from pystaged.loading import names
 
+TEMPERATURES = (0.01, 0.6, 1.0)
 TOP_K = 50
 PROMPT_LENGTHS = (1, 4, 16, 48)
 KEPT = 64  # batches of texts

@@ -1,13 +1,12 @@
-"""Write a checkpoint of train.py as a GGUF file."""
+"""Write a model of model.py as a GGUF file."""
 
-import argparse
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from model import Checkpoint, load
+from model import Checkpoint
 from random_weights import copy_tokenizer
 
 from pystaged.files import whole_file
@@ -58,20 +57,3 @@ def write(checkpoint: Checkpoint, out: Path, vocab: Path, name: str, kind: str) 
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a .pt file of train.py")
-    parser.add_argument("out", type=Path, help="the GGUF file to write")
-    parser.add_argument("--vocab", type=Path, required=True, help="any GGUF file with the GPT-2 vocabulary")
-    parser.add_argument("--name", required=True, help="general.name")
-    parser.add_argument("--type", choices=TYPES, default="Q8_0")
-    args = parser.parse_args()
-
-    write(load(args.checkpoint), args.out, args.vocab, args.name, args.type)
-    print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB")
-
-
-if __name__ == "__main__":
-    main()
