@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pystaged.files import update
+
 _ABOUT = {
     "grown": "grown from the house target: it costs what GPT-2 Large costs and says what the small model says",
     "grown-smollm2": "grown from SmolLM2: it costs what a model of a billion weights costs and says what SmolLM2 says",
@@ -32,7 +34,7 @@ def machine() -> dict[str, str | int]:
 def versions() -> dict[str, str]:
     """Of the packages that take part."""
     found = {}
-    for name in ("pystaged", "llama-cpp-python", "numpy", "openvino-genai", "torch", "transformers"):
+    for name in ("pystaged", "llama-cpp-python", "numpy", "openvino-genai"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -54,8 +56,7 @@ def sha256(path: Path) -> str:
     """Of a file's bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+        update(digest, file)
     return digest.hexdigest()
 
 

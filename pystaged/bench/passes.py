@@ -23,7 +23,7 @@ from pystaged.bench.worker import Worker, WorkerError
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 CONTEXT_TOKENS = 256
 BANDWIDTH_BYTES = 1 << 30
-_PEER_PIECE = 512  # tokens that llama.cpp reads at once
+_BASELINE_PIECE = 512  # tokens that llama.cpp reads at once
 _SECONDS = 7200.0  # after which llama.cpp is taken to hang
 
 
@@ -75,23 +75,29 @@ class PassTimes:
         for each in self.passes:
             if each.n == 1:
                 table.add_section()
-            peer = each.llama_cpp_ms
-            theirs = (f"{peer:.2f}", f"{peer / each.ms:.2f}") if peer else ("-", "-")
+            baseline = each.llama_cpp_ms
+            theirs = (f"{baseline:.2f}", f"{baseline / each.ms:.2f}") if baseline else ("-", "-")
             ours = (f"{each.ms:.2f}", f"{each.ms / one[each.context]:.2f}", f"{each.floor_ms / each.ms:.0%}")
             table.add_row(f"{each.context:,}", str(each.n), *ours, *theirs)
-        peer_note = "" if self.llama_cpp == "measured" else f"; llama.cpp: {self.llama_cpp}"
+        baseline_note = "" if self.llama_cpp == "measured" else f"; llama.cpp: {self.llama_cpp}"
         shortest = min(one)
         table.caption = (
             f"floor: {self.read_ms:.2f} ms to read the weights at {self.read_bandwidth / 1e9:.1f} GB/s, "
             f"{self.cells_ms:.2f} ms for the keys and values of 1,000 tokens; or {self.row_ms:.2f} ms for a row's "
             f"products at {self.dot_rate / 1e9:.0f} G/s, attention not counted; at {shortest:,} tokens of context T(1) "
-            f"is {one[shortest] / self.read_ms:.2f} times the reading; all logits, medians{peer_note}"
+            f"is {one[shortest] / self.read_ms:.2f} times the reading; all logits, medians{baseline_note}"
         )
         return table
 
 
 def measure(
-    path: Path, *, contexts: Sequence[int] = (), repeats: int, kernel: str = "", num_threads: int = 0, peer: bool = True
+    path: Path,
+    *,
+    contexts: Sequence[int] = (),
+    repeats: int,
+    kernel: str = "",
+    num_threads: int = 0,
+    baseline: bool = True,
 ) -> PassTimes:
     """Measure one model, its passes in turn so that a drift of the machine falls on all row counts alike.
 
@@ -100,7 +106,7 @@ def measure(
         contexts: tokens before the rows; by default 256, or half of what the model was trained for.
         repeats: timed passes per row count and context.
         kernel: "" for the best. num_threads: 0 for one per physical core.
-        peer: also measure llama.cpp, in a process of its own.
+        baseline: also measure llama.cpp, in a process of its own.
 
     Raises:
         ModelError: the file cannot be loaded.
@@ -126,7 +132,7 @@ def measure(
     session.close()
     theirs: dict[tuple[int, int], float] = {}
     how = "not asked"
-    if peer:
+    if baseline:
         setup = {"path": str(path), "rows": rows, "repeats": repeats, "threads": model.num_threads}
         theirs, how = _measure_llama_cpp(setup)
     bandwidth, rate = statistics.median(bandwidths), dot_rate(kernel, model.num_threads)
@@ -195,8 +201,8 @@ class Runner:
         model_params.use_extra_bufts = setup["extra_buffers"]
         model = llama_cpp.llama_model_load_from_file(setup["path"].encode(), model_params)
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = lengths[-1] + _PEER_PIECE
-        params.n_batch = params.n_ubatch = _PEER_PIECE
+        params.n_ctx = lengths[-1] + _BASELINE_PIECE
+        params.n_batch = params.n_ubatch = _BASELINE_PIECE
         # One row runs on n_threads, several on n_threads_batch.
         params.n_threads = params.n_threads_batch = setup["threads"]
         context = llama_cpp.llama_init_from_model(model, params)
@@ -206,8 +212,8 @@ class Runner:
         tokens = _tokens(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)), lengths[-1])
         found: dict[tuple[int, int], float] = {}
         for before, length in pairwise([0, *lengths]):
-            for first in range(before, length, _PEER_PIECE):
-                decode(context, tokens[first : min(first + _PEER_PIECE, length)], first, judged=1)
+            for first in range(before, length, _BASELINE_PIECE):
+                decode(context, tokens[first : min(first + _BASELINE_PIECE, length)], first, judged=1)
             times = list[dict[int, float]]()
             for repeat in range(setup["repeats"] + 1):
                 times.append({})

@@ -41,13 +41,13 @@ def _speculating(tables: dict[str, list[Row]]) -> dict[str, Row]:
         f"{row.name}, {sampling}": row
         for sampling, rows in tables.items()
         for row in rows[1:]
-        if not row.is_peer and row.prompts
+        if not row.is_baseline and row.prompts
     }
 
 
 def _speedups(axes: Axes, tables: dict[str, list[Row]]) -> None:
     """Figure 2 of Spector & Ré."""
-    chosen = {name: row for name, row in _speculating(tables).items() if name.startswith(("staged", "synthetic"))}
+    chosen = {name: row for name, row in _speculating(tables).items() if name == "staged"}
     if chosen:  # an interrupted run may not have come so far
         axes.hist([row.speedups for row in chosen.values()], bins=16, label=list(chosen), color=_COLORS[: len(chosen)])
         axes.legend(fontsize=8)

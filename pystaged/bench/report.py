@@ -48,13 +48,13 @@ _COLUMNS: dict[str, tuple[Callable[[Row], str], str]] = {
     "95 %": (_interval("interval"), "where that lies for other prompts of these kinds, by the bootstrap over prompts"),
     "least": (_figure("least", ".2f"), "of a single prompt"),
     "per step": (_figure("tokens_per_step", ".2f"), "tokens per pass of the target"),
-    "x best peer": (
-        _figure("over_best_peer", ".2f"),
-        "over the peer that is fastest on these prompts, on those that both had",
+    "x best baseline": (
+        _figure("over_best_baseline", ".2f"),
+        "over the baseline that is fastest on these prompts, on those that both had",
     ),
-    "its 95 %": (_interval("over_best_peer_interval"), "likewise"),
+    "its 95 %": (_interval("over_best_baseline_interval"), "likewise"),
     "first ms": (_figure("first_token_ms", ".0f"), "median time to the first token"),
-    "MB": (_megabytes, "most memory of a process of its own; transformers' rows share one"),
+    "MB": (_megabytes, "most memory of a process of its own"),
     "prompts": (lambda row: str(row.prompts or "-"), "how many it continued"),
 }
 # What differs between categories.
@@ -201,7 +201,7 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, Row]])
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in rows:
-        style = "bold" if name in (_STAGED, ALL) else "dim" if row.is_peer else ""
+        style = "bold" if name in (_STAGED, ALL) else "dim" if row.is_baseline else ""
         table.add_row(name, *_cells(row, headings), style=style)
     return table
 

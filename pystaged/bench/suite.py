@@ -1,4 +1,4 @@
-"""Runs contenders over single prompts in turn, so that a drift of the machine falls on all alike."""
+"""Runs methods over single prompts in turn, so that a drift of the machine falls on all alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pystaged.bench.contenders import Contender
+from pystaged.bench.methods import Method
 from pystaged.bench.prompts import Prompt
 from pystaged.bench.worker import Measurement, Worker, WorkerError, tokens_per_second
 from pystaged.config import SamplingConfig
@@ -18,15 +18,15 @@ SAMPLINGS = {"greedy": SamplingConfig(), "T=1 top-k 50": SamplingConfig(temperat
 # What a draft guesses least: the misleading prompts have this, too.
 HOT = {"T=1.5": SamplingConfig(temperature=1.5)}
 _WARM_UP_TOKENS = 8
-_TRIED = 2  # prompts after which a peer may be found too slow
-_TOO_SLOW = 3  # times slower than the fastest peer
+_TRIED = 2  # prompts after which a baseline may be found too slow
+_TOO_SLOW = 3  # times slower than the fastest baseline
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt continued once by one contender."""
+    """One prompt continued once by one method."""
 
-    contender: str
+    method: str
     sampling: str
     prompt: int
     category: str
@@ -35,7 +35,7 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        names = {name: getattr(self, name) for name in ("contender", "sampling", "prompt", "category", "is_misleading")}
+        names = {name: getattr(self, name) for name in ("method", "sampling", "prompt", "category", "is_misleading")}
         return names | asdict(self.measurement)
 
 
@@ -43,7 +43,7 @@ class Run:
 class Outcome:
     """What was measured so far.
 
-    notes: by contender, its settings, and what went wrong. memory: by contender, most bytes of a process that ran it
+    notes: by method, its settings, and what went wrong. memory: by method, most bytes of a process that ran it
     alone. complete: False when interrupted.
     """
 
@@ -65,7 +65,7 @@ class Suite:
     """A benchmark that may be interrupted: what was measured by then stands in `outcome`.
 
     Args:
-        contenders: the first one is plain decoding.
+        methods: the first one is plain decoding.
         prompts: what all of them continue, one after the other for as long as there is time, and the first one anyway.
         misleading: what our plain and staged decoding continue besides.
         max_tokens: new tokens per prompt, unless a text ends before.
@@ -75,16 +75,16 @@ class Suite:
 
     def __init__(
         self,
-        contenders: Sequence[Contender],
+        methods: Sequence[Method],
         prompts: Sequence[Prompt],
         misleading: Sequence[Prompt],
         max_tokens: int,
         seconds: float,
         progress: Callable[[str, float, float], None],
     ) -> None:
-        self.outcome = Outcome(notes={each.key: [each.missing] if each.missing else [] for each in contenders})
-        self._contenders = {each.key: each for each in contenders if not each.missing}
-        self._workers = {each.worker: Worker(*each.setups) for each in self._contenders.values()}
+        self.outcome = Outcome(notes={each.key: [each.missing] if each.missing else [] for each in methods})
+        self._methods = {each.key: each for each in methods if not each.missing}
+        self._workers = {each.worker: Worker(*each.setups) for each in self._methods.values()}
         self._num_prompts = len(prompts)
         self._prompts = [*prompts, *misleading]
         self._max_tokens = max_tokens
@@ -93,7 +93,6 @@ class Suite:
         self._begin = 0.0
         self._limit = 300.0 + 10.0 * max_tokens  # seconds after which a worker is taken to hang
         self._took: dict[str, list[float]] = {}
-        self._scripts: dict[tuple[str, int], list[int]] = {}
 
     def run(self) -> Outcome:
         """Measure everything, until there is no time for another prompt, or until Ctrl-C."""
@@ -101,7 +100,7 @@ class Suite:
         usual = [self._jobs(prompt) for prompt in range(self._num_prompts)]
         last = [job for prompt in range(self._num_prompts, len(self._prompts)) for job in self._jobs(prompt)]
         try:
-            for key in list(self._contenders):
+            for key in list(self._methods):
                 self._progress(f"warming up {key}", self._passed, 0.0)
                 self._guarded(self._warm_up, _Job(next(iter(SAMPLINGS)), 0, key))
             for prompt, jobs in enumerate(usual):
@@ -109,7 +108,7 @@ class Suite:
                     break
                 self._run_jobs(jobs, last + [job for later in usual[prompt + 1 :] for job in later])
                 if prompt + 1 == _TRIED < len(usual):
-                    self._drop_slow_peers()
+                    self._drop_slow_baselines()
             self._run_jobs(last, [])
             self.outcome.complete, at_once = True, False
         except KeyboardInterrupt:
@@ -118,7 +117,7 @@ class Suite:
             self.outcome.seconds = self._passed
             for worker in self._workers.values():
                 worker.close(at_once=at_once)
-        for key in list(self._contenders):
+        for key in list(self._methods):
             self._drop(key)
         return self.outcome
 
@@ -128,7 +127,7 @@ class Suite:
 
     def _run_jobs(self, jobs: Sequence[_Job], later: Sequence[_Job]) -> None:
         for done, job in enumerate(jobs):
-            if job.key in self._contenders:
+            if job.key in self._methods:
                 now = self._expected(jobs[done:])
                 left = now + min(self._expected(later), max(self._seconds - self._passed - now, 0.0))
                 self._progress(f"{job.sampling}: {job.key}", self._passed, left)
@@ -137,9 +136,8 @@ class Suite:
     def _jobs(self, prompt: int) -> list[_Job]:
         """All that is done with a prompt."""
         is_misleading = prompt >= self._num_prompts
-        keys = [key for key, each in self._contenders.items() if each.meets_misleading or not is_misleading]
-        if not any(each.way == "synthetic" for each in self._contenders.values()):  # whose script must be there
-            random.Random(prompt).shuffle(keys)  # so that no one always follows the same one
+        keys = [key for key, each in self._methods.items() if each.meets_misleading or not is_misleading]
+        random.Random(prompt).shuffle(keys)  # so that no one always follows the same one
         return [
             _Job(sampling, prompt, key)
             for sampling in (SAMPLINGS | HOT if is_misleading else SAMPLINGS)
@@ -147,7 +145,7 @@ class Suite:
         ]
 
     def _guarded(self, work: Callable[[_Job], None], job: _Job) -> None:
-        """A contender that fails takes part no more."""
+        """A method that fails takes part no more."""
         try:
             work(job)
         except WorkerError as error:
@@ -155,59 +153,56 @@ class Suite:
 
     def _drop(self, key: str, *why: str) -> None:
         """What there is to say about one that has done its part."""
-        worker = self._contenders.pop(key).worker
+        worker = self._methods.pop(key).worker
         self.outcome.notes[key] += [*self._workers[worker].notes, *why]
-        if all(each.worker != worker for each in self._contenders.values()):
+        if all(each.worker != worker for each in self._methods.values()):
             self._workers[worker].close()  # the others may need its memory
 
-    def _drop_slow_peers(self) -> None:
-        """Whoever is slower by far than another peer leaves the time to the others."""
-        measured: dict[str, list[Measurement]] = {key: [] for key, each in self._contenders.items() if each.is_peer}
+    def _drop_slow_baselines(self) -> None:
+        """Whoever is slower by far than another baseline leaves the time to the others."""
+        measured: dict[str, list[Measurement]] = {key: [] for key, each in self._methods.items() if each.is_baseline}
         for run in self.outcome.runs:
-            if run.contender in measured and run.measurement.is_timed:
-                measured[run.contender].append(run.measurement)
+            if run.method in measured and run.measurement.is_timed:
+                measured[run.method].append(run.measurement)
         speeds = {key: tokens_per_second(runs) for key, runs in measured.items()}
         for key, speed in speeds.items():
             if 0 < speed * _TOO_SLOW < max(speeds.values()):
-                self._drop(key, f"took part in {_TRIED} prompts: another peer is over {_TOO_SLOW} times as fast")
+                self._drop(key, f"took part in {_TRIED} prompts: another baseline is over {_TOO_SLOW} times as fast")
 
     def _warm_up(self, job: _Job) -> None:
-        contender, task = self._contenders[job.key], self._task(job)
-        task |= {"max_tokens": _WARM_UP_TOKENS, "script": [0] * _WARM_UP_TOKENS}
-        if not contender.is_peer:  # ours share a process, so their memory is told from processes of their own
-            alone = Worker(*((note, setup | {"warm": []}) for note, setup in contender.setups))
+        method, task = self._methods[job.key], self._task(job)
+        task["max_tokens"] = _WARM_UP_TOKENS
+        if not method.is_baseline:  # ours share a process, so their memory is told from processes of their own
+            alone = Worker(*((note, setup | {"warm": []}) for note, setup in method.setups))
             try:
                 found: Measurement = alone.run(task, self._limit)
             finally:
                 alone.close()
             self.outcome.memory[job.key] = found.peak_bytes
-        limit = self._limit * (1 + len(contender.setups[0][1].get("warm", [])))
-        found = self._workers[contender.worker].run(task, limit)
+        limit = self._limit * (1 + len(method.setups[0][1].get("warm", [])))
+        found = self._workers[method.worker].run(task, limit)
         self.outcome.memory.setdefault(job.key, found.peak_bytes)
         seconds = found.first_token_seconds + found.seconds / max(found.counted, 1) * self._max_tokens
         self._took[job.key] = [seconds]
 
     def _measure(self, job: _Job) -> None:
-        contender, begin = self._contenders[job.key], time.monotonic()
-        found: Measurement = self._workers[contender.worker].run(self._task(job), self._limit)
+        method, begin = self._methods[job.key], time.monotonic()
+        found: Measurement = self._workers[method.worker].run(self._task(job), self._limit)
         self._took[job.key].append(time.monotonic() - begin)
-        if contender.way == "plain" and not contender.is_peer:
-            self._scripts[job.sampling, job.prompt] = found.tokens
         category, is_misleading = self._prompts[job.prompt].category, job.prompt >= self._num_prompts
         self.outcome.runs.append(Run(job.key, job.sampling, job.prompt, category, is_misleading, found))
-        if contender.is_peer:
+        if method.is_baseline:
             self.outcome.memory[job.key] = found.peak_bytes
 
     def _task(self, job: _Job) -> dict[str, Any]:
         return {
-            "way": self._contenders[job.key].way,
+            "way": self._methods[job.key].way,
             "prompt": self._prompts[job.prompt].tokens.tolist(),
             "sampling": (SAMPLINGS | HOT)[job.sampling],
             "max_tokens": self._max_tokens,
-            "script": self._scripts.get((job.sampling, job.prompt), []),
         }
 
     def _expected(self, jobs: Sequence[_Job]) -> float:
         """Seconds that jobs will take, by those before."""
         means = {key: statistics.fmean(seconds[-10:]) for key, seconds in self._took.items()}
-        return sum(means.get(job.key, 0.0) for job in jobs if job.key in self._contenders)
+        return sum(means.get(job.key, 0.0) for job in jobs if job.key in self._methods)

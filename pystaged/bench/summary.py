@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pystaged.bench.contenders import Contender
+from pystaged.bench.methods import Method
 from pystaged.bench.suite import SAMPLINGS, Outcome, Run
 from pystaged.bench.worker import tokens_per_second
 
@@ -23,26 +23,26 @@ _Text = tuple[str, int]  # sampling and prompt
 
 @dataclass(slots=True)
 class Row:
-    """One contender's texts under one sampling, of one category or all. Figures that are not known are None; a text
+    """One method's texts under one sampling, of one category or all. Figures that are not known are None; a text
     that ended before any token could be timed is none of these.
 
     speedup: over plain decoding on the same prompts, all tokens by all seconds; interval: 95 % over prompts, by the
-    bootstrap; speedups: of single texts, least: of them. over_best_peer, over_best_peer_interval: likewise over
-    best_peer, the fastest on these prompts. tokens_per_step: as in GenerationStats. first_token_ms: median. different:
-    texts whose tokens were not those of plain decoding; ours only.
+    bootstrap; speedups: of single texts, least: of them. over_best_baseline, over_best_baseline_interval: likewise over
+    best_baseline, the fastest on these prompts. tokens_per_step: as in GenerationStats. first_token_ms: median.
+    different: texts whose tokens were not those of plain decoding; ours only.
     """
 
     name: str
-    is_peer: bool
+    is_baseline: bool
     notes: list[str]
     prompts: int = 0
     tokens_per_second: float | None = None
     speedup: float | None = None
     interval: tuple[float, float] | None = None
     least: float | None = None
-    over_best_peer: float | None = None
-    over_best_peer_interval: tuple[float, float] | None = None
-    best_peer: str = ""
+    over_best_baseline: float | None = None
+    over_best_baseline_interval: tuple[float, float] | None = None
+    best_baseline: str = ""
     tokens_per_step: float | None = None
     first_token_ms: float | None = None
     peak_bytes: int | None = None
@@ -56,7 +56,7 @@ class Row:
 Tables = dict[str, dict[str, list[Row]]]
 
 
-def tables(contenders: Sequence[Contender], outcome: Outcome) -> Tables:
+def tables(methods: Sequence[Method], outcome: Outcome) -> Tables:
     """Rows by sampling and category, those of all prompts first, which the misleading ones are none of. These have a
     table of their own, by sampling, after the others."""
     usual = [run for run in outcome.runs if not run.is_misleading]
@@ -64,42 +64,42 @@ def tables(contenders: Sequence[Contender], outcome: Outcome) -> Tables:
     found: Tables = {}
     for sampling in SAMPLINGS:
         runs = [run for run in usual if run.sampling == sampling]
-        found[sampling] = _by(contenders, outcome, runs, lambda run: run.category)
+        found[sampling] = _by(methods, outcome, runs, lambda run: run.category)
     if worst:
-        ours = [each for each in contenders if each.meets_misleading]
+        ours = [each for each in methods if each.meets_misleading]
         found[WORST] = _by(ours, outcome, worst, lambda run: run.sampling)
     return found
 
 
 def _by(
-    contenders: Sequence[Contender], outcome: Outcome, runs: Sequence[Run], part: Callable[[Run], str]
+    methods: Sequence[Method], outcome: Outcome, runs: Sequence[Run], part: Callable[[Run], str]
 ) -> dict[str, list[Row]]:
-    found = {ALL: rows(contenders, outcome, runs)}
+    found = {ALL: rows(methods, outcome, runs)}
     for name in dict.fromkeys(map(part, runs)):
-        found[name] = rows(contenders, outcome, [run for run in runs if part(run) == name])
+        found[name] = rows(methods, outcome, [run for run in runs if part(run) == name])
     return found
 
 
-def rows(contenders: Sequence[Contender], outcome: Outcome, runs: Iterable[Run]) -> list[Row]:
-    """Figures of some runs in the contenders' order; the first is plain decoding."""
-    texts: dict[str, dict[_Text, Run]] = {each.key: {} for each in contenders}
+def rows(methods: Sequence[Method], outcome: Outcome, runs: Iterable[Run]) -> list[Row]:
+    """Figures of some runs in the methods' order; the first is plain decoding."""
+    texts: dict[str, dict[_Text, Run]] = {each.key: {} for each in methods}
     for run in runs:
         # One that ended at once says how its writer ends texts, not how fast it is.
         if run.measurement.is_timed:
-            texts[run.contender][run.sampling, run.prompt] = run
-    plain = texts[contenders[0].key]
-    peers = [each.key for each in contenders if each.is_peer and texts[each.key]]
-    best = max(peers, key=lambda key: _ratio(texts[key], plain) or 0.0, default="")
+            texts[run.method][run.sampling, run.prompt] = run
+    plain = texts[methods[0].key]
+    baselines = [each.key for each in methods if each.is_baseline and texts[each.key]]
+    best = max(baselines, key=lambda key: _ratio(texts[key], plain) or 0.0, default="")
     found = []
-    for each in contenders:
-        row = Row(each.key, each.is_peer, outcome.notes[each.key], peak_bytes=outcome.memory.get(each.key) or None)
+    for each in methods:
+        row = Row(each.key, each.is_baseline, outcome.notes[each.key], peak_bytes=outcome.memory.get(each.key) or None)
         found.append(row)
         if texts[each.key]:
             _fill(row, texts[each.key], plain)
         if best and texts[each.key]:
-            row.over_best_peer = _ratio(texts[each.key], texts[best])
-            row.over_best_peer_interval = _interval(texts[each.key], texts[best])
-            row.best_peer = best
+            row.over_best_baseline = _ratio(texts[each.key], texts[best])
+            row.over_best_baseline_interval = _interval(texts[each.key], texts[best])
+            row.best_baseline = best
     return found
 
 
@@ -117,7 +117,7 @@ def _fill(row: Row, mine: dict[_Text, Run], plain: dict[_Text, Run]) -> None:
     row.acceptance_at_depth = [round(taken.get(depth, 0) / offered[depth], 3) for depth in sorted(offered)[:8]]
     row.emitted = {name: int(count) for name, count in _sum(each.emitted for each in measured).items()}
     row.parts = _sum(each.parts for each in measured)
-    if not row.is_peer:
+    if not row.is_baseline:
         pairs = [
             (run.measurement.tokens, plain[text].measurement.tokens) for text, run in mine.items() if text in plain
         ]

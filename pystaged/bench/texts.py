@@ -22,8 +22,8 @@ from rich.table import Table
 
 from pystaged.batch import Batch
 from pystaged.bench import conditions
-from pystaged.bench.contenders import without_head
-from pystaged.bench.peer_llama_cpp import Server, command
+from pystaged.bench.baseline_llama_cpp import Server, command
+from pystaged.bench.methods import without_head
 from pystaged.config import GenerationConfig
 from pystaged.engine import Engine
 from pystaged.stats import PassStats
@@ -32,8 +32,8 @@ from pystaged.streams import Writer
 BESIDE = 4  # texts beside which a prompt arrives
 _BEGUN = 8  # tokens that each of them has written by then
 SERVED = "pystaged serve"
-_PEER = "llama-server, plain"
-_UNKNOWN = -1  # for a token that a peer does not tell
+_BASELINE = "llama-server, plain"
+_UNKNOWN = -1  # for a token that a baseline does not tell
 _ROOM = 64  # positions left for the last tree
 _LONGEST = 8  # times the tokens asked for, which a text may write until all others have written theirs
 
@@ -59,8 +59,8 @@ class Written:
 class Figures:
     """Texts written together.
 
-    texts: how many. way: "plain", "drafted", SERVED or a peer's. tokens_per_second: of all together, while all write;
-    of_each: of a text, in the mean, from its first token to its last; overall: of all, prompts included.
+    texts: how many. way: "plain", "drafted", SERVED or a baseline's. tokens_per_second: of all together, while all
+    write; of_each: of a text, in the mean, from its first token to its last; overall: of all, prompts included.
     first_token_seconds: median time from the prompt to the first token; longest_gap_seconds: between tokens of a text.
     different: texts that are not, up to their ends, what the first way wrote for the same prompt. passes: what was
     shared, of ours.
@@ -149,10 +149,10 @@ class TextsReport:
         alone = {(each.texts, each.way): each for each in self.figures if each.newcomer_seconds is None}
         for (count, way), each in alone.items():
             if way == SERVED:
-                here, peer = alone[count, "drafted"], alone.get((count, _PEER))
+                here, baseline = alone[count, "drafted"], alone.get((count, _BASELINE))
                 share = f"{100 * each.tokens_per_second / here.tokens_per_second:.1f}"
-                gain = f"{each.tokens_per_second / peer.tokens_per_second:.2f}" if peer else "-"
-                first = [f"{1e3 * one.first_token_seconds:.0f}" if one else "-" for one in (each, peer)]
+                gain = f"{each.tokens_per_second / baseline.tokens_per_second:.2f}" if baseline else "-"
+                first = [f"{1e3 * one.first_token_seconds:.0f}" if one else "-" for one in (each, baseline)]
                 table.add_row(str(count), f"{each.tokens_per_second:.1f}", share, gain, *first)
         if table.row_count:
             yield table
@@ -251,7 +251,7 @@ def _ways(
         ]
         names = [SERVED] if setup["served"] else []
         if setup["program"]:
-            names += [_PEER, *(["llama-server, draft-simple"] if without_head(setup)["draft"] else [])]
+            names += [_BASELINE, *(["llama-server, draft-simple"] if without_head(setup)["draft"] else [])]
         for name in names:
             try:
                 ways.append(stack.enter_context(closing(Slots(name, setup, config, count))))

@@ -44,7 +44,7 @@ def peak_bytes(pid: int | None = None) -> int:
 class Measurement:
     """One prompt continued once.
 
-    tokens: the new ones, empty where a peer does not tell. counted: tokens that came in `seconds` of decoding;
+    tokens: the new ones, empty where a baseline does not tell. counted: tokens that came in `seconds` of decoding;
     first_token_seconds: from the prompt to the first token. steps: passes of the target, 0 where not known.
     parts: seconds by part of the step. emitted: tokens by stage. offered, taken: as in GenerationStats. peak_bytes:
     most memory so far of the process that measured.

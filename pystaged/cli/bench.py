@@ -17,10 +17,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pystaged._core import Session
-from pystaged.bench import contenders, models, pairs
+from pystaged.bench import methods, models, pairs
 from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
-from pystaged.bench.contest import Contest
+from pystaged.bench.benchmark import Benchmark
 from pystaged.bench.prompts import choose
 from pystaged.cli.command import Command
 from pystaged.cli.console import draft_name, errors, report
@@ -82,22 +82,23 @@ def bench(
         float, typer.Option(min=0, help="Time for all prompts; no other one is begun after it.", callback=check)
     ] = 20,
     threads: Threads = 0,
-    peers: Annotated[
-        str, typer.Option(help="Who else takes part: 'all', 'none', or beginnings of names, as openvino,llama.cpp.")
+    baselines: Annotated[
+        str,
+        typer.Option(
+            "--baselines",
+            "--peers",
+            help="Other engines to compare with: 'all', 'none', or beginnings of names, as openvino,llama.cpp.",
+        ),
     ] = "all",
     llama_cpp: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of a build of llama.cpp or ik_llama.cpp: it takes part, too. Repeatable."),
     ] = None,
-    accept: Annotated[
-        str | None,
-        typer.Option(help="Instead: what drafts with this acceptance at depth 1, 2, ... would gain; as 0.8,0.6,0.5."),
-    ] = None,
     warm: Warm = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.md, report.json and pictures.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure speed on this machine: our ways to decode, and what people would use instead, by category of prompts.
+    """Measure speed on this machine: our decoding methods beside other engines (baselines), by category of prompts.
 
     Greedy and at T = 1, top-k 50; the same files and prompts for all, in turn. Ctrl-C ends it early, and what was
     measured by then is reported.
@@ -106,23 +107,18 @@ def bench(
 
     Example: pystaged bench --model grown --llama-cpp ~/llama.cpp/build/bin --out report
 
-    Example: pystaged bench --model big.gguf --draft small.gguf --accept 0.8,0.7,0.6
     """
     if context.invoked_subcommand:
         given = [context.get_parameter_source(name) for name in context.params]
         if any(source and source.name == "COMMANDLINE" for source in given):
             raise typer.BadParameter(f"the options of {context.invoked_subcommand} stand after its name")
         return
-    rates = _rates(accept) if accept is not None else []
-    if rates and warm:
-        raise typer.BadParameter("--accept measures nothing that remembers; leave --warm out")
     _check_type(model, quantization)
     found_draft = draft_name(draft)
-    if not rates:
-        setup = {"draft": models.find_draft(model, found_draft)}
-        with usage():
-            contenders.peers(setup, llama_cpp or [], peers)
-    contest = Contest(
+    setup = {"draft": models.find_draft(model, found_draft)}
+    with usage():
+        methods.baselines(setup, llama_cpp or [], baselines)
+    contest = Benchmark(
         model=model,
         draft=found_draft,
         quantization=quantization.upper(),
@@ -131,9 +127,8 @@ def bench(
         max_tokens=max_tokens,
         minutes=minutes,
         threads=threads,
-        peers=peers,
+        baselines=baselines,
         llama_cpp=llama_cpp or [],
-        accept=rates,
         warm=warm,
     )
     if out:
@@ -172,7 +167,9 @@ def passes(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed passes per row count and context.", callback=check)] = 11,
     threads: Threads = 0,
-    peer: Annotated[bool, typer.Option(help="Measure llama.cpp too.")] = True,
+    baseline: Annotated[
+        bool, typer.Option("--baseline/--no-baseline", "--peer/--no-peer", help="Measure llama.cpp too.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Time one pass over n = 1 to 32 rows, the curve on which speculation lives; behind 256 tokens of context unless
@@ -185,7 +182,14 @@ def passes(
     contexts = _numbers("--context", context, 0) if context is not None else []
     path = _model_file(model, quantization)
     kernel = os.environ.get("PYSTAGED_KERNEL", "")
-    found = curve.measure(path, contexts=contexts, repeats=repeats, kernel=kernel, num_threads=threads, peer=peer)
+    found = curve.measure(
+        path,
+        contexts=contexts,
+        repeats=repeats,
+        kernel=kernel,
+        num_threads=threads,
+        baseline=baseline,
+    )
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:
@@ -225,7 +229,7 @@ def texts(
     numbers = _numbers("--texts", counts, 1, _MOST_TEXTS)
     with usage():
         SamplingConfig(temperature=temperature)
-    server = contenders.find_server(llama_cpp) if llama_cpp else None
+    server = methods.find_server(llama_cpp) if llama_cpp else None
     path = _model_file(model, quantization)
     _, chosen = choose(path, prompts, max(numbers))
     found = texts_bench.measure(
@@ -373,14 +377,3 @@ def _numbers(option: str, given: str, least: int, most: int = 2**31 - 1) -> list
         if not least <= number <= most:
             raise typer.BadParameter(f"{option} takes numbers from {least} to {most}, not {number}")
     return numbers
-
-
-def _rates(accept: str) -> list[float]:
-    """The numbers of --accept."""
-    try:
-        rates = [float(word) for word in accept.split(",")]
-    except ValueError:
-        rates = []
-    if not rates or not all(0 <= rate <= 1 for rate in rates):
-        raise typer.BadParameter(f"--accept takes probabilities between 0 and 1, as 0.8,0.6,0.5; not '{accept}'")
-    return rates

@@ -1,4 +1,4 @@
-"""The benchmark: who takes part, what is counted, and that a peer which fails is a row and nothing worse."""
+"""The benchmark: who takes part, what is counted, and that a baseline which fails is a row and nothing worse."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from support.random_models import RandomModel, write
 from typer.testing import CliRunner
 
 from pystaged._core import Model, Session, Tokenizer
-from pystaged.bench import conditions, contenders, models, prompts, summary, ways, worker
-from pystaged.bench.contenders import Contender
-from pystaged.bench.contest import Contest
+from pystaged.bench import conditions, methods, models, prompts, summary, ways, worker
+from pystaged.bench.benchmark import Benchmark
+from pystaged.bench.methods import Method
+from pystaged.bench.own_methods import Runner, ScriptedDrafter
 from pystaged.bench.prompts import Prompt
 from pystaged.bench.report import Report
 from pystaged.bench.suite import Outcome, Run, Suite
-from pystaged.bench.ways import Runner, ScriptedDrafter
 from pystaged.bench.worker import Measurement, Worker, WorkerError
 from pystaged.cli import app
 from pystaged.config import SamplingConfig
@@ -66,7 +66,7 @@ def test_all_ways_write_the_same(sampling: SamplingConfig) -> None:
     job = {"prompt": prompt, "sampling": sampling, "max_tokens": 24}
     plain = runner.run(job | {"way": "plain"})
     assert (len(plain.tokens), plain.counted, plain.steps) == (24, 24, 24)
-    for way in [*contenders.OURS, "synthetic"]:
+    for way in [*methods.OURS, "synthetic"]:
         found = runner.run(job | {"way": way, "script": plain.tokens})
         assert found.tokens == plain.tokens
         assert sum(found.emitted.values()) == 24
@@ -179,7 +179,7 @@ def test_ways_stop_where_the_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- Workers ----
 
-PEER = """
+BASELINE = """
     import os, signal, sys, time
     from pystaged.bench.worker import Measurement
     class Runner:
@@ -203,16 +203,16 @@ PEER = """
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
-    """Setups of a peer that does as it is told."""
-    (tmp_path / "fake_peer.py").write_text(textwrap.dedent(PEER))
+    """Setups of a baseline that does as it is told."""
+    (tmp_path / "fake_baseline.py").write_text(textwrap.dedent(BASELINE))
     monkeypatch.syspath_prepend(str(tmp_path))
-    return lambda does: {"runner": "fake_peer", "does": does}
+    return lambda does: {"runner": "fake_baseline", "does": does}
 
 
-def contender(
-    key: str, setups: list[tuple[str, dict[str, Any]]], *, is_peer: bool = True, missing: str = ""
-) -> Contender:
-    return Contender(key, key if key in contenders.OURS else "plain", key, is_peer, setups, missing)
+def method(
+    key: str, setups: list[tuple[str, dict[str, Any]]], *, is_baseline: bool = True, missing: str = ""
+) -> Method:
+    return Method(key, key if key in methods.OURS else "plain", key, is_baseline, setups, missing)
 
 
 def prompt(number: int, category: str = "code") -> Prompt:
@@ -252,43 +252,43 @@ def test_the_next_setup_takes_over(fake: Callable[[str], dict[str, Any]]) -> Non
 
 
 @pytest.mark.slow
-def test_peers_that_fail_are_rows(fake: Callable[[str], dict[str, Any]]) -> None:
+def test_baselines_that_fail_are_rows(fake: Callable[[str], dict[str, Any]]) -> None:
     """The others go on, in turn, and the report says what happened."""
-    taking_part = [
-        contender("plain", [("", fake("well"))], is_peer=False),
-        contender("crashing", [("", fake("crash"))]),
-        contender("absent", [], missing="not installed: it"),
-        contender("good", [("a word on it", fake("well"))]),
+    methods = [
+        method("plain", [("", fake("well"))], is_baseline=False),
+        method("crashing", [("", fake("crash"))]),
+        method("absent", [], missing="not installed: it"),
+        method("good", [("a word on it", fake("well"))]),
     ]
-    outcome = Suite(taking_part, [prompt(1), prompt(2)], [], 8, 100.0, quiet).run()
+    outcome = Suite(methods, [prompt(1), prompt(2)], [], 8, 100.0, quiet).run()
     assert outcome.complete
-    runs = [(run.prompt, run.sampling, run.contender) for run in outcome.runs]
+    runs = [(run.prompt, run.sampling, run.method) for run in outcome.runs]
     # One prompt after the other, each to all in turn.
     turns = [(at, sampling) for at in range(2) for sampling in ("greedy", "T=1 top-k 50")]
     assert [sorted(runs[at : at + 2]) for at in range(0, 8, 2)] == [
         [(*turn, "good"), (*turn, "plain")] for turn in turns
     ]
-    plain, crashing, absent, good = summary.tables(taking_part, outcome)["greedy"]["all"]
+    plain, crashing, absent, good = summary.tables(methods, outcome)["greedy"]["all"]
     assert crashing.tokens_per_second is absent.tokens_per_second is None
     assert crashing.notes[0].startswith("crashed: SIGSEGV")
     assert (absent.notes, good.notes) == (["not installed: it"], ["a word on it"])
-    assert (plain.prompts, good.prompts, plain.speedup, good.over_best_peer) == (2, 2, 1.0, 1.0)
+    assert (plain.prompts, good.prompts, plain.speedup, good.over_best_baseline) == (2, 2, 1.0, 1.0)
 
 
 @pytest.mark.slow
 def test_no_prompt_is_begun_for_which_there_is_no_time(fake: Callable[[str], dict[str, Any]]) -> None:
     """But one there is in any case, and what misleads."""
-    taking_part = [contender(key, [("", fake("well"))], is_peer=False) for key in ("plain", "staged", "n-grams")]
-    outcome = Suite(taking_part, [prompt(1), prompt(2)], [prompt(3, "misleading")], 8, 0.0, quiet).run()
+    methods = [method(key, [("", fake("well"))], is_baseline=False) for key in ("plain", "staged", "n-grams")]
+    outcome = Suite(methods, [prompt(1), prompt(2)], [prompt(3, "misleading")], 8, 0.0, quiet).run()
     assert outcome.complete
-    runs = [(run.contender, run.sampling, run.prompt) for run in outcome.runs]
+    runs = [(run.method, run.sampling, run.prompt) for run in outcome.runs]
     assert sorted(each for each in runs if each[2] == 0) == [
         (who, sampling, 0) for who in ("n-grams", "plain", "staged") for sampling in ("T=1 top-k 50", "greedy")
     ]
     assert sorted(each for each in runs if each[2]) == [
         (who, sampling, 2) for who in ("plain", "staged") for sampling in ("T=1 top-k 50", "T=1.5", "greedy")
     ]
-    tables = summary.tables(taking_part, outcome)
+    tables = summary.tables(methods, outcome)
     assert list(tables) == ["greedy", "T=1 top-k 50", "misleading prompts"]
     assert list(tables["misleading prompts"]) == ["all", "greedy", "T=1 top-k 50", "T=1.5"]
     assert [row.name for row in tables["misleading prompts"]["all"]] == ["plain", "staged"]
@@ -296,16 +296,16 @@ def test_no_prompt_is_begun_for_which_there_is_no_time(fake: Callable[[str], dic
 
 
 @pytest.mark.slow
-def test_a_peer_that_is_far_slower_than_another_leaves_the_time_to_it(fake: Callable[[str], dict[str, Any]]) -> None:
-    taking_part = [
-        contender("plain", [("", fake("well") | {"seconds": 9.0})], is_peer=False),
-        contender("slow", [("", fake("well") | {"seconds": 6.1})]),
-        contender("fast", [("", fake("well"))]),
+def test_a_baseline_that_is_far_slower_than_another_leaves_the_time_to_it(fake: Callable[[str], dict[str, Any]]) -> None:
+    methods = [
+        method("plain", [("", fake("well") | {"seconds": 9.0})], is_baseline=False),
+        method("slow", [("", fake("well") | {"seconds": 6.1})]),
+        method("fast", [("", fake("well"))]),
     ]
-    outcome = Suite(taking_part, [prompt(i) for i in range(4)], [], 8, 100.0, quiet).run()
-    plain, slow, fast = summary.tables(taking_part, outcome)["greedy"]["all"]
+    outcome = Suite(methods, [prompt(i) for i in range(4)], [], 8, 100.0, quiet).run()
+    plain, slow, fast = summary.tables(methods, outcome)["greedy"]["all"]
     assert (plain.prompts, slow.prompts, fast.prompts) == (4, 2, 4)
-    assert slow.notes == ["took part in 2 prompts: another peer is over 3 times as fast"]
+    assert slow.notes == ["took part in 2 prompts: another baseline is over 3 times as fast"]
     assert plain.notes == fast.notes == []
 
 
@@ -316,85 +316,85 @@ def run(who: str, prompt: int, counted: int, seconds: float, category: str = "co
     return Run(who, "greedy", prompt, category, False, Measurement(counted, seconds, 0.25, **others))
 
 
-def outcome_of(taking_part: list[Contender], runs: list[Run]) -> Outcome:
-    return Outcome(runs=runs, notes={each.key: [] for each in taking_part})
+def outcome_of(methods: list[Method], runs: list[Run]) -> Outcome:
+    return Outcome(runs=runs, notes={each.key: [] for each in methods})
 
 
 def test_figures_are_of_the_prompts_that_both_had() -> None:
-    taking_part = [contender("plain", [], is_peer=False), contender("staged", [], is_peer=False), contender("peer", [])]
+    methods = [method("plain", [], is_baseline=False), method("staged", [], is_baseline=False), method("baseline", [])]
     runs = [
         run("plain", 0, 10, 1.0, tokens=[1], steps=10),
         run("plain", 1, 10, 4.0, tokens=[2], steps=10),
         run("staged", 0, 10, 0.5, tokens=[1], steps=5, offered={1: 4}, taken={1: 3}),
         run("staged", 1, 10, 1.0, tokens=[3], steps=2, offered={1: 4, 2: 1}),
-        run("peer", 1, 5, 1.0),
+        run("baseline", 1, 5, 1.0),
     ]
-    plain, staged, peer = summary.rows(taking_part, outcome_of(taking_part, runs), runs)
+    plain, staged, baseline = summary.rows(methods, outcome_of(methods, runs), runs)
     assert (plain.tokens_per_second, staged.tokens_per_second) == (4.0, pytest.approx(20 / 1.5))
     assert staged.speedup == pytest.approx((20 / 1.5) / 4)
     assert (staged.speedups, staged.least, staged.interval) == ([2.0, 4.0], 2.0, None)
-    assert (staged.over_best_peer, peer.over_best_peer, plain.over_best_peer) == (2.0, 1.0, 0.5)
-    assert (staged.best_peer, peer.speedup, peer.tokens_per_step) == ("peer", 2.0, None)
+    assert (staged.over_best_baseline, baseline.over_best_baseline, plain.over_best_baseline) == (2.0, 1.0, 0.5)
+    assert (staged.best_baseline, baseline.speedup, baseline.tokens_per_step) == ("baseline", 2.0, None)
     assert staged.tokens_per_step == pytest.approx(20 / 7)
-    assert (staged.different, plain.different, peer.different) == (1, 0, None)
+    assert (staged.different, plain.different, baseline.different) == (1, 0, None)
     assert staged.acceptance_at_depth == [0.375, 0.0]
     assert staged.first_token_ms == 250
 
 
 def test_figures_by_category() -> None:
-    taking_part = [contender("plain", [], is_peer=False), contender("a", []), contender("b", [])]
+    methods = [method("plain", [], is_baseline=False), method("a", []), method("b", [])]
     seconds = {"plain": (4.0, 4.0), "a": (1.0, 4.0), "b": (2.0, 2.0)}
     runs = [run(who, at, 8, each[at], "xy"[at]) for who, each in seconds.items() for at in range(2)]
-    found = summary.tables(taking_part, outcome_of(taking_part, runs))["greedy"]
+    found = summary.tables(methods, outcome_of(methods, runs))["greedy"]
     assert list(found) == ["all", "x", "y"]
-    # Each is compared with the peer that is fastest there.
-    assert [rows[0].best_peer for rows in found.values()] == ["b", "a", "b"]
-    assert [rows[0].over_best_peer for rows in found.values()] == [0.5, 0.25, 0.5]
+    # Each is compared with the baseline that is fastest there.
+    assert [rows[0].best_baseline for rows in found.values()] == ["b", "a", "b"]
+    assert [rows[0].over_best_baseline for rows in found.values()] == [0.5, 0.25, 0.5]
     assert [rows[1].speedup for rows in found.values()] == [pytest.approx(8 / 5), 4.0, 1.0]
 
 
 def test_intervals_hold_the_figure_of_most_samples_of_prompts() -> None:
-    taking_part = [contender("plain", [], is_peer=False), contender("staged", [], is_peer=False)]
+    methods = [method("plain", [], is_baseline=False), method("staged", [], is_baseline=False)]
     random, hits, trials = np.random.default_rng(1), 0, 40
     for _ in range(trials):
         ratios = random.uniform(1.0, 3.0, 24)  # the tokens of a second of plain decoding take 1 / ratio
         runs = [run("plain", at, 10, 1.0) for at in range(24)]
         runs += [run("staged", at, 10, 1 / ratio) for at, ratio in enumerate(ratios)]
-        low, high = summary.rows(taking_part, outcome_of(taking_part, runs), runs)[1].interval or (0.0, 0.0)
+        low, high = summary.rows(methods, outcome_of(methods, runs), runs)[1].interval or (0.0, 0.0)
         hits += low < 2 / np.log(3) < high  # 1 / E[1 / ratio]
     assert hits >= 0.85 * trials
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0])
-def test_a_peer_that_ends_at_once_has_no_speed(seconds: float) -> None:
-    taking_part = [contender("plain", [], is_peer=False), contender("peer", [])]
-    runs = [run("plain", 0, 10, 1.0), run("peer", 0, 0, seconds)]
-    plain, peer = summary.rows(taking_part, outcome_of(taking_part, runs), runs)
-    assert (peer.prompts, peer.tokens_per_second, peer.speedup, peer.least) == (0, None, None, None)
-    assert (plain.over_best_peer, plain.best_peer) == (None, "")
+def test_a_baseline_that_ends_at_once_has_no_speed(seconds: float) -> None:
+    methods = [method("plain", [], is_baseline=False), method("baseline", [])]
+    runs = [run("plain", 0, 10, 1.0), run("baseline", 0, 0, seconds)]
+    plain, baseline = summary.rows(methods, outcome_of(methods, runs), runs)
+    assert (baseline.prompts, baseline.tokens_per_second, baseline.speedup, baseline.least) == (0, None, None, None)
+    assert (plain.over_best_baseline, plain.best_baseline) == (None, "")
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0])
 def test_texts_that_end_at_once_are_not_counted_for_speed(seconds: float) -> None:
-    taking_part = [contender("plain", [], is_peer=False), contender("peer", []), contender("other", [])]
+    methods = [method("plain", [], is_baseline=False), method("baseline", []), method("other", [])]
     runs = [run("plain", at, 10, 1.0 + at) for at in range(5)]
-    runs += [run("peer", at, 10, (1.0 + at) / 2) for at in range(3)] + [run("peer", at, 0, seconds) for at in (3, 4)]
+    runs += [run("baseline", at, 10, (1.0 + at) / 2) for at in range(3)] + [run("baseline", at, 0, seconds) for at in (3, 4)]
     runs += [run("other", at, 10, (1.0 + at) / 1.5) for at in range(5)]
-    plain, peer, _ = summary.rows(taking_part, outcome_of(taking_part, runs), runs)
-    assert (peer.prompts, peer.tokens_per_second, peer.least) == (3, 30 / 3.0, 2.0)
-    assert (plain.best_peer, plain.over_best_peer, peer.speedup) == ("peer", 0.5, 2.0)
-    assert plain.over_best_peer_interval == pytest.approx((0.5, 0.5))
+    plain, baseline, _ = summary.rows(methods, outcome_of(methods, runs), runs)
+    assert (baseline.prompts, baseline.tokens_per_second, baseline.least) == (3, 30 / 3.0, 2.0)
+    assert (plain.best_baseline, plain.over_best_baseline, baseline.speedup) == ("baseline", 0.5, 2.0)
+    assert plain.over_best_baseline_interval == pytest.approx((0.5, 0.5))
 
 
 @pytest.mark.slow
-def test_a_peer_whose_first_texts_end_at_once_is_not_taken_for_slow(fake: Callable[[str], dict[str, Any]]) -> None:
-    taking_part = [
-        contender("plain", [("", fake("well"))], is_peer=False),
-        contender("silent", [("", fake("well") | {"counted": 0})]),
-        contender("fast", [("", fake("well"))]),
+def test_a_baseline_whose_first_texts_end_at_once_is_not_taken_for_slow(fake: Callable[[str], dict[str, Any]]) -> None:
+    methods = [
+        method("plain", [("", fake("well"))], is_baseline=False),
+        method("silent", [("", fake("well") | {"counted": 0})]),
+        method("fast", [("", fake("well"))]),
     ]
-    outcome = Suite(taking_part, [prompt(i) for i in range(4)], [], 8, 100.0, quiet).run()
-    assert Counter(run.contender for run in outcome.runs) == {"plain": 8, "silent": 8, "fast": 8}
+    outcome = Suite(methods, [prompt(i) for i in range(4)], [], 8, 100.0, quiet).run()
+    assert Counter(run.method for run in outcome.runs) == {"plain": 8, "silent": 8, "fast": 8}
     assert outcome.notes["silent"] == []
 
 
@@ -468,7 +468,7 @@ def two_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(two_prompts: Path) -> Report:
-    return Contest(prompts=two_prompts, max_tokens=12, peers="none").run(quiet)
+    return Benchmark(prompts=two_prompts, max_tokens=12, baselines="none").run(quiet)
 
 
 @pytest.mark.slow
@@ -479,7 +479,7 @@ def test_report(report: Report, two_prompts: Path) -> None:
     for sampling in ("greedy", "T=1 top-k 50"):
         assert list(report.tables[sampling]) == ["all", "code"]
         rows = report.tables[sampling]["all"]
-        assert [row.name for row in rows] == list(contenders.OURS.values())
+        assert [row.name for row in rows] == list(methods.OURS.values())
         for row in rows:
             assert (row.prompts, row.different) == (2, 0)
             assert row.tokens_per_second
@@ -500,7 +500,7 @@ def test_report(report: Report, two_prompts: Path) -> None:
     assert "token for token" in page
     assert "Interrupted" not in page
     again = json.loads(json.dumps(report.to_dict()))
-    assert len(again["runs"]) == 2 * 2 * len(contenders.OURS) + 6 * 3 * 2
+    assert len(again["runs"]) == 2 * 2 * len(methods.OURS) + 6 * 3 * 2
 
 
 def worker_sha(path: Path) -> str:
@@ -555,7 +555,7 @@ def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path) -> No
         "700",
         "--minutes",
         "60",
-        "--peers",
+        "--baselines",
         "none",
         "--out",
         tmp_path,
@@ -714,9 +714,9 @@ def test_the_head_of_made_models() -> None:
     assert models.find_draft("grown-smollm2", "auto") == models.find_draft("smollm2", "auto") == head
     assert models.find_draft("smollm2", None) is None
     setup = {"model": "", "draft": str(head), "threads": 1, "n_ctx": 64, "ends": []}
-    assert {each.way for each in contenders.ours(setup, [])} == {"plain", "staged", "n-grams"}
-    assert all("draft" not in each.key for each in contenders.peers(setup, []))
-    assert all(made["draft"] is None for each in contenders.peers(setup, []) for _, made in each.setups)
+    assert {each.way for each in methods.ours(setup, [])} == {"plain", "staged", "n-grams"}
+    assert all("draft" not in each.key for each in methods.baselines(setup, []))
+    assert all(made["draft"] is None for each in methods.baselines(setup, []) for _, made in each.setups)
 
 
 def test_lossless_without_a_draft(random_gguf: Callable[..., Path], two_prompts: Path) -> None:
@@ -742,7 +742,7 @@ def test_lossless_without_a_draft(random_gguf: Callable[..., Path], two_prompts:
     assert "three models" in with_itself.output
 
 
-# ---- Peers ----
+# ---- Baselines ----
 
 
 def setup(path: Path, draft: Path | None = None) -> dict[str, Any]:
@@ -752,7 +752,7 @@ def setup(path: Path, draft: Path | None = None) -> dict[str, Any]:
 
 def test_llama_cpp_python_takes_part(random_gguf: Callable[..., Path]) -> None:
     path = random_gguf(vocab_size=300, context=96)
-    for each in contenders.peers(setup(path), [])[:2]:
+    for each in methods.baselines(setup(path), [])[:2]:
         child = Worker(*each.setups)
         found = child.run({"prompt": [1, 2, 3], "sampling": WARM, "max_tokens": 12}, 60)
         assert (len(found.tokens), found.counted) == (12, 11)
@@ -803,7 +803,7 @@ def build(tmp_path: Path) -> Callable[[str, str], Path]:
 def test_builds_by_folder(build: Callable[[str, str], Path], random_gguf: Callable[..., Path]) -> None:
     """Of llama.cpp and ik_llama.cpp, which are asked in their own words, and of several."""
     folders = [build("a", "--spec-type"), build("b", "-rtr, --run-time-repack"), build("c", "--spec-type")]
-    found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), folders)}
+    found = {each.key: each for each in methods.baselines(setup(random_gguf(), random_gguf()), folders)}
     ways = ["plain", "draft", "prompt lookup"]
     third = f"llama.cpp of {folders[2] / 'bin' / 'llama-server'}"
     keys = [f"{name}, {way}" for name in ("llama.cpp", "ik_llama.cpp", third) for way in ways]
@@ -814,13 +814,13 @@ def test_builds_by_folder(build: Callable[[str, str], Path], random_gguf: Callab
     assert "--no-repack" in safe["arguments"]
     assert found["llama.cpp, plain"].setups[0][1]["draft"] is None
     assert found["ik_llama.cpp, plain"].setups[0][0] == "llama-server -fa on --log-disable --run-time-repack"
-    without = contenders.peers(setup(random_gguf()), folders[:1])
+    without = methods.baselines(setup(random_gguf()), folders[:1])
     assert not any(each.key.endswith(", draft") for each in without)
-    some = contenders.peers(setup(random_gguf()), folders[:1], "openvino,llama.cpp")
+    some = methods.baselines(setup(random_gguf()), folders[:1], "openvino,llama.cpp")
     assert [each.key.partition(",")[0] for each in some] == ["openvino-genai"] * 2 + ["llama.cpp"] * 2
-    assert contenders.peers(setup(random_gguf()), folders, "none") == []
+    assert methods.baselines(setup(random_gguf()), folders, "none") == []
     with pytest.raises(ValueError, match="an empty name in"):
-        contenders.peers(setup(random_gguf()), folders, "llama.cpp,")
+        methods.baselines(setup(random_gguf()), folders, "llama.cpp,")
 
 
 @pytest.mark.parametrize("says", ["--spec-type", "refuses the whole"])
@@ -829,7 +829,7 @@ def test_a_server_of_llama_cpp_ends_with_its_worker(
 ) -> None:
     """One that does not answer in one piece, as ik_llama.cpp if a text ends amid a character, is asked for several."""
     folder = build("a", says)
-    found = {each.key: each for each in contenders.peers(setup(random_gguf(), random_gguf()), [folder])}
+    found = {each.key: each for each in methods.baselines(setup(random_gguf(), random_gguf()), [folder])}
     child = Worker(*found["llama.cpp, draft"].setups)
     reply = child.run({"prompt": [1], "sampling": WARM, "max_tokens": 12}, 30)
     # Of twelve tokens one came with the prompt, and four were guessed.
@@ -842,7 +842,7 @@ def test_a_server_of_llama_cpp_ends_with_its_worker(
 
 def test_openvino_takes_part_or_says_why_not(random_gguf: Callable[..., Path]) -> None:
     """It reads few kinds of files, and none of so few weights."""
-    each = next(each for each in contenders.peers(setup(random_gguf()), []) if each.key == "openvino-genai, plain")
+    each = next(each for each in methods.baselines(setup(random_gguf()), []) if each.key == "openvino-genai, plain")
     if each.missing:
         assert each.missing == "not installed: openvino, openvino_genai; pip install 'pystaged[peers]'"
         return

@@ -96,11 +96,11 @@ def test_command(path: Path, random_gguf: Callable[..., Path]) -> None:
     def run(*arguments: str, model: Path = path) -> Any:
         return CliRunner().invoke(app, ["bench", "passes", "--model", str(model), "--repeats", "1", *arguments])
 
-    asked = json.loads(run("--no-peer", "--json", "--context", "0,300").stdout)
+    asked = json.loads(run("--no-baseline", "--json", "--context", "0,300").stdout)
     assert {each["context"] for each in asked["passes"]} == {0, 300}
     assert asked["llama_cpp"] == "not asked"
     for model, context in ((path, 256), (random_gguf("Q8_0"), 48)):
-        usual = json.loads(run("--no-peer", "--json", model=model).stdout)
+        usual = json.loads(run("--no-baseline", "--json", model=model).stdout)
         assert {each["context"] for each in usual["passes"]} == {context}
 
 

@@ -159,9 +159,9 @@ def test_a_server_that_tells_no_tokens_has_figures(path: Path, prompts: Path, tm
         "--model", path, "--prompts", prompts, "--max-tokens", "9", "--llama-cpp", server(tmp_path, "ids"), "--json"
     )
     assert done.exit_code == 0, done.output
-    peers = [each for each in json.loads(done.stdout)["figures"] if each["way"] == "llama-server, plain"]
-    assert peers
-    assert all(each["tokens_per_second"] > 0 for each in peers)
+    baselines = [each for each in json.loads(done.stdout)["figures"] if each["way"] == "llama-server, plain"]
+    assert baselines
+    assert all(each["tokens_per_second"] > 0 for each in baselines)
 
 
 @pytest.mark.slow

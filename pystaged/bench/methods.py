@@ -1,4 +1,4 @@
-"""Who takes part in a benchmark: our ways to decode, and the peers that this machine has.
+"""The methods that a benchmark compares: our own, and the baselines that this machine has.
 
 All get the same setup: model and draft (paths, the latter None where n-grams alone draft), threads, n_ctx, ends (tokens
 that end a text). Each adds the module of its runner, and what that asks for: what makes it fastest here. The word on a
@@ -47,37 +47,38 @@ _IK_REPACK = "--run-time-repack"
 
 
 @dataclass(slots=True)
-class Contender:
+class Method:
     """A row of the report.
 
-    key: of the row. way: what its worker calls it. worker: contenders with the same one share a process. setups: of the
-    worker, the next one being tried when one crashes. missing: why it cannot take part, "" if it can.
+    key: of the row. way: what its worker calls it. worker: methods of the same worker share a process. setups: of the
+    worker; where one crashes the next is tried. missing: why it cannot run, "" if it can.
     """
 
     key: str
     way: str
     worker: str
-    is_peer: bool
+    is_baseline: bool
     setups: list[tuple[str, Setup]] = field(default_factory=list)
     missing: str = ""
 
     @property
     def meets_misleading(self) -> bool:
         """Whether it is measured on the worst of cases, too."""
-        return not self.is_peer and self.way in ("plain", "staged")
+        return not self.is_baseline and self.way in ("plain", "staged")
 
 
-def ours(setup: Setup, accept: list[float]) -> list[Contender]:
-    """Our own ways; with `accept` plain decoding and a drafter of that acceptance at depth."""
+def ours(setup: Setup) -> list[Method]:
+    """Our own methods."""
     with_model = without_head(setup)["draft"]
-    named = {way: name for way, name in OURS.items() if with_model or way not in ("tree", "chain")}
-    if accept:
-        named = {"plain": OURS["plain"], "synthetic": f"synthetic, accept {', '.join(f'{rate:g}' for rate in accept)}"}
-    setups = [("", setup | {"runner": f"{__package__}.ways", "accept": accept})]
-    return [Contender(name, way, "ways", False, setups) for way, name in named.items()]
+    setups = [("", setup | {"runner": f"{__package__}.own_methods"})]
+    return [
+        Method(name, way, "own", False, setups)
+        for way, name in OURS.items()
+        if with_model or way not in ("tree", "chain")
+    ]
 
 
-def peers(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> list[Contender]:
+def baselines(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> list[Method]:
     """What people would use instead.
 
     Args:
@@ -91,7 +92,7 @@ def peers(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> list[C
     if names == "none":
         return []
     setup = without_head(setup)
-    found = _llama_cpp_python(setup) + _transformers(setup) + _openvino(setup)
+    found = _llama_cpp_python(setup) + _openvino(setup)
     for folder in llama_cpp:
         found += _server(setup, find_server(folder), {each.key for each in found})
     if names == "all":
@@ -99,9 +100,10 @@ def peers(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> list[C
     words = tuple(map(str.strip, names.split(",")))
     for word in words:
         if not word:
-            raise ValueError(f"an empty name in {names!r}; name peers with single commas between them")
+            raise ValueError(f"an empty name in {names!r}; name baselines with single commas between them")
         if not any(each.key.startswith(word) for each in found):
-            raise ValueError(f"no peer's name begins with {word}; there are {', '.join(each.key for each in found)}")
+            there = ", ".join(each.key for each in found)
+            raise ValueError(f"no baseline's name begins with {word}; there are {there}")
     return [each for each in found if each.key.startswith(words)]
 
 
@@ -124,33 +126,24 @@ def without_head(setup: Setup) -> Setup:
     return setup | {"draft": None} if setup["draft"] and is_head(Path(setup["draft"])) else setup
 
 
-def _llama_cpp_python(setup: Setup) -> list[Contender]:
+def _llama_cpp_python(setup: Setup) -> list[Method]:
     found = []
     for way in ("plain", "prompt lookup"):
         key = f"llama-cpp-python, {way}"
-        mine = setup | {"runner": f"{__package__}.peer_llama_cpp_python", "lookup": way != "plain"}
+        mine = setup | {"runner": f"{__package__}.baseline_llama_cpp_python", "lookup": way != "plain"}
         buffers = {"repacked weights, flash attention": True, "plain weights, flash attention": False}
         setups = [(note, mine | {"extra_buffers": extra}) for note, extra in buffers.items()]
-        found.append(Contender(key, way, key, True, setups))
+        found.append(Method(key, way, key, True, setups))
     return found
 
 
-def _transformers(setup: Setup) -> list[Contender]:
-    setups = [("same weights in F32", setup | {"runner": f"{__package__}.peer_transformers"})]
-    return [
-        Contender(f"transformers, {name}", way, "transformers", True, setups, _absent("torch", "transformers"))
-        for way, name in {"plain": "plain", "assisted": "draft", "lookup": "prompt lookup"}.items()
-        if setup["draft"] or way != "assisted"
-    ]
-
-
-def _openvino(setup: Setup) -> list[Contender]:
+def _openvino(setup: Setup) -> list[Method]:
     """Each with a process, and so weights, of its own: a pipeline is made for one way."""
     found = []
     for way in ("plain", "draft", "prompt lookup") if setup["draft"] else ("plain", "prompt lookup"):
         key = f"openvino-genai, {way}"
-        mine = setup | {"runner": f"{__package__}.peer_openvino", "way": way}
-        found.append(Contender(key, way, key, True, [(_OPENVINO[way], mine)], _absent("openvino", "openvino_genai")))
+        mine = setup | {"runner": f"{__package__}.baseline_openvino", "way": way}
+        found.append(Method(key, way, key, True, [(_OPENVINO[way], mine)], _absent("openvino", "openvino_genai")))
     return found
 
 
@@ -160,7 +153,7 @@ def _absent(*modules: str) -> str:
     return f"not installed: {', '.join(missing)}; pip install 'pystaged[peers]'" if missing else ""
 
 
-def _server(setup: Setup, program: Path, taken: Collection[str]) -> list[Contender]:
+def _server(setup: Setup, program: Path, taken: Collection[str]) -> list[Method]:
     """The ways of one llama-server."""
     done = subprocess.run([program, "--help"], capture_output=True, text=True, errors="replace", check=False)
     is_ik = _IK_REPACK in done.stdout + done.stderr
@@ -173,12 +166,12 @@ def _server(setup: Setup, program: Path, taken: Collection[str]) -> list[Contend
     for way, arguments in {"plain": [], **(_IK_SPECULATIONS if is_ik else _SPECULATIONS)}.items():
         if way == "draft" and setup["draft"] is None:
             continue
-        mine = setup | {"runner": f"{__package__}.peer_llama_cpp", "program": str(program)}
+        mine = setup | {"runner": f"{__package__}.baseline_llama_cpp", "program": str(program)}
         mine |= {} if way == "draft" else {"draft": None}
         key = f"{name}, {way}"
         setups = [
             (f"{_SERVER} {' '.join(options)}", mine | {"arguments": options})
             for options in (fast + arguments, safe + arguments)
         ]
-        found.append(Contender(key, way, key, True, setups))
+        found.append(Method(key, way, key, True, setups))
     return found

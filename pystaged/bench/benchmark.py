@@ -7,13 +7,13 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 from pystaged._core import Model, Tokenizer
-from pystaged.bench import conditions, contenders, models, passes, prompts, summary
-from pystaged.bench.contenders import Setup
+from pystaged.bench import conditions, methods, models, passes, prompts, summary
+from pystaged.bench.methods import Setup
 from pystaged.bench.report import Report
 from pystaged.bench.suite import Suite
 from pystaged.loading.heads import load_head
@@ -24,12 +24,11 @@ _TREE_ROOM = 64  # positions left for the last tree
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class Benchmark:
     """What to measure; each field as the option of `pystaged bench`.
 
-    accept: acceptance at depth 1, 2, ... of the synthetic mode; empty for the usual benchmark.
     warm: so many other prompts of the file have been continued before, and are remembered by what drafts; else nothing
-    is; without `accept`, whose drafter remembers nothing.
+    is.
     """
 
     model: str = "house"
@@ -40,9 +39,8 @@ class Contest:
     max_tokens: int = 128
     minutes: float = 20.0
     threads: int = 0
-    peers: str = "all"
+    baselines: str = "all"
     llama_cpp: Sequence[Path] = ()
-    accept: list[float] = field(default_factory=list)
     warm: int = 0
 
     def run(self, progress: Callable[[str, float, float], None]) -> Report:
@@ -53,7 +51,7 @@ class Contest:
 
         Raises:
             FileNotFoundError: no such model, draft, prompts or folder.
-            ValueError: prompts too long for the model, or none; no such peer.
+            ValueError: prompts too long for the model, or none; no such baseline.
         """
         path = models.find(self.model, self.quantization, lambda what: progress(what, 0.0, 0.0))
         draft = models.find_draft(self.model, self.draft)
@@ -62,17 +60,15 @@ class Contest:
         warm, chosen = found_prompts[: self.warm], found_prompts[self.warm :]
         if not chosen:
             raise ValueError(f"{file} has {len(warm)} prompts; choose a smaller --warm")
-        misleading = [] if self.accept else prompts.misleading(path)
+        misleading = prompts.misleading(path)
         longest = max(len(prompt.tokens) for prompt in [*found_prompts, *misleading])
         setup, kernel = self._setup(path, draft, longest)
         remembered = {"warm": [prompt.tokens.tolist() for prompt in warm], "max_tokens": self.max_tokens}
-        taking_part = contenders.ours(setup | remembered, self.accept)
-        if not self.accept:
-            taking_part += contenders.peers(setup, self.llama_cpp, self.peers)
+        chosen_methods = methods.ours(setup | remembered) + methods.baselines(setup, self.llama_cpp, self.baselines)
         progress("passes of the target", 0.0, 0.0)
-        times = passes.measure(path, repeats=5, num_threads=setup["threads"], peer=False)
-        outcome = Suite(taking_part, chosen, misleading, self.max_tokens, 60 * self.minutes, progress).run()
-        counted = Path(contenders.without_head(setup)["draft"] or path)  # whose text its table is of
+        times = passes.measure(path, repeats=5, num_threads=setup["threads"], baseline=False)
+        outcome = Suite(chosen_methods, chosen, misleading, self.max_tokens, 60 * self.minutes, progress).run()
+        counted = Path(methods.without_head(setup)["draft"] or path)  # whose text its table is of
         table = find_table(counted, None, Tokenizer(os.fsencode(path)))
         used = {run.prompt for run in outcome.runs} & set(range(len(chosen)))
         found = {
@@ -91,15 +87,14 @@ class Contest:
             },
             "max_tokens": self.max_tokens,
             "minutes": self.minutes,
-            "accept": self.accept,
             "warm": self.warm,
             "date": date.today().isoformat(),
             "command": shlex.join(["pystaged", *sys.argv[1:]]),
         }
-        return Report(found, summary.tables(taking_part, outcome), times.to_dict(), outcome)
+        return Report(found, summary.tables(chosen_methods, outcome), times.to_dict(), outcome)
 
     def _setup(self, path: Path, draft: Path | None, longest: int) -> tuple[Setup, str]:
-        """What all contenders get, and the kernel's name."""
+        """What all methods get, and the kernel's name."""
         target, tokenizer = Model(str(path), "", self.threads), Tokenizer(os.fsencode(path))
         if longest + self.max_tokens > target.max_context:
             raise ValueError(

@@ -1,0 +1,132 @@
+"""The runner of our own ways to decode, which share a pair's weights; each has contexts of its own."""
+
+from __future__ import annotations
+
+import time
+from itertools import cycle, product
+from typing import Any
+
+import numpy as np
+
+from pystaged._core import RecycledCandidates, Session
+from pystaged.bench.suite import SAMPLINGS
+from pystaged.bench.worker import Measurement
+from pystaged.config import SamplingConfig
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import GainPolicy
+from pystaged.decoding.requests import Requests, finish
+from pystaged.drafting.model import ModelDrafter
+from pystaged.drafting.ngrams import NgramDrafter
+from pystaged.loading.bundle import Bundle
+from pystaged.loading.factory import DecoderFactory
+from pystaged.stats import GenerationStats
+
+_DRAFTING = "staged", "n-grams"  # the ways that remember
+
+
+class _Ready(Decoder):
+    """Its drafters read the prompt before decoding is timed: they draft whatever it gains."""
+
+    def start(self, *args: Any, **options: Any) -> Requests[int]:
+        reused = yield from super().start(*args, **options)
+        for drafter in self.drafters:
+            yield from drafter.catch_up()
+        return reused
+
+
+class Runner:
+    """Decodes in the ways of Spector & Ré's Table 2, and some more.
+
+    Args:
+        setup: model, draft (path or None), threads, n_ctx; warm: prompts, lists of tokens, that what drafts has
+            continued before, by max_tokens each, and remembers; without any it has no memory.
+    """
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self._bundle = Bundle(setup["model"], setup["draft"], setup["threads"], lambda _: None)
+        self._factory = DecoderFactory(self._bundle)
+        self._n_ctx = setup["n_ctx"]
+        self._warm, self._warm_tokens = setup.get("warm", []), setup.get("max_tokens", 0)
+        # Rates of acceptance learnt under one sampling do not help another.
+        self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
+        # What all that draft share, and as it was before the first prompt measured.
+        self._memory: tuple[RecycledCandidates, RecycledCandidates] | None = None
+        # Now, not while another way is being timed.
+        self._factory.target_cost()
+        self._factory.draft_cost()
+
+    def run(self, job: dict[str, Any]) -> Measurement:
+        if self._warm and job["way"] in _DRAFTING:
+            self._remember()
+        key = job["way"], job["sampling"]
+        if key not in self._decoders:
+            self._decoders[key] = self._decoder(job["way"])
+        return self._generate(self._decoders[key], job)
+
+    def close(self) -> None:
+        for decoder in self._decoders.values():
+            decoder.close()
+        self._decoders.clear()
+        self._memory = self._bundle.recycled = None
+
+    def _remember(self) -> None:
+        """The memory as the prompts of `warm` leave it, which the ways that draft continue in turn."""
+        if self._memory is None:
+            memory = self._bundle.recycled = RecycledCandidates()
+            keys = list(product(_DRAFTING, SAMPLINGS.values()))
+            self._decoders |= {(way, sampling): self._decoder(way) for way, sampling in keys}
+            for prompt, (way, sampling) in zip(self._warm, cycle(keys), strict=False):
+                job = {"prompt": prompt, "sampling": sampling, "max_tokens": self._warm_tokens}
+                self._generate(self._decoders[way, sampling], job)
+            at_first = RecycledCandidates()
+            at_first.copy_from(memory)
+            self._memory = memory, at_first
+        memory, at_first = self._memory
+        memory.copy_from(at_first)
+
+    def _decoder(self, way: str) -> Decoder:
+        bundle = self._bundle
+        if way == "staged":
+            return self._factory.decoder(self._n_ctx, None)
+        target, vocab_size = Session(bundle.target, self._n_ctx), bundle.target.vocab_size
+        if way == "plain":
+            return Decoder(target)
+        if way == "n-grams":
+            policy = GainPolicy(self._factory.target_cost(), self._factory.ngram_cost.lookup)
+            drafter = NgramDrafter(bundle.table, policy, vocab_size, recycled=bundle.recycled)
+            return _Ready(target, drafter)
+        draft, draft_cost = bundle.draft, self._factory.draft_cost()
+        if draft is None or draft_cost is None:
+            raise ValueError(f"{way} needs a draft")
+        policy = GainPolicy(self._factory.target_cost(), draft_cost, children={"tree": 4, "chain": 1}[way])
+        session = Session(draft, self._n_ctx)
+        return _Ready(
+            target,
+            ModelDrafter(session, policy, cost=draft_cost, vocab_size=vocab_size, substitutes=bundle.substitutes),
+        )
+
+    def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
+        prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()
+        # Forget the last text, so that no way finds a part of this prompt in its context.
+        finish(decoder.start(prompt[:1]))
+        tokens, first, ended = list[int](), 0.0, False
+        begin, is_end = time.perf_counter(), self._bundle.tokenizer.is_end
+        for step in decoder.generate(prompt, job["sampling"], job["max_tokens"], is_end=is_end, stats=stats):
+            first = first or time.perf_counter() - begin
+            tokens += step.tokens
+            ended = step.finish_reason == "stop"
+        return Measurement(
+            len(tokens) + ended,  # the end is a token, too
+            stats.decode_seconds,
+            first,
+            tokens,
+            stats.steps,
+            parts={
+                "target passes": stats.target_seconds,
+                "draft passes": stats.native_seconds - stats.target_seconds,
+                "n-grams, policy, Python": stats.decode_seconds - stats.native_seconds,
+            },
+            emitted={name: stage.emitted for name, stage in stats.stages.items()},
+            offered=dict(stats.offered),
+            taken=dict(stats.taken),
+        )
