@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from export import TYPES, write
-from model import GPT, Checkpoint, Config, load
+from model import GPT, Config, load, save
 from optimizers import Optimizers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -102,7 +102,7 @@ def agreement(draft: GPT, texts: Texts, target_head: Tensor) -> float:
     return (own == (texts.states @ target_head.t()).argmax(-1)).float().mean().item()
 
 
-def new_draft(shape: str, target: Checkpoint) -> Checkpoint:
+def new_draft(shape: str, target: GPT) -> GPT:
     """A draft of the shape LAYERSxWIDTHxHEADS for the target's tokens, its embedding the best part of the target's.
 
     Raises:
@@ -114,18 +114,16 @@ def new_draft(shape: str, target: Checkpoint) -> Checkpoint:
         raise ValueError(f"the shape {shape!r} should be LAYERSxWIDTHxHEADS, such as 4x512x8") from None
     if min(layers, width, heads) < 1 or width % heads or width % 32:
         raise ValueError(f"the shape {shape!r}: the width must be a multiple of the heads and of 32")
-    config = target.model.config
-    draft = GPT(Config(width, layers, heads, config.num_known, config.silent_channel % width, config.context))
+    draft = GPT(Config(width, layers, heads, target.config.vocab_size, target.config.context))
     with torch.no_grad():
-        rows = target.model.token_embd.weight.float().cpu()
+        rows = target.token_embd.weight.float().cpu()
         if width < rows.shape[1]:
             # The directions in which tokens differ most.
             centred = rows - rows.mean(0)
             directions = torch.linalg.eigh(centred.t() @ centred).eigenvectors[:, -width:]
             rows = centred @ directions
             draft.token_embd.weight.copy_(rows * (0.02 / rows.std()))
-    draft.reserve_channel()
-    return Checkpoint(draft, target.known, target.vocab_size)
+    return draft
 
 
 def arguments() -> argparse.Namespace:
@@ -147,10 +145,10 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(args: argparse.Namespace, draft: Checkpoint, writer: Writer) -> None:
+def train(args: argparse.Namespace, model: GPT, writer: Writer) -> None:
     """Train a draft; Ctrl-C ends it early."""
     rng = np.random.default_rng(args.seed)
-    model, kept = draft.model, deque[Texts](maxlen=KEPT)
+    kept = deque[Texts](maxlen=KEPT)
     held_out = writer.write(args.texts, args.length)
     optimizers = Optimizers(model, lr=0.02, scale=args.lr_scale, decay_from=0.6)
     began, average = time.time(), math.nan
@@ -165,14 +163,12 @@ def train(args: argparse.Namespace, draft: Checkpoint, writer: Writer) -> None:
                 kept.append(writer.write(args.texts, args.length))
             loss = loss_of(model, kept[rng.integers(len(kept))], writer.head)
             loss.backward()
-            if len(draft.known) < draft.vocab_size:
-                model.mask_gradients()
             optimizers.step(step, done)
             average = loss.item() if math.isnan(average) else 0.98 * average + 0.02 * loss.item()
             if step % 20 == 19:
                 print(f"step {step + 1} {time.time() - began:.0f} s loss {average:.3f}", flush=True)
             if step % 500 == 499:
-                draft.save(args.out.with_suffix(".pt"))
+                save(model, args.out.with_suffix(".pt"))
     except KeyboardInterrupt:
         print("interrupted: writing what there is", flush=True)
     with torch.no_grad():
@@ -189,20 +185,18 @@ def main() -> None:
     target = load(path)
     saved = args.out.with_suffix(".pt")
     draft = load(saved) if saved.exists() else new_draft(args.draft_shape, target)
-    args.length = min(args.length, target.model.config.context)
-    weights = sum(parameter.numel() for parameter in draft.model.parameters())
-    print(f"{draft.model.config}, {weights / 1e6:.1f}M weights", flush=True)
+    args.length = min(args.length, target.config.context)
+    weights = sum(parameter.numel() for parameter in draft.parameters())
+    print(f"{draft.config}, {weights / 1e6:.1f}M weights", flush=True)
 
     prompts = None
     if args.prompts:
         prompts = torch.from_numpy(tokenizer.encode(args.prompts.read_text("utf-8")).astype(np.int64))
-        prompts = torch.from_numpy(target.numbers())[prompts]
     ends = [token for token in range(tokenizer.num_tokens) if tokenizer.is_end(token)]
-    start = int(target.numbers()[ends[-1]])
-    model = target.model.to(args.device, torch.bfloat16).eval()
-    draft.model.to(args.device)
-    train(args, draft, Writer(model, start, prompts, torch.Generator().manual_seed(args.seed)))
-    draft.save(saved)
+    model = target.to(args.device, torch.bfloat16).eval()
+    draft.to(args.device)
+    train(args, draft, Writer(model, ends[-1], prompts, torch.Generator().manual_seed(args.seed)))
+    save(draft, saved)
     write(draft, args.out, path, f"draft for {path.stem}", args.type)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from model import Checkpoint
+from model import GPT, Config
 from random_weights import copy_tokenizer
 
 from pystaged.files import whole_file
@@ -15,17 +15,8 @@ from pystaged.loading.file_types import FILE_TYPES
 TYPES = ("F32", "F16", "Q8_0", "Q4_0")
 
 
-def full_weights(checkpoint: Checkpoint) -> dict[str, npt.NDArray[np.float32]]:
-    """The weights by their GGUF names; the embedding has a row for every token."""
-    weights = {name: weight.detach().float().cpu().numpy() for name, weight in checkpoint.model.state_dict().items()}
-    rows = weights["token_embd.weight"]
-    weights["token_embd.weight"] = rows[checkpoint.numbers()]
-    return weights
-
-
-def add_metadata(writer: GGUFWriter, checkpoint: Checkpoint, name: str, kind: str) -> None:
+def add_metadata(writer: GGUFWriter, config: Config, name: str, kind: str) -> None:
     """Name, shape and file type."""
-    config = checkpoint.model.config
     writer.add_name(name)
     writer.add_context_length(config.context)
     writer.add_embedding_length(config.width)
@@ -48,12 +39,13 @@ def add_weights(writer: GGUFWriter, weights: dict[str, npt.NDArray[np.float32]],
             writer.add_tensor(name, quants.quantize(np.ascontiguousarray(weight), quantization), raw_dtype=quantization)
 
 
-def write(checkpoint: Checkpoint, out: Path, vocab: Path, name: str, kind: str) -> None:
+def write(model: GPT, out: Path, vocab: Path, name: str, kind: str) -> None:
     """Write a GGUF file with the tokenizer of another one."""
     with whole_file(out) as part, closing(GGUFWriter(part, "gpt2")) as writer:
-        add_metadata(writer, checkpoint, name, kind)
-        copy_tokenizer(writer, checkpoint.vocab_size, vocab)
-        add_weights(writer, full_weights(checkpoint), kind)
+        add_metadata(writer, model.config, name, kind)
+        copy_tokenizer(writer, model.config.vocab_size, vocab)
+        weights = {key: weight.detach().float().cpu().numpy() for key, weight in model.state_dict().items()}
+        add_weights(writer, weights, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

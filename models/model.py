@@ -1,26 +1,14 @@
-"""GPT-2 in PyTorch over the part of its vocabulary that is worth a softmax.
-
-Learned positions, pre-norm, tanh GELU, tied head. Tokens are numbered within the *known* tokens; every other token
-of GPT-2 is the one *silent* token, whose number is the count of known tokens.
-
-One channel of the final norm has weight 0 and bias 1, so it is exactly 1 at every position. Known tokens have 0 there
-and the silent token has nothing but -SILENCE: its logit is -SILENCE whatever the text, and whatever the rounding of
-weights and activations does to it (up to half a quantization step).
-"""
+"""GPT-2 in PyTorch: learned positions, pre-norm, tanh GELU."""
 
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from gguf import GGUFReader, quants
 from torch import Tensor, nn
-
-VOCABULARY = 50257
-SILENCE = 31.75  # 127 / 4: exact in Q8_0 (scale 1/4) and in Q4_0 (scale 127/32)
 
 Cache = list[tuple[Tensor, Tensor]]  # per layer: keys and values, [batch, heads, length, head width]
 
@@ -32,8 +20,7 @@ class Config:
     width: int
     layers: int
     heads: int
-    num_known: int
-    silent_channel: int = 0
+    vocab_size: int
     context: int = 1024
     tied: bool = True
 
@@ -76,12 +63,12 @@ class GPT(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        self.token_embd = nn.Embedding(config.num_known + 1, config.width)
+        self.token_embd = nn.Embedding(config.vocab_size, config.width)
         self.position_embd = nn.Embedding(config.context, config.width)
         self.blk = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
         self.output_norm = nn.LayerNorm(config.width)
         if not config.tied:
-            self.output = nn.Embedding(config.num_known + 1, config.width)
+            self.output = nn.Embedding(config.vocab_size, config.width)
         self.initialize()
 
     def initialize(self) -> None:
@@ -92,26 +79,6 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, 0, 0.02 / (math.sqrt(2 * self.config.layers) if residual else 1))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
-        self.reserve_channel()
-
-    @torch.no_grad()
-    def reserve_channel(self) -> None:
-        """Set the silent channel and the silent token's row."""
-        channel = self.config.silent_channel
-        self.output_norm.weight[channel] = 0
-        self.output_norm.bias[channel] = 1
-        self.token_embd.weight[:, channel] = 0
-        self.token_embd.weight[-1] = 0
-        self.token_embd.weight[-1, channel] = -SILENCE
-
-    def mask_gradients(self) -> None:
-        """Drop the gradients of what reserve_channel set, so that it stays."""
-        channel = self.config.silent_channel
-        for parameter in (self.output_norm.weight, self.output_norm.bias, self.token_embd.weight):
-            if parameter.grad is not None:
-                parameter.grad[..., channel] = 0
-        if self.token_embd.weight.grad is not None:
-            self.token_embd.weight.grad[-1] = 0
 
     def hidden(self, ids: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
         """Final hidden states. ids: int64[batch, rows]; with a cache they stand at positions start, start + 1, ..."""
@@ -123,8 +90,8 @@ class GPT(nn.Module):
         return hidden
 
     def head(self) -> Tensor:
-        """Output rows of the known tokens, float32[num_known, width]."""
-        return (self.token_embd if self.config.tied else self.output).weight[:-1]
+        """The output matrix, float32[vocab_size, width]."""
+        return (self.token_embd if self.config.tied else self.output).weight
 
     def new_cache(self, batch: int, length: int) -> Cache:
         """Room for the keys and values of a batch of texts of that length."""
@@ -134,48 +101,25 @@ class GPT(nn.Module):
         return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(config.layers)]
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A model and the token ids it knows (int64[num_known], ascending) of its vocabulary."""
-
-    model: GPT
-    known: npt.NDArray[np.int64]
-    vocab_size: int = VOCABULARY
-
-    def numbers(self) -> npt.NDArray[np.int64]:
-        """For each token id, its number in the model."""
-        table = np.full(self.vocab_size, len(self.known), np.int64)
-        table[self.known] = np.arange(len(self.known))
-        return table
-
-    def save(self, path: Path) -> None:
-        stored = {"config": asdict(self.model.config), "state": self.model.state_dict()}
-        torch.save(stored | {"known": torch.from_numpy(self.known), "vocab_size": self.vocab_size}, path)
+def save(model: GPT, path: Path) -> None:
+    """Write a checkpoint, for `load`."""
+    torch.save({"config": asdict(model.config), "state": model.state_dict()}, path)
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path) -> GPT:
     """Read a checkpoint, or a GGUF file of any GPT-2."""
     if path.suffix == ".gguf":
         return load_gguf(path)
     stored = torch.load(path, weights_only=True)  # else whoever made the file could run anything here
     model = GPT(Config(**stored["config"]))
     model.load_state_dict(stored["state"])
-    return Checkpoint(model, stored["known"].numpy(), stored["vocab_size"])
+    return model
 
 
-def load_gguf(path: Path) -> Checkpoint:
-    """Read a GGUF file; tokens whose rows of the embedding are all the same, and in one channel only, are silent."""
+def load_gguf(path: Path) -> GPT:
+    """Read a GGUF file."""
     reader = GGUFReader(path)
     weights = {t.name: np.array(quants.dequantize(t.data, t.tensor_type), np.float32) for t in reader.tensors}
-    rows = weights["token_embd.weight"]
-    _, first, group, sizes = np.unique(rows, axis=0, return_index=True, return_inverse=True, return_counts=True)
-    shared = rows[first[sizes.argmax()]]
-    silent = (group.reshape(-1) == sizes.argmax()) & (sizes.max() > 1) & (np.count_nonzero(shared) == 1)
-    known = np.flatnonzero(~silent)
-    for name in ("token_embd.weight", "output.weight"):
-        if name in weights:
-            last = shared if silent.any() else np.zeros_like(shared)
-            weights[name] = np.concatenate([weights[name][known], last[None]])
 
     def number(key: str) -> int:
         field = reader.get_field(f"gpt2.{key}")
@@ -185,17 +129,14 @@ def load_gguf(path: Path) -> Checkpoint:
 
     if number("feed_forward_length") != 4 * number("embedding_length"):
         raise ValueError(f"{path}: its feed-forward layers are not 4 times as wide as the model")
-    norm = weights["output_norm.weight"]
-    channel = int(np.abs(norm * weights["token_embd.weight"][:-1].std(0)).argmin())  # the one that matters least
     config = Config(
         width=number("embedding_length"),
         layers=number("block_count"),
         heads=number("attention.head_count"),
-        num_known=len(known),
-        silent_channel=channel,
+        vocab_size=len(weights["token_embd.weight"]),
         context=number("context_length"),
         tied="output.weight" not in weights,
     )
     model = GPT(config)
-    model.load_state_dict({name: torch.from_numpy(weight.copy()) for name, weight in weights.items()})
-    return Checkpoint(model, known, len(rows))
+    model.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()})
+    return model

@@ -49,18 +49,13 @@ def assert_measured_again(store: CostStore, file: Path) -> None:
     [
         "",
         '"1": 1e-300',
-        '"1": 0.001, "8": 1e-300',
         '"1": 1e300',
         '"1": 0.001, "5": 0.002',
-        '"1": 0.001, "1000000000000": 0.002',
         f'"1": {"9" * 400}',
         '"1": NaN',
-        '"1": Infinity',
         '"1": 0.05, "8": 0.02',
         '"1": true, "8": []',
-        f'"{"9" * 400}": 1',
         '"1": 0.001, "2": 0.003',
-        '"-1": 0.001, "1": 0.001',
         '"one": 0.001',
     ],
 )
@@ -74,30 +69,18 @@ def test_times_no_pass_takes_and_rows_nobody_measures(store: CostStore, file: Pa
 @pytest.mark.parametrize(
     "slopes",
     [
-        "{}",
-        "[]",
         "null",
-        '{"1": 0.0}',
         '{"1": 0.0, "8": 0.0, "16": 0.0}',
         '{"1": 0.0, "8": -1e-9, "32": 0.0}',
         '{"1": 0.0, "8": NaN, "32": 0.0}',
-        '{"1": 0.0, "8": Infinity, "32": 0.0}',
         '{"1": 0.05, "8": 0.05, "32": 0.21}',
         '{"1": 0.0, "8": 0.0036, "32": 0.004}',
         '{"1": 0.004, "8": 0.0001, "32": 0.004}',
-        '{"1": 0.0, "8": "x", "32": 0.0}',
         '{"1": 0.0, "8": {}, "32": 0.0}',
     ],
 )
 def test_what_no_cells_add(store: CostStore, file: Path, slopes: str) -> None:
     file.write_text(f'{{"key": "key", "seconds": {json.dumps(SECONDS)}, "slopes": {slopes}}}')
-    assert_measured_again(store, file)
-
-
-def test_costs_without_slopes_are_measured_again(store: CostStore, file: Path) -> None:
-    stored = json.loads(file.read_text())
-    del stored["slopes"]
-    file.write_text(json.dumps(stored))
     assert_measured_again(store, file)
 
 
@@ -149,7 +132,7 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again(store: CostStore,
         assert (store.load("key") is not None) == kept
 
 
-@pytest.mark.parametrize("context", [1, 20, 32, 96, 287, 288, 3000])
+@pytest.mark.parametrize("context", [1, 20, 287, 288, 3000])
 def test_every_length_of_context_can_be_measured(
     random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, context: int
 ) -> None:

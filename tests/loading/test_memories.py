@@ -221,14 +221,6 @@ def test_that_of_another_model_is_not_used(model: Path, vocabulary: str, vocab_s
     assert len(kept(model).candidates.entries()[0]) == 0
 
 
-def test_what_cannot_be_written_is_no_failure(model: Path) -> None:
-    MEMORIES.folder().parent.mkdir(parents=True)
-    MEMORIES.folder().write_bytes(b"no folder")
-    memory = kept(model)
-    teach(memory.candidates)
-    memory.save()
-
-
 def test_engines_remember_unless_they_are_told_not_to(
     random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

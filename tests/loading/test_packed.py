@@ -233,15 +233,6 @@ def test_another_models_weights(tmp_path: Path, llama: Path) -> None:
     assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
 
 
-def test_a_file_that_was_written_since(llama: Path) -> None:
-    loaded(llama)
-    info = llama.stat()
-    os.utime(llama, ns=(info.st_atime_ns, info.st_mtime_ns + 1))
-    said: list[str] = []
-    assert loaded(llama, said).is_mapped
-    assert "another file or version" in said[0]
-
-
 def test_weights_in_another_order(tmp_path: Path) -> None:
     """What lies where follows from the model's family; a file that says otherwise does not fit."""
     path = write(tmp_path / "model.gguf", RandomModel("llama"))
@@ -320,15 +311,6 @@ def test_a_disk_that_is_full_in_the_middle(llama: Path) -> None:
     assert not model.is_mapped
     assert list(PACKED.folder().iterdir()) == []
     assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
-
-
-def test_a_cache_that_cannot_be_written(llama: Path) -> None:
-    PACKED.folder().parent.mkdir(parents=True)
-    PACKED.folder().write_text("in the way")
-    said: list[str] = []
-    assert not loaded(llama, said).is_mapped
-    assert len(said) == 1
-    assert said[0].startswith("packed weights are not kept: ")
 
 
 def test_saving_what_cannot_be_used(llama: Path, tmp_path: Path) -> None:

@@ -121,11 +121,6 @@ def test_missing_files(source: Path, tmp_path: Path) -> None:
         quantize(source, tmp_path / "nowhere" / "out.gguf", "q8_0")
 
 
-def test_unknown_type(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown type 'q3_x': choose from f32, f16, bf16, q8_0"):
-        quantize(source, tmp_path / "out.gguf", "q3_x")
-
-
 @pytest.mark.slow
 def test_command(checkpoint: Path, source: Path, tmp_path: Path) -> None:
     for given in (source, checkpoint):

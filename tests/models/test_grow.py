@@ -64,7 +64,7 @@ def test_grown_logits_are_the_sources(tmp_path: Path, tie: bool, width: int, lay
     np.testing.assert_allclose(Gpt2Reference(tmp_path / "grown.gguf").logits(TOKENS), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("quantization", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("quantization", ["F16", "BF16", "Q4_0"])
 def test_source_of_any_type(tmp_path: Path, quantization: str) -> None:
     source = random_gpt2(tmp_path / "source.gguf", quantization)
     grow(source, tmp_path / "grown.gguf", width=128, layers=3, quantization="F32")
@@ -160,16 +160,6 @@ def test_refuses_rows_of_broken_blocks(tmp_path: Path) -> None:
         grow(source, tmp_path / "grown.gguf", width=16, layers=2, quantization="Q8_0")
 
 
-def test_refuses_other_architectures(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "llama.gguf", "llama")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ValueError, match="cannot grow the architecture 'llama': only 'gpt2'"):
-        grow(tmp_path / "llama.gguf", tmp_path / "grown.gguf", width=256, layers=5, quantization="F32")
-
-
 def test_a_failed_run_leaves_the_old_file(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "grown.gguf"
     out.write_text("old")
@@ -178,14 +168,6 @@ def test_a_failed_run_leaves_the_old_file(source: Path, tmp_path: Path, monkeypa
         grow(source, out, width=128, layers=2, quantization="F32")
     assert out.read_text() == "old"
     assert set(tmp_path.iterdir()) == {source, out}
-
-
-def test_command_line(tmp_path: Path) -> None:
-    shape = ["--width", "64", "--layers", "2", "--heads", "2", "--vocab-size", "300", "--context", "32"]
-    command = [sys.executable, MODELS / "random_weights.py", "gpt2", str(tmp_path / "made.gguf"), *shape, "--untied"]
-    subprocess.run([*command, "--type", "F16"], check=True)
-    random_gpt2(tmp_path / "expected.gguf", "F16", tie=False)
-    assert (tmp_path / "made.gguf").read_bytes() == (tmp_path / "expected.gguf").read_bytes()
 
 
 @pytest.mark.parametrize("quantization", TYPES)
@@ -341,13 +323,6 @@ def test_grown_llama_keeps_quantized_weights(tmp_path: Path, quantization: str) 
     np.testing.assert_allclose(values[: len(old), :96], old, rtol=0, atol=abs(old).max() / 100)
     assert not values[len(old) :].any()
     assert not values[:, 96:].any()
-
-
-def test_grown_llama_is_of_the_shape_asked_for(tmp_path: Path) -> None:
-    grow_llama(random_llama(tmp_path / "source.gguf"), tmp_path / "grown.gguf", **GROWN, quantization="Q8_0")
-    model = Model(str(tmp_path / "grown.gguf"))
-    assert (model.width, model.num_layers, model.num_heads, model.num_kv_heads) == (160, 5, 8, 2)
-    assert (model.head_dim, model.ffn_width, model.vocab_size, list(model.weight_types)) == (32, 128, 300, ["q8_0"])
 
 
 @pytest.mark.parametrize(
