@@ -52,6 +52,19 @@ def part_file(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
+def keep(path: Path, data: bytes) -> None:
+    """Write a file of the cache folder, for this user alone, whole or not at all.
+
+    What is kept is a convenience: where it cannot be written, it is not there.
+    """
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part_file(path) as part:
+            part.chmod(0o600)
+            part.write_bytes(data)
+            part.replace(path)
+
+
 def destination(path: Path) -> Path:
     """Where a file that is to be written will lie: links are followed.
 

@@ -118,7 +118,7 @@ def bench(
     setup = {"draft": models.find_draft(model, found_draft)}
     with usage():
         methods.baselines(setup, llama_cpp or [], baselines)
-    contest = Benchmark(
+    benchmark = Benchmark(
         model=model,
         draft=found_draft,
         quantization=quantization.upper(),
@@ -144,7 +144,7 @@ def bench(
             words = f"about {left / 60:.0f} min left" if left >= 90 else f"about {left:.0f} s left" if left else ""
             bar.update(task, description=doing, completed=done, total=done + left if left else None, left=words)
 
-        found = contest.run(progress)
+        found = benchmark.run(progress)
     if out:
         report(f"{', '.join(found.write(out))} are in {out}")
     if as_json:

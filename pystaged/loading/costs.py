@@ -17,7 +17,7 @@ from pystaged._core import Model, Session
 from pystaged.backends.devices import open_session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost, measure
-from pystaged.files import cache_folder, part_file, read_small
+from pystaged.files import cache_folder, keep, read_small
 
 # How often first guesses are believed to be right before a drafter has been scored.
 DRAFT_RATE, HEAD_RATE, NGRAM_RATE = 0.75, 0.6, 0.53
@@ -122,16 +122,9 @@ class CostStore:
         return PassCost(seconds, slopes)
 
     def save(self, key: str, cost: PassCost) -> None:
-        """Keep a measurement. Costs are a convenience: where they cannot be written they are measured again."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._path(key)
-            with part_file(path) as part:
-                known = {"key": key, "seconds": cost.seconds, "slopes": cost.slopes}
-                part.write_text(json.dumps(known))
-                part.replace(path)
-        except OSError:
-            pass
+        """Keep a measurement; where it cannot be written, passes are measured again."""
+        known = {"key": key, "seconds": cost.seconds, "slopes": cost.slopes}
+        keep(self._path(key), json.dumps(known).encode())
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pystaged._core import RecycledCandidates
-from pystaged.files import part_file, read_small
+from pystaged.files import keep, read_small
 from pystaged.loading.kept import MEMORIES
 
 _KEPT = RecycledCandidates.num_candidates
@@ -58,7 +58,7 @@ class KeptMemory:
                 self._writer = writer
 
     def save(self) -> None:
-        """Write what is new. A memory is a convenience: where it cannot be written it is not kept."""
+        """Write what is new."""
         if self._writer:
             with suppress(RuntimeError):  # by the collector, in that very thread
                 self._writer.join()  # in a child of fork() there is none, and this returns at once
@@ -69,14 +69,7 @@ class KeptMemory:
         learnt = self.candidates.num_learnt
         keys, tokens, chances = self.candidates.entries()
         payload = keys.tobytes() + tokens.tobytes() + chances.astype(np.float16).tobytes()
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with part_file(self._path) as part:
-                part.chmod(0o600)  # it tells of texts
-                part.write_bytes(self._head + _digest(payload) + b"\n" + payload)
-                part.replace(self._path)
-        except OSError:
-            pass
+        keep(self._path, self._head + _digest(payload) + b"\n" + payload)
         self._saved, self._saved_at = learnt, self._clock()
 
     def _load(self) -> None:

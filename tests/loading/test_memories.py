@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from support.commands import assert_refused, run
 
 import pystaged
 from pystaged._core import RecycledCandidates
-from pystaged.files import part_file
+from pystaged.files import keep
 from pystaged.loading import memories
 from pystaged.loading.kept import MEMORIES
 from pystaged.loading.memories import KeptMemory
@@ -116,16 +115,14 @@ class SlowDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.writers: list[threading.Thread] = []
         self.begun, self.go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr(memories, "part_file", self._part_file)
+        monkeypatch.setattr(memories, "keep", self._keep)
 
-    @contextmanager
-    def _part_file(self, path: Path) -> Iterator[Path]:
+    def _keep(self, path: Path, data: bytes) -> None:
         self.writers.append(threading.current_thread())
         self.begun.set()
         if self.writers[-1] is not threading.main_thread():
             assert self.go_on.wait(60)
-        with part_file(path) as part:
-            yield part
+        keep(path, data)
 
 
 def test_who_uses_it_does_not_wait_for_the_disk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
