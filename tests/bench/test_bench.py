@@ -85,7 +85,8 @@ def test_what_was_continued_before_is_remembered_and_what_is_measured_is_not(
     setup = {"model": str(random_gguf("Q8_0")), "draft": None, "threads": 1, "n_ctx": 96}
     prompt = list(range(3, 20))
     job = {"way": "n-grams", "prompt": prompt, "sampling": WARM, "max_tokens": 40}
-    monkeypatch.setattr(own_methods, "GainPolicy", lambda *_: FixedPolicy(2, 3, 6))  # which drafts for so cheap a target, too
+    # It drafts for so cheap a target, too.
+    monkeypatch.setattr(own_methods, "GainPolicy", lambda *_: FixedPolicy(2, 3, 6))
     cold, warm = (Runner(setup | {"warm": others, "max_tokens": 40}) for others in ([], 4 * [prompt]))
     known: list[bytes] = []  # when a text begins
     generate = Runner._generate
