@@ -1,4 +1,4 @@
-"""One benchmark: the files and prompts, who takes part, what is reported."""
+"""One benchmark: its files and prompts, the methods that it compares, and its report."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _TREE_ROOM = 64  # positions left for the last tree
 class Benchmark:
     """What to measure; each field as the option of `pystaged bench`.
 
-    warm: so many other prompts of the file have been continued before, and are remembered by what drafts; else nothing
-    is.
+    warm: prompts of the file that are continued first, without being measured; what drafts remembers them.
     """
 
     model: str = "house"
@@ -102,7 +101,7 @@ class Benchmark:
                 f"context of {target.max_context}; choose a smaller --max-tokens"
             )
         if draft and is_head(draft):
-            load_head(draft, target, tokenizer)  # now, or every way would fail
+            load_head(draft, target, tokenizer)  # now, or every method would fail
         setup = {
             "model": str(path),
             "draft": str(draft) if draft else None,

@@ -1,4 +1,4 @@
-"""The runner of our own ways to decode, which share a pair's weights; each has contexts of its own."""
+"""The runner of our own methods: they share the weights of one bundle, and each has contexts of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
 from pystaged.stats import GenerationStats
 
-_DRAFTING = "staged", "n-grams"  # the ways that remember
+_DRAFTING = "staged", "n-grams"  # the methods that remember
 
 
 class _Ready(Decoder):
@@ -35,7 +35,7 @@ class _Ready(Decoder):
 
 
 class Runner:
-    """Decodes in the ways of Spector & Ré's Table 2, and some more.
+    """Decodes by the methods of Spector & Ré's Table 2, and some more.
 
     Args:
         setup: model, draft (path or None), threads, n_ctx; warm: prompts, lists of tokens, that what drafts has
@@ -51,7 +51,7 @@ class Runner:
         self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
         # What all that draft share, and as it was before the first prompt measured.
         self._memory: tuple[RecycledCandidates, RecycledCandidates] | None = None
-        # Now, not while another way is being timed.
+        # Now, not while another method is being timed.
         self._factory.target_cost()
         self._factory.draft_cost()
 
@@ -70,7 +70,7 @@ class Runner:
         self._memory = self._bundle.recycled = None
 
     def _remember(self) -> None:
-        """The memory as the prompts of `warm` leave it, which the ways that draft continue in turn."""
+        """The memory as the prompts of `warm` leave it, which the methods that draft continue in turn."""
         if self._memory is None:
             memory = self._bundle.recycled = RecycledCandidates()
             keys = list(product(_DRAFTING, SAMPLINGS.values()))
@@ -107,7 +107,7 @@ class Runner:
 
     def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
         prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()
-        # Forget the last text, so that no way finds a part of this prompt in its context.
+        # Forget the last text, so that no method finds a part of this prompt in its context.
         finish(decoder.start(prompt[:1]))
         tokens, first, ended = list[int](), 0.0, False
         begin, is_end = time.perf_counter(), self._bundle.tokenizer.is_end

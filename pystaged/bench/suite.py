@@ -1,4 +1,4 @@
-"""Runs methods over single prompts in turn, so that a drift of the machine falls on all alike."""
+"""Runs all methods on one prompt after the other, so that a drift of the machine falls on all alike."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Suite:
         ]
 
     def _guarded(self, work: Callable[[_Job], None], job: _Job) -> None:
-        """A method that fails takes part no more."""
+        """A method that fails is not run again."""
         try:
             work(job)
         except WorkerError as error:
@@ -159,7 +159,7 @@ class Suite:
             self._workers[worker].close()  # the others may need its memory
 
     def _drop_slow_baselines(self) -> None:
-        """Whoever is slower by far than another baseline leaves the time to the others."""
+        """Stop baselines that are far slower than another one, to spend the time on the others."""
         measured: dict[str, list[Measurement]] = {key: [] for key, each in self._methods.items() if each.is_baseline}
         for run in self.outcome.runs:
             if run.method in measured and run.measurement.is_timed:
