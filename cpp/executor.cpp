@@ -120,7 +120,6 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) 
         logits->values.resize(floats);
         logits->maxima.resize(floats / kRun);
     }
-    logits->states.resize(num_rows * model_.state_size());
     logits->shortlist.resize(num_rows * size_t(shortlist_size));
     logits->shortlist_values.resize(logits->shortlist.size());
     // Whoever holds them last may be in a child of fork(), where a mutex can be locked for ever.
@@ -133,12 +132,12 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) 
             }};
 }
 
-void Executor::read_shortlist(const Cells& text, Logits& logits) const {
+void Executor::read_shortlist(const TextState& text, Logits& logits) const {
     backend_->read_shortlist(text, logits.shortlist.data(), logits.shortlist_values.data());
     check_shortlist(logits, model_.numbers().vocab_size);
 }
 
-void Executor::read_logits(const Cells& text, Logits& logits) const {
+void Executor::read_logits(const TextState& text, Logits& logits) const {
     backend_->read_logits(text, logits.values.data(), logits.maxima.data());
     check_finite(logits.maxima.data(), logits.num_rows * model_.numbers().logits_stride() / kRun);
 }

@@ -19,7 +19,6 @@ struct Logits {
     int num_rows = 0;
     Lines<float> values;  // [rows][logits stride]
     Lines<float> maxima;  // [rows][logits stride / kRun]
-    Lines<float> states;  // [rows][taps][width]
     // On devices that bring back no more at first, [rows][shortlist size].
     std::vector<int32_t> shortlist;
     std::vector<float> shortlist_values;
@@ -68,8 +67,8 @@ public:
     // Memory for so many rows, reused when nobody holds it any more.
     std::shared_ptr<Logits> make_logits(int num_rows, int shortlist_size);
     // Of a text's last pass. Throw ModelError for what is not finite, DeviceError for what is no token.
-    void read_shortlist(const Cells& text, Logits& logits) const;
-    void read_logits(const Cells& text, Logits& logits) const;
+    void read_shortlist(const TextState& text, Logits& logits) const;
+    void read_logits(const TextState& text, Logits& logits) const;
     LogitsRow row(const Logits& logits, int row) const;
     // A row that is -inf but for its shortlist; until the next such call.
     LogitsRow shortlisted_row(const Logits& logits, int row, int shortlist_size);

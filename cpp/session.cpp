@@ -18,8 +18,8 @@ namespace pystaged {
 
 namespace {
 
-// Cells beyond the context, so that a tree at its very end still has room for branches.
-constexpr int kSpareCells = 512;
+// Rows beyond the context, so that a tree at its very end still has room for branches.
+constexpr int kSpareRows = 512;
 
 // Where threads wait for sessions that others are in.
 struct Waiting {
@@ -98,10 +98,10 @@ Session::Session(std::shared_ptr<const Model> model, int context)
     : model_(std::move(model)),
       context_(checked_context(*model_, context)),
       executor_(Executor::of(*model_)),
-      cells_(executor_->backend().make_cells(context_ + kSpareCells, context_)) {}
+      state_(executor_->backend().make_state(context_ + kSpareRows, context_)) {}
 
 void Session::check_open() const {
-    if (!cells_) {
+    if (!state_) {
         throw std::invalid_argument("the session is closed");
     }
 }
@@ -125,10 +125,10 @@ void Session::check_nothing_pending(const char* call) const {
 
 int Session::checked_reachable(int length) const {
     if (length < 0 || static_cast<size_t>(length) > committed_.size()) {
-        throw std::invalid_argument("cannot truncate " + std::to_string(committed_.size()) + " tokens to " +
+        throw std::invalid_argument("cannot rewind " + std::to_string(committed_.size()) + " tokens to " +
                                     std::to_string(length));
     }
-    return cells_->reachable(length);
+    return state_->reachable(length);
 }
 
 const Session::Row& Session::checked_row(int row) const {
@@ -167,7 +167,7 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
             throw std::invalid_argument("row " + std::to_string(index) + " has parent " + std::to_string(parent) +
                                         "; a parent is -1 or an earlier row");
         }
-        Row row{tokens[i], parent, committed, committed, {}, nullptr, 0};
+        Row row{tokens[i], parent, committed, committed, {}, nullptr, 0, nullptr, nullptr};
         if (parent >= 0) {
             const Row& before = pending_[parent];
             row.position = before.position + 1;
@@ -178,9 +178,9 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
         if (row.position >= context_) {
             throw ContextFullError("the context of " + std::to_string(context_) + " tokens is full");
         }
-        if (cell >= cells_->count()) {
+        if (cell >= state_->room()) {
             throw ContextFullError("the tree has more rows than the context has room for; at most " +
-                                   std::to_string(cells_->count() - committed) + " fit now");
+                                   std::to_string(state_->room() - committed) + " fit now");
         }
         if (row.tail.empty() && cell == row.position) {
             row.direct = row.position + 1;
@@ -194,7 +194,7 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
 // Brings back the logits that are still on the device, before another pass overwrites them or because they are needed.
 void Session::read_logits() {
     if (const std::shared_ptr<Logits> logits = unread_.lock()) {
-        executor_->read_logits(*cells_, *logits);
+        executor_->read_logits(*state_, *logits);
     }
     unread_.reset();
 }
@@ -344,46 +344,31 @@ void Session::commit(const std::vector<int32_t>& path) {
             throw std::invalid_argument("row " + std::to_string(path[i]) + " does not continue the path to commit");
         }
     }
-    move_up(path);
-    keep(path, false);
-}
-
-// Brings a path's cells to the committed end, where nothing is lost that is committed; all of commit() that can fail.
-void Session::move_up(const std::vector<int32_t>& path) {
-    const int committed = static_cast<int>(committed_.size());
-    // Rows only move towards the front, so going along the path never overwrites one that is still to move.
-    std::vector<std::pair<int, int>> moves;
-    for (int i = 0; i < static_cast<int>(path.size()); ++i) {
-        if (path[i] != i) {
-            moves.emplace_back(committed + path[i], committed + i);
-        }
-    }
     committed_.reserve(committed_.size() + path.size());
-    if (!moves.empty()) {
-        cells_->move(moves);
-    }
+    HiddenRows hidden = model_->taps_all_rows() ? hidden_of(path) : HiddenRows();
+    keep(path, false, std::move(hidden));
 }
 
-// Commits a path that was moved up.
-void Session::keep(const std::vector<int32_t>& path, bool was_read, std::vector<float> states) {
+// Commits a path, for which there is room in committed_: nothing fails.
+void Session::keep(const std::vector<int32_t>& path, bool was_read, HiddenRows hidden) {
+    state_->keep(static_cast<int>(committed_.size()), path, was_read);
     for (const int32_t row : path) {
         committed_.push_back(pending_[row].token);
     }
-    states_ = std::move(states);
+    hidden_ = std::move(hidden);
     drop_from(0);
-    cells_->grow(static_cast<int>(committed_.size()), was_read);
 }
 
-// Of judged rows.
-std::vector<float> Session::states_of(const std::vector<int32_t>& path) const {
-    const size_t size = model_->state_size();
-    std::vector<float> states;
-    for (size_t i = 0; i < path.size() && size > 0; ++i) {
-        const Row& row = judged_row(path[i]);
-        const float* first = row.logits->states.data() + row.slot * size;
-        states.insert(states.end(), first, first + size);
+HiddenRows Session::hidden_of(const std::vector<int32_t>& rows) const {
+    HiddenRows found{model_->state_size(), {}};
+    for (const int32_t row : rows) {
+        if (const auto& hidden = checked_row(row).hidden) {
+            found.rows.push_back(hidden);
+        } else {
+            throw std::invalid_argument("nothing was kept of the hidden states of row " + std::to_string(row));
+        }
     }
-    return states;
+    return found;
 }
 
 void Session::discard() {
@@ -398,14 +383,13 @@ int Session::reachable(int length) {
     return checked_reachable(length);
 }
 
-int Session::truncate(int length) {
+int Session::rewind(int length) {
     const Turn turn(*this);
     check_open();
-    const int reached = checked_reachable(length);
+    const int reached = state_->cut(checked_reachable(length));
     drop_from(0);
-    states_.clear();
+    hidden_ = {};
     committed_.resize(reached);
-    cells_->cut(reached);
     return reached;
 }
 
@@ -416,9 +400,8 @@ std::unique_ptr<Session> Session::fork(int length) {
         throw std::invalid_argument("cannot fork after " + std::to_string(length) + " tokens of " +
                                     std::to_string(committed_.size()));
     }
-    const int reached = cells_->reachable(length);
     auto session = std::make_unique<Session>(model_, context_);
-    session->cells_->copy(*cells_, reached);
+    const int reached = session->state_->copy(*state_, length);
     session->committed_.assign(committed_.begin(), committed_.begin() + reached);
     return session;
 }
@@ -432,23 +415,17 @@ void Session::stretch(int length) {
         throw std::invalid_argument("cannot stretch " + std::to_string(committed) + " tokens to " +
                                     std::to_string(length) + " of " + std::to_string(context_));
     }
-    // Copies, because memory that nobody has written to is not there, and takes no time to read.
-    std::vector<std::pair<int, int>> copies;
-    for (int cell = committed; cell < length; ++cell) {
-        copies.emplace_back(committed - 1, cell);
-    }
-    cells_->move(copies);
-    states_.clear();
+    state_->stretch(committed, length);
+    hidden_ = {};
     committed_.resize(length, committed_.back());
-    cells_->grow(length, false);
 }
 
 void Session::close() {
     const Turn turn(*this);
     pending_ = {};
     committed_ = {};
-    states_ = {};
-    cells_.reset();
+    hidden_ = {};
+    state_.reset();
     executor_.reset();
 }
 
@@ -460,9 +437,17 @@ void Session::logits(int row, float* out) {
     std::copy_n(logits.logits, logits.size, out);
 }
 
-std::vector<float> Session::states() {
+HiddenRows Session::hidden() {
     const Turn turn(*this);
-    return states_;
+    HiddenRows found = hidden_;
+    found.width = model_->state_size();
+    return found;
+}
+
+HiddenRows Session::hidden(const std::vector<int32_t>& rows) {
+    const Turn turn(*this);
+    check_open();
+    return hidden_of(rows);
 }
 
 std::vector<int32_t> Session::tokens() {
@@ -473,8 +458,7 @@ std::vector<int32_t> Session::tokens() {
 size_t Session::num_bytes() {
     const Turn turn(*this);
     check_open();
-    const size_t length = committed_.size(), windowed = model_->windowed_cell_bytes();
-    return (model_->cell_bytes() - windowed) * length + windowed * cells_->num_windowed(static_cast<int>(length));
+    return state_->num_bytes(static_cast<int>(committed_.size()));
 }
 
 int Session::num_pending() {
@@ -484,7 +468,7 @@ int Session::num_pending() {
 
 bool Session::closed() {
     const Turn turn(*this);
-    return !cells_;
+    return !state_;
 }
 
 }  // namespace pystaged

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "executor.h"
+#include "hidden_rows.h"
 #include "thread_pool.h"
 
 namespace pystaged {
@@ -72,23 +73,25 @@ public:
     // The longest beginning of the text, of `length` tokens at most, that it can go back to: layers with a window do
     // not keep everything behind it; see KeptCells.
     int reachable(int length);
-    // Keeps the first `length` committed tokens, or as many of them as are reachable, and drops all else; gives memory
-    // back where that is much. Returns how many are left.
-    int truncate(int length);
+    // Goes back to the first `length` committed tokens, or as many of them as are reachable, and drops all else; gives
+    // memory back where that is much. Returns how many are left; the caller reads the others again.
+    int rewind(int length);
     // Another session that begins with the first `length` committed tokens, or as many of them as are reachable;
     // nothing is computed.
     std::unique_ptr<Session> fork(int length);
     // Goes on as if the context held `length` tokens, all like the last one, without computing them: for timing alone.
-    // What is evaluated behind them takes the time that it would take and means nothing; truncate(0) ends the pretence.
+    // What is evaluated behind them takes the time that it would take and means nothing; rewind(0) ends the pretence.
     void stretch(int length);
     // Frees the context; every later call throws std::invalid_argument.
     void close();
 
     // Copies one row's logits, out[vocab_size].
     void logits(int row, float* out);
-    // Hidden states of the last committed rows, [rows][taps][width]: of those that the last call committed, if that was
-    // verify(), else of none.
-    std::vector<float> states();
+    // What the model taps, [taps][width], of the rows that the last call committed, if that was verify() or the model
+    // taps all rows, else of none.
+    HiddenRows hidden();
+    // Of these pending rows, which were judged, or the model taps all.
+    HiddenRows hidden(const std::vector<int32_t>& rows);
     std::vector<int32_t> tokens();
     // Bytes that the keys and values of the committed tokens take.
     size_t num_bytes();
@@ -104,8 +107,10 @@ private:
         int32_t token, parent, position;
         int direct;  // see RowContext
         std::vector<int32_t> tail;
-        std::shared_ptr<Logits> logits;  // or none
-        int slot = 0;                    // in them
+        std::shared_ptr<Logits> logits;      // or none
+        int slot = 0;                        // in them
+        std::shared_ptr<float> hidden;       // or none
+        std::shared_ptr<const float> input;  // another model's hidden states, or none
     };
 
     // One call on some sessions: their locks, and the floating-point environment it computes in.
@@ -134,10 +139,9 @@ private:
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
     void drop_from(size_t first);
     Followed follow_from(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
-    void move_up(const std::vector<int32_t>& path);
-    void keep(const std::vector<int32_t>& path, bool was_read, std::vector<float> states = {});
-    std::vector<float> states_of(const std::vector<int32_t>& path) const;
-    int shortlist_size() const { return executor_->backend().shortlist_size(*cells_); }
+    void keep(const std::vector<int32_t>& path, bool was_read, HiddenRows hidden = {});
+    HiddenRows hidden_of(const std::vector<int32_t>& rows) const;
+    int shortlist_size() const { return executor_->backend().shortlist_size(*state_); }
     void read_logits();
     const Row& judged_row(int row) const;
     LogitsRow logits_row(int row);
@@ -153,10 +157,10 @@ private:
     std::shared_ptr<const Model> model_;
     int context_;
     std::shared_ptr<Executor> executor_;
-    std::unique_ptr<Cells> cells_;  // none once closed
+    std::unique_ptr<TextState> state_;  // none once closed
     std::vector<int32_t> committed_;
     std::vector<Row> pending_;
-    std::vector<float> states_;
+    HiddenRows hidden_;
     std::weak_ptr<Logits> unread_;  // those of the last pass that are still on the device
 };
 

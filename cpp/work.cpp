@@ -93,11 +93,31 @@ void Run::append() {
             throw std::invalid_argument("propose needs one sampling, or one for each judged row");
         }
         check(work->masks, judged, session.model().numbers().vocab_size);
+        const size_t read = session.model().numbers().hidden_width, given = work->hidden.rows.size();
+        if (given != (read > 0 ? n : 0) || (read > 0 && n > 0 && work->hidden.width != read)) {
+            throw std::invalid_argument("the model reads " + std::to_string(read) +
+                                        " numbers of another one's hidden states with each token; there are " +
+                                        std::to_string(given) + " rows of " + std::to_string(work->hidden.width) +
+                                        " for " + std::to_string(n) + " tokens");
+        }
     }
     starts_.reserve(works_.size());
     for (const Work* work : works_) {
         starts_.push_back(work->session->pending_.size());
-        work->session->append(work->tokens, work->parents);
+        Session& session = *work->session;
+        session.append(work->tokens, work->parents);
+        auto& pending = session.pending_;
+        for (size_t i = 0; i < work->hidden.rows.size(); ++i) {
+            pending[starts_.back() + i].input = work->hidden.rows[i];
+        }
+        const Model& model = session.model();
+        const size_t kept = model.taps_all_rows() ? work->tokens.size() : work->num_judged;
+        if (model.state_size() > 0) {
+            auto rows = HiddenRows::make(kept, model.state_size());
+            for (size_t i = 0; i < kept; ++i) {
+                pending[pending.size() - kept + i].hidden = std::move(rows[i]);
+            }
+        }
     }
 }
 
@@ -155,8 +175,10 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
         }
     }
     Pass pass;
-    std::vector<int32_t> tokens, positions;
+    std::vector<int32_t> tokens, positions, parents;
     std::vector<RowContext> contexts;
+    std::vector<float*> hidden;
+    std::vector<const float*> inputs;
     for (const Piece& span : spans) {
         Session& session = *span.session;
         session.read_logits();
@@ -164,20 +186,26 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
             continue;
         }
         const int num_rows = static_cast<int>(span.last - span.first);
-        pass.segments.push_back(
-            {session.cells_.get(), pass.num_rows, num_rows, static_cast<int>(session.committed_.size() + span.first)});
+        pass.segments.push_back({session.state_.get(), pass.num_rows, num_rows,
+                                 static_cast<int>(session.committed_.size()), static_cast<int>(span.first)});
         pass.num_rows += num_rows;
         pass.num_logits += static_cast<int>(span.last - span.judged);
         for (size_t i = span.first; i < span.last; ++i) {
             const Session::Row& row = session.pending_[i];
             tokens.push_back(row.token);
             positions.push_back(row.position);
+            parents.push_back(row.parent);
             contexts.push_back({row.position + 1, row.direct, row.tail.data()});
+            hidden.push_back(row.hidden.get());
+            inputs.push_back(row.input.get());
         }
     }
     pass.tokens = tokens.data();
     pass.positions = positions.data();
+    pass.parents = parents.data();
     pass.contexts = contexts.data();
+    pass.hidden = hidden.data();
+    pass.inputs = inputs.data();
     pass.interrupted = interrupted;
     std::shared_ptr<Logits> logits;
     const int shortlist_size = pieces[0].session->shortlist_size();
@@ -185,7 +213,6 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
         logits = executor_->make_logits(pass.num_logits, shortlist_size);
         pass.logits = logits->values.data();
         pass.maxima = logits->maxima.data();
-        pass.states = logits->states.data();
     }
     executor_->backend().compute(pass);
     if (!logits) {
@@ -194,10 +221,10 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     // A device has one text in a pass.
     Session& session = *pieces[0].session;
     if (shortlist_size > 0) {
-        executor_->read_shortlist(*session.cells_, *logits);
+        executor_->read_shortlist(*session.state_, *logits);
         session.unread_ = logits;
     } else {
-        executor_->read_logits(*session.cells_, *logits);
+        executor_->read_logits(*session.state_, *logits);
     }
     int slot = 0;
     for (const Piece& span : spans) {
@@ -222,19 +249,23 @@ std::vector<Outcome> Run::finish() {
             paths.back().resize(works_[i]->tokens.size());
             std::iota(paths.back().begin(), paths.back().end(), 0);
         }
-        works_[i]->session->move_up(paths.back());
+        auto& committed = works_[i]->session->committed_;
+        committed.reserve(committed.size() + paths.back().size());
     }
-    std::vector<std::vector<float>> states;
+    std::vector<HiddenRows> hidden(works_.size());
     for (size_t i = 0; i < works_.size(); ++i) {
+        const Model& model = works_[i]->session->model();
         const bool verified = works_[i]->kind == Work::Kind::verify;
-        states.push_back(verified ? works_[i]->session->states_of(paths[i]) : std::vector<float>());
+        if (model.state_size() > 0 && (verified || (model.taps_all_rows() && works_[i]->kind == Work::Kind::read))) {
+            hidden[i] = works_[i]->session->hidden_of(paths[i]);
+        }
     }
     // Nothing fails from here on.
     finished_ = true;
     for (size_t i = 0; i < works_.size(); ++i) {
         if (works_[i]->kind != Work::Kind::propose) {
             const bool was_read = works_[i]->kind == Work::Kind::read && !paths[i].empty();
-            works_[i]->session->keep(paths[i], was_read, std::move(states[i]));
+            works_[i]->session->keep(paths[i], was_read, std::move(hidden[i]));
         }
         if (works_[i]->kind == Work::Kind::verify) {
             outcomes[i].followed.path = std::move(paths[i]);
@@ -285,23 +316,23 @@ void Run::find_candidates(std::vector<Outcome>& outcomes) {
     executor_->find_candidates(rows);
 }
 
-Work Work::read(Session& session, std::vector<int32_t> tokens) {
+Work Work::read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden) {
     std::vector<int32_t> parents(tokens.size());
     std::iota(parents.begin(), parents.end(), -1);
-    return {Kind::read, &session, std::move(tokens), std::move(parents), 0, 0, {}, {}};
+    return {Kind::read, &session, std::move(tokens), std::move(parents), 0, 0, {}, {}, std::move(hidden)};
 }
 
 Work Work::verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, const Sampling& sampling,
                   int num_candidates, Masks masks) {
     const int n = static_cast<int>(tokens.size());
-    return {Kind::verify,   &session,   std::move(tokens), std::move(parents), n,
-            num_candidates, {sampling}, std::move(masks)};
+    return {Kind::verify,     &session, std::move(tokens), std::move(parents), n, num_candidates, {sampling},
+            std::move(masks), {}};
 }
 
 Work Work::propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged, int k,
-                   std::vector<Sampling> samplings, Masks masks) {
-    return {Kind::propose, &session, std::move(tokens),    std::move(parents),
-            num_judged,    k,        std::move(samplings), std::move(masks)};
+                   std::vector<Sampling> samplings, Masks masks, HiddenRows hidden) {
+    return {Kind::propose,        &session,         std::move(tokens), std::move(parents), num_judged, k,
+            std::move(samplings), std::move(masks), std::move(hidden)};
 }
 
 std::vector<Outcome> run(const std::vector<const Work*>& works, const std::function<void()>& interrupted) {

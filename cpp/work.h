@@ -23,12 +23,13 @@ struct Work {
     int k = 0;                             // candidates after each judged row, perhaps none
     std::vector<Sampling> samplings;       // one, or of propose one for each judged row
     Masks masks;                           // none, or one for each row of verify, or judged row of propose
+    HiddenRows hidden;                     // for each token another model's, where the session's reads them
 
-    static Work read(Session& session, std::vector<int32_t> tokens);
+    static Work read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden = {});
     static Work verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents,
                        const Sampling& sampling, int num_candidates = 0, Masks masks = {});
     static Work propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged,
-                        int k, std::vector<Sampling> samplings, Masks masks = {});
+                        int k, std::vector<Sampling> samplings, Masks masks = {}, HiddenRows hidden = {});
 };
 
 // Does all works in one pass, or in several where their rows are more than it takes or the backend does not mix texts.

@@ -180,7 +180,7 @@ def write_file(engine: pystaged.Engine, model: Model, questions: Questions, numb
 
 def states_of(target: Session, prompt: npt.NDArray[np.int32], answer: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
     """The target's states that each token of an answer came of, float32[tokens, taps, width], of mean square 1."""
-    target.truncate(0)
+    target.rewind(0)
     target.prefill(prompt[:-1])
     parents = np.arange(-1, len(answer) - 1)
     target.verify(np.concatenate([prompt[-1:], answer[:-1]]), parents, Sampling(), masks=only(answer))

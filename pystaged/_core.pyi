@@ -223,6 +223,7 @@ class Model:
         progress: Callable[[], None] | None = None,
         kv: str = "f16",
         packed: str | bytes | PathLike[str] | PathLike[bytes] = "",
+        lender: Model | None = None,
     ) -> None: ...
     def save_packed(self, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """Write the packed weights into a file that exists.
@@ -256,9 +257,10 @@ class Model:
     @property
     def taps(self) -> list[int]:
         """The layers behind which sessions hand out hidden states."""
-    def tap(self, layers: Sequence[int]) -> None:
-        """From now on sessions hand out the hidden states behind these layers, which rise from 1 on. Raises ValueError
-        where there are no such layers, where they are on devices, and where there are sessions."""
+    def tap(self, layers: Sequence[int], all_rows: bool = False) -> None:
+        """From now on sessions hand out the hidden states behind these layers, which rise from 1 on: of the rows that
+        are judged, or of all, those of prompts too. Raises ValueError where there are no such layers, where they are on
+        devices, and where there are sessions."""
     @property
     def file_bytes(self) -> int: ...
     @property
@@ -299,6 +301,19 @@ class Model:
     @property
     def architecture(self) -> str:
         """The family, as the file names it: "llama", "qwen3", ..."""
+
+class HiddenRows:
+    """Hidden states of rows, which another model's pass may read; they never leave the extension's memory."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+    def __len__(self) -> int: ...
+    def __getitem__(self, rows: slice) -> HiddenRows: ...
+    def __add__(self, other: HiddenRows) -> HiddenRows:
+        """The rows of both, in order. Raises ValueError where their widths differ."""
+    def numpy(self) -> NDArray[np.float32]:
+        """A copy, float32[n, width]."""
 
 class RecycledCandidates:
     """The target's likeliest next tokens after a token and after a pair, with chances; one for all texts of a model,
@@ -488,13 +503,13 @@ class Session:
         Raises:
             ValueError: fewer tokens are committed.
         """
-    def truncate(self, length: int) -> int:
-        """Keep the first `length` committed tokens, or as many of them as are reachable, and drop all else.
+    def rewind(self, length: int) -> int:
+        """Go back to the first `length` committed tokens, or as many of them as are reachable, and drop all else.
 
         Memory is given back where it is much.
 
         Returns:
-            How many tokens are left.
+            How many tokens are left; the caller reads the others again.
 
         Raises:
             ValueError: fewer tokens are committed.
@@ -509,7 +524,7 @@ class Session:
     def stretch(self, length: int) -> None:
         """Go on as if the context held `length` tokens, all like the last one, without computing them: to time passes.
 
-        What is evaluated behind them takes the time that it would take and means nothing; truncate(0) ends the
+        What is evaluated behind them takes the time that it would take and means nothing; rewind(0) ends the
         pretence.
 
         Raises:
@@ -523,9 +538,14 @@ class Session:
     def tokens(self) -> NDArray[np.int32]:
         """The committed tokens, int32[n]."""
     @property
+    def hidden(self) -> HiddenRows:
+        """What the model taps of the rows that the last call committed, [n, taps * width]: if that was `verify`, or if
+        the model taps all rows, else of none."""
+    def hidden_of(self, rows: _Ints) -> HiddenRows:
+        """The same of pending rows. Raises ValueError for rows of which nothing was kept."""
+    @property
     def states(self) -> NDArray[np.float32]:
-        """Hidden states of the last committed rows, float32[n, taps, width]: of those that the last call committed, if
-        that was `verify`, else of none."""
+        """A copy of `hidden`, float32[n, taps, width]."""
     @property
     def num_bytes(self) -> int:
         """Bytes that the keys and values of the committed tokens take."""
@@ -559,8 +579,11 @@ class Work:
     is checked by run()."""
 
     @staticmethod
-    def read(session: Session, tokens: _Ints) -> Work:
-        """Evaluate and commit tokens, int[n], as Session.prefill; the result is None."""
+    def read(session: Session, tokens: _Ints, hidden: HiddenRows | None = None) -> Work:
+        """Evaluate and commit tokens, int[n], as Session.prefill; the result is None.
+
+        hidden: of each token another model's hidden states, where the session's model reads them.
+        """
     @staticmethod
     def verify(
         session: Session,
@@ -580,11 +603,12 @@ class Work:
         k: int,
         sampling: Sampling | Sequence[Sampling],
         masks: NDArray[np.uint32] | None = None,
+        hidden: HiddenRows | None = None,
     ) -> Work:
         """Append pending rows, as Session.evaluate with num_logits = num_judged, and rank what may follow those judged.
 
-        One sampling for all judged rows, or one for each. The result is that of Session.candidates for the judged rows,
-        int32[num_judged, k] and float32[num_judged, k].
+        One sampling for all judged rows, or one for each; hidden as in read. The result is that of Session.candidates
+        for the judged rows, int32[num_judged, k] and float32[num_judged, k].
         """
     @property
     def session(self) -> Session: ...

@@ -351,7 +351,7 @@ class ContextPool:
 def _cut(context: Decoder, length: int) -> None:
     """Keep the first tokens of a context, in its draft too, which may have read less of the text."""
     for session in context.sessions:
-        session.truncate(min(len(session.tokens), length))
+        session.rewind(min(len(session.tokens), length))
 
 
 def _reaches(context: Decoder, held: NDArray[np.int32], beginning: NDArray[np.int32]) -> bool:

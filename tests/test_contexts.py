@@ -59,7 +59,7 @@ class SimulatedSession:
     def num_bytes(self) -> int:
         return self.cell_bytes * len(self.tokens)
 
-    def truncate(self, length: int) -> int:
+    def rewind(self, length: int) -> int:
         assert not self.closed
         assert length <= len(self.tokens)
         self.tokens = self.tokens[: self.reachable(length)]
@@ -103,8 +103,8 @@ class WindowedSession(SimulatedSession):
     def num_bytes(self) -> int:
         return super().num_bytes - self.windowed_cell_bytes * self.first
 
-    def truncate(self, length: int) -> int:
-        first, reached = self.first, super().truncate(length)
+    def rewind(self, length: int) -> int:
+        first, reached = self.first, super().rewind(length)
         self._first, self._length = first if reached else 0, reached
         return reached
 

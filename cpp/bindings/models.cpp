@@ -112,17 +112,19 @@ void add_models(py::module_& m) {
 
     py::class_<Model, std::shared_ptr<Model>>(m, "Model")
         .def(py::init([](const py::object& path, const std::string& kernel, int num_threads, const std::string& device,
-                         const std::function<void()>& progress, const std::string& kv, const py::object& packed) {
+                         const std::function<void()>& progress, const std::string& kv, const py::object& packed,
+                         std::shared_ptr<Model> lender) {
                  const std::string bytes = to_path(path), packed_bytes = to_path(packed);
                  const KvType type = to_kv_type(kv);
                  const py::gil_scoped_release release;
                  return std::make_shared<Model>(bytes, kernel, num_threads,
                                                 device == "cpu" ? Devices() : find_devices(device), progress, type,
-                                                packed_bytes);
+                                                packed_bytes, std::move(lender));
              }),
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
-             py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "")
-        .def("tap", &Model::tap, py::arg("layers"))
+             py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "",
+             py::arg("lender") = nullptr)
+        .def("tap", &Model::tap, py::arg("layers"), py::arg("all_rows") = false)
         .def_property_readonly("matrix_bytes", &Model::matrix_bytes)
         .def_property_readonly("buffer_bytes", &Model::buffer_bytes)
         .def_property_readonly("is_mapped", &Model::is_mapped)

@@ -43,6 +43,18 @@ void check_num_candidates(const Session& session, int num_candidates) {
     }
 }
 
+// float32[rows, width].
+py::array to_matrix(const HiddenRows& hidden) {
+    const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(hidden.rows.size()),
+                                         static_cast<py::ssize_t>(hidden.width)};
+    return py::array_t<float>(shape, hidden.values().data());
+}
+
+HiddenRows hidden_of(Session& session) {
+    const py::gil_scoped_release release;
+    return session.hidden();
+}
+
 // The path, the tokens, and the log-probabilities where there are any: of the tokens, and of the k likeliest in place
 // of each, best first.
 py::tuple to_tuple(const Followed& followed) {
@@ -114,6 +126,32 @@ py::list run_works(const py::object& works) {
 }  // namespace
 
 void add_sessions(py::module_& m) {
+    py::class_<HiddenRows>(m, "HiddenRows")
+        .def_readonly("width", &HiddenRows::width)
+        .def("__len__", [](const HiddenRows& self) { return self.rows.size(); })
+        .def("__getitem__",
+             [](const HiddenRows& self, const py::slice& slice) {
+                 size_t start = 0, stop = 0, step = 0, length = 0;
+                 if (!slice.compute(self.rows.size(), &start, &stop, &step, &length)) {
+                     throw py::error_already_set();
+                 }
+                 HiddenRows part{self.width, {}};
+                 for (size_t i = 0; i < length; ++i, start += step) {
+                     part.rows.push_back(self.rows[start]);
+                 }
+                 return part;
+             })
+        .def("__add__",
+             [](const HiddenRows& self, const HiddenRows& other) {
+                 if (self.width != other.width && !self.rows.empty() && !other.rows.empty()) {
+                     throw py::value_error("hidden rows of different widths do not go together");
+                 }
+                 HiddenRows both{self.rows.empty() ? other.width : self.width, self.rows};
+                 both.rows.insert(both.rows.end(), other.rows.begin(), other.rows.end());
+                 return both;
+             })
+        .def("numpy", [](const HiddenRows& self) { return to_matrix(self); });
+
     py::class_<Session>(m, "Session")
         .def(py::init([](std::shared_ptr<Model> model, int n_ctx) {
                  const py::gil_scoped_release release;
@@ -194,7 +232,7 @@ void add_sessions(py::module_& m) {
             py::arg("path"))
         .def("discard", &Session::discard, py::call_guard<py::gil_scoped_release>())
         .def("reachable", &Session::reachable, py::arg("length"), py::call_guard<py::gil_scoped_release>())
-        .def("truncate", &Session::truncate, py::arg("length"), py::call_guard<py::gil_scoped_release>())
+        .def("rewind", &Session::rewind, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("fork", &Session::fork, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("stretch", &Session::stretch, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
@@ -219,18 +257,21 @@ void add_sessions(py::module_& m) {
                                })
         .def_property_readonly("states",
                                [](Session& self) {
-                                   std::vector<float> states;
-                                   {
-                                       const py::gil_scoped_release release;
-                                       states = self.states();
-                                   }
-                                   const auto taps = static_cast<py::ssize_t>(self.model().taps().size());
                                    const py::ssize_t width = self.model().numbers().width;
-                                   const auto size = static_cast<py::ssize_t>(states.size());
-                                   const std::vector<py::ssize_t> shape{taps > 0 ? size / (taps * width) : 0, taps,
-                                                                        width};
-                                   return py::array_t<float>(shape, states.data());
+                                   const auto taps = static_cast<py::ssize_t>(self.model().taps().size());
+                                   const HiddenRows rows = hidden_of(self);
+                                   const auto n = static_cast<py::ssize_t>(rows.rows.size());
+                                   return to_matrix(rows).reshape({n, taps, width});
                                })
+        .def_property_readonly("hidden", &hidden_of)
+        .def(
+            "hidden_of",
+            [](Session& self, const py::object& rows) {
+                const std::vector<int32_t> ids = to_ints(rows, "rows");
+                const py::gil_scoped_release release;
+                return self.hidden(ids);
+            },
+            py::arg("rows"))
         .def_property_readonly("num_pending",
                                [](Session& self) {
                                    const py::gil_scoped_release release;
@@ -259,8 +300,10 @@ void add_sessions(py::module_& m) {
     py::class_<Work>(m, "Work")
         .def_static(
             "read",
-            [](Session& session, const py::object& tokens) { return Work::read(session, to_ints(tokens, "tokens")); },
-            py::arg("session"), py::arg("tokens"), py::keep_alive<0, 1>())
+            [](Session& session, const py::object& tokens, const std::optional<HiddenRows>& hidden) {
+                return Work::read(session, to_ints(tokens, "tokens"), hidden.value_or(HiddenRows()));
+            },
+            py::arg("session"), py::arg("tokens"), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
         .def_static(
             "verify",
             [](Session& session, const py::object& tokens, const py::object& parents, const Sampling& sampling,
@@ -274,13 +317,13 @@ void add_sessions(py::module_& m) {
         .def_static(
             "propose",
             [](Session& session, const py::object& tokens, const py::object& parents, int num_judged, int k,
-               const Samplings& sampling, const MaskArray& masks) {
+               const Samplings& sampling, const MaskArray& masks, const std::optional<HiddenRows>& hidden) {
                 check_k(session, k);
                 return Work::propose(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), num_judged, k,
-                                     to_samplings(sampling), to_masks(masks));
+                                     to_samplings(sampling), to_masks(masks), hidden.value_or(HiddenRows()));
             },
             py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("num_judged"), py::arg("k"),
-            py::arg("sampling"), py::arg("masks") = py::none(), py::keep_alive<0, 1>())
+            py::arg("sampling"), py::arg("masks") = py::none(), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
         .def_property_readonly(
             "session", [](const Work& self) { return self.session; }, py::return_value_policy::reference)
         .def_property_readonly("num_rows", [](const Work& self) { return self.tokens.size(); });

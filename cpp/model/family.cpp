@@ -9,19 +9,21 @@ constexpr unsigned kBiases = kQkvBias | kOutputBias | kFfnBias;
 constexpr unsigned kLlama = kHead | kBiases | kRopeFactors | kLongFactors;
 
 constexpr Family kFamilies[] = {
-    {"gpt2", Pairs::none, Gate::none, kPositions | kPreNorms | kBiases, kHead, true},
-    {"llama", Pairs::adjacent, Gate::silu, kPreNorms, kLlama},
-    {"mistral3", Pairs::adjacent, Gate::silu, kPreNorms, kLlama},
-    {"granite", Pairs::adjacent, Gate::silu, kPreNorms, kLlama},
-    {"smollm3", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kQkvBias, false, 4},
+    {"gpt2", Pairs::none, Gate::none, kPositions | kPreNorms | kBiases, kHead, kLayerNorm | kDefaultNumbers},
+    {"llama", Pairs::adjacent, Gate::silu, kPreNorms, kLlama, kWholeRotation},
+    {"mistral3", Pairs::adjacent, Gate::silu, kPreNorms, kLlama, kYarnKeys | kTemperatureScale},
+    {"granite", Pairs::adjacent, Gate::silu, kPreNorms, kLlama, kScaleKeys | kMayNotRotate},
+    {"smollm3", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kQkvBias, 0, 4},
     {"qwen2", Pairs::halves, Gate::silu, kPreNorms, kHead | kQkvBias | kHeadBias},
     {"qwen3", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead | kQkvBias},
     {"phi3", Pairs::halves, Gate::silu, kPreNorms | kFusedGate, kHead | kQkvBias | kLongFactors},
-    {"starcoder2", Pairs::halves, Gate::none, kPreNorms | kOutputBias | kFfnBias, kHead | kQkvBias, true},
-    {"stablelm", Pairs::halves, Gate::silu, kAttnNorm | kHead, kFfnNorm | kQkvBias | kOwnHeadNorms, true},
-    {"olmo2", Pairs::halves, Gate::silu, kPostNorms | kWholeNorms | kHead, kQkvBias, false, 0, 4},
-    {"gemma2", Pairs::halves, Gate::gelu, kPreNorms | kPostNorms, kQkvBias, false, 0, 2, true},
-    {"gemma3", Pairs::halves, Gate::gelu, kPreNorms | kPostNorms | kHeadNorms, kHead | kQkvBias, false, 0, 6, true},
+    {"starcoder2", Pairs::halves, Gate::none, kPreNorms | kOutputBias | kFfnBias, kHead | kQkvBias, kLayerNorm},
+    {"stablelm", Pairs::halves, Gate::silu, kAttnNorm | kHead, kFfnNorm | kQkvBias | kOwnHeadNorms, kLayerNorm},
+    {"olmo2", Pairs::halves, Gate::silu, kPostNorms | kWholeNorms | kHead, kQkvBias, kWindowOriginalRope, 0, 4},
+    {"gemma2", Pairs::halves, Gate::gelu, kPreNorms | kPostNorms, kQkvBias, kScaledEmbedding | kLogitSoftcap, 0, 2,
+     4096, 46, 50, 30},
+    {"gemma3", Pairs::halves, Gate::gelu, kPreNorms | kPostNorms | kHeadNorms, kHead | kQkvBias,
+     kScaledEmbedding | kLogitSoftcap | kWindowOwnRope, 0, 6, 0, 62},
 };
 
 // Keys of state that grows with no position: it cannot be cut back, and the rows of a tree cannot share it.

@@ -30,15 +30,34 @@ enum Part : unsigned {
     kLongFactors = 1 << 14,  // rope_factors_long and rope_factors_short
 };
 
+// What holds for some architectures and not for others.
+enum Rule : unsigned {
+    kLayerNorm = 1 << 0,           // norms are layer norms, else RMS
+    kScaledEmbedding = 1 << 1,     // by the square root of the width
+    kWholeRotation = 1 << 2,       // rotary positions turn all of a head
+    kMayNotRotate = 1 << 3,        // rope.scaling.finetuned says whether rotary positions are used at all
+    kYarnKeys = 1 << 4,            // the file has YaRN's constants
+    kTemperatureScale = 1 << 5,    // queries grow beyond the original context, by attention.temperature_scale
+    kScaleKeys = 1 << 6,           // the file has the scales of embeddings, attention, branches and logits
+    kLogitSoftcap = 1 << 7,        // final_logit_softcapping
+    kDefaultNumbers = 1 << 8,      // a file may lack the feed-forward width and the norms' epsilon
+    kWindowOwnRope = 1 << 9,       // layers with a window: a base of their own, 10,000 by default, and no stretching
+    kWindowOriginalRope = 1 << 10  // layers with a window: the base of all, and no stretching
+};
+
 struct Family {
     const char* name;  // general.architecture
     Pairs rope;
     Gate gate;
-    unsigned required, optional;   // parts
-    bool layer_norm = false;       // else RMS
-    int skip_rope_every = 0;       // every so many layers, one has no rotary positions
-    int window_period = 0;         // where a file has a window but no pattern: how many layers to one without it
-    bool scale_embedding = false;  // by the square root of the width
+    unsigned required, optional;  // parts
+    unsigned rules = 0;
+    int skip_rope_every = 0;  // every so many layers, one has no rotary positions
+    int window_period = 0;    // where a file has a window but no pattern: how many layers to one without it
+    int window = 0;           // of a file that states none; such a family always has one
+    int largest = 0;  // layers of the model that scales attention as if its heads shared its width, whatever their own
+    float attention_softcap = 0, logit_softcap = 0;  // where the file has none
+
+    bool has(Rule rule) const { return rules & rule; }
 };
 
 // The row of a file. Throws ModelError for an architecture that has none, saying what it would need.

@@ -74,7 +74,7 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
     if (rope.dims % 2 != 0) {
         file.fail("metadata '" + keys.name("rope.dimension_count") + "' is odd, but rotary positions turn pairs");
     }
-    if (std::string(family.name) == "llama" && rope.dims != h.head_dim) {
+    if (family.has(kWholeRotation) && rope.dims != h.head_dim) {
         file.fail("metadata '" + keys.name("rope.dimension_count") + "' is " + std::to_string(rope.dims) +
                   " where heads are " + std::to_string(h.head_dim) + " wide");
     }
@@ -97,7 +97,7 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
     rope.yarn = scaling == "yarn";
     if (rope.yarn) {
         double multiplier = 0;
-        if (std::string(family.name) == "mistral3") {
+        if (family.has(kYarnKeys)) {
             rope.beta_fast = keys.positive("rope.scaling.yarn_beta_fast", rope.beta_fast);
             rope.beta_slow = keys.positive("rope.scaling.yarn_beta_slow", rope.beta_slow);
             multiplier = keys.real("rope.scaling.yarn_log_multiplier", 0);
@@ -112,12 +112,10 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
 
     h.windowed_rope = rope;
     h.windowed_rope.base = keys.positive("rope.freq_base_swa", rope.base);
-    const std::string name = family.name;
-    if (name == "gemma3") {
+    if (family.has(kWindowOwnRope)) {
         h.windowed_rope.base = keys.positive("rope.freq_base_swa", 10000);
         h.windowed_rope.scale = 1;
-    } else if (name == "olmo2") {
-        // OLMo 3 stretches the context of its global layers only.
+    } else if (family.has(kWindowOriginalRope)) {
         h.windowed_rope.scale = h.windowed_rope.magnitude = 1;
         h.windowed_rope.yarn = false;
         h.windowed_rope.base = rope.base;
@@ -127,7 +125,7 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
             h.layers[i].rotates = false;
         }
     }
-    if (name == "granite" && !file.flag(keys.name("rope.scaling.finetuned"), true)) {
+    if (family.has(kMayNotRotate) && !file.flag(keys.name("rope.scaling.finetuned"), true)) {
         for (LayerNumbers& layer : h.layers) {
             layer.rotates = false;
         }
@@ -139,10 +137,9 @@ void read_windows(const GgufFile& file, const Family& family, const Keys& keys, 
     if (family.window_period == 0) {
         return;
     }
-    const bool always = std::string(family.name) == "gemma2";
-    h.window = keys.number("attention.sliding_window", 0, int64_t(1) << 30, always ? 4096 : 0);
+    h.window = keys.number("attention.sliding_window", 0, int64_t(1) << 30, family.window);
     if (h.window == 0) {
-        if (always) {
+        if (family.window > 0) {
             file.fail("metadata '" + keys.name("attention.sliding_window") + "' is 0");
         }
         return;
@@ -165,12 +162,10 @@ void read_windows(const GgufFile& file, const Family& family, const Keys& keys, 
 }
 
 void read_scales(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
-    const std::string name = family.name;
-    // The largest Gemmas scale by the width of a head as it would be if heads shared the model's width.
-    const bool large_gemma = (name == "gemma2" && h.num_layers == 46) || (name == "gemma3" && h.num_layers == 62);
-    h.attention_scale = 1 / std::sqrt(static_cast<float>(large_gemma ? h.width / h.num_heads : h.head_dim));
-    h.embedding_scale = family.scale_embedding ? std::sqrt(static_cast<float>(h.width)) : 1;
-    if (name == "granite") {
+    const int head_dim = h.num_layers == family.largest ? h.width / h.num_heads : h.head_dim;
+    h.attention_scale = 1 / std::sqrt(static_cast<float>(head_dim));
+    h.embedding_scale = family.has(kScaledEmbedding) ? std::sqrt(static_cast<float>(h.width)) : 1;
+    if (family.has(kScaleKeys)) {
         const auto scale = [&](const char* key, float otherwise) {
             const float value = keys.real(key, 0);
             return value == 0 ? otherwise : value;
@@ -182,19 +177,23 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
         h.residual_scale = scale("residual_scale", 1);
         h.embedding_scale = scale("embedding_scale", 1);
         h.attention_scale = scale("attention.scale", h.attention_scale);
-    } else if (name == "gemma2") {
-        h.attention_softcap = keys.positive("attn_logit_softcapping", 50);
-        h.logit_softcap = keys.positive("final_logit_softcapping", 30);
-    } else if (name == "gemma3") {
-        h.logit_softcap = std::fabs(keys.real("final_logit_softcapping", 0));
-    } else if (name == "mistral3") {
+    }
+    if (family.attention_softcap > 0) {
+        h.attention_softcap = keys.positive("attn_logit_softcapping", family.attention_softcap);
+    }
+    if (family.has(kLogitSoftcap)) {
+        const char* key = "final_logit_softcapping";
+        h.logit_softcap =
+            family.logit_softcap > 0 ? keys.positive(key, family.logit_softcap) : std::fabs(keys.real(key, 0));
+    }
+    if (family.has(kTemperatureScale)) {
         h.temperature_scale = keys.real("attention.temperature_scale", 0);
     }
 }
 
 }  // namespace
 
-Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family) {
+Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* lender) {
     const Keys keys(file, family);
     Hyperparameters h;
     h.width = keys.number("embedding_length", 1, kMostNumbers);
@@ -202,7 +201,6 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family)
     h.original_context = keys.number("rope.scaling.original_context_length", 1, kMostNumbers, h.max_context);
     h.num_layers = keys.number("block_count", 1, kMostLayers);
     h.layers.resize(h.num_layers);
-    const bool gpt2 = std::string(family.name) == "gpt2";
     h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0);
     if (h.num_heads == 0) {
         file.fail("metadata '" + keys.name("attention.head_count") + "' is missing");
@@ -212,7 +210,8 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family)
         file.fail(std::to_string(h.num_heads) + " heads do not share " + std::to_string(h.num_kv_heads) +
                   " heads of keys and values evenly");
     }
-    h.ffn_width = keys.number_of_layers("feed_forward_length", 1, kMostNumbers, gpt2 ? int64_t(4) * h.width : 0);
+    h.ffn_width = keys.number_of_layers("feed_forward_length", 1, kMostNumbers,
+                                        family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0);
     if (h.ffn_width == 0) {
         file.fail("metadata '" + keys.name("feed_forward_length") + "' is missing");
     }
@@ -228,17 +227,30 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family)
         file.fail(std::to_string(h.num_heads) + " heads of " + std::to_string(h.head_dim) +
                   " numbers are absurdly many");
     }
-    const char* epsilon = family.layer_norm ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon";
-    if (!gpt2 && !keys.has(epsilon)) {
+    const char* epsilon = family.has(kLayerNorm) ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon";
+    if (!family.has(kDefaultNumbers) && !keys.has(epsilon)) {
         file.fail("metadata '" + keys.name(epsilon) + "' is missing");
     }
     h.norm_epsilon = file.real(keys.name(epsilon), 1e-5f);
     if (!(h.norm_epsilon > 0 && h.norm_epsilon < 1)) {
         file.fail("metadata '" + keys.name(epsilon) + "' is not between 0 and 1");
     }
-    const int64_t vocab_size = file.tensor("token_embd.weight").ne[1];
+    const bool borrows = lender && !file.has_tensor(kEmbedding);
+    if (borrows && lender->width != h.width) {
+        file.fail("the model is " + std::to_string(h.width) + " wide, but the one whose embedding it borrows " +
+                  std::to_string(lender->width));
+    }
+    const int64_t vocab_size = borrows ? lender->vocab_size : file.tensor(kEmbedding).ne[1];
     if (vocab_size < 1 || vocab_size > kMostNumbers) {
         file.fail("tensor 'token_embd.weight' has " + std::to_string(vocab_size) + " rows");
+    }
+    if (file.has_tensor(kFusion)) {
+        const int64_t hidden_width = file.tensor(kFusion).ne[0] - h.width;
+        if (hidden_width < 1 || hidden_width > kMostNumbers || hidden_width % kBlock != 0 || h.width % kBlock != 0) {
+            file.fail("tensor '" + std::string(kFusion) + "' must read the model's width and that of hidden states, " +
+                      "both multiples of " + std::to_string(kBlock));
+        }
+        h.hidden_width = static_cast<int>(hidden_width);
     }
     h.vocab_size = static_cast<int>(vocab_size);
     read_rope(file, family, keys, h);

@@ -10,6 +10,9 @@
 
 namespace pystaged {
 
+constexpr const char* kEmbedding = "token_embd.weight";
+constexpr const char* kFusion = "nextn.eh_proj.weight";
+
 struct LayerNumbers {
     bool rotates = true;
     bool windowed = false;
@@ -20,6 +23,7 @@ struct Hyperparameters {
     int max_context = 0;       // positions the model was trained for
     int original_context = 0;  // before its rotary positions were stretched
     int width = 0;
+    int hidden_width = 0;  // of another model's hidden states that it reads beside tokens, or 0
     int ffn_width = 0;
     int num_layers = 0;
     int num_heads = 0;
@@ -37,13 +41,13 @@ struct Hyperparameters {
 
     int q_width() const { return num_heads * head_dim; }
     int kv_width() const { return num_kv_heads * head_dim; }
-    int group() const { return num_heads / num_kv_heads; }
     int padded_width() const { return padded(width, kBlock); }
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
     size_t logits_stride() const { return padded(vocab_size, kRun); }
 };
 
-// Throws ModelError for what is missing, out of range, or inconsistent.
-Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family);
+// `lender` is the model whose embedding a file without one borrows, or null. Throws ModelError for what is missing, out
+// of range, or inconsistent.
+Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* lender);
 
 }  // namespace pystaged

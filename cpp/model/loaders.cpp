@@ -143,7 +143,16 @@ Linear PackedLoader::linear(Role weight, Role bias) {
     return pack(parts);
 }
 
-void PackedLoader::qkv(Layer& layer) {
+Attention PackedLoader::attention() {
+    Attention result;
+    result.q_norm.weight = vector(Role::attn_q_norm);
+    result.k_norm.weight = vector(Role::attn_k_norm);
+    pack_qkv(result);
+    result.output = linear(Role::attn_output, Role::attn_output_bias);
+    return result;
+}
+
+void PackedLoader::pack_qkv(Attention& attention) {
     const int q = numbers_.q_width(), kv = numbers_.kv_width();
     // Our kernel turns (i, i + half), and the order of a head's numbers is nobody's business but queries' and keys'.
     const auto turned = [&](int rows) {
@@ -161,12 +170,12 @@ void PackedLoader::qkv(Layer& layer) {
         }
         return {};
     }();
-    size_t* places[] = {&layer.q_at, &layer.k_at, &layer.v_at};
+    size_t* places[] = {&attention.q_at, &attention.k_at, &attention.v_at};
     int end = 0;
     if (const TensorView* fused = find(Role::attn_qkv)) {
         matrices.push_back({{fused}, biases, stacked(stacked(orders[0], orders[1]), orders[2])});
-        layer.k_at = q;
-        layer.v_at = q + kv;
+        attention.k_at = q;
+        attention.v_at = q + kv;
         end = q + 2 * kv;
     } else {
         const Role roles[] = {Role::attn_q, Role::attn_k, Role::attn_v};
@@ -186,29 +195,32 @@ void PackedLoader::qkv(Layer& layer) {
             end += static_cast<int>(orders[i].size());
         }
     }
-    layer.qkv_stride = padded(end, kBlock);
+    attention.qkv_stride = padded(end, kBlock);
     for (const Parts& parts : matrices) {
-        layer.qkv.push_back(pack(parts));
+        attention.qkv.push_back(pack(parts));
     }
 }
 
-void PackedLoader::feed_forward(Layer& layer) {
+Dense PackedLoader::dense() {
+    Dense result;
     const TensorView *gate = find(Role::ffn_gate), *up = find(Role::ffn_up);
     const TensorView *gate_bias = find(Role::ffn_gate_bias), *up_bias = find(Role::ffn_up_bias);
     if (family_.gate != Gate::none && !gate) {
-        layer.ffn_up = pack({{up}, {}, gate_in_turns(numbers_.ffn_width)});
+        result.up = pack({{up}, {}, gate_in_turns(numbers_.ffn_width)});
     } else if (gate && gate->type == up->type) {
         Parts parts{{gate, up}, {}, gate_in_turns(numbers_.ffn_width)};
         if (gate_bias) {
             parts.biases = {gate_bias, up_bias};
         }
-        layer.ffn_up = pack(parts);
+        result.up = pack(parts);
     } else {
         if (gate) {
-            layer.ffn_gate = linear(Role::ffn_gate, Role::ffn_gate_bias);
+            result.gate = linear(Role::ffn_gate, Role::ffn_gate_bias);
         }
-        layer.ffn_up = linear(Role::ffn_up, Role::ffn_up_bias);
+        result.up = linear(Role::ffn_up, Role::ffn_up_bias);
     }
+    result.down = linear(Role::ffn_down, Role::ffn_down_bias);
+    return result;
 }
 
 void DeviceLoader::begin_model() {
@@ -246,7 +258,7 @@ Linear DeviceLoader::head() {
     if (!manifest_.find(Role::head) && memory_.cpu() == device_) {
         return {};
     }
-    return {{}, {}, matrix(manifest_.head(), device_)};
+    return {{}, {}, matrix(*manifest_.head(), device_)};
 }
 
 Vector DeviceLoader::vector(Role role) {
@@ -259,24 +271,27 @@ Linear DeviceLoader::linear(Role weight, Role bias) {
     return {{}, vector(bias), matrix(*find(weight), device_)};
 }
 
-void DeviceLoader::qkv(Layer& layer) {
-    if (!find(Role::attn_qkv)) {
-        layer.qkv = {linear(Role::attn_q, Role::attn_q_bias), linear(Role::attn_k, Role::attn_k_bias),
-                     linear(Role::attn_v, Role::attn_v_bias)};
-        return;
+Attention DeviceLoader::attention() {
+    Attention result;
+    result.q_norm.weight = vector(Role::attn_q_norm);
+    result.k_norm.weight = vector(Role::attn_k_norm);
+    if (find(Role::attn_qkv)) {
+        result.qkv = {linear(Role::attn_qkv, Role::attn_qkv_bias)};
+        if (find(Role::attn_q_bias)) {
+            result.qkv[0].bias =
+                floats({find(Role::attn_q_bias), find(Role::attn_k_bias), find(Role::attn_v_bias)}, device_);
+        }
+    } else {
+        result.qkv = {linear(Role::attn_q, Role::attn_q_bias), linear(Role::attn_k, Role::attn_k_bias),
+                      linear(Role::attn_v, Role::attn_v_bias)};
     }
-    Linear fused = linear(Role::attn_qkv, Role::attn_qkv_bias);
-    if (find(Role::attn_q_bias)) {
-        fused.bias = floats({find(Role::attn_q_bias), find(Role::attn_k_bias), find(Role::attn_v_bias)}, device_);
-    }
-    layer.qkv = {fused};
+    result.output = linear(Role::attn_output, Role::attn_output_bias);
+    return result;
 }
 
-void DeviceLoader::feed_forward(Layer& layer) {
-    if (find(Role::ffn_gate)) {
-        layer.ffn_gate = linear(Role::ffn_gate, Role::ffn_gate_bias);
-    }
-    layer.ffn_up = linear(Role::ffn_up, Role::ffn_up_bias);
+Dense DeviceLoader::dense() {
+    return {find(Role::ffn_gate) ? linear(Role::ffn_gate, Role::ffn_gate_bias) : Linear(),
+            linear(Role::ffn_up, Role::ffn_up_bias), linear(Role::ffn_down, Role::ffn_down_bias)};
 }
 
 }  // namespace pystaged

@@ -22,14 +22,14 @@ public:
 
     void begin_model() {}
     void begin_layer(int layer) { layer_ = layer; }
-    Linear token_embedding() { return linear(Role::token_embedding); }
+    Linear token_embedding() { return find(Role::token_embedding) ? linear(Role::token_embedding) : Linear(); }
     Linear head() { return manifest_.find(Role::head) ? linear(Role::head) : Linear(); }
     Vector vector(Role role);
     Norm norm(Role weight, Role bias) { return {vector(weight), vector(bias)}; }
     Linear linear(Role weight);
     Linear linear(Role weight, Role bias);
-    void qkv(Layer& layer);
-    void feed_forward(Layer& layer);
+    Attention attention();
+    Dense dense();
     // The memory that the matrices are in, and how much of it they take.
     Memory take_arena() { return std::move(arena_); }
     size_t used() const { return used_; }
@@ -45,6 +45,7 @@ private:
 
     const TensorView* find(Role role) const { return manifest_.find(role, role < Role::attn_norm ? 0 : layer_); }
     Linear pack(const Parts& parts);
+    void pack_qkv(Attention& attention);
 
     const GgufFile& file_;
     const Manifest& manifest_;
@@ -71,9 +72,10 @@ public:
     Linear head();
     Vector vector(Role role);
     Norm norm(Role weight, Role bias) { return {vector(weight), vector(bias)}; }
+    Linear linear(Role weight) { return {{}, {}, matrix(*find(weight), device_)}; }
     Linear linear(Role weight, Role bias);
-    void qkv(Layer& layer);
-    void feed_forward(Layer& layer);
+    Attention attention();
+    Dense dense();
 
 private:
     const TensorView* find(Role role) const { return manifest_.find(role, role < Role::attn_norm ? 0 : layer_); }

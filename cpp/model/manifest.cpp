@@ -8,7 +8,24 @@ namespace pystaged {
 namespace {
 
 // A dimension, by what it counts.
-enum class Size { none, one_row, vocabulary, context, width, ffn, fused_ffn, q, kv, qkv, head, heads, kv_heads, pairs };
+enum class Size {
+    none,
+    one_row,
+    vocabulary,
+    context,
+    width,
+    ffn,
+    fused_ffn,
+    q,
+    kv,
+    qkv,
+    head,
+    heads,
+    kv_heads,
+    pairs,
+    hidden,
+    fused
+};
 
 int64_t count(Size size, const Hyperparameters& h) {
     switch (size) {
@@ -24,6 +41,8 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::heads: return h.num_heads;
         case Size::kv_heads: return h.num_kv_heads;
         case Size::pairs: return h.rope.dims / 2;
+        case Size::hidden: return h.hidden_width;
+        case Size::fused: return int64_t(h.width) + h.hidden_width;
         default: return 1;
     }
 }
@@ -36,10 +55,14 @@ struct Entry {
 };
 
 // Beyond those of families: what their other fields say.
-constexpr unsigned kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28;
+constexpr unsigned kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kReadsHidden = 1u << 27,
+                   kOwnEmbedding = 1u << 26;
 
 constexpr Entry kOfModel[] = {
-    {Role::token_embedding, "token_embd.weight", Size::width, Size::vocabulary, 0},
+    {Role::token_embedding, kEmbedding, Size::width, Size::vocabulary, kOwnEmbedding},
+    {Role::fusion, kFusion, Size::fused, Size::width, kReadsHidden},
+    {Role::fusion_token_norm, "nextn.enorm.weight", Size::width, Size::none, kReadsHidden},
+    {Role::fusion_hidden_norm, "nextn.hnorm.weight", Size::hidden, Size::none, kReadsHidden},
     {Role::position_embedding, "position_embd.weight", Size::width, Size::context, kPositions},
     {Role::output_norm, "output_norm.weight", Size::width, Size::none, 0},
     {Role::output_norm_bias, "output_norm.bias", Size::width, Size::none, kNormBias},
@@ -50,6 +73,15 @@ constexpr Entry kOfModel[] = {
     {Role::rope_factors_short, "rope_factors_short.weight", Size::pairs, Size::none, kLongFactors},
 };
 
+// Of a layer: norms, then attention, its queries, keys and values in one matrix or in three, then dense networks.
+constexpr Entry kNorms[] = {
+    {Role::attn_norm, "attn_norm.weight", Size::width, Size::none, kAttnNorm},
+    {Role::attn_norm_bias, "attn_norm.bias", Size::width, Size::none, kAttnNorm | kNormBias},
+    {Role::attn_post_norm, "post_attention_norm.weight", Size::width, Size::none, kPostNorms},
+    {Role::ffn_norm, "ffn_norm.weight", Size::width, Size::none, kFfnNorm},
+    {Role::ffn_norm_bias, "ffn_norm.bias", Size::width, Size::none, kFfnNorm | kNormBias},
+    {Role::ffn_post_norm, "post_ffw_norm.weight", Size::width, Size::none, kPostNorms},
+};
 constexpr Entry kFused[] = {
     {Role::attn_qkv, "attn_qkv.weight", Size::width, Size::qkv, 0},
     {Role::attn_qkv_bias, "attn_qkv.bias", Size::qkv, Size::none, kQkvBias},
@@ -64,9 +96,7 @@ constexpr Entry kSeparateBiases[] = {
     {Role::attn_k_bias, "attn_k.bias", Size::kv, Size::none, kQkvBias},
     {Role::attn_v_bias, "attn_v.bias", Size::kv, Size::none, kQkvBias},
 };
-constexpr Entry kOfLayer[] = {
-    {Role::attn_norm, "attn_norm.weight", Size::width, Size::none, kAttnNorm},
-    {Role::attn_norm_bias, "attn_norm.bias", Size::width, Size::none, kAttnNorm | kNormBias},
+constexpr Entry kAttention[] = {
     {Role::attn_q_norm, "attn_q_norm.weight", Size::head, Size::none, kHeadNorms},
     {Role::attn_k_norm, "attn_k_norm.weight", Size::head, Size::none, kHeadNorms},
     {Role::attn_q_norm, "attn_q_norm.weight", Size::head, Size::heads, kOwnHeadNorms},
@@ -75,9 +105,8 @@ constexpr Entry kOfLayer[] = {
     {Role::attn_k_norm, "attn_k_norm.weight", Size::kv, Size::none, kWholeNorms},
     {Role::attn_output, "attn_output.weight", Size::q, Size::width, 0},
     {Role::attn_output_bias, "attn_output.bias", Size::width, Size::none, kOutputBias},
-    {Role::attn_post_norm, "post_attention_norm.weight", Size::width, Size::none, kPostNorms},
-    {Role::ffn_norm, "ffn_norm.weight", Size::width, Size::none, kFfnNorm},
-    {Role::ffn_norm_bias, "ffn_norm.bias", Size::width, Size::none, kFfnNorm | kNormBias},
+};
+constexpr Entry kDense[] = {
     {Role::ffn_gate, "ffn_gate.weight", Size::width, Size::ffn, kGate},
     {Role::ffn_gate_bias, "ffn_gate.bias", Size::ffn, Size::none, kGate | kFfnBias},
     {Role::ffn_up, "ffn_up.weight", Size::width, Size::ffn, kPlainUp},
@@ -85,12 +114,12 @@ constexpr Entry kOfLayer[] = {
     {Role::ffn_up_bias, "ffn_up.bias", Size::ffn, Size::none, kPlainUp | kFfnBias},
     {Role::ffn_down, "ffn_down.weight", Size::ffn, Size::width, 0},
     {Role::ffn_down_bias, "ffn_down.bias", Size::width, Size::none, kFfnBias},
-    {Role::ffn_post_norm, "post_ffw_norm.weight", Size::width, Size::none, kPostNorms},
 };
 
 bool is_matrix(Role role) {
     switch (role) {
         case Role::token_embedding:
+        case Role::fusion:
         case Role::head:
         case Role::attn_qkv:
         case Role::attn_q:
@@ -108,7 +137,9 @@ bool is_matrix(Role role) {
 
 Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparameters& h) {
     const bool fused_gate = family.required & kFusedGate;
-    const unsigned required = family.required | (family.layer_norm ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
+    const unsigned required = family.required | (family.has(kLayerNorm) ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
+                              (h.hidden_width > 0 ? kReadsHidden : 0) |
+                              (file.has_tensor(kEmbedding) ? kOwnEmbedding : 0) |
                               (family.gate != Gate::none && !fused_gate ? kGate : 0);
     const unsigned known = required | family.optional;
     std::unordered_set<std::string> claimed;
@@ -138,30 +169,30 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         claimed.insert(name);
     };
 
-    for (const Entry& entry : kOfModel) {
-        claim(entry, "", 0);
-    }
+    const auto claim_all = [&](const auto& entries, const std::string& prefix, int layer) {
+        for (const Entry& entry : entries) {
+            claim(entry, prefix, layer);
+        }
+    };
+
+    claim_all(kOfModel, "", 0);
     for (int layer = 0; layer < h.num_layers; ++layer) {
         const std::string prefix = "blk." + std::to_string(layer) + ".";
         const bool separate = file.has_tensor(prefix + "attn_q.weight");
         if (separate) {
-            for (const Entry& entry : kSeparate) {
-                claim(entry, prefix, layer);
-            }
+            claim_all(kSeparate, prefix, layer);
         } else {
             claim(kFused[0], prefix, layer);
         }
         // A fused matrix may have separate biases.
         if (separate || file.has_tensor(prefix + "attn_q.bias")) {
-            for (const Entry& entry : kSeparateBiases) {
-                claim(entry, prefix, layer);
-            }
+            claim_all(kSeparateBiases, prefix, layer);
         } else {
             claim(kFused[1], prefix, layer);
         }
-        for (const Entry& entry : kOfLayer) {
-            claim(entry, prefix, layer);
-        }
+        claim_all(kNorms, prefix, layer);
+        claim_all(kAttention, prefix, layer);
+        claim_all(kDense, prefix, layer);
         claimed.insert(prefix + "attn_rot_embd");  // of old files, which nothing reads
     }
     for (const std::string& name : file.tensor_names()) {
@@ -177,9 +208,9 @@ const TensorView* Manifest::find(Role role, int layer) const {
     return found == tensors_.end() ? nullptr : &found->second;
 }
 
-const TensorView& Manifest::head() const {
+const TensorView* Manifest::head() const {
     const TensorView* own = find(Role::head);
-    return own ? *own : get(Role::token_embedding);
+    return own ? own : find(Role::token_embedding);
 }
 
 std::vector<const TensorView*> Manifest::multiplied() const {
@@ -189,7 +220,9 @@ std::vector<const TensorView*> Manifest::multiplied() const {
             result.push_back(&tensor);
         }
     }
-    result.push_back(&head());
+    if (head()) {
+        result.push_back(head());
+    }
     return result;
 }
 

@@ -15,6 +15,9 @@ namespace pystaged {
 
 enum class Role {
     token_embedding,
+    fusion,
+    fusion_token_norm,
+    fusion_hidden_norm,
     position_embedding,
     output_norm,
     output_norm_bias,
@@ -58,8 +61,8 @@ public:
     // Null where the file has none.
     const TensorView* find(Role role, int layer = 0) const;
     const TensorView& get(Role role, int layer = 0) const { return tensors_.at({layer, role}); }
-    // The matrix that makes logits: the token embedding where there is no other.
-    const TensorView& head() const;
+    // The matrix that makes logits: the token embedding where there is no other, null where both are borrowed.
+    const TensorView* head() const;
     // The matrices that a pass multiplies by, the head last.
     std::vector<const TensorView*> multiplied() const;
     // All matrices.

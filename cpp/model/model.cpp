@@ -9,9 +9,9 @@
 #include "error.h"
 #include "model/loaders.h"
 #include "model/manifest.h"
-#include "pass/kept_cells.h"
-#include "pass/kv_cache.h"
 #include "pass/packed_pass.h"
+#include "state/kept_cells.h"
+#include "state/kv_cache.h"
 #include "thread_pool.h"
 
 namespace pystaged {
@@ -71,8 +71,15 @@ void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
 }  // namespace
 
 Model::Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
-             const std::function<void()>& progress, KvType kv, const std::string& packed)
-    : kernel_(find_kernel(kernel)), num_threads_(checked_threads(num_threads)), kv_type_(kv) {
+             const std::function<void()>& progress, KvType kv, const std::string& packed,
+             std::shared_ptr<const Model> lender)
+    : kernel_(find_kernel(kernel)),
+      num_threads_(checked_threads(num_threads)),
+      kv_type_(kv),
+      lender_(std::move(lender)) {
+    if (lender_ && (lender_->device_memory() || !devices.empty())) {
+        throw std::invalid_argument("embeddings are borrowed on the CPU's own kernels alone");
+    }
     if (kv != KvType::f16 && !devices.empty()) {
         throw std::invalid_argument("keys and values of eight bits are for the CPU's own kernels; leave them at f16");
     }
@@ -81,7 +88,10 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     file_bytes_ = file.bytes();
     name_ = file.text("general.name", "");
     family_ = &find_family(file);
-    numbers_ = read_hyperparameters(file, *family_);
+    numbers_ = read_hyperparameters(file, *family_, lender_ ? &lender_->numbers() : nullptr);
+    if (numbers_.hidden_width > 0 && !devices.empty()) {
+        file.fail("a model that reads another's hidden states runs on the CPU's own kernels alone");
+    }
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
     check_memory(file, manifest, numbers_);
@@ -89,13 +99,13 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     weight_types_ = manifest.types();
     if (devices.empty()) {
         load_packed(file, manifest, packed);
-        weight_bytes_ = head().packed.bytes();
+        weight_bytes_ = head().packed.bytes() + fusion_.projection.packed.bytes();
+        const auto count = [this](const auto& part) {
+            part.for_each([this](const Linear& linear) { weight_bytes_ += linear.packed.bytes(); });
+        };
         for (const Layer& layer : layers_) {
-            weight_bytes_ += layer.attn_output.packed.bytes() + layer.ffn_gate.packed.bytes() +
-                             layer.ffn_up.packed.bytes() + layer.ffn_down.packed.bytes();
-            for (const Linear& linear : layer.qkv) {
-                weight_bytes_ += linear.packed.bytes();
-            }
+            std::visit(count, layer.mixer);
+            std::visit(count, layer.feed_forward);
         }
     } else {
         device_memory_ = std::make_unique<DeviceMemory>(devices);
@@ -161,24 +171,25 @@ void Model::load(Loader& loader) {
     rope_factors_long_ = loader.vector(Role::rope_factors_long);
     rope_factors_short_ = loader.vector(Role::rope_factors_short);
     output_norm_ = loader.norm(Role::output_norm, Role::output_norm_bias);
+    if (numbers_.hidden_width > 0) {
+        fusion_.token_norm.weight = loader.vector(Role::fusion_token_norm);
+        fusion_.hidden_norm.weight = loader.vector(Role::fusion_hidden_norm);
+        fusion_.projection = loader.linear(Role::fusion);
+    }
     for (int i = 0; i < numbers_.num_layers; ++i) {
         loader.begin_layer(i);
         Layer layer;
-        layer.attn_norm = loader.norm(Role::attn_norm, Role::attn_norm_bias);
-        layer.q_norm.weight = loader.vector(Role::attn_q_norm);
-        layer.k_norm.weight = loader.vector(Role::attn_k_norm);
-        layer.attn_post_norm.weight = loader.vector(Role::attn_post_norm);
+        layer.mixer_norm = loader.norm(Role::attn_norm, Role::attn_norm_bias);
+        layer.mixer_post_norm.weight = loader.vector(Role::attn_post_norm);
+        layer.mixer = loader.attention();
         layer.ffn_norm = loader.norm(Role::ffn_norm, Role::ffn_norm_bias);
         layer.ffn_post_norm.weight = loader.vector(Role::ffn_post_norm);
-        loader.qkv(layer);
-        layer.attn_output = loader.linear(Role::attn_output, Role::attn_output_bias);
-        loader.feed_forward(layer);
-        layer.ffn_down = loader.linear(Role::ffn_down, Role::ffn_down_bias);
+        layer.feed_forward = loader.dense();
         layers_.push_back(std::move(layer));
     }
 }
 
-void Model::tap(std::vector<int> layers) {
+void Model::tap(std::vector<int> layers, bool all_rows) {
     if (device_memory_) {
         throw std::invalid_argument("hidden states are handed out by the CPU's own kernels alone");
     }
@@ -194,16 +205,22 @@ void Model::tap(std::vector<int> layers) {
             "layers are tapped before the first session is opened, and this model has sessions");
     }
     taps_ = std::move(layers);
+    taps_all_rows_ = all_rows;
 }
 
 size_t Model::cell_bytes() const {
-    const Hyperparameters& h = numbers_;
-    return device_memory_ ? 2 * sizeof(uint16_t) * h.head_dim * h.num_kv_heads * h.num_layers
-                          : KvCache::cell_bytes(kv_type_, h.num_layers, h.num_kv_heads, h.head_dim);
+    const auto attends = [](const Layer& layer) { return std::holds_alternative<Attention>(layer.mixer); };
+    return std::count_if(layers_.begin(), layers_.end(), attends) * layer_cell_bytes();
 }
 
 size_t Model::windowed_cell_bytes() const {
-    return device_memory_ ? 0 : cell_bytes() / numbers_.num_layers * numbers_.num_windowed_layers;
+    return device_memory_ ? 0 : numbers_.num_windowed_layers * layer_cell_bytes();
+}
+
+size_t Model::layer_cell_bytes() const {
+    const Hyperparameters& h = numbers_;
+    return device_memory_ ? 2 * sizeof(uint16_t) * h.kv_width()
+                          : KvCache::cell_bytes(kv_type_, h.num_kv_heads, h.head_dim);
 }
 
 int64_t Model::most_windowed() const {

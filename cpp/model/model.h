@@ -9,50 +9,24 @@
 #include <utility>
 #include <vector>
 
-#include "device.h"
 #include "memory.h"
 #include "model/family.h"
+#include "model/feed_forward.h"
 #include "model/hyperparameters.h"
 #include "model/manifest.h"
+#include "model/mixer.h"
 #include "model/packed_file.h"
-#include "packed_matrix.h"
 
 namespace pystaged {
 
 class Executor;
 
-// Floats of the host, padded with zeros like the rows they meet, or of a device. Empty where a model has none.
-struct Vector {
-    std::vector<float> values;
-    ggml_tensor* device = nullptr;
-
-    bool present() const { return device || !values.empty(); }
-    const float* data() const { return values.empty() ? nullptr : values.data(); }
-};
-
-struct Norm {
-    Vector weight, bias;
-
-    bool present() const { return weight.present(); }
-};
-
-struct Linear {
-    PackedMatrix packed;
-    Vector bias;
-    ggml_tensor* device = nullptr;
-
-    bool present() const { return device || packed.rows() > 0; }
-};
-
-// One layer. Packed, matrices that read the same row are one where their types allow it.
+// A layer is a mixer and a feed-forward network, each a branch that is added to the residual stream.
 struct Layer {
-    Norm attn_norm, q_norm, k_norm, attn_post_norm, ffn_norm, ffn_post_norm;
-    std::vector<Linear> qkv;
-    size_t q_at = 0, k_at = 0, v_at = 0, qkv_stride = 0;  // where rows of `qkv`'s products, packed, have their parts
-    Linear attn_output;
-    Linear ffn_gate;  // empty where there is none, or where it is a part of ffn_up
-    Linear ffn_up;
-    Linear ffn_down;
+    Norm mixer_norm, mixer_post_norm;
+    Mixer mixer;
+    Norm ffn_norm, ffn_post_norm;
+    FeedForward feed_forward;
 };
 
 class Model {
@@ -62,19 +36,25 @@ public:
     // here; std::invalid_argument for the rest. Weights are packed for the kernels where there are no `devices`; else
     // layers are split over them by their memory, and `progress` is called after each tensor. Throws DeviceError where
     // that memory is too small. `kv` is how sessions store keys and values; devices have F16 alone. `packed` is a file
-    // of save_packed(), or where one will be: it is mapped instead of packing where it has this model's weights.
+    // of save_packed(), or where one will be: it is mapped instead of packing where it has this model's weights. A file
+    // without an embedding borrows that of `lender`, and its head where it has none either.
     Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
-          const std::function<void()>& progress = {}, KvType kv = KvType::f16, const std::string& packed = "");
+          const std::function<void()>& progress = {}, KvType kv = KvType::f16, const std::string& packed = "",
+          std::shared_ptr<const Model> lender = nullptr);
 
     const Family& family() const { return *family_; }
     const Hyperparameters& numbers() const { return numbers_; }
     const Kernel& kernel() const { return kernel_; }
     int num_threads() const { return num_threads_; }
     KvType kv_type() const { return kv_type_; }
-    // From now on sessions hand out the hidden states behind these layers, which rise from 1 on. Throws
-    // std::invalid_argument where there are no such layers, where they are on devices, and where there are sessions.
-    void tap(std::vector<int> layers);
+    // From now on sessions hand out the hidden states behind these layers, which rise from 1 on: of rows that are
+    // judged, or of all, those of prompts too. Throws std::invalid_argument where there are no such layers, where they
+    // are on devices, and where there are sessions.
+    void tap(std::vector<int> layers, bool all_rows = false);
     const std::vector<int>& taps() const { return taps_; }
+    bool taps_all_rows() const { return taps_all_rows_; }
+    // Whether all rows go through the last layer, those without logits too.
+    bool taps_end() const { return taps_all_rows_ && !taps_.empty() && taps_.back() == numbers_.num_layers; }
     // Numbers that sessions hand out of a row.
     size_t state_size() const { return taps_.size() * numbers_.width; }
     size_t file_bytes() const { return file_bytes_; }
@@ -102,15 +82,20 @@ public:
     // Null where the weights are packed.
     const DeviceMemory* device_memory() const { return device_memory_.get(); }
 
-    const Linear& token_embedding() const { return token_embedding_; }
-    const Linear& head() const { return head_.present() ? head_ : token_embedding_; }
-    const Vector& head_bias() const { return head_bias_; }
+    const Linear& token_embedding() const {
+        return token_embedding_.present() ? token_embedding_ : lender_->token_embedding();
+    }
+    const Linear& head() const { return head_.present() ? head_ : borrows_head() ? lender_->head() : token_embedding_; }
+    const Vector& head_bias() const { return borrows_head() ? lender_->head_bias() : head_bias_; }
+    const Fusion& fusion() const { return fusion_; }                          // where numbers().hidden_width is not 0
     const Vector& position_embedding() const { return position_embedding_; }  // [max_context][padded width]
     const Vector& rope_factors(int context) const;  // for sessions of that many positions; perhaps none
     const std::vector<Layer>& layers() const { return layers_; }
     const Norm& output_norm() const { return output_norm_; }
 
 private:
+    size_t layer_cell_bytes() const;
+    bool borrows_head() const { return lender_ && !head_.present() && !token_embedding_.present(); }
     template <class Loader>
     void load(Loader& loader);
     void load_packed(const GgufFile& file, const Manifest& manifest, const std::string& packed);
@@ -127,11 +112,14 @@ private:
     PackedContent content_;
     Memory arena_;
     std::unique_ptr<DeviceMemory> device_memory_;
+    std::shared_ptr<const Model> lender_;
     Linear token_embedding_, head_;
+    Fusion fusion_;
     Vector head_bias_, position_embedding_, rope_factors_, rope_factors_long_, rope_factors_short_;
     std::vector<Layer> layers_;
     Norm output_norm_;
     std::vector<int> taps_;
+    bool taps_all_rows_ = false;
 
     friend class Executor;  // for Executor::of()
     mutable std::mutex executor_mutex_;

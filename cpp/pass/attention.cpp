@@ -54,9 +54,8 @@ struct Round {
 
 }  // namespace
 
-void tree_attention(const Kernel& kernel, int num_threads, int layer, const AttentionLayer& how,
-                    const AttentionRows& rows, float* out, size_t out_stride, const QuantizedRows* quantized,
-                    AttentionScratch& scratch) {
+void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer& how, const AttentionRows& rows,
+                    float* out, size_t out_stride, const QuantizedRows* quantized, AttentionScratch& scratch) {
     const int head_dim = how.head_dim, num_kv_heads = how.num_kv_heads, group = how.num_heads / num_kv_heads;
     const int num_segments = static_cast<int>(rows.segments.size());
     const size_t stride = partial_stride(head_dim);
@@ -106,8 +105,7 @@ void tree_attention(const Kernel& kernel, int num_threads, int layer, const Atte
         for (int i = segment.first_row; i < segment.first_row + segment.num_rows; ++i) {
             const size_t at = i * rows.stride + size_t(kv_head) * head_dim;
             norm_and_rotate(kernel, how, rows, how.k_norm, kv_head, i, rows.k + at);
-            segment.cache->store(kernel, layer, kv_head, segment.first_cell + i - segment.first_row, rows.k + at,
-                                 rows.v + at);
+            segment.cache->store(kernel, kv_head, segment.first_cell + i - segment.first_row, rows.k + at, rows.v + at);
             for (int head = kv_head * group; i >= rows.first_row && head < (kv_head + 1) * group; ++head) {
                 norm_and_rotate(kernel, how, rows, how.q_norm, head, i,
                                 rows.q + i * rows.stride + size_t(head) * head_dim);
@@ -131,8 +129,8 @@ void tree_attention(const Kernel& kernel, int num_threads, int layer, const Atte
         task.q = rows.q + share.first_row * rows.stride + size_t(kv_head) * group * head_dim;
         task.q_stride = rows.stride;
         task.type = cache.type();
-        task.k = cache.keys(layer, kv_head);
-        task.v = cache.values(layer, kv_head);
+        task.k = cache.keys(kv_head);
+        task.v = cache.values(kv_head);
         task.scratch = scratch.scores.data() + worker * attention_scratch(head_dim);
         task.partials = partials;
         kernel.attend(task);

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <vector>
 
-#include "pass/kv_cache.h"
+#include "state/kv_cache.h"
 
 namespace pystaged {
 
@@ -25,7 +25,7 @@ struct AttentionLayer {
     float norm_epsilon = 0;
 };
 
-// As Segment, with what attention reads and writes of its cells.
+// As Segment, with what attention reads and writes of a layer's state.
 struct AttentionSegment {
     KvCache* cache = nullptr;
     int first_row = 0, num_rows = 0;
@@ -64,8 +64,7 @@ struct AttentionScratch {
 // Writes keys and values into the caches' cells of this pass, then attends for the rows from `first_row` on into
 // out[n - first_row][out_stride], zero behind the heads, and into `quantized` where that is given (heads must be a
 // multiple of kBlock wide).
-void tree_attention(const Kernel& kernel, int num_threads, int layer, const AttentionLayer& how,
-                    const AttentionRows& rows, float* out, size_t out_stride, const QuantizedRows* quantized,
-                    AttentionScratch& scratch);
+void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer& how, const AttentionRows& rows,
+                    float* out, size_t out_stride, const QuantizedRows* quantized, AttentionScratch& scratch);
 
 }  // namespace pystaged

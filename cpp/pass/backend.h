@@ -1,4 +1,4 @@
-// How passes of a model are computed over rows of one or more texts, and the cells they read and write.
+// How passes of a model are computed over rows of one or more texts.
 //
 // The model is written down once, in transformer.h. PackedPass runs its operations at once on our kernels, bit-exact on
 // the CPU, for several texts in a pass; DevicePasses records them as ggml's, for any device ggml knows, a text at a
@@ -8,43 +8,22 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "model/model.h"
+#include "state/text_state.h"
 
 namespace pystaged {
 
-// Keys and values of one text, a cell for each row.
-class Cells {
-public:
-    Cells() = default;
-    virtual ~Cells() = default;
-    Cells(const Cells&) = delete;
-    Cells& operator=(const Cells&) = delete;
-
-    virtual int count() const = 0;
-    // Moves cells, in order, each from .first to .second; what .second held is lost.
-    virtual void move(const std::vector<std::pair<int, int>>& cells) = 0;
-    // Takes over the first `count` cells of another text of the same model, of as many positions; they are reachable
-    // there.
-    virtual void copy(const Cells& from, int count) = 0;
-    // The text has grown to so many cells, by what was read or else written: cells that no later row sees may be given
-    // up. Nothing fails.
-    virtual void grow(int, bool) {}
-    // The longest beginning of the text, of `length` cells at most, that rows can go on from.
-    virtual int reachable(int length) const { return length; }
-    // The text goes on from its first cells, so many and reachable; what the others hold is of no use any more.
-    virtual void cut(int) {}
-    // How many of the text's first `length` cells are kept in layers with a window; the others keep all.
-    virtual int num_windowed(int length) const { return length; }
-};
-
 // Consecutive rows of one text.
 struct Segment {
-    Cells* cells = nullptr;
+    TextState* state = nullptr;
     int first_row = 0, num_rows = 0;
-    int first_cell = 0;  // row first_row + i writes its key and value into cell first_cell + i
+    int num_committed = 0;  // of the text's rows
+    int first_pending = 0;  // row first_row + i is the text's pending row first_pending + i
+
+    // Where layers with keys and values write those of the first row; the others' follow.
+    int first_cell() const { return num_committed + first_pending; }
 };
 
 // What one pass evaluates and where its results go. A text whose rows are not all next to each other has several
@@ -53,12 +32,14 @@ struct Pass {
     int num_rows = 0;
     const int32_t* tokens = nullptr;       // [num_rows]
     const int32_t* positions = nullptr;    // [num_rows]
-    const RowContext* contexts = nullptr;  // [num_rows]
+    const int32_t* parents = nullptr;      // [num_rows], the text's pending row before, or -1 for the last committed
+    const RowContext* contexts = nullptr;  // [num_rows], the cells that a row sees where layers have keys and values
     std::vector<Segment> segments;         // all rows, in order
     int num_logits = 0;                    // how many of the last rows need logits
     float* logits = nullptr;               // [num_logits][logits stride]
     float* maxima = nullptr;               // [num_logits][logits stride / kRun], of each run of logits
-    float* states = nullptr;               // [num_logits][taps][width], or none
+    float* const* hidden = nullptr;        // [num_rows], where each row's taps go, [taps][width], or none
+    const float* const* inputs = nullptr;  // [num_rows], another model's hidden states that this one reads, or none
     // Called between layers where they are computed one by one, or none; what it throws ends the pass.
     const std::function<void()>* interrupted = nullptr;
 };
@@ -69,8 +50,8 @@ public:
     Backend(const Backend&) = delete;
     Backend& operator=(const Backend&) = delete;
 
-    // For a text of `context` positions; more cells than that give trees at its end room for branches.
-    virtual std::unique_ptr<Cells> make_cells(int num_cells, int context) const = 0;
+    // For a text of `context` positions; more rows than that give trees at its end room for branches.
+    virtual std::unique_ptr<TextState> make_state(int num_rows, int context) const = 0;
     // Rows of one pass at most.
     virtual int max_rows() const = 0;
     // Whether a pass takes rows of several texts; else it has one segment.
@@ -79,12 +60,12 @@ public:
 
     // How many of a row's largest logits a pass brings back; 0 where it writes all of them to Pass::logits at once. The
     // rest then stays on the device until read or until the text's next pass.
-    virtual int shortlist_size(const Cells&) const { return 0; }
+    virtual int shortlist_size(const TextState&) const { return 0; }
     // The largest logits of each row of a text's last pass, in no order: both [num_logits][shortlist_size()].
-    virtual void read_shortlist(const Cells&, int32_t*, float*) const {}
+    virtual void read_shortlist(const TextState&, int32_t*, float*) const {}
     // All logits of a text's last pass and the maxima of their runs, laid out as Pass has them, where compute() has not
     // written both already. The maxima of a row with a logit that is not finite are not all finite.
-    virtual void read_logits(const Cells&, float*, float*) const {}
+    virtual void read_logits(const TextState&, float*, float*) const {}
 
 protected:
     explicit Backend(const Model& model) : model_(model) {}

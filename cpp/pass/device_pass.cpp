@@ -66,7 +66,7 @@ DevicePass::DevicePass(const Model& model, int num_cells, int context)
     scheduler_.reset(ggml_backend_sched_new(backends.data(), nullptr, static_cast<int>(backends.size()), most_nodes_,
                                             /*parallel=*/false, /*op_offload=*/false));
     // The largest graph, so that memory is there for every other.
-    build_graph(kMaxRows, kMaxRows, count());
+    build_graph(kMaxRows, kMaxRows, room());
     const bool reserved = ggml_backend_sched_reserve(scheduler_.get(), built_->graph);
     built_.reset();
     if (!reserved) {
@@ -87,7 +87,7 @@ ContextPtr DevicePass::cache_context(const DeviceMemory& memory, int device) {
         if (memory.device_of(layer, num_layers) == device) {
             for (auto* tensors : {&keys_, &values_}) {
                 tensors->push_back(
-                    ggml_new_tensor_2d(context.get(), GGML_TYPE_F16, model_.numbers().kv_width(), count()));
+                    ggml_new_tensor_2d(context.get(), GGML_TYPE_F16, model_.numbers().kv_width(), room()));
             }
             flash_.push_back(flash);
         }
@@ -179,7 +179,7 @@ DevicePass::Value DevicePass::tail(const Value& x, int first_row) {
 ggml_tensor* DevicePass::normed(ggml_tensor* x, const Norm& norm) {
     ggml_context* c = built_->context.get();
     const float epsilon = model_.numbers().norm_epsilon;
-    x = model_.family().layer_norm ? ggml_norm(c, x, epsilon) : ggml_rms_norm(c, x, epsilon);
+    x = model_.family().has(kLayerNorm) ? ggml_norm(c, x, epsilon) : ggml_rms_norm(c, x, epsilon);
     x = ggml_mul(c, x, norm.weight.device);
     return norm.bias.present() ? ggml_add(c, x, norm.bias.device) : x;
 }
@@ -199,11 +199,21 @@ DevicePass::Value DevicePass::norm(const Value& x, const Norm& norm) {
     return norm.present() ? Value{normed(x.rows, norm)} : x;
 }
 
-DevicePass::Value DevicePass::qkv(const Value& x, const Layer& layer) {
-    if (layer.qkv.size() == 3) {
-        return {linear(x.rows, layer.qkv[0]), linear(x.rows, layer.qkv[1]), linear(x.rows, layer.qkv[2])};
+DevicePass::Value DevicePass::mix(const Value& x, const Value& input, int index, int first_row) {
+    return std::visit([&](const auto& mixer) { return branch(mixer, x, input, index, first_row); },
+                      model_.layers()[index].mixer);
+}
+
+DevicePass::Value DevicePass::feed_forward(const Value& x, const Value& input, const Layer& layer) {
+    return std::visit([&](const auto& network) { return branch(network, x, input, layer.ffn_post_norm); },
+                      layer.feed_forward);
+}
+
+std::array<ggml_tensor*, 3> DevicePass::qkv(const Attention& attention, ggml_tensor* x) {
+    if (attention.qkv.size() == 3) {
+        return {linear(x, attention.qkv[0]), linear(x, attention.qkv[1]), linear(x, attention.qkv[2])};
     }
-    ggml_tensor* all = linear(x.rows, layer.qkv[0]);
+    ggml_tensor* all = linear(x, attention.qkv[0]);
     const Hyperparameters& h = model_.numbers();
     const auto part = [&](int first, int width) {
         return ggml_view_2d(built_->context.get(), all, width, all->ne[1], all->nb[1], first * sizeof(float));
@@ -233,24 +243,25 @@ ggml_tensor* DevicePass::heads(ggml_tensor* x, const Norm& norm, int num_heads, 
                          rope.scale, rope.yarn ? 1.0f : 0.0f, rope.magnitude, rope.beta_fast, rope.beta_slow);
 }
 
-DevicePass::Value DevicePass::attention(const Value& qkv, int index, int first_row) {
+DevicePass::Value DevicePass::branch(const Attention& attention, const Value& x, const Value& input, int index,
+                                     int first_row) {
     ggml_context* c = built_->context.get();
     const Hyperparameters& h = model_.numbers();
-    const Layer& layer = model_.layers()[index];
-    const int num_rows = static_cast<int>(qkv.rows->ne[1]), num_out = num_rows - first_row;
-    ggml_tensor* keys = heads(qkv.keys, layer.k_norm, h.num_kv_heads, index);
+    auto [q, keys, values] = qkv(attention, input.rows);
+    const int num_rows = static_cast<int>(q->ne[1]), num_out = num_rows - first_row;
+    keys = heads(keys, attention.k_norm, h.num_kv_heads, index);
     keys = ggml_view_2d(c, keys, h.kv_width(), num_rows, keys->nb[2], 0);
     ggml_build_forward_expand(built_->graph, ggml_set_rows(c, keys_[index], keys, built_->places));
-    ggml_build_forward_expand(built_->graph, ggml_set_rows(c, values_[index], qkv.values, built_->places));
+    ggml_build_forward_expand(built_->graph, ggml_set_rows(c, values_[index], values, built_->places));
     if (num_out == 0) {
         return {keys};
     }
-    ggml_tensor* q = heads(qkv.rows, layer.q_norm, h.num_heads, index);
+    q = heads(q, attention.q_norm, h.num_heads, index);
     if (h.temperature_scale != 0) {
         q = ggml_mul(c, q, ggml_reshape_3d(c, built_->row_scales, 1, 1, num_rows));
     }
     float scale = h.attention_scale;
-    if (model_.family().scale_embedding) {
+    if (model_.family().has(kScaledEmbedding)) {
         // As llama.cpp computes Gemma, before queries are rounded.
         q = ggml_scale(c, q, scale);
         scale = 1;
@@ -267,12 +278,13 @@ DevicePass::Value DevicePass::attention(const Value& qkv, int index, int first_r
     if (first_row > 0) {
         mask = ggml_view_2d(c, mask, mask->ne[0], num_out, mask->nb[1], first_row * mask->nb[1]);
     }
-    return {
-        mix(ggml_permute(c, q, 0, 2, 1, 3), cells(keys_[index]), cells(values_[index]), mask, scale, flash_[index])};
+    ggml_tensor* mixed =
+        attend(ggml_permute(c, q, 0, 2, 1, 3), cells(keys_[index]), cells(values_[index]), mask, scale, flash_[index]);
+    return add(x, mixed, attention.output, model_.layers()[index].mixer_post_norm);
 }
 
-ggml_tensor* DevicePass::mix(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale,
-                             bool flash) {
+ggml_tensor* DevicePass::attend(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale,
+                                bool flash) {
     ggml_context* c = built_->context.get();
     const Hyperparameters& h = model_.numbers();
     if (flash) {
@@ -292,23 +304,24 @@ ggml_tensor* DevicePass::mix(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggm
     return ggml_cont_2d(c, ggml_permute(c, mixed, 0, 2, 1, 3), h.q_width(), q->ne[1]);
 }
 
-DevicePass::Value DevicePass::hidden(const Value& x, const Layer& layer) {
+DevicePass::Value DevicePass::branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm) {
     ggml_context* c = built_->context.get();
     const bool silu = model_.family().gate == Gate::silu;
-    ggml_tensor* up = linear(x.rows, layer.ffn_up);
+    ggml_tensor* up = linear(input.rows, dense.up);
     if (model_.family().gate == Gate::none) {
-        return {ggml_gelu(c, up)};
+        up = ggml_gelu(c, up);
+    } else if (!dense.gate.present()) {
+        up = silu ? ggml_swiglu(c, up) : ggml_geglu(c, up);
+    } else {
+        ggml_tensor* gate = linear(input.rows, dense.gate);
+        up = silu ? ggml_swiglu_split(c, gate, up) : ggml_geglu_split(c, gate, up);
     }
-    if (!layer.ffn_gate.present()) {
-        return {silu ? ggml_swiglu(c, up) : ggml_geglu(c, up)};
-    }
-    ggml_tensor* gate = linear(x.rows, layer.ffn_gate);
-    return {silu ? ggml_swiglu_split(c, gate, up) : ggml_geglu_split(c, gate, up)};
+    return add(x, up, dense.down, norm);
 }
 
-DevicePass::Value DevicePass::add(const Value& x, const Value& y, const Linear& weights, const Norm& norm) {
+DevicePass::Value DevicePass::add(const Value& x, ggml_tensor* y, const Linear& weights, const Norm& norm) {
     ggml_context* c = built_->context.get();
-    ggml_tensor* branch = linear(y.rows, weights);
+    ggml_tensor* branch = linear(y, weights);
     if (norm.present()) {
         branch = normed(branch, norm);
     }
@@ -331,7 +344,7 @@ DevicePass::Value DevicePass::logits(const Value& x) {
 }
 
 void DevicePass::compute(const Pass& pass) {
-    const int end = pass.segments[0].first_cell + pass.num_rows;
+    const int end = pass.segments[0].first_cell() + pass.num_rows;
     const int num_cells = padded(*std::max_element(places_.begin(), places_.begin() + end) + 1, kCells);
     const bool same = built_ && built_->num_rows == pass.num_rows && built_->num_logits == pass.num_logits &&
                       built_->num_cells == num_cells;
@@ -362,7 +375,7 @@ void DevicePass::compute(const Pass& pass) {
 void DevicePass::set_inputs(const Pass& pass) {
     const Hyperparameters& h = model_.numbers();
     const int num_cells = built_->num_cells;
-    const auto first_place = places_.begin() + pass.segments[0].first_cell;
+    const auto first_place = places_.begin() + pass.segments[0].first_cell();
     const std::vector<int64_t> places(first_place, first_place + pass.num_rows);
     std::vector<ggml_fp16_t> mask(size_t(num_cells) * pass.num_rows, ggml_fp32_to_fp16(-INFINITY)), window_mask(mask);
     std::vector<float> row_scales(pass.num_rows, 1.0f);
@@ -396,19 +409,19 @@ void DevicePass::set_inputs(const Pass& pass) {
     set(built_->row_scales, row_scales.data());
 }
 
-void DevicePass::move(const std::vector<std::pair<int, int>>& cells) {
-    for (const auto& [from, to] : cells) {
-        std::swap(places_[from], places_[to]);
+void DevicePass::keep(int length, const std::vector<int32_t>& path, bool) {
+    for (size_t i = 0; i < path.size(); ++i) {
+        std::swap(places_[length + path[i]], places_[length + i]);
     }
 }
 
 // Up to the last place that one of the cells has.
-void DevicePass::copy(const Cells& from, int count) {
+int DevicePass::copy(const TextState& from, int length) {
     const auto& source = static_cast<const DevicePass&>(from);
-    if (count == 0) {
-        return;
+    if (length == 0) {
+        return 0;
     }
-    const int end = *std::max_element(source.places_.begin(), source.places_.begin() + count) + 1;
+    const int end = *std::max_element(source.places_.begin(), source.places_.begin() + length) + 1;
     const ContextPtr context(ggml_init({4 * keys_.size() * ggml_tensor_overhead(), nullptr, /*no_alloc=*/true}));
     if (!context) {
         throw std::bad_alloc();
@@ -423,6 +436,7 @@ void DevicePass::copy(const Cells& from, int count) {
         ggml_backend_tensor_copy(first_cells(source.values_[layer]), first_cells(values_[layer]));
     }
     places_ = source.places_;
+    return length;
 }
 
 void DevicePass::read_shortlist(int32_t* tokens, float* logits) const {

@@ -2,23 +2,26 @@
 // logits asked for come back.
 #pragma once
 
+#include <array>
+
 #include "device.h"
 #include "pass/backend.h"
 
 namespace pystaged {
 
 // The passes of one text.
-class DevicePass : public Cells {
+class DevicePass : public TextState {
 public:
     DevicePass(const Model& model, int num_cells, int context);
     ~DevicePass() override;
 
     static constexpr int kMaxRows = 64;
 
-    int count() const override { return static_cast<int>(places_.size()); }
+    int room() const override { return static_cast<int>(places_.size()); }
     // Only says where a cell is; nothing moves on the device.
-    void move(const std::vector<std::pair<int, int>>& cells) override;
-    void copy(const Cells& from, int count) override;
+    void keep(int length, const std::vector<int32_t>& path, bool was_read) override;
+    int copy(const TextState& from, int length) override;
+    size_t num_bytes(int length) const override { return model_.cell_bytes() * length; }
 
     // As Backend has them.
     void compute(const Pass& pass);
@@ -26,18 +29,15 @@ public:
     void read_shortlist(int32_t* tokens, float* logits) const;
     void read_logits(float* logits, float* maxima) const;
 
-    // The operations of run_transformer(); of qkv(), `rows` are queries.
+    // The operations of run_transformer().
     struct Value {
         ggml_tensor* rows = nullptr;
-        ggml_tensor *keys = nullptr, *values = nullptr;
     };
     Value embed(int num_rows);
     Value tail(const Value& x, int first_row);
     Value norm(const Value& x, const Norm& norm);
-    Value qkv(const Value& x, const Layer& layer);
-    Value attention(const Value& qkv, int layer, int first_row);
-    Value hidden(const Value& x, const Layer& layer);
-    Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
+    Value mix(const Value& x, const Value& input, int layer, int first_row);
+    Value feed_forward(const Value& x, const Value& input, const Layer& layer);
     void tap(const Value&, int) const {}  // models on devices have no taps
     Value logits(const Value& x);
 
@@ -51,7 +51,14 @@ private:
     ggml_tensor* linear(ggml_tensor* x, const Linear& linear);
     ggml_tensor* heads(ggml_tensor* x, const Norm& norm, int num_heads, int layer);
     ggml_tensor* softcapped(ggml_tensor* x, float cap);
-    ggml_tensor* mix(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale, bool flash);
+    // The branches of the kinds of mixers and feed-forward networks.
+    Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
+    // Queries, keys and values.
+    std::array<ggml_tensor*, 3> qkv(const Attention& attention, ggml_tensor* x);
+    ggml_tensor* attend(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale, bool flash);
+    // x + norm(W y + b), scaled as the model has it.
+    Value add(const Value& x, ggml_tensor* y, const Linear& linear, const Norm& norm);
     bool supports_flash_attention(ggml_backend_dev_t device) const;
     int supported_shortlist(ggml_backend_dev_t device) const;
 
@@ -80,22 +87,22 @@ class DevicePasses : public Backend {
 public:
     explicit DevicePasses(const Model& model) : Backend(model) {}
 
-    std::unique_ptr<Cells> make_cells(int num_cells, int context) const override {
-        return std::make_unique<DevicePass>(model_, num_cells, context);
+    std::unique_ptr<TextState> make_state(int num_rows, int context) const override {
+        return std::make_unique<DevicePass>(model_, num_rows, context);
     }
     int max_rows() const override { return DevicePass::kMaxRows; }
     bool mixes_texts() const override { return false; }
-    void compute(const Pass& pass) override { static_cast<DevicePass&>(*pass.segments[0].cells).compute(pass); }
-    int shortlist_size(const Cells& text) const override { return pass_of(text).shortlist_size(); }
-    void read_shortlist(const Cells& text, int32_t* tokens, float* logits) const override {
+    void compute(const Pass& pass) override { static_cast<DevicePass&>(*pass.segments[0].state).compute(pass); }
+    int shortlist_size(const TextState& text) const override { return pass_of(text).shortlist_size(); }
+    void read_shortlist(const TextState& text, int32_t* tokens, float* logits) const override {
         pass_of(text).read_shortlist(tokens, logits);
     }
-    void read_logits(const Cells& text, float* logits, float* maxima) const override {
+    void read_logits(const TextState& text, float* logits, float* maxima) const override {
         pass_of(text).read_logits(logits, maxima);
     }
 
 private:
-    static const DevicePass& pass_of(const Cells& text) { return static_cast<const DevicePass&>(text); }
+    static const DevicePass& pass_of(const TextState& text) { return static_cast<const DevicePass&>(text); }
 };
 
 }  // namespace pystaged

@@ -16,9 +16,6 @@ namespace {
 // Below this many values the rows of an operation are prepared by the caller alone.
 constexpr int kValuesWorthSharing = 4 << 10;
 
-// Memory is given back from so many bytes on; a prompt that fills them again takes far longer than the system does.
-constexpr size_t kBytesWorthReleasing = 1 << 20;
-
 // Rows there is memory for as soon as there is any.
 constexpr int kFewRows = 64;
 
@@ -27,63 +24,6 @@ Activation activation_of(Gate gate) {
 }
 
 }  // namespace
-
-PackedCells::PackedCells(const Model& model, int num_cells, int context)
-    : model_(model),
-      cache_(model.kv_type(), model.numbers().num_layers, model.numbers().num_kv_heads, model.numbers().head_dim,
-             num_cells),
-      kept_(model.numbers().num_windowed_layers > 0 ? model.numbers().window : 0) {
-    const Hyperparameters& h = model.numbers();
-    if (h.rope.dims > 0) {
-        const std::vector<float>& factors = model.rope_factors(context).values;
-        frequencies_ = h.rope.frequencies(factors);
-        windowed_frequencies_ = h.windowed_rope.frequencies(factors);
-    }
-}
-
-void PackedCells::move(const std::vector<std::pair<int, int>>& cells) {
-    for (const auto& [from, to] : cells) {
-        touched_ = std::max(touched_, to + 1);
-    }
-    ThreadPool::shared().run(model_.numbers().num_layers, model_.num_threads(), [&](int layer, int) {
-        for (const auto& [from, to] : cells) {
-            cache_.move(layer, from, to);
-        }
-    });
-}
-
-void PackedCells::copy(const Cells& from, int count) {
-    const auto& source = static_cast<const PackedCells&>(from);
-    kept_ = source.kept_;
-    kept_.cut(count);
-    touched_ = std::max(touched_, count);
-    ThreadPool::shared().run(model_.numbers().num_layers, model_.num_threads(), [&](int layer, int) {
-        const bool windowed = is_windowed(layer);
-        cache_.copy(source.cache_, layer, kept_.read_first(), windowed ? kept_.read_end() : 0);
-        cache_.copy(source.cache_, layer, windowed ? kept_.first() : 0, count);
-    });
-}
-
-void PackedCells::grow(int count, bool was_read) {
-    if (!kept_.grow(count, was_read)) {
-        return;
-    }
-    for (int layer = 0; layer < model_.numbers().num_layers; ++layer) {
-        if (is_windowed(layer)) {
-            cache_.release(layer, kept_.read_end(), kept_.first());
-        }
-    }
-}
-
-void PackedCells::cut(int length) {
-    kept_.cut(length);
-    if (length < touched_ && (touched_ - length) * model_.cell_bytes() >= kBytesWorthReleasing) {
-        for (int layer = 0; layer < model_.numbers().num_layers; ++layer) {
-            cache_.release(layer, length, static_cast<int>(padded(touched_, kLanes)));
-        }
-        touched_ = length;
-    }
-}
 
 PackedPass::PackedPass(const Model& model)
     : Backend(model), attention_scratch_(model.num_threads(), model.numbers().head_dim) {
@@ -95,8 +35,8 @@ PackedPass::PackedPass(const Model& model)
         windowed_rotation_.amplitude = h.windowed_rope.amplitude();
     }
     for (const Layer& layer : model.layers()) {
-        qkv_stride_ = std::max(qkv_stride_, layer.qkv_stride);
-        has_gate_ = has_gate_ || layer.ffn_gate.present();
+        qkv_stride_ = std::max(qkv_stride_, std::get<Attention>(layer.mixer).qkv_stride);
+        has_gate_ = has_gate_ || std::get<Dense>(layer.feed_forward).gate.present();
     }
     inputs_.resize(3);
 }
@@ -107,8 +47,8 @@ double PackedPass::bytes(const Hyperparameters& h) {
     return sizeof(float) * (kMaxRows * values + kFewRows * double(h.logits_stride()));
 }
 
-std::unique_ptr<Cells> PackedPass::make_cells(int num_cells, int context) const {
-    return std::make_unique<PackedCells>(model_, num_cells, context);
+std::unique_ptr<TextState> PackedPass::make_state(int num_rows, int context) const {
+    return std::make_unique<PackedState>(model_, num_rows, context);
 }
 
 void PackedPass::make_room(int num_rows) {
@@ -131,9 +71,11 @@ void PackedPass::make_room(int num_rows) {
         gate_.resize(hidden_.size());
     }
     // Of the residual stream, or of heads that are no whole blocks wide.
+    const int fused = h.hidden_width > 0 ? h.width + h.hidden_width : 0;
     for (Quantized& input : inputs_) {
-        input.resize(rows * padded(std::max(h.width, h.q_width()), kBlock));
+        input.resize(rows * padded(std::max({h.width, h.q_width(), fused}), kBlock));
     }
+    fused_.resize(rows * fused);
     handed_.resize(rows * widest);
     room_ = static_cast<int>(rows);
 }
@@ -147,13 +89,13 @@ QuantizedRows PackedPass::Quantized::rows(int n, Packing packing) {
     return {n, packing, quants.data(), factors.data()};
 }
 
-void PackedPass::Rotation::set(const Pass& pass, std::vector<double> PackedCells::* frequencies) {
+void PackedPass::Rotation::set(const Pass& pass, bool windowed) {
     cosines.resize(pass.num_rows * half);
     sines.resize(pass.num_rows * half);
     for (const Segment& segment : pass.segments) {
-        const auto& cells = static_cast<const PackedCells&>(*segment.cells);
+        const auto& frequencies = static_cast<const PackedState&>(*segment.state).frequencies(windowed);
         for (int i = segment.first_row; half > 0 && i < segment.first_row + segment.num_rows; ++i) {
-            rotation(cells.*frequencies, amplitude, pass.positions[i], &cosines[i * half], &sines[i * half]);
+            rotation(frequencies, amplitude, pass.positions[i], &cosines[i * half], &sines[i * half]);
         }
     }
 }
@@ -161,19 +103,16 @@ void PackedPass::Rotation::set(const Pass& pass, std::vector<double> PackedCells
 void PackedPass::compute(const Pass& pass) {
     const Hyperparameters& h = model_.numbers();
     make_room(pass.num_rows);
-    rotation_.set(pass, &PackedCells::frequencies_);
+    rotation_.set(pass, false);
     if (h.window > 0) {
-        windowed_rotation_.set(pass, &PackedCells::windowed_frequencies_);
+        windowed_rotation_.set(pass, true);
     }
-    segments_.clear();
-    std::set<const Cells*> texts;
+    std::set<const TextState*> texts;
     for (const Segment& segment : pass.segments) {
-        auto& cells = static_cast<PackedCells&>(*segment.cells);
-        cells.touched_ = std::max(cells.touched_, segment.first_cell + segment.num_rows);
-        segments_.push_back({&cells.cache_, segment.first_row, segment.num_rows, segment.first_cell});
-        texts.insert(&cells);
+        static_cast<PackedState&>(*segment.state).touch(segment.first_cell() + segment.num_rows);
+        texts.insert(segment.state);
     }
-    texts_apart_ = texts.size() == segments_.size();
+    texts_apart_ = texts.size() == pass.segments.size();
     row_scales_.clear();
     for (int i = 0; h.temperature_scale != 0 && i < pass.num_rows; ++i) {
         const double stretched = own_log(pass.positions[i] / h.original_context + 1);
@@ -207,7 +146,25 @@ PackedPass::Value PackedPass::embed(int num_rows) {
             }
         }
     }
-    return {rows, num_rows, stride};
+    const Value x{rows, num_rows, stride};
+    return h.hidden_width > 0 ? fuse(x) : x;
+}
+
+PackedPass::Value PackedPass::fuse(const Value& x) {
+    const Hyperparameters& h = model_.numbers();
+    const Fusion& fusion = model_.fusion();
+    const Value both{fused_.data(), x.n, size_t(h.width) + h.hidden_width};
+    for (int i = 0; i < x.n; ++i) {
+        float* row = fused_.data() + i * both.stride;
+        apply(fusion.token_norm, x.rows + i * x.stride, h.width, row);
+        apply(fusion.hidden_norm, pass_->inputs[i], h.hidden_width, row + h.width);
+    }
+    float* out = next_rows();
+    multiply(model_.kernel(),
+             {{&fusion.projection.packed, activations(both, {&fusion.projection})[0],
+               epilogue(fusion.projection, out, x.stride), nullptr}},
+             model_.num_threads());
+    return {out, x.n, x.stride};
 }
 
 PackedPass::Value PackedPass::tail(Value x, int first_row) const {
@@ -224,7 +181,7 @@ PackedPass::Value PackedPass::norm(Value x, const Norm& norm) const {
 void PackedPass::apply(const Norm& norm, const float* row, int cols, float* out) const {
     const Kernel& kernel = model_.kernel();
     const float epsilon = model_.numbers().norm_epsilon;
-    if (model_.family().layer_norm) {
+    if (model_.family().has(kLayerNorm)) {
         kernel.layer_norm(row, norm.weight.data(), norm.bias.data(), epsilon, cols, padded(cols, kBlock), out);
     } else {
         kernel.rms_norm(row, norm.weight.data(), epsilon, cols, padded(cols, kBlock), out);
@@ -291,43 +248,58 @@ const QuantizedRows* PackedPass::hand_to(const Linear& next, int n) {
     return next.packed.integer() ? &handed_rows_ : nullptr;
 }
 
-PackedPass::Value PackedPass::qkv(const Value& x, const Layer& layer) {
+PackedPass::Value PackedPass::mix(const Value& x, const Value& input, int index, int first_row) {
     if (pass_->interrupted) {
         (*pass_->interrupted)();
     }
+    return std::visit([&](const auto& mixer) { return branch(mixer, x, input, index, first_row); },
+                      model_.layers()[index].mixer);
+}
+
+PackedPass::Value PackedPass::feed_forward(const Value& x, const Value& input, const Layer& layer) {
+    return std::visit([&](const auto& network) { return branch(network, x, input, layer.ffn_post_norm); },
+                      layer.feed_forward);
+}
+
+PackedPass::Value PackedPass::qkv(const Attention& attention, const Value& x) {
     std::vector<const Linear*> matrices;
-    for (const Linear& linear : layer.qkv) {
+    for (const Linear& linear : attention.qkv) {
         matrices.push_back(&linear);
     }
     const std::vector<Activations> inputs = activations(x, matrices);
     std::vector<Product> products;
     float* out = qkv_.data();
     for (size_t i = 0; i < matrices.size(); ++i) {
-        products.push_back({&matrices[i]->packed, inputs[i], epilogue(*matrices[i], out, layer.qkv_stride), nullptr});
+        products.push_back(
+            {&matrices[i]->packed, inputs[i], epilogue(*matrices[i], out, attention.qkv_stride), nullptr});
         out += matrices[i]->packed.padded_rows();
     }
     multiply(model_.kernel(), products, model_.num_threads());
-    return {qkv_.data(), x.n, layer.qkv_stride};
+    return {qkv_.data(), x.n, attention.qkv_stride};
 }
 
-PackedPass::Value PackedPass::attention(const Value& qkv, int index, int first_row) {
+PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x, const Value& input, int index,
+                                     int first_row) {
     const Hyperparameters& h = model_.numbers();
-    const Layer& layer = model_.layers()[index];
+    const Value product = qkv(attention, input);
     const Rotation& angles = h.layers[index].windowed ? windowed_rotation_ : rotation_;
     AttentionRows rows;
-    rows.n = qkv.n;
+    rows.n = product.n;
     rows.first_row = first_row;
-    rows.segments = segments_;
+    for (const Segment& segment : pass_->segments) {
+        auto& state = std::get<KvState>(static_cast<PackedState&>(*segment.state).layer(index));
+        rows.segments.push_back({&state.cache(), segment.first_row, segment.num_rows, segment.first_cell()});
+    }
     rows.texts_apart = texts_apart_;
     rows.contexts = pass_->contexts;
     rows.half = h.layers[index].rotates ? static_cast<int>(angles.half) : 0;
     rows.cos = angles.cosines.data();
     rows.sin = angles.sines.data();
     rows.row_scale = row_scales_.empty() ? nullptr : row_scales_.data();
-    rows.q = qkv_.data() + layer.q_at;
-    rows.k = qkv_.data() + layer.k_at;
-    rows.v = qkv_.data() + layer.v_at;
-    rows.stride = qkv.stride;
+    rows.q = qkv_.data() + attention.q_at;
+    rows.k = qkv_.data() + attention.k_at;
+    rows.v = qkv_.data() + attention.v_at;
+    rows.stride = product.stride;
 
     AttentionLayer how;
     how.num_heads = h.num_heads;
@@ -336,52 +308,55 @@ PackedPass::Value PackedPass::attention(const Value& qkv, int index, int first_r
     how.scale = h.attention_scale;
     how.softcap = h.attention_softcap;
     how.window = h.layers[index].windowed ? h.window : 0;
-    how.layer_norms = model_.family().layer_norm;
+    how.layer_norms = model_.family().has(kLayerNorm);
     how.norm_epsilon = h.norm_epsilon;
     if (model_.family().required & kWholeNorms) {
-        for (int i = 0; i < qkv.n; ++i) {
+        for (int i = 0; i < product.n; ++i) {
             float *q = rows.q + i * rows.stride, *k = rows.k + i * rows.stride;
-            model_.kernel().rms_norm(q, layer.q_norm.weight.data(), h.norm_epsilon, h.q_width(), h.q_width(), q);
-            model_.kernel().rms_norm(k, layer.k_norm.weight.data(), h.norm_epsilon, h.kv_width(), h.kv_width(), k);
+            model_.kernel().rms_norm(q, attention.q_norm.weight.data(), h.norm_epsilon, h.q_width(), h.q_width(), q);
+            model_.kernel().rms_norm(k, attention.k_norm.weight.data(), h.norm_epsilon, h.kv_width(), h.kv_width(), k);
         }
     } else {
-        how.q_norm = layer.q_norm.weight.data();
-        how.k_norm = layer.k_norm.weight.data();
+        how.q_norm = attention.q_norm.weight.data();
+        how.k_norm = attention.k_norm.weight.data();
         how.own_norms = model_.family().optional & kOwnHeadNorms;
     }
 
-    const int num_out = qkv.n - first_row;
+    const int num_out = product.n - first_row;
     const size_t stride = padded(h.q_width(), kBlock);
-    const QuantizedRows* handed = h.head_dim % kBlock == 0 ? hand_to(layer.attn_output, num_out) : nullptr;
-    tree_attention(model_.kernel(), model_.num_threads(), index, how, rows, mixed_.data(), stride, handed,
-                   attention_scratch_);
-    return {mixed_.data(), num_out, stride, nullptr, handed != nullptr};
+    const QuantizedRows* handed = h.head_dim % kBlock == 0 ? hand_to(attention.output, num_out) : nullptr;
+    tree_attention(model_.kernel(), model_.num_threads(), how, rows, mixed_.data(), stride, handed, attention_scratch_);
+    if (num_out == 0) {
+        return {};
+    }
+    return add(x, {mixed_.data(), num_out, stride, nullptr, handed != nullptr}, attention.output,
+               model_.layers()[index].mixer_post_norm);
 }
 
-PackedPass::Value PackedPass::hidden(const Value& x, const Layer& layer) {
+PackedPass::Value PackedPass::branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm) {
     const size_t stride = padded(model_.numbers().ffn_width, kBlock);
     const Activation activation = activation_of(model_.family().gate);
     Product gate, up;
-    up.weights = &layer.ffn_up.packed;
-    up.epilogue = epilogue(layer.ffn_up, hidden_.data(), stride);
-    if (layer.ffn_gate.present()) {
-        const std::vector<Activations> inputs = activations(x, {&layer.ffn_gate, &layer.ffn_up});
-        gate.weights = &layer.ffn_gate.packed;
+    up.weights = &dense.up.packed;
+    up.epilogue = epilogue(dense.up, hidden_.data(), stride);
+    if (dense.gate.present()) {
+        const std::vector<Activations> inputs = activations(input, {&dense.gate, &dense.up});
+        gate.weights = &dense.gate.packed;
         gate.x = inputs[0];
-        gate.epilogue = epilogue(layer.ffn_gate, gate_.data(), stride);
+        gate.epilogue = epilogue(dense.gate, gate_.data(), stride);
         gate.epilogue.activation = activation;
         up.x = inputs[1];
         up.epilogue.gate = gate_.data();
         up.before = &gate;
     } else {
-        up.x = activations(x, {&layer.ffn_up})[0];
+        up.x = activations(input, {&dense.up})[0];
         up.epilogue.activation = activation;
         up.epilogue.gated = model_.family().gate != Gate::none;
     }
-    const QuantizedRows* handed = hand_to(layer.ffn_down, x.n);
+    const QuantizedRows* handed = hand_to(dense.down, input.n);
     up.quantized = handed;
     multiply(model_.kernel(), {up}, model_.num_threads());
-    return {hidden_.data(), x.n, stride, nullptr, handed != nullptr};
+    return add(x, {hidden_.data(), input.n, stride, nullptr, handed != nullptr}, dense.down, norm);
 }
 
 PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& linear, const Norm& norm) {
@@ -406,10 +381,11 @@ PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& 
 void PackedPass::tap(const Value& x, int index) const {
     const std::vector<int>& taps = model_.taps();
     const auto found = std::find(taps.begin(), taps.end(), index + 1);
-    const int width = model_.numbers().width, first = x.n - pass_->num_logits;
-    for (int i = 0; found != taps.end() && pass_->states && i < pass_->num_logits; ++i) {
-        std::copy_n(x.rows + (first + i) * x.stride, width,
-                    pass_->states + (i * taps.size() + (found - taps.begin())) * width);
+    const int width = model_.numbers().width, first = pass_->num_rows - x.n;
+    for (int i = 0; found != taps.end() && pass_->hidden && i < x.n; ++i) {
+        if (float* out = pass_->hidden[first + i]) {
+            std::copy_n(x.rows + i * x.stride, width, out + (found - taps.begin()) * width);
+        }
     }
 }
 

@@ -7,35 +7,9 @@
 #include "memory.h"
 #include "pass/attention.h"
 #include "pass/backend.h"
-#include "pass/kept_cells.h"
-#include "pass/kv_cache.h"
+#include "state/packed_state.h"
 
 namespace pystaged {
-
-class PackedCells : public Cells {
-public:
-    PackedCells(const Model& model, int num_cells, int context);
-
-    int count() const override { return cache_.num_cells(); }
-    void move(const std::vector<std::pair<int, int>>& cells) override;
-    void copy(const Cells& from, int count) override;
-    void grow(int count, bool was_read) override;
-    int reachable(int length) const override { return kept_.reachable(length); }
-    // Gives memory back to the system where it is much.
-    void cut(int length) override;
-    int num_windowed(int length) const override { return kept_.count(length); }
-
-private:
-    friend class PackedPass;
-
-    bool is_windowed(int layer) const { return model_.numbers().layers[layer].windowed; }
-
-    const Model& model_;
-    KvCache cache_;
-    KeptCells kept_;   // in layers with a window
-    int touched_ = 0;  // cells that may have memory
-    std::vector<double> frequencies_, windowed_frequencies_;
-};
 
 class PackedPass : public Backend {
 public:
@@ -48,7 +22,7 @@ public:
     // little memory.
     static constexpr int kMaxRows = 256;
 
-    std::unique_ptr<Cells> make_cells(int num_cells, int context) const override;
+    std::unique_ptr<TextState> make_state(int num_rows, int context) const override;
     int max_rows() const override { return kMaxRows; }
     bool mixes_texts() const override { return true; }
     void compute(const Pass& pass) override;
@@ -66,10 +40,8 @@ public:
     Value embed(int num_rows);
     Value tail(Value x, int first_row) const;
     Value norm(Value x, const Norm& norm) const;
-    Value qkv(const Value& x, const Layer& layer);
-    Value attention(const Value& qkv, int layer, int first_row);
-    Value hidden(const Value& x, const Layer& layer);
-    Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
+    Value mix(const Value& x, const Value& input, int layer, int first_row);
+    Value feed_forward(const Value& x, const Value& input, const Layer& layer);
     void tap(const Value& x, int layer) const;
     Value logits(const Value& x);
 
@@ -88,8 +60,18 @@ private:
         double amplitude = 1;
         std::vector<float> cosines, sines;  // [rows][half]
 
-        void set(const Pass& pass, std::vector<double> PackedCells::* frequencies);
+        void set(const Pass& pass, bool windowed);
     };
+
+    // The branches of the kinds of mixers and feed-forward networks.
+    Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
+    Value qkv(const Attention& attention, const Value& x);
+    // x + norm(W y + b), scaled as the model has it.
+    Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
+
+    // The rows of an embedding, beside which hidden ones are read.
+    Value fuse(const Value& x);
 
     // Memory for so many rows.
     void make_room(int num_rows);
@@ -104,7 +86,6 @@ private:
     size_t qkv_stride_ = 0;
     bool has_gate_ = false;
     const Pass* pass_ = nullptr;
-    std::vector<AttentionSegment> segments_;
     bool texts_apart_ = true;
     Rotation rotation_, windowed_rotation_;
     std::vector<float> row_scales_;
@@ -112,7 +93,7 @@ private:
     // Of the residual stream: a row may still be read after its successor is written.
     Lines<float> stream_[3];
     int in_stream_ = 0;
-    Lines<float> normed_, qkv_, mixed_, gate_, hidden_, branch_;
+    Lines<float> normed_, qkv_, mixed_, gate_, hidden_, branch_, fused_;
     std::vector<Quantized> inputs_;  // of one operation, one for each way to quantize them
     Quantized handed_;               // what the operation before has quantized already
     QuantizedRows handed_rows_;

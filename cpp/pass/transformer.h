@@ -5,41 +5,39 @@
 
 namespace pystaged {
 
-// Runs or records one pass; the result is what ends it: the logits, or the last layer's keys and values where none are
-// needed. What a model lacks is absent from its layers, and `Ops` takes an absent norm for none at all:
-//   Value embed(num_rows)                             rows of the residual stream
+// Runs or records one pass; the result is what ends it: the logits, or what the last mixer leaves where no row needs
+// any. What a model lacks is absent from its layers, and `Ops` takes an absent norm for none at all:
+//   Value embed(num_rows)                             rows of the residual stream, perhaps of hidden rows too
 //   Value tail(Value, first_row)                      the rows from there on
 //   Value norm(Value, Norm)                           rows as matrices read them
-//   Value qkv(Value, layer)                           queries, keys and values side by side
-//   Value attention(Value, layer, first_row)          stores the keys and values of all rows; attends for those from
-//                                                     `first_row` on, perhaps none
-//   Value hidden(Value, layer)                        between the feed-forward network's matrices
-//   Value add(Value x, Value y, Linear, Norm)         x + norm(W y + b), scaled as the model has it
+//   Value mix(Value x, Value input, layer, first_row)
+//       x plus the mixer's branch, for the rows from `first_row` on; the mixer takes in all rows of `input`. No rows
+//       where none are wanted: the text's state is all that such a pass is for
+//   Value feed_forward(Value x, Value input, Layer)   x plus the feed-forward network's branch
 //   void tap(Value, layer)                            may keep the rows of the residual stream behind a layer
 //   Value logits(Value)
+// A branch is normalized where the layer says so, and scaled as the model has it.
 template <class Ops>
 typename Ops::Value run_transformer(Ops& ops, const Model& model, int num_rows, int num_logits) {
-    const int num_layers = model.numbers().num_layers;
+    const int num_layers = model.numbers().num_layers, first_judged = num_rows - num_logits;
+    int first_row = 0;
     auto x = ops.embed(num_rows);
     for (int i = 0; i < num_layers; ++i) {
         const Layer& layer = model.layers()[i];
-        const bool last = i + 1 == num_layers;
-        const int first_row = last ? num_rows - num_logits : 0;
-
-        auto input = ops.norm(x, layer.attn_norm);
-        auto mixed = ops.attention(ops.qkv(input, layer), i, first_row);
-        if (last && num_logits == 0) {
-            return mixed;  // the cache is all that this pass is for
+        first_row = i + 1 == num_layers && !model.taps_end() ? first_judged : 0;
+        auto input = ops.norm(x, layer.mixer_norm);
+        x = ops.mix(ops.tail(x, first_row), input, i, first_row);
+        if (first_row == num_rows) {
+            return x;
         }
-        x = ops.add(ops.tail(x, first_row), mixed, layer.attn_output, layer.attn_post_norm);
         // Where the branches are parallel, both read the same; where only their results are normalized, nothing is
         // here.
-        const bool parallel = layer.attn_norm.present() && !layer.ffn_norm.present();
+        const bool parallel = layer.mixer_norm.present() && !layer.ffn_norm.present();
         input = parallel ? ops.tail(input, first_row) : ops.norm(x, layer.ffn_norm);
-        x = ops.add(x, ops.hidden(input, layer), layer.ffn_down, layer.ffn_post_norm);
+        x = ops.feed_forward(x, input, layer);
         ops.tap(x, i);
     }
-    return ops.logits(ops.norm(x, model.output_norm()));
+    return num_logits == 0 ? x : ops.logits(ops.norm(ops.tail(x, first_judged - first_row), model.output_norm()));
 }
 
 }  // namespace pystaged

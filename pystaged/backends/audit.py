@@ -34,7 +34,7 @@ def audit(
     Raises:
         ContextFullError: prompt and tokens are longer than the context.
     """
-    session.truncate(0)
+    session.rewind(0)
     session.prefill(prompt[:-1])
     root = int(prompt[-1])
     for index, token in enumerate(tokens):

@@ -179,7 +179,7 @@ class RemoteSession:
             for first in range(0, len(tokens), _ROWS):
                 self._call("prefill", tokens[first : first + _ROWS])
         except (KeyboardInterrupt, ValueError):
-            self.truncate(length)
+            self.rewind(length)
             raise
 
     def evaluate(self, tokens: object, parents: object, num_logits: int | None = None) -> None:
@@ -218,8 +218,8 @@ class RemoteSession:
     def discard(self) -> None:
         self._call("discard")
 
-    def truncate(self, length: int) -> int:
-        reached: int = self._call("truncate", length)
+    def rewind(self, length: int) -> int:
+        reached: int = self._call("rewind", length)
         return reached
 
     def reachable(self, length: int) -> int:

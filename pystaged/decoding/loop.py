@@ -161,7 +161,7 @@ class Decoder:
         self._check(prompt)
         opening = opening or Opening()
         reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1) if opening.reuse else 0
-        reused = self.target.truncate(reused)
+        reused = self.target.rewind(reused)
         missing = prompt[reused:-1]
         read = 0
         while read < len(missing):

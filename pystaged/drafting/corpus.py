@@ -145,7 +145,7 @@ def _sampled(model: Model, start: int, num_tokens: int, temperature: float, seed
             ]
             texts = np.full((len(samplings), length + 1), start, np.int32)
             for session in sessions:
-                session.truncate(0)
+                session.rewind(0)
             for depth in range(length):
                 works = [
                     Work.verify(session, [token], [-1], sampling)

@@ -88,7 +88,7 @@ class ModelDrafter(TreeDrafter):
 
     def start(self, context: NDArray[np.int32]) -> None:
         read = self._spelled(context[:-1].tolist())
-        self._length = self.session.truncate(common_prefix(self.session.tokens, np.array(read, np.int32)))
+        self._length = self.session.rewind(common_prefix(self.session.tokens, np.array(read, np.int32)))
         self._missing = read[self._length :]
         self._root = int(context[-1])
         self._builder = None

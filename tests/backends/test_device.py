@@ -203,7 +203,7 @@ def test_trees_and_commits(random_gguf: Callable[..., Path]) -> None:
         assert session.tokens.tolist() == text
         if len(text) > 60:
             text = text[:20]
-            session.truncate(20)
+            session.rewind(20)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 50), Sampling(1.0, 3, 0.9, 0.05, 7), Sampling(1.0)])

@@ -342,7 +342,7 @@ def test_rows_of_a_tree_have_their_own_text(
     session = _core.Session(model)
     session.prefill([*prompt, 7, 7])
     fork = session.fork(len(prompt))
-    session.truncate(len(prompt))
+    session.rewind(len(prompt))
     session.evaluate(tokens, parents)
     fork.evaluate(tokens, parents)
     rows = list(range(len(tokens)))

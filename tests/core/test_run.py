@@ -344,7 +344,7 @@ def test_forks(model_of: Model, kv: str) -> None:
         fork.verify([length % 257, 9], [-1, 0], GREEDY)
     again = _core.Session(model)
     for fork, length in zip(forks, lengths, strict=True):
-        again.truncate(0)
+        again.rewind(0)
         again.prefill(PREFIX[:length])
         again.verify([length % 257, 9], [-1, 0], GREEDY)
         grandchild = fork.fork(len(fork.tokens))
@@ -409,7 +409,7 @@ def test_devices_take_texts_in_turns(model_of: Model) -> None:
         np.testing.assert_array_equal(logits(crowd[0], [1, 2, 3]), logits(alone[0], [1, 2, 3]))
         for session in (crowd[0], alone[0]):
             session.discard()
-    source.truncate(42)
+    source.rewind(42)
     fork = source.fork(42)
     for session in (source, fork):
         session.evaluate([9], [-1])
@@ -426,7 +426,7 @@ def test_a_large_pass_gives_its_memory_back_when_smaller_ones_follow(tmp_path: P
     model = _core.Model(write(tmp_path / "model.gguf", shape))
     session, kept = _core.Session(model), []
     for rows in (1, 200, *[1] * 200):
-        session.truncate(0)
+        session.rewind(0)
         session.verify([5] * rows, list(range(-1, rows - 1)), _core.Sampling())
         kept.append(used())
     logits = 200 * 60_000 * 4
@@ -452,7 +452,7 @@ def test_a_text_that_is_cut_gives_its_memory_back(tmp_path: Path) -> None:
         fork = session.fork(4000)
         grown = resident()
         fork.close()
-        session.truncate(40)
+        session.rewind(40)
         after = resident()
         assert peak - before > 0.9 * 7900 * session.cell_bytes
         assert grown - peak > 0.9 * 4000 * session.cell_bytes
@@ -501,7 +501,7 @@ def test_closing_during_a_run(model_of: Model) -> None:
             while True:
                 started.set()
                 _core.run([Work.read(stays, [5, 6]), Work.verify(goes, [5], [-1], GREEDY)])
-                stays.truncate(20)
+                stays.rewind(20)
 
         with ThreadPoolExecutor(1) as pool:
             started.clear()
@@ -531,7 +531,7 @@ def handle(*_):
 signal.signal(signal.SIGALRM, handle)
 signal.setitimer(signal.ITIMER_REAL, 1e-3)
 for _ in range(1000):
-    session.truncate(0)
+    session.rewind(0)
     _core.run([_core.Work.read(session, [5] * 1000)])
     if len(refused) > 3:
         break

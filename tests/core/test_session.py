@@ -171,7 +171,7 @@ def test_prefill_in_any_chunks(random_gguf: Callable[..., Path], shape: str, chu
 @pytest.mark.parametrize("shape", SHAPES)
 @given(steps=st.lists(st.tuples(trees(12), st.integers(-1, 11), st.integers(0, 8)), min_size=1, max_size=5))
 @examples
-def test_commit_and_truncate(random_gguf: Callable[..., Path], shape: str, steps: list[tuple[Tree, int, int]]) -> None:
+def test_commit_and_rewind(random_gguf: Callable[..., Path], shape: str, steps: list[tuple[Tree, int, int]]) -> None:
     path = random_gguf(**SHAPES[shape])
     for session in sessions(path):
         committed = PREFIX[:9]
@@ -186,7 +186,7 @@ def test_commit_and_truncate(random_gguf: Callable[..., Path], shape: str, steps
             if num_dropped:
                 session.evaluate(tree.tokens, tree.parents, 0)
                 committed = committed[:-num_dropped]
-                session.truncate(len(committed))
+                session.rewind(len(committed))
                 assert (tuple(session.tokens), session.num_pending) == (committed, 0)
 
 
@@ -241,7 +241,7 @@ def test_house_draft_up_to_the_end_of_its_context(house_draft: Path, kernel: str
     for full in (lambda: session.evaluate([5], [-1]), lambda: session.prefill([5])):
         with pytest.raises(ContextFullError, match="1024"):
             full()
-    session.truncate(1023)
+    session.rewind(1023)
     session.evaluate(PREFIX[1023:], [-1])
     np.testing.assert_array_equal(session.logits(0), sequential(house_draft)(*PREFIX))
 
@@ -427,8 +427,8 @@ BAD_CALLS: dict[str, tuple[Callable[[_core.Session], object], type[Exception], s
     "commit-row": (lambda s: s.commit([0, 1, 2]), ValueError, "row 2"),
     "commit-negative-row": (lambda s: s.commit([-1]), ValueError, "row -1"),
     "commit-floats": (lambda s: s.commit([0.0]), TypeError, "path"),
-    "truncate-longer": (lambda s: s.truncate(6), ValueError, "5 tokens to 6"),
-    "truncate-negative": (lambda s: s.truncate(-1), ValueError, "5 tokens to -1"),
+    "rewind-longer": (lambda s: s.rewind(6), ValueError, "5 tokens to 6"),
+    "rewind-negative": (lambda s: s.rewind(-1), ValueError, "5 tokens to -1"),
     "stretch-with-rows": (lambda s: s.stretch(9), ValueError, "stretch needs a session without pending rows"),
 }
 
@@ -495,7 +495,7 @@ def test_a_context_stretched_to_time_passes(random_gguf: Callable[..., Path], de
     with pytest.raises(ContextFullError):
         session.prefill([1] * 11)
     # Nothing of it is left in the context that comes after.
-    session.truncate(0)
+    session.rewind(0)
     for each in (session, fresh):
         each.prefill(PREFIX[:30])
         each.evaluate([5], [-1])
@@ -526,13 +526,13 @@ def test_context_of_the_model(random_gguf: Callable[..., Path]) -> None:
         lambda s: s.verify([1], [-1], GREEDY),
         lambda s: s.commit([]),
         lambda s: s.discard(),
-        lambda s: s.truncate(0),
+        lambda s: s.rewind(0),
         lambda s: s.stretch(9),
         lambda s: s.logits(0),
     ],
     ids=[
         *("prefill", "prefill-nothing", "evaluate", "candidates", "candidates-of-nothing"),
-        *("follow", "verify", "commit", "discard", "truncate", "stretch", "logits"),
+        *("follow", "verify", "commit", "discard", "rewind", "stretch", "logits"),
     ],
 )
 def test_closed_session(random_gguf: Callable[..., Path], call: Callable[[_core.Session], object]) -> None:
@@ -638,10 +638,10 @@ for _ in range(20):
         pass
     if len(session.tokens) == 3:
         break
-    session.truncate(3)  # too late: it came after the last pass
+    session.rewind(3)  # too late: it came after the last pass
 assert session.tokens.tolist() == [1, 2, 3]
 assert session.num_pending == 0
-fresh.truncate(0)
+fresh.rewind(0)
 fresh.prefill([1, 2, 3])
 for s in (session, fresh):
     s.evaluate([4], [-1])
@@ -672,7 +672,7 @@ def handle(*_):
 signal.signal(signal.SIGALRM, handle)
 signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
 while len(refused) < 4:
-    session.truncate(0)
+    session.rewind(0)
     session.prefill([5] * 1000)
 signal.setitimer(signal.ITIMER_REAL, 0)
 assert all("signal handler" in message for message in refused)
@@ -699,7 +699,7 @@ stop = threading.Event()
 def work():
     while not stop.is_set():
         busy.prefill([7] * 200)
-        busy.truncate(0)
+        busy.rewind(0)
 
 thread = threading.Thread(target=work)
 thread.start()

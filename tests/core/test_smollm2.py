@@ -127,7 +127,7 @@ def clear_choices(log_probs: Doubles) -> npt.NDArray[np.bool_]:
 
 
 def our_logits(session: Session, tokens: list[int]) -> npt.NDArray[np.float32]:
-    session.truncate(0)
+    session.rewind(0)
     session.evaluate(tokens, range(-1, len(tokens) - 1))
     found = np.stack([session.logits(row) for row in range(len(tokens))])
     session.discard()

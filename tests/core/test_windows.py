@@ -83,16 +83,16 @@ def test_where_a_text_can_go_back_to(path_of: Callable[..., Path], window: int) 
     assert session.reachable(500 if window < 700 else 100) == (0 if window < 700 else 100)
     fork = session.fork(between)
     assert fork.tokens.tolist() == TOKENS[: session.reachable(between)].tolist()
-    assert session.truncate(880) == 880
+    assert session.rewind(880) == 880
     assert session.reachable(880 - SLACK + 20) == 880 - SLACK + 20
     assert_goes_on_as_if_nothing_was_given_back(session, model)
     for length in (901, -1):
-        with pytest.raises(ValueError, match=f"cannot truncate 880 tokens to {length}"):
+        with pytest.raises(ValueError, match=f"cannot rewind 880 tokens to {length}"):
             session.reachable(length)
     session.prefill(TOKENS[880:1500])  # the end of the prompt before is forgotten
     if window < 700:
         assert session.reachable(880) == 0
-    assert session.truncate(0) == 0
+    assert session.rewind(0) == 0
     session.prefill(TOKENS[:30])
     assert session.reachable(20) == 20
 
@@ -128,7 +128,7 @@ def test_texts_that_go_back_and_on_have_the_bits_of_texts_that_keep_everything(
             texts[i] = session.fork(asked)
             assert session.tokens.tolist() == TOKENS[:length].tolist()
         else:
-            assert session.truncate(asked) == reached
+            assert session.rewind(asked) == reached
         assert texts[i].tokens.tolist() == TOKENS[:reached].tolist()
         gone_back.add((reached < asked, reached > 0))
         assert_goes_on_as_if_nothing_was_given_back(texts[i], model)

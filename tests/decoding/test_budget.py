@@ -135,7 +135,7 @@ class SimulatedSession:
         self.tokens = np.zeros(0, np.int32)
         self.past = 0
 
-    def truncate(self, length: int) -> int:
+    def rewind(self, length: int) -> int:
         self.past = length
         return length
 

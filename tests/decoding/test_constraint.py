@@ -263,7 +263,7 @@ def test_on_devices_all_logits_are_looked_at(random_gguf: Callable[..., Path]) -
         mask[0, token // 32] |= np.uint32(1 << token % 32)
     for sampling in (SamplingConfig(), SamplingConfig(1.0, top_k=2)):
         _, tokens = session.verify([5], [-1], sampling.native, masks=mask)
-        session.truncate(0)
+        session.rewind(0)
         assert tokens[0] in worst
     _, tokens = session.verify([5], [-1], SamplingConfig().native, masks=mask)
     assert tokens[0] == worst[logits[worst].argmax()]

@@ -389,7 +389,7 @@ class AcceptingSession(SimulatedSession):
         self.tokens = np.zeros(0, np.int32)
         self._chance, self._random = chance, random
 
-    def truncate(self, length: int) -> int:
+    def rewind(self, length: int) -> int:
         return length
 
     def follow(self, nodes: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

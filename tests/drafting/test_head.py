@@ -159,7 +159,7 @@ def test_states_of_a_text_that_changed_otherwise_are_none(target_path: Path) -> 
         assert len(session.states) == 1
 
     verified()
-    session.truncate(len(session.tokens))
+    session.rewind(len(session.tokens))
     assert len(session.states) == 0
     verified()
     assert len(session.fork(1).states) == 0

@@ -18,8 +18,8 @@
 #include "check.h"
 #include "digest.h"
 #include "pass/attention.h"
-#include "pass/kv_cache.h"
 #include "product.h"
+#include "state/kv_cache.h"
 #include "thread_pool.h"
 
 using namespace pystaged;
@@ -679,49 +679,41 @@ void test_maxima() {
 void test_cache() {
     for (const Kernel* kernel : available_kernels()) {
         for (const int dim : {1, 7, 16, 33, 64, 80, 130}) {
-            const int layers = 2, heads = 3, cells = 37;
-            KvCache cache(KvType::f16, layers, heads, dim, cells);
+            const int heads = 3, cells = 37;
+            KvCache cache(KvType::f16, heads, dim, cells);
             CHECK(cache.num_cells() == 48);
-            const auto key_of = [](int layer, int head, int cell, int d) {
-                return static_cast<float>(layer * 700 + head * 200 + cell * 3 + d % 3);
+            const auto key_of = [](int head, int cell, int d) {
+                return static_cast<float>(head * 200 + cell * 3 + d % 3);
             };
-            const auto value_of = [&](int layer, int head, int cell, int d) {
-                return -key_of(layer, head, cell, d) - 0.5f;
-            };
+            const auto value_of = [&](int head, int cell, int d) { return -key_of(head, cell, d) - 0.5f; };
             const auto check = [&](int cell, int holds) {
-                for (int layer = 0; layer < layers; ++layer) {
-                    for (int head = 0; head < heads; ++head) {
-                        const auto* keys = reinterpret_cast<const uint16_t*>(cache.keys(layer, head));
-                        const auto* values =
-                            reinterpret_cast<const uint16_t*>(cache.values(layer, head)) + cell * padded(dim, kLanes);
-                        for (int d = 0; d < dim; ++d) {
-                            const uint16_t key = keys[(cell / kLanes * dim + d) * kLanes + cell % kLanes];
-                            CHECK(key == ggml_fp32_to_fp16(key_of(layer, head, holds, d)));
-                            CHECK(values[d] == ggml_fp32_to_fp16(value_of(layer, head, holds, d)));
-                        }
+                for (int head = 0; head < heads; ++head) {
+                    const auto* keys = reinterpret_cast<const uint16_t*>(cache.keys(head));
+                    const auto* values =
+                        reinterpret_cast<const uint16_t*>(cache.values(head)) + cell * padded(dim, kLanes);
+                    for (int d = 0; d < dim; ++d) {
+                        const uint16_t key = keys[(cell / kLanes * dim + d) * kLanes + cell % kLanes];
+                        CHECK(key == ggml_fp32_to_fp16(key_of(head, holds, d)));
+                        CHECK(values[d] == ggml_fp32_to_fp16(value_of(head, holds, d)));
                     }
                 }
             };
             const Array<float> key(dim), value(dim);
-            for (int layer = 0; layer < layers; ++layer) {
-                for (int head = 0; head < heads; ++head) {
-                    for (int cell = 0; cell < cache.num_cells(); ++cell) {
-                        for (int d = 0; d < dim; ++d) {
-                            key[d] = key_of(layer, head, cell, d);
-                            value[d] = value_of(layer, head, cell, d);
-                        }
-                        cache.store(*kernel, layer, head, cell, key.data(), value.data());
+            for (int head = 0; head < heads; ++head) {
+                for (int cell = 0; cell < cache.num_cells(); ++cell) {
+                    for (int d = 0; d < dim; ++d) {
+                        key[d] = key_of(head, cell, d);
+                        value[d] = value_of(head, cell, d);
                     }
+                    cache.store(*kernel, head, cell, key.data(), value.data());
                 }
             }
             for (int cell = 0; cell < cache.num_cells(); ++cell) {
                 check(cell, cell);
             }
-            for (int layer = 0; layer < layers; ++layer) {
-                cache.move(layer, 47, 0);
-                cache.move(layer, 20, 19);
-                cache.move(layer, 5, 5);
-            }
+            cache.move(47, 0);
+            cache.move(20, 19);
+            cache.move(5, 5);
             for (int cell = 0; cell < cache.num_cells(); ++cell) {
                 check(cell, cell == 0 ? 47 : cell == 19 ? 20 : cell);
             }
@@ -733,21 +725,20 @@ void test_cache() {
 void test_eight_bit_cache() {
     const Kernel& kernel = find_kernel("");
     for (const int dim : {16, 32, 40, 64}) {
-        KvCache moved(KvType::q8_0, 2, 2, dim, 64), stored(KvType::q8_0, 2, 2, dim, 64);
-        CHECK(KvCache::cell_bytes(KvType::q8_0, 2, 2, dim) <
-              (dim % kBlock ? 1.2 : 0.57) * KvCache::cell_bytes(KvType::f16, 2, 2, dim));
+        KvCache moved(KvType::q8_0, 2, dim, 64), stored(KvType::q8_0, 2, dim, 64);
+        CHECK(moved.cell_bytes() < (dim % kBlock ? 1.2 : 0.57) * KvCache::cell_bytes(KvType::f16, 2, dim));
         const Array<float> key(dim), value(dim);
         for (int head = 0; head < 2; ++head) {
             std::generate_n(key.data(), dim, [] { return random_float(); });
             std::generate_n(value.data(), dim, [] { return random_float(); });
-            moved.store(kernel, 1, head, 37, key.data(), value.data());
-            stored.store(kernel, 1, head, 5, key.data(), value.data());
-            stored.store(kernel, 1, head, 37, key.data(), value.data());
+            moved.store(kernel, head, 37, key.data(), value.data());
+            stored.store(kernel, head, 5, key.data(), value.data());
+            stored.store(kernel, head, 37, key.data(), value.data());
         }
-        moved.move(1, 37, 5);
-        const size_t bytes = KvCache::cell_bytes(KvType::q8_0, 1, 1, dim) * moved.num_cells();
+        moved.move(37, 5);
+        const size_t bytes = KvCache::cell_bytes(KvType::q8_0, 1, dim) * moved.num_cells();
         for (int head = 0; head < 2; ++head) {
-            CHECK(std::memcmp(moved.keys(1, head), stored.keys(1, head), bytes) == 0);
+            CHECK(std::memcmp(moved.keys(head), stored.keys(head), bytes) == 0);
         }
     }
 }
@@ -857,12 +848,12 @@ void test_attention(const AttentionCase& c) {
         const Array<float> mutated(texts * qkv.size()), all_cosines(texts * cosines.size()),
             all_sines(texts * sines.size()), all_scales(texts * c.n);
         for (int text = 0; text < texts; ++text) {
-            caches.push_back(std::make_unique<KvCache>(c.type, 2, c.kv_heads, c.dim, cells));
+            caches.push_back(std::make_unique<KvCache>(c.type, c.kv_heads, c.dim, cells));
             KvCache& cache = *caches.back();
             for (int head = 0; head < c.kv_heads; ++head) {
                 for (int cell = 0; cell < c.committed; ++cell) {
                     const size_t at = (size_t(head) * cells + cell) * c.dim;
-                    cache.store(scalar, 1, head, cell, &keys[at], &values[at]);
+                    cache.store(scalar, head, cell, &keys[at], &values[at]);
                 }
             }
             const int half = text % 2 * c.n / 2;
@@ -892,14 +883,14 @@ void test_attention(const AttentionCase& c) {
         rows.v = rows.k + c.kv_heads * c.dim;
         rows.stride = stride;
         const QuantizedRows next = quantized ? quantized->rows(rows.n - first_row, Packing::q8_0) : QuantizedRows();
-        tree_attention(kernel, num_threads, 1, how, rows, out.data(), out_stride, quantized ? &next : nullptr, scratch);
+        tree_attention(kernel, num_threads, how, rows, out.data(), out_stride, quantized ? &next : nullptr, scratch);
         for (int head = 0; head < c.kv_heads; ++head) {
             for (int i = 0; i < c.n; ++i) {
                 const int cell = c.committed + i;
                 const float* key = &prepared[size_t(i) * stride + size_t(heads + head) * c.dim];
                 const float* value = &qkv[size_t(i) * stride + size_t(heads + c.kv_heads + head) * c.dim];
-                const auto* keys = reinterpret_cast<const uint16_t*>(cache.keys(1, head));
-                const auto* values = reinterpret_cast<const uint16_t*>(cache.values(1, head));
+                const auto* keys = reinterpret_cast<const uint16_t*>(cache.keys(head));
+                const auto* values = reinterpret_cast<const uint16_t*>(cache.values(head));
                 for (int d = 0; c.type == KvType::f16 && d < c.dim; ++d) {
                     CHECK(keys[(cell / kLanes * c.dim + d) * kLanes + cell % kLanes] == ggml_fp32_to_fp16(key[d]));
                     CHECK(values[cell * padded(c.dim, kLanes) + d] == ggml_fp32_to_fp16(value[d]));
@@ -1014,7 +1005,7 @@ void test_memory_that_ends() {
     const int dim = 16, kv_heads = 40;
     std::vector<float> qkv(3 * kv_heads * dim, 1.0f), out(kv_heads * dim);
     const RowContext context{1, 1, nullptr};
-    KvCache cache(KvType::f16, 1, kv_heads, dim, 1);
+    KvCache cache(KvType::f16, kv_heads, dim, 1);
     AttentionLayer how;
     how.num_heads = how.num_kv_heads = kv_heads;
     how.head_dim = dim;
@@ -1027,7 +1018,7 @@ void test_memory_that_ends() {
     rows.v = rows.k + kv_heads * dim;
     rows.stride = qkv.size();
     const auto attend = [&](AttentionScratch& scratch) {
-        tree_attention(find_kernel("scalar"), 1, 0, how, rows, out.data(), out.size(), nullptr, scratch);
+        tree_attention(find_kernel("scalar"), 1, how, rows, out.data(), out.size(), nullptr, scratch);
     };
     bool failed = true;
     for (int few = 0; failed; ++few) {

@@ -163,7 +163,7 @@ void test_prompt(const std::string& path, const Kernel& kernel) {
     Session session(model, 0);
     std::vector<float> expected;
     for (const std::vector<int>& pieces : {std::vector<int>{1}, {length}, {255, 2, 64, 33, 300}, {65, 7}}) {
-        session.truncate(0);
+        session.rewind(0);
         for (int at = 0, i = 0; at < length; ++i) {
             const int piece = std::min(pieces[i % pieces.size()], length - at);
             session.prefill({prompt.begin() + at, prompt.begin() + at + piece}, uninterrupted);
@@ -179,9 +179,10 @@ void test_prompt(const std::string& path, const Kernel& kernel) {
     }
 
     PackedPass pass(*model);
-    const std::unique_ptr<Cells> cells = pass.make_cells(100, 100);
-    std::vector<int32_t> positions(100);
+    const std::unique_ptr<TextState> state = pass.make_state(100, 100);
+    std::vector<int32_t> positions(100), parents(100);
     std::iota(positions.begin(), positions.end(), 0);
+    std::iota(parents.begin(), parents.end(), -1);
     std::vector<RowContext> contexts;
     for (const int32_t position : positions) {
         contexts.push_back({position + 1, position + 1, nullptr});
@@ -190,8 +191,17 @@ void test_prompt(const std::string& path, const Kernel& kernel) {
     std::vector<float> whole(stride), again(stride), maxima(stride / kRun);
     int calls = 0;
     std::function<void()> interrupted = [&] { ++calls; };
-    Pass what{100, prompt.data(), positions.data(), contexts.data(), {{cells.get(), 0, 100, 0}},
-              1,   whole.data(),  maxima.data(),    nullptr,         &interrupted};
+    Pass what;
+    what.num_rows = 100;
+    what.tokens = prompt.data();
+    what.positions = positions.data();
+    what.parents = parents.data();
+    what.contexts = contexts.data();
+    what.segments = {{state.get(), 0, 100, 0, 0}};
+    what.num_logits = 1;
+    what.logits = whole.data();
+    what.maxima = maxima.data();
+    what.interrupted = &interrupted;
     pass.compute(what);
     CHECK(calls == model->numbers().num_layers);
     interrupted = [&] {
@@ -236,7 +246,7 @@ void test_session(const std::string& path, const Kernel& kernel) {
         for (int row = leaf; row >= 0; row = parents[row]) {
             way.insert(way.begin(), row);
         }
-        plain.truncate(0);
+        plain.rewind(0);
         plain.prefill(session.tokens(), uninterrupted);
         for (const int row : way) {
             plain.evaluate({tokens[row]}, {-1}, 1);
@@ -260,12 +270,12 @@ void test_session(const std::string& path, const Kernel& kernel) {
         session.commit(way);
         CHECK(session.tokens() == plain.tokens());
         if (round % 3 == 2) {
-            session.truncate(static_cast<int>(session.tokens().size()) / 2);
+            session.rewind(static_cast<int>(session.tokens().size()) / 2);
         }
     }
 
     // Errors leave everything as it was.
-    session.truncate(3);
+    session.rewind(3);
     const std::vector<int32_t> before = session.tokens();
     const int vocabulary = model->numbers().vocab_size;
     session.evaluate({1, 2}, {-1, 0}, 1);
@@ -280,8 +290,8 @@ void test_session(const std::string& path, const Kernel& kernel) {
     CHECK_THROWS(std::invalid_argument, (session.commit({1}), 0));
     CHECK_THROWS(std::invalid_argument, (session.commit({0, 0}), 0));
     CHECK_THROWS(std::invalid_argument, (session.commit({5}), 0));
-    CHECK_THROWS(std::invalid_argument, (session.truncate(4), 0));
-    CHECK_THROWS(std::invalid_argument, (session.truncate(-1), 0));
+    CHECK_THROWS(std::invalid_argument, (session.rewind(4), 0));
+    CHECK_THROWS(std::invalid_argument, (session.rewind(-1), 0));
     CHECK_THROWS(std::invalid_argument, logits_of(session, 0));
     CHECK_THROWS(std::invalid_argument, logits_of(session, 2));
     CHECK_THROWS(std::invalid_argument, session.follow({}, 0));
@@ -302,7 +312,7 @@ void test_session(const std::string& path, const Kernel& kernel) {
     session.prefill(random_tokens(*model, context - 3), uninterrupted);
     session.prefill({}, uninterrupted);
     CHECK_THROWS(ContextFullError, (session.evaluate({0}, {-1}, 1), 0));
-    session.truncate(context - 1);
+    session.rewind(context - 1);
     // At the very end there is still room for branches.
     session.evaluate(random_tokens(*model, 500), std::vector<int32_t>(500, -1), 1);
     session.commit({499});
@@ -312,7 +322,7 @@ void test_session(const std::string& path, const Kernel& kernel) {
     CHECK(session.closed());
     CHECK_THROWS(std::invalid_argument, (session.evaluate({0}, {-1}, 1), 0));
     CHECK_THROWS(std::invalid_argument, (session.prefill({0}, uninterrupted), 0));
-    CHECK_THROWS(std::invalid_argument, (session.truncate(0), 0));
+    CHECK_THROWS(std::invalid_argument, (session.rewind(0), 0));
     CHECK_THROWS(std::invalid_argument, (session.commit({}), 0));
     CHECK_THROWS(std::invalid_argument, (session.discard(), 0));
     CHECK_THROWS(std::invalid_argument, session.follow({}, 0));
@@ -481,7 +491,7 @@ void test_works(const std::string& path, const Kernel& kernel) {
                         b.discard();
                     } else {
                         c.verify({6}, {-1}, {});
-                        c.fork(static_cast<int>(before.size()) / 2)->truncate(1);
+                        c.fork(static_cast<int>(before.size()) / 2)->rewind(1);
                     }
                 } catch (const std::invalid_argument&) {
                     c.discard();  // another thread has rows pending
@@ -495,8 +505,8 @@ void test_works(const std::string& path, const Kernel& kernel) {
     }
     for (size_t i = 0; i < crowd.size(); ++i) {
         crowd[i]->discard();
-        crowd[i]->truncate(std::min(static_cast<int>(crowd[i]->tokens().size()), n_ctx - 8));
-        alone[i]->truncate(0);
+        crowd[i]->rewind(std::min(static_cast<int>(crowd[i]->tokens().size()), n_ctx - 8));
+        alone[i]->rewind(0);
         alone[i]->prefill(crowd[i]->tokens(), [] {});
         same(i, *crowd[i], *alone[i]);
     }

@@ -1,4 +1,4 @@
-#include "pass/kv_cache.h"
+#include "state/kv_cache.h"
 
 #include <algorithm>
 #include <cstring>
@@ -30,17 +30,18 @@ struct EightBits {
 
 }  // namespace
 
-KvCache::KvCache(KvType type, int num_layers, int num_heads, int head_dim, int num_cells)
+KvCache::KvCache(KvType type, int num_heads, int head_dim, int num_cells)
     : type_(type),
       num_heads_(num_heads),
       head_dim_(head_dim),
       num_cells_(padded(num_cells, kLanes)),
       key_bytes_(key_bytes(type, head_dim)),
       value_bytes_(value_bytes(type, head_dim)),
-      memory_(size_t(num_layers) * num_heads * num_cells_ * (key_bytes_ + value_bytes_)) {}
+      memory_(num_heads * num_cells_ * (key_bytes_ + value_bytes_)),
+      moved_(key_bytes_) {}
 
-size_t KvCache::cell_bytes(KvType type, int num_layers, int num_heads, int head_dim) {
-    return size_t(num_layers) * num_heads * (key_bytes(type, head_dim) + value_bytes(type, head_dim));
+size_t KvCache::cell_bytes(KvType type, int num_heads, int head_dim) {
+    return num_heads * (key_bytes(type, head_dim) + value_bytes(type, head_dim));
 }
 
 template <class Act>
@@ -71,8 +72,8 @@ void KvCache::write_key(uint8_t* data, int cell, const std::vector<uint8_t>& key
     });
 }
 
-void KvCache::store(const Kernel& kernel, int layer, int head, int cell, const float* key, const float* value) {
-    uint8_t* data = head_data(layer, head);
+void KvCache::store(const Kernel& kernel, int head, int cell, const float* key, const float* value) {
+    uint8_t* data = head_data(head);
     uint8_t* values = data + num_cells_ * key_bytes_ + cell * value_bytes_;
     std::vector<uint8_t> pieces(key_bytes_);
     if (type_ == KvType::f16) {
@@ -96,32 +97,34 @@ void KvCache::store(const Kernel& kernel, int layer, int head, int cell, const f
     write_key(data, cell, pieces);
 }
 
-void KvCache::move(int layer, int from, int to) {
-    std::vector<uint8_t> pieces;
+void KvCache::move(int from, int to) {
     for (int head = 0; head < num_heads_; ++head) {
-        uint8_t* data = head_data(layer, head);
-        pieces.clear();
-        for_key(from, [&](size_t at, auto bytes) { pieces.insert(pieces.end(), data + at, data + at + bytes); });
-        write_key(data, to, pieces);
+        uint8_t* data = head_data(head);
+        uint8_t* out = moved_.data();
+        for_key(from, [&](size_t at, auto bytes) {
+            std::memcpy(out, data + at, bytes);
+            out += bytes;
+        });
+        write_key(data, to, moved_);
         uint8_t* values = data + num_cells_ * key_bytes_;
         std::memmove(values + to * value_bytes_, values + from * value_bytes_, value_bytes_);
     }
 }
 
-void KvCache::copy(const KvCache& from, int layer, int first, int last) {
+void KvCache::copy(const KvCache& from, int first, int last) {
     const size_t key = first / kLanes * kLanes * key_bytes_, keys_end = padded(last, kLanes) * key_bytes_;
     const size_t value = num_cells_ * key_bytes_ + first * value_bytes_;
     for (int head = 0; head < num_heads_ && first < last; ++head) {
-        uint8_t* data = head_data(layer, head);
-        const uint8_t* source = from.head_data(layer, head);
+        uint8_t* data = head_data(head);
+        const uint8_t* source = from.head_data(head);
         std::memcpy(data + key, source + key, keys_end - key);
         std::memcpy(data + value, source + value, (last - first) * value_bytes_);
     }
 }
 
-void KvCache::release(int layer, int first, int last) {
+void KvCache::release(int first, int last) {
     for (int head = 0; head < num_heads_; ++head) {
-        const size_t keys = head_data(layer, head) - memory_.data(), values = keys + num_cells_ * key_bytes_;
+        const size_t keys = head_data(head) - memory_.data(), values = keys + num_cells_ * key_bytes_;
         memory_.release(keys + padded(first, kLanes) * key_bytes_, keys + last / kLanes * kLanes * key_bytes_);
         memory_.release(values + first * value_bytes_, values + last * value_bytes_);
     }

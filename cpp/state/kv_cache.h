@@ -1,4 +1,4 @@
-// Keys and values of every layer: committed rows first and contiguous, pending rows behind them.
+// Keys and values of a layer: committed rows first and contiguous, pending rows behind them.
 //
 // A score needs one dimension of 16 cells at a time, a weighted sum one cell. Of a head,
 //   F16   keys [cells / kLanes][head_dim][kLanes]; values [cells][head_dim, padded to kLanes]
@@ -17,29 +17,28 @@ namespace pystaged {
 class KvCache {
 public:
     // Memory becomes resident as cells are written.
-    KvCache(KvType type, int num_layers, int num_heads, int head_dim, int num_cells);
+    KvCache(KvType type, int num_heads, int head_dim, int num_cells);
 
     // Bytes that one cell takes.
-    static size_t cell_bytes(KvType type, int num_layers, int num_heads, int head_dim);
+    static size_t cell_bytes(KvType type, int num_heads, int head_dim);
+    size_t cell_bytes() const { return num_heads_ * (key_bytes_ + value_bytes_); }
 
     KvType type() const { return type_; }
     int num_cells() const { return num_cells_; }
-    const uint8_t* keys(int layer, int head) const { return head_data(layer, head); }
-    const uint8_t* values(int layer, int head) const { return head_data(layer, head) + num_cells_ * key_bytes_; }
+    const uint8_t* keys(int head) const { return head_data(head); }
+    const uint8_t* values(int head) const { return head_data(head) + num_cells_ * key_bytes_; }
 
     // Writes one head's key and value, head_dim floats each, into a cell.
-    void store(const Kernel& kernel, int layer, int head, int cell, const float* key, const float* value);
-    // Copies a cell of one layer to another.
-    void move(int layer, int from, int to);
-    // Copies cells [first, last) of a layer from a cache of the same shape.
-    void copy(const KvCache& from, int layer, int first, int last);
-    // Gives the memory of cells [first, last) of a layer back to the system, as far as it is whole pages.
-    void release(int layer, int first, int last);
+    void store(const Kernel& kernel, int head, int cell, const float* key, const float* value);
+    // Copies a cell to another. Nothing fails.
+    void move(int from, int to);
+    // Copies cells [first, last) from a cache of the same shape.
+    void copy(const KvCache& from, int first, int last);
+    // Gives the memory of cells [first, last) back to the system, as far as it is whole pages.
+    void release(int first, int last);
 
 private:
-    uint8_t* head_data(int layer, int head) const {
-        return memory_.data() + (size_t(layer) * num_heads_ + head) * num_cells_ * (key_bytes_ + value_bytes_);
-    }
+    uint8_t* head_data(int head) const { return memory_.data() + head * num_cells_ * (key_bytes_ + value_bytes_); }
     // Calls act(offset, bytes) for every piece of a cell's key, in order; offsets from the head's first byte.
     template <class Act>
     void for_key(int cell, const Act& act) const;
@@ -49,6 +48,7 @@ private:
     int num_heads_, head_dim_;
     size_t num_cells_, key_bytes_, value_bytes_;  // of a cell and head
     Memory memory_;
+    std::vector<uint8_t> moved_;  // memory for a key
 };
 
 }  // namespace pystaged

@@ -1,0 +1,40 @@
+// Weights as passes read them: packed for our kernels, or in the memory of ggml's devices.
+#pragma once
+
+#include <vector>
+
+#include "device.h"
+#include "packed_matrix.h"
+
+namespace pystaged {
+
+// Floats of the host, padded with zeros like the rows they meet, or of a device. Empty where a model has none.
+struct Vector {
+    std::vector<float> values;
+    ggml_tensor* device = nullptr;
+
+    bool present() const { return device || !values.empty(); }
+    const float* data() const { return values.empty() ? nullptr : values.data(); }
+};
+
+struct Norm {
+    Vector weight, bias;
+
+    bool present() const { return weight.present(); }
+};
+
+struct Linear {
+    PackedMatrix packed;
+    Vector bias;
+    ggml_tensor* device = nullptr;
+
+    bool present() const { return device || packed.rows() > 0; }
+};
+
+// How a model reads another's hidden states beside tokens: x = W [norm(embedding); norm(hidden states)].
+struct Fusion {
+    Norm token_norm, hidden_norm;
+    Linear projection;
+};
+
+}  // namespace pystaged

@@ -1,0 +1,133 @@
+#include "state/packed_state.h"
+
+#include <algorithm>
+
+#include "thread_pool.h"
+
+namespace pystaged {
+
+namespace {
+
+// Memory is given back from so many bytes on; a prompt that fills them again takes far longer than the system does.
+constexpr size_t kBytesWorthReleasing = 1 << 20;
+
+}  // namespace
+
+KvState::KvState(const Model& model, int layer, int num_cells)
+    : cache_(model.kv_type(), model.numbers().num_kv_heads, model.numbers().head_dim, num_cells),
+      kept_(model.numbers().layers[layer].windowed ? model.numbers().window : 0) {}
+
+void KvState::keep(int length, const std::vector<int32_t>& path, bool was_read) {
+    // Rows only move towards the front, so going along the path never overwrites one that is still to move.
+    const int num_rows = static_cast<int>(path.size());
+    for (int i = 0; i < num_rows; ++i) {
+        if (path[i] != i) {
+            cache_.move(length + path[i], length + i);
+        }
+    }
+    if (kept_.grow(length + num_rows, was_read)) {
+        cache_.release(kept_.read_end(), kept_.first());
+    }
+}
+
+void KvState::copy(const KvState& from, int length) {
+    kept_ = from.kept_;
+    kept_.cut(length);
+    cache_.copy(from.cache_, kept_.read_first(), kept_.read_end());
+    cache_.copy(from.cache_, kept_.first(), length);
+}
+
+void KvState::stretch(int length, int longer) {
+    // Copies, because memory that nobody has written to is not there, and takes no time to read.
+    for (int cell = length; cell < longer; ++cell) {
+        cache_.move(length - 1, cell);
+    }
+    if (kept_.grow(longer, false)) {
+        cache_.release(kept_.read_end(), kept_.first());
+    }
+}
+
+PackedState::PackedState(const Model& model, int num_rows, int context)
+    : model_(model), room_(padded(num_rows, kLanes)) {
+    const Hyperparameters& h = model.numbers();
+    layers_.reserve(h.num_layers);
+    for (int layer = 0; layer < h.num_layers; ++layer) {
+        layers_.emplace_back(std::in_place_type<KvState>, model, layer, num_rows);
+    }
+    if (h.rope.dims > 0) {
+        const std::vector<float>& factors = model.rope_factors(context).values;
+        frequencies_ = h.rope.frequencies(factors);
+        windowed_frequencies_ = h.windowed_rope.frequencies(factors);
+    }
+}
+
+template <class Act>
+void PackedState::for_each_layer(const Act& act) {
+    ThreadPool::shared().run(static_cast<int>(layers_.size()), model_.num_threads(), [&](int layer, int) {
+        std::visit([&](auto& state) { act(state, layer); }, layers_[layer]);
+    });
+}
+
+void PackedState::keep(int length, const std::vector<int32_t>& path, bool was_read) {
+    // A chain that is kept whole moves nothing; waking threads for that takes longer than going through the layers.
+    const bool moves = !path.empty() && path.back() + 1 != static_cast<int>(path.size());
+    touch(length + static_cast<int>(path.size()));
+    ThreadPool::shared().run(static_cast<int>(layers_.size()), moves ? model_.num_threads() : 1, [&](int layer, int) {
+        std::visit([&](auto& state) { state.keep(length, path, was_read); }, layers_[layer]);
+    });
+}
+
+int PackedState::reachable(int length) const {
+    for (int before = -1; before != length;) {
+        before = length;
+        for (const LayerState& layer : layers_) {
+            length = std::visit([&](const auto& state) { return state.reachable(length); }, layer);
+        }
+    }
+    return length;
+}
+
+int PackedState::cut(int length) {
+    length = reachable(length);
+    const bool release = length < touched_ && (touched_ - length) * model_.cell_bytes() >= kBytesWorthReleasing;
+    const int end = padded(touched_, kLanes);
+    for (LayerState& layer : layers_) {
+        std::visit(
+            [&](auto& state) {
+                state.cut(length);
+                if (release) {
+                    state.release(length, end);
+                }
+            },
+            layer);
+    }
+    if (release) {
+        touched_ = length;
+    }
+    return length;
+}
+
+int PackedState::copy(const TextState& from, int length) {
+    const auto& source = static_cast<const PackedState&>(from);
+    length = source.reachable(length);
+    touch(length);
+    for_each_layer([&](auto& state, int layer) {
+        state.copy(std::get<std::decay_t<decltype(state)>>(source.layers_[layer]), length);
+    });
+    return length;
+}
+
+void PackedState::stretch(int length, int longer) {
+    touch(longer);
+    for_each_layer([&](auto& state, int) { state.stretch(length, longer); });
+}
+
+size_t PackedState::num_bytes(int length) const {
+    size_t bytes = 0;
+    for (const LayerState& layer : layers_) {
+        bytes += std::visit([&](const auto& state) { return state.num_bytes(length); }, layer);
+    }
+    return bytes;
+}
+
+}  // namespace pystaged

@@ -1,0 +1,71 @@
+// The state of a text on the CPU, layer by layer.
+#pragma once
+
+#include <variant>
+#include <vector>
+
+#include "model/model.h"
+#include "state/kept_cells.h"
+#include "state/kv_cache.h"
+#include "state/text_state.h"
+
+namespace pystaged {
+
+// Of attention: keys and values, a cell for each row; a layer with a window gives up those that no later row sees.
+class KvState {
+public:
+    KvState(const Model& model, int layer, int num_cells);
+
+    const KvCache& cache() const { return cache_; }
+    KvCache& cache() { return cache_; }
+
+    void keep(int length, const std::vector<int32_t>& path, bool was_read);
+    int reachable(int length) const { return kept_.reachable(length); }
+    void cut(int length) { kept_.cut(length); }
+    void copy(const KvState& from, int length);
+    void stretch(int length, int longer);
+    // Gives the memory of rows [first, last), which the text has lost, back to the system.
+    void release(int first, int last) { cache_.release(first, last); }
+    size_t num_bytes(int length) const { return cache_.cell_bytes() * kept_.count(length); }
+
+private:
+    KvCache cache_;
+    KeptCells kept_;
+};
+
+using LayerState = std::variant<KvState>;
+
+class PackedState : public TextState {
+public:
+    PackedState(const Model& model, int num_rows, int context);
+
+    int room() const override { return room_; }
+    void keep(int length, const std::vector<int32_t>& path, bool was_read) override;
+    int reachable(int length) const override;
+    // Gives memory back to the system where it is much.
+    int cut(int length) override;
+    int copy(const TextState& from, int length) override;
+    void stretch(int length, int longer) override;
+    size_t num_bytes(int length) const override;
+
+    // Rows up to here are about to be written.
+    void touch(int end) { touched_ = std::max(touched_, end); }
+    LayerState& layer(int index) { return layers_[index]; }
+    // Of rotary positions, in layers without a window and with one.
+    const std::vector<double>& frequencies(bool windowed) const {
+        return windowed ? windowed_frequencies_ : frequencies_;
+    }
+
+private:
+    // Calls act(state, index) for every layer; by all threads.
+    template <class Act>
+    void for_each_layer(const Act& act);
+
+    const Model& model_;
+    int room_;
+    std::vector<LayerState> layers_;
+    int touched_ = 0;  // rows that may have memory
+    std::vector<double> frequencies_, windowed_frequencies_;
+};
+
+}  // namespace pystaged

@@ -1,0 +1,37 @@
+// What a backend remembers of one text, whatever the mixers of its layers carry on from row to row.
+//
+// Rows that are committed come first; behind them lie pending rows, numbered from 0 in the order they were evaluated.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace pystaged {
+
+class TextState {
+public:
+    TextState() = default;
+    virtual ~TextState() = default;
+    TextState(const TextState&) = delete;
+    TextState& operator=(const TextState&) = delete;
+
+    // How many rows fit, those that are pending included.
+    virtual int room() const = 0;
+    // Behind the first `length` rows, pending rows become committed: a path, from the committed end on, that was read
+    // or else written. The other pending rows are lost, and what no later row needs may be given up. Nothing fails.
+    virtual void keep(int length, const std::vector<int32_t>& path, bool was_read) = 0;
+    // The longest beginning of the text, of `length` rows at most, that rows can go on from.
+    virtual int reachable(int length) const { return length; }
+    // The text goes on from its first `length` rows, or as many of them as are reachable; returns how many.
+    virtual int cut(int length) { return reachable(length); }
+    // Begins as another text of the same model, of as many positions, does: with its first `length` rows, or as many of
+    // them as are reachable there; returns how many.
+    virtual int copy(const TextState& from, int length) = 0;
+    // For timing alone: as if the first `length` rows went on to `longer`, all like the last one.
+    virtual void stretch(int /*length*/, int /*longer*/) {}
+    // Bytes that the first `length` rows take.
+    virtual size_t num_bytes(int length) const = 0;
+};
+
+}  // namespace pystaged
