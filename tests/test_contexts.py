@@ -594,7 +594,7 @@ def test_a_cut_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = Simulation(room(230))
     texts.run(SYSTEM)
     with monkeypatch.context() as broken:
-        broken.setattr(texts.made[0].sessions[1], "truncate", Mock(side_effect=KeyboardInterrupt))
+        broken.setattr(texts.made[0].sessions[1], "rewind", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             texts.take(range(500, 550), 50)
     kept = len(texts.made[0].target.tokens)
