@@ -222,6 +222,8 @@ class RemoteSession:
         reached: int = self._call("rewind", length)
         return reached
 
+    truncate = rewind
+
     def reachable(self, length: int) -> int:
         return length
 
