@@ -35,8 +35,12 @@ PackedPass::PackedPass(const Model& model)
         windowed_rotation_.amplitude = h.windowed_rope.amplitude();
     }
     for (const Layer& layer : model.layers()) {
-        qkv_stride_ = std::max(qkv_stride_, std::get<Attention>(layer.mixer).qkv_stride);
-        has_gate_ = has_gate_ || std::get<Dense>(layer.feed_forward).gate.present();
+        if (const auto* attention = std::get_if<Attention>(&layer.mixer)) {
+            qkv_stride_ = std::max(qkv_stride_, attention->qkv_stride);
+        }
+        if (const auto* dense = std::get_if<Dense>(&layer.feed_forward)) {
+            has_gate_ = has_gate_ || dense->gate.present();
+        }
     }
     inputs_.resize(3);
 }
@@ -44,7 +48,8 @@ PackedPass::PackedPass(const Model& model)
 double PackedPass::bytes(const Hyperparameters& h) {
     const double values =
         6.0 * h.padded_width() + 4.0 * h.q_width() + 2.0 * h.kv_width() + 3.0 * padded(h.ffn_width, kBlock);
-    return sizeof(float) * (kMaxRows * values + kFewRows * double(h.logits_stride()));
+    const double fused = h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0;
+    return sizeof(float) * (kMaxRows * (values + fused) + kFewRows * double(h.logits_stride()));
 }
 
 std::unique_ptr<TextState> PackedPass::make_state(int num_rows, int context) const {
