@@ -15,8 +15,8 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import Requests, finish
-from pystaged.drafting.model import ModelDrafter
-from pystaged.drafting.ngrams import NgramDrafter
+from pystaged.drafting.lookups import ngram_drafter
+from pystaged.drafting.model import model_drafter
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
 from pystaged.stats import GenerationStats
@@ -93,7 +93,7 @@ class Runner:
             return Decoder(target)
         if way == "n-grams":
             policy = GainPolicy(self._factory.target_cost(), self._factory.ngram_cost.lookup)
-            drafter = NgramDrafter(bundle.table, policy, vocab_size, recycled=bundle.recycled)
+            drafter = ngram_drafter(bundle.table, policy, vocab_size, recycled=bundle.recycled)
             return _Ready(target, drafter)
         draft, draft_cost = bundle.draft, self._factory.draft_cost()
         if draft is None or draft_cost is None:
@@ -102,7 +102,7 @@ class Runner:
         session = Session(draft, self._n_ctx)
         return _Ready(
             target,
-            ModelDrafter(session, policy, cost=draft_cost, vocab_size=vocab_size, substitutes=bundle.substitutes),
+            model_drafter(session, policy, cost=draft_cost, vocab_size=vocab_size, substitutes=bundle.substitutes),
         )
 
     def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:

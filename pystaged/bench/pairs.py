@@ -15,41 +15,41 @@ from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, TreePolicy
 from pystaged.decoding.requests import Requests
-from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
-from pystaged.drafting.head import HeadDrafter
-from pystaged.drafting.model import ModelDrafter
-from pystaged.drafting.ngrams import NgramDrafter
+from pystaged.decoding.tree import TokenTree
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.head import head_drafter
+from pystaged.drafting.lookups import ngram_drafter
+from pystaged.drafting.mixing import CONTEXT
+from pystaged.drafting.model import ModelProposer, model_drafter
+from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 from pystaged.drafting.table import NgramTable
+from pystaged.drafting.third_stage import guided_model_drafter
 from pystaged.loading.bundle import Bundle
 from pystaged.stats import GenerationStats
 
 MODES = SAMPLINGS | {"T=0.8 top-p 0.95": SamplingConfig(temperature=0.8, top_p=0.95)}
 
 
-class LyingDrafter(NgramDrafter):
-    """Proposes random tokens: what no drafter may do to the output.
+class _LyingProposer(Proposer):
+    """Proposes random tokens: what no drafter may do to the output."""
 
-    Args:
-        vocab_size: tokens to choose from.
-        seed: of the choice.
-    """
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size, self._random = vocab_size, np.random.default_rng(0)
 
-    def __init__(self, vocab_size: int, seed: int = 0) -> None:
-        super().__init__(None, FixedPolicy(width=1, depth=1, budget=1), vocab_size)
-        self._random = np.random.default_rng(seed)
-
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
         yield from ()
-        del sampling, seconds
-        builder = TreeBuilder(self._context[-1])
-        for _ in range(12):
-            parent = int(self._random.integers(len(builder.nodes)))
-            if builder.nodes[parent].depth < max_depth:
-                builder.add(parent, int(self._random.integers(self._vocab_size)), 0.5, Stage.DRAFT, (1, 0, 0))
-        return builder.build(range(1, len(builder.nodes)))
+        found = self._random.integers(self._vocab_size, size=(len(nodes), tree.num_candidates)).tolist()
+        return [Proposal(dict.fromkeys(tokens, 1 / len(tokens)), CONTEXT + 1) for tokens in found]
 
 
-class UnsharedDrafter(ModelDrafter):
+class LyingDrafter(TreeDrafter):
+    """Draws trees of twelve random tokens."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__([_LyingProposer(vocab_size)], FixedPolicy(width=3, depth=4, budget=12), vocab_size)
+
+
+class UnsharedDrafter(TreeDrafter):
     """Ranks by probability alone, whatever noise the target's tokens are drawn with: what shared noise is compared
     with."""
 
@@ -68,32 +68,26 @@ def parts(bundle: Bundle, session: Session, budget: int) -> Mapping[str, Drafter
     return _of_model(bundle, bundle.draft, budget) if bundle.draft else _of_ngrams(bundle, session, budget)
 
 
-def _of_model(bundle: Bundle, draft: Model, budget: int) -> dict[str, ModelDrafter]:
-    tree, one = FixedPolicy(width=4, depth=8, budget=budget), FixedPolicy(width=1, depth=1, budget=1)
-    vocab_size = bundle.target.vocab_size
-
-    def below() -> NgramDrafter:
-        return NgramDrafter(bundle.table, one, vocab_size)
-
-    def drafter(kind: type[ModelDrafter], below: NgramDrafter | None) -> ModelDrafter:
-        return kind(Session(draft), tree, below=below, vocab_size=vocab_size, substitutes=bundle.substitutes)
-
+def _of_model(bundle: Bundle, draft: Model, budget: int) -> dict[str, TreeDrafter]:
+    tree, vocab_size = FixedPolicy(width=4, depth=8, budget=budget), bundle.target.vocab_size
+    substitutes = bundle.substitutes
+    unshared = ModelProposer(Session(draft), vocab_size=vocab_size, substitutes=substitutes)
     return {
-        "shared noise, n-grams below": drafter(ModelDrafter, below()),
-        "without n-grams below": drafter(ModelDrafter, None),
-        "without shared noise": drafter(UnsharedDrafter, below()),
+        "shared noise": model_drafter(Session(draft), tree, vocab_size=vocab_size, substitutes=substitutes),
+        "n-grams below": guided_model_drafter(Session(draft), tree, bundle.table, vocab_size, substitutes=substitutes),
+        "without shared noise": UnsharedDrafter([unshared], tree, vocab_size),
     }
 
 
-def _of_ngrams(bundle: Bundle, session: Session, budget: int) -> dict[str, NgramDrafter]:
+def _of_ngrams(bundle: Bundle, session: Session, budget: int) -> dict[str, TreeDrafter]:
     tree, vocab_size = FixedPolicy(width=1, depth=budget, budget=budget), bundle.target.vocab_size
-    ways = {"n-grams of the text": NgramDrafter(None, tree, vocab_size)}
+    ways = {"n-grams of the text": ngram_drafter(None, tree, vocab_size)}
     if bundle.table:
-        ways["and of a table"] = NgramDrafter(bundle.table, tree, vocab_size)
-    ways["and the memory"] = NgramDrafter(bundle.table, tree, vocab_size, recycled=RecycledCandidates())
+        ways["and of a table"] = ngram_drafter(bundle.table, tree, vocab_size)
+    ways["and the memory"] = ngram_drafter(bundle.table, tree, vocab_size, recycled=RecycledCandidates())
     if bundle.head:
         memory = RecycledCandidates()
-        ways["and the draft head"] = HeadDrafter(
+        ways["and the draft head"] = head_drafter(
             bundle.head, bundle.target, session, bundle.table, tree, vocab_size, recycled=memory
         )
     return ways
@@ -107,31 +101,32 @@ def drafters(
     Args:
         draft: None for n-grams alone.
         table: of n-grams.
-        substitutes: as in ModelDrafter.
+        substitutes: as in ModelProposer.
     """
     vocab_size = target.vocab_size
     tree, chain = FixedPolicy(width=4, depth=6, budget=12), FixedPolicy(width=1, depth=6, budget=6, children=1)
     wide = FixedPolicy(width=8, depth=2, budget=31, children=8)
 
-    def ngram(policy: TreePolicy) -> NgramDrafter:
-        return NgramDrafter(table, policy, vocab_size)
+    def model(policy: TreePolicy) -> TreeDrafter:
+        assert draft is not None
+        return model_drafter(Session(draft), policy, vocab_size=vocab_size, substitutes=substitutes)
 
-    def model(draft: Model, policy: TreePolicy, below: Drafter | None) -> ModelDrafter:
-        return ModelDrafter(Session(draft), policy, below=below, vocab_size=vocab_size, substitutes=substitutes)
+    def guided(policy: TreePolicy) -> TreeDrafter:
+        assert draft is not None
+        return guided_model_drafter(Session(draft), policy, table, vocab_size, substitutes=substitutes)
 
     ways: dict[str, Drafter] = {
-        "n-grams alone": ngram(tree),
-        "n-grams of the context alone": NgramDrafter(None, tree, vocab_size),
+        "n-grams alone": ngram_drafter(table, tree, vocab_size),
+        "n-grams of the context alone": ngram_drafter(None, tree, vocab_size),
         "lying": LyingDrafter(vocab_size),
     }
     if draft:
-        below = model(draft, tree, ngram(chain))
         ways |= {
-            "tree": model(draft, tree, ngram(chain)),
-            "chain": model(draft, chain, ngram(chain)),
-            "wide tree": model(draft, wide, ngram(chain)),
-            "draft without n-grams": model(draft, tree, None),
-            "three models": ModelDrafter(Session(target), chain, below=below, vocab_size=vocab_size),
+            "tree": model(tree),
+            "chain": model(chain),
+            "wide tree": model(wide),
+            "chain over n-grams": guided(chain),
+            "tree over n-grams": guided(tree),
         }
     return ways
 

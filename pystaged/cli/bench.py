@@ -314,7 +314,7 @@ def parts(
 ) -> None:
     """What each part that drafts brings: tokens per step, passes of the draft, acceptance.
 
-    With a draft model: shared noise and the n-grams below it. Without one: n-grams, their table, the memory and the
+    With a draft model: n-grams below it, and shared noise. Without one: n-grams, their table, the memory and the
     draft head.
 
     Example: pystaged bench parts --limit 20

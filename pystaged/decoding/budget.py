@@ -73,6 +73,7 @@ class Budget:
         self._scored = {greedy: [_PRIOR] * len(self._first) for greedy in (True, False)}  # guesses
         self._greedy = True
         self._past = 0  # tokens in front of the step's rows
+        self._extras: dict[int, float] = {}  # tokens that passes of the step cost beyond a plain one, by their rows
         self._scoring = 0.0  # tokens that may be spent for scoring
         self._last_shadow, self._shadow_credit = 0, 0.0
         self._python = 0.0  # seconds of a step that are neither the pass nor drafting
@@ -102,6 +103,7 @@ class Budget:
         if self._cost is None or not drafters:
             return
         self._past = prompt_tokens - 1
+        self._extras.clear()
         rates = self._rates[greedy]
         for i, first in enumerate(self._first):
             rates[i] += _RETURN * (first - rates[i])
@@ -125,6 +127,7 @@ class Budget:
             self.chosen = 0 if drafters else None
             return
         self._past = past
+        self._extras.clear()
         if self.credit <= 0:
             return
         self._is_settled = False
@@ -156,6 +159,7 @@ class Budget:
     def trim(self, tree: TokenTree) -> TokenTree:
         """The part of what was drafted that costs no more than the credit still covers."""
         self._drafted = self._meter()
+        self._extras.clear()  # others may have come or gone
         if self._cost is None:
             return tree
         left = self.credit - self._tokens(self._drafted - self._begin)
@@ -186,6 +190,7 @@ class Budget:
         if self._cost is None:
             return 0.0
         self._cost.observe(verified.num_rows, verified.past, verified.processor_seconds, verified.share)
+        self._extras.clear()
         # Telling drafters that did not draft is next to free.
         drafting = self._drafted - self._begin + telling if self.chosen is not None or self.shadow is not None else 0.0
         price = self._tokens(drafting) + self._guessing(len(tree), _forced(tree))
@@ -234,11 +239,14 @@ class Budget:
 
     def _extra(self, num_rows: int) -> float:
         """Tokens that a verify pass over so many rows of this text costs beyond a plain step."""
-        assert self._cost is not None
-        # What has been learnt of a few rows may have made them dearer than more of them.
-        others = self._crowd.rows
-        more = self._cost(others + num_rows, self._past) - self._cost(others + 1, self._past)
-        return self._tokens(max(0.0, more))
+        extra = self._extras.get(num_rows)
+        if extra is None:
+            assert self._cost is not None
+            # What has been learnt of a few rows may have made them dearer than more of them.
+            others = self._crowd.rows
+            more = self._cost(others + num_rows, self._past) - self._cost(others + 1, self._past)
+            extra = self._extras[num_rows] = self._tokens(max(0.0, more))
+        return extra
 
     def _tokens(self, seconds: float) -> float:
         """Seconds of drafting as tokens of plain decoding that all texts wait for."""

@@ -32,7 +32,7 @@ class Drafter(Protocol):
     """Whether its first guess for the token after the last root was right; None where it made none."""
 
     def work(self) -> dict[str, DrafterStats]:
-        """What it and the drafters below it have done so far, by name."""
+        """What it has done so far, by name."""
         ...
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class Drafter(Protocol):
         ...
 
     def sessions(self) -> list[Session]:
-        """Those that it and the drafters below it read texts in."""
+        """Those that it reads texts in."""
         ...
 
     def inherit(self, other: Drafter) -> None:
@@ -74,14 +74,6 @@ class Drafter(Protocol):
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
         """A tree below the root, at most max_depth deep, with what it has when the next pass would not fit into the
         seconds any more; the root alone where there is nothing to propose."""
-        ...
-
-    def prepare(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[None]:
-        """Get ready for `extend`, as the drafter below another one."""
-        ...
-
-    def extend(self, path: list[int], length: int) -> list[int]:
-        """At most `length` tokens that may follow the root and a path below it."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:

@@ -22,8 +22,9 @@ MAX_CHILDREN = 16  # candidates per node
 class Growth:
     """A tree being grown, as a policy sees it.
 
-    scores: of all nodes but the root, falling. leaves: of those not expanded yet, falling. passes: drafting passes so
-    far; seconds: the time they took. cells: tokens of the text before the root, which every pass attends to.
+    scores: of all nodes but the root, falling. leaves: of those not expanded yet, falling. passes: times that leaves
+    were expanded so far, the root first; seconds: that this took.
+    cells: tokens of the text before the root, which every pass attends to.
     """
 
     scores: Sequence[float]
@@ -133,23 +134,26 @@ class GainPolicy:
         self._target_cost = target_cost
         self._draft_cost = draft_cost
         self._budget = budget
+        self._known: tuple[tuple[int, int], dict[int, float]] = (-1, -1), {}  # costs of verifying one tree
 
     def keep(self, growth: Growth) -> int:
         return self._best_size(growth)[0]
 
     def expand(self, growth: Growth) -> int:
         size, rate = self._best_size(growth)
-        cells = growth.cells
         if size >= self._budget:
             return 0
         # A leaf's best child adds about this much of the leaf's own score, and one more row for the target.
         child = 0.75
-        row_cost = self._verify_cost(size + 2, cells) - self._verify_cost(size + 1, cells)
+        texts, cells = self._crowd.texts, growth.cells
+        row_cost = rate * (self._verify_cost(size + 2, cells) - self._verify_cost(size + 1, cells))
         best_width, best_gain, gain = 0, 0.0, 0.0
         before = 0.0
         for width, score in enumerate(growth.leaves[: self._budget], 1):
-            pass_cost = self._draft_cost(width * self._crowd.texts, cells) / self._crowd.texts
-            gain += child * score - rate * (pass_cost - before + row_cost)
+            if child * score <= row_cost:
+                break  # as are all that follow
+            pass_cost = self._draft_cost(width * texts, cells) / texts
+            gain += child * score - rate * (pass_cost - before) - row_cost
             before = pass_cost
             if gain > best_gain:
                 best_width, best_gain = width, gain
@@ -157,16 +161,23 @@ class GainPolicy:
 
     def _best_size(self, growth: Growth) -> tuple[int, float]:
         """The best number of nodes and its expected tokens per second."""
-        tokens = 1.0 + self._crowd.tokens
+        tokens, cells = 1.0 + self._crowd.tokens, growth.cells
         drafting = growth.seconds * self._crowd.texts
-        best_size, best_rate = 0, tokens / (self._verify_cost(1, growth.cells) + drafting)
+        best_size, best_rate = 0, tokens / (self._verify_cost(1, cells) + drafting)
         for size, score in enumerate(growth.scores[: self._budget], 1):
             tokens += score
-            rate = tokens / (self._verify_cost(size + 1, growth.cells) + drafting)
+            rate = tokens / (self._verify_cost(size + 1, cells) + drafting)
             if rate > best_rate:
                 best_size, best_rate = size, rate
         return best_size, best_rate
 
     def _verify_cost(self, num_rows: int, cells: int) -> float:
         """Seconds of the pass that verifies so many rows of this text."""
-        return self._target_cost(self._crowd.rows + num_rows, cells)
+        # A tree that grows asks for the same again and again.
+        others, known = self._crowd.rows, self._known
+        if known[0] != (others, cells):
+            known = self._known = (others, cells), {}
+        seconds = known[1].get(num_rows)
+        if seconds is None:
+            seconds = known[1][num_rows] = self._target_cost(others + num_rows, cells)
+        return seconds

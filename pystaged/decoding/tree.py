@@ -20,6 +20,10 @@ class Stage(IntEnum):
     GRAMMAR = 3
 
 
+Cell = tuple[int, int, int]
+"""Where the calibration of a guess is kept: its source, its rank and a bin of its share."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
     """Tokens and the nodes before them; parents come before their children.
@@ -54,8 +58,7 @@ class TokenTree:
 class Node:
     """A guess while the tree grows.
 
-    score: believed probability of being on the target's path. cell: where its calibration is kept, see Calibration.
-    row: pending row of the drafter's session, -1 until evaluated.
+    score: believed probability of being on the target's path.
     """
 
     token: int
@@ -63,8 +66,7 @@ class Node:
     depth: int
     score: float
     stage: Stage
-    cell: tuple[int, int, int]
-    row: int = -1
+    cell: Cell
 
 
 class TreeBuilder:
@@ -74,7 +76,7 @@ class TreeBuilder:
         self.nodes = [Node(root, -1, 0, 1.0, Stage.TARGET, (0, 0, 0))]
         self.children: list[dict[int, int]] = [{}]  # by token
 
-    def add(self, parent: int, token: int, score: float, stage: Stage, cell: tuple[int, int, int]) -> int:
+    def add(self, parent: int, token: int, score: float, stage: Stage, cell: Cell) -> int:
         """The child of `parent` with that token, new or not; its score is the higher one."""
         known = self.children[parent].get(token)
         if known is not None:
@@ -93,10 +95,6 @@ class TreeBuilder:
             tokens.append(self.nodes[node].token)
             node = self.nodes[node].parent
         return tokens[::-1]
-
-    def best(self) -> list[int]:
-        """All nodes but the root by falling score, parents before their children."""
-        return sorted(range(1, len(self.nodes)), key=lambda node: -self.nodes[node].score)
 
     def build(self, kept: Sequence[int]) -> TokenTree:
         """The tree of the root and these nodes, in this order; each one's parent must be the root or come before it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 _MAX_ORDER = 4  # longest n-gram of the running context
@@ -43,17 +42,20 @@ class ContextNgrams:
         """
         if k < 1:
             raise ValueError("k must be at least 1")
-        positions, order = self._match(tail)
-        counts = Counter([self._tokens[position] for position in reversed(positions)])
-        best = sorted(counts.items(), key=lambda item: -item[1])[:k]
-        return {token: count / (len(positions) + 1) for token, count in best}, order
+        gram = tuple(tail[-_MAX_ORDER:])
+        while gram and gram not in self._followers:
+            gram = gram[1:]
+        positions = self._followers[gram][-_WINDOW:] if gram else []
+        counts: dict[int, int] = {}
+        for position in reversed(positions):
+            token = self._tokens[position]
+            counts[token] = counts.get(token, 0) + 1
+        best = sorted(counts.items(), key=_by_count)[:k] if len(counts) > 1 else counts.items()
+        return {token: count / (len(positions) + 1) for token, count in best}, len(gram)
 
-    def _match(self, tail: Sequence[int]) -> tuple[list[int], int]:
-        """Positions that followed the longest known suffix of `tail`, oldest first, and its order."""
-        for gram in _suffixes(tail):
-            if gram in self._followers:
-                return self._followers[gram][-_WINDOW:], len(gram)
-        return [], 0
+
+def _by_count(item: tuple[int, int]) -> int:
+    return -item[1]
 
 
 def _suffixes(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -1,7 +1,8 @@
-"""Drafts with a draft head, which goes on from the target's hidden state, mixed with n-grams."""
+"""A draft head, which goes on from the target's hidden state."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,93 +12,89 @@ from pystaged._core import DraftHead, Model, ModelError, RecycledCandidates, Ses
 from pystaged.decoding.cost import PassCost, measure
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import TreePolicy
-from pystaged.decoding.tree import Stage, TreeBuilder
-from pystaged.drafting.ngrams import NgramCost, NgramDrafter
+from pystaged.decoding.requests import Requests
+from pystaged.decoding.tree import Stage
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.lookups import NgramCost, lookups
+from pystaged.drafting.mixing import HEAD
+from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 from pystaged.drafting.table import NgramTable
 
-_CANDIDATES = 16  # of the head, per node
-# What the n-grams count beside the head, by their source; see ngrams.py.
-_BESIDE_HEAD = {2: 0.2, 7: 0.2, 8: 0.35, 3: 0.3, 4: 0.5, 5: 0.7, 6: 0.9}
-_WITH_HEAD = 7  # added to these sources where the head says something, too
+_CANDIDATES = 16  # per node
 _MEASURED_ROWS = 8
 
 
-class HeadDrafter(NgramDrafter):
-    """Drafts from a draft head and from n-grams, ranked together under the target's own noise.
-
-    Right after a prompt there is no hidden state yet, so n-grams draft alone.
+class HeadProposer(Proposer):
+    """Says nothing right after a prompt, because there is no hidden state yet.
 
     Args:
         head: made for the target.
         model: the target, which hands out the states that the head reads.
         target: its session, between steps.
-        table, policy, vocab_size, recycled, cost, meter: as in NgramDrafter; `cost` of lookups with the head's steps.
+        meter: what drafting costs.
     """
 
     stage = Stage.DRAFT
 
-    def __init__(
-        self,
-        head: DraftHead,
-        model: Model,
-        target: Session,
-        table: NgramTable | None,
-        policy: TreePolicy,
-        vocab_size: int,
-        *,
-        recycled: RecycledCandidates | None = None,
-        cost: NgramCost | None = None,
-        meter: Meter | None = None,
-    ) -> None:
-        super().__init__(table, policy, vocab_size, recycled=recycled, cost=cost, meter=meter)
+    def __init__(self, head: DraftHead, model: Model, target: Session, meter: Meter | None = None) -> None:
         head.check(model)
         self._head, self._model, self._target = head, model, target
+        self._meter = meter or Meter()
         self._num_candidates = min(_CANDIDATES, len(head.tokens))
         self._states: dict[int, NDArray[np.float32]] = {}  # behind each node, float32[width]; -1 is before the root
-        self._said: dict[int, dict[int, float]] = {}  # what may follow it, with probabilities
 
-    def _begun(self, builder: TreeBuilder, last: int, seconds: float) -> None:
-        self._said, self._states = {}, {}
+    def begin(self, tree: GrowingTree, node: int, seconds: float) -> Requests[None]:
+        yield from ()
+        self._states = {}
         states, begin = self._target.states, self._meter()
         if len(states) == 0:
             return
         self._states[-1] = self._head.begin(self._model, states[-1])
         # Tokens that a grammar forces before the first guess are taken in, and nothing is asked.
-        for node in range(last):
+        for forced in range(node):
             if self._meter() - begin > seconds:
                 self._states = {}
                 return
-            self._step(builder, [node], 0)
+            self._step(tree, [forced], 0)
 
-    def _consult(self, builder: TreeBuilder, nodes: Sequence[int]) -> None:
-        if self._states:
-            self._step(builder, nodes, self._num_candidates)
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
+        yield from ()
+        return self._step(tree, nodes, self._num_candidates)
 
-    def _step(self, builder: TreeBuilder, nodes: Sequence[int], k: int) -> None:
-        begin = self._meter()
-        before = np.array([self._states[builder.nodes[node].parent] for node in nodes])
-        tokens = [builder.nodes[node].token for node in nodes]
+    def _step(self, tree: GrowingTree, nodes: Sequence[int], k: int) -> list[Proposal]:
+        if not self._states:
+            return [Proposal({}, HEAD) for _ in nodes]
+        begin = time.perf_counter()
+        before = np.array([self._states[tree.nodes[node].parent] for node in nodes])
+        tokens = [tree.nodes[node].token for node in nodes]
         try:
             states, candidates, logprobs = self._head.step(self._model, before, tokens, k)
-        except ModelError:  # weights that overflow: n-grams go on alone
+        except ModelError:  # weights that overflow: the others go on alone
             self._states = {}
-            return
-        self._states |= dict(zip(nodes, states, strict=True))
-        said = zip(candidates.tolist(), np.exp(logprobs).tolist(), strict=True)
-        self._said |= {node: dict(zip(*each, strict=True)) for node, each in zip(nodes, said, strict=True)}
-        self.stats.native_seconds += self._meter() - begin
+            return [Proposal({}, HEAD) for _ in nodes]
+        self._states |= zip(nodes, states, strict=True)
+        self.stats.native_seconds += time.perf_counter() - begin
         self.stats.weight_bytes += self._head.weight_bytes
+        said = zip(candidates.tolist(), np.exp(logprobs).tolist(), strict=True)
+        return [Proposal(dict(zip(*each, strict=True)), HEAD) for each in said]
 
-    def _mixture(self, tail: list[int], node: int) -> tuple[dict[int, float], int]:
-        chances, source = super()._mixture(tail, node)
-        said = self._said.get(node)
-        if not said:
-            return chances, source
-        weight = _BESIDE_HEAD[source] if chances else 0.0
-        mixed = {token: weight * chance for token, chance in chances.items()}
-        for token, chance in said.items():
-            mixed[token] = mixed.get(token, 0.0) + (1 - weight) * chance
-        return mixed, source + _WITH_HEAD
+
+def head_drafter(
+    head: DraftHead,
+    model: Model,
+    target: Session,
+    table: NgramTable | None,
+    policy: TreePolicy,
+    vocab_size: int,
+    *,
+    recycled: RecycledCandidates | None = None,
+    cost: NgramCost | None = None,
+    meter: Meter | None = None,
+) -> TreeDrafter:
+    """A drafter by a head and lookups, mixed. Arguments as in HeadProposer and ngram_drafter; the cost is of both."""
+    proposers = [*lookups(table, vocab_size, recycled, cost, meter), HeadProposer(head, model, target, meter)]
+    expand = cost.lookup if cost else None
+    return TreeDrafter(proposers, policy, vocab_size, cost=expand, memory=recycled, meter=meter)
 
 
 def measure_head(head: DraftHead, model: Model, ngrams: NgramCost) -> NgramCost:

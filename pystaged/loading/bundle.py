@@ -13,7 +13,7 @@ import numpy as np
 from pystaged._core import DraftHead, Model, ModelError, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model
 from pystaged.decoding.budget import chain_speedup
-from pystaged.drafting.ngrams import measure_ngrams
+from pystaged.drafting.lookups import NgramCost
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
 from pystaged.loading.heads import find_head, load_head
@@ -125,7 +125,7 @@ class Bundle:
         pairs = list(itertools.product(targets, drafts or ["cpu"]))
         if len(pairs) == 1:
             return pairs[0]
-        lookup = measure_ngrams(self.table, self.tokenizer.num_tokens).lookup(1)
+        lookup = NgramCost().lookup(1)
 
         def rate(pair: tuple[str, str]) -> float:
             target_cost = self.costs.of(self.path, pair[0], targets[pair[0]])

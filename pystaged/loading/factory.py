@@ -9,10 +9,11 @@ from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
-from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
-from pystaged.drafting.head import HeadDrafter, measure_head
-from pystaged.drafting.model import ModelDrafter
-from pystaged.drafting.ngrams import NgramCost, NgramDrafter, measure_ngrams
+from pystaged.decoding.policy import GainPolicy, TreePolicy
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.head import head_drafter, measure_head
+from pystaged.drafting.lookups import NgramCost, ngram_drafter
+from pystaged.drafting.model import model_drafter
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.costs import DRAFT_RATE, HEAD_RATE, NGRAM_RATE
 
@@ -26,9 +27,7 @@ class DecoderFactory:
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
-        self.ngram_cost = measure_ngrams(
-            bundle.table, bundle.tokenizer.num_tokens, recycled=bundle.recycled is not None
-        )
+        self.ngram_cost = NgramCost()
         self.head_cost = measure_head(bundle.head, bundle.target, self.ngram_cost) if bundle.head else None
 
     def target_cost(self, *, again: bool = False) -> PassCost:
@@ -94,9 +93,9 @@ class DecoderFactory:
         recycled: RecycledCandidates | None = None,
         cost: NgramCost | None = None,
         meter: Meter | None = None,
-    ) -> NgramDrafter:
+    ) -> TreeDrafter:
         bundle = self._bundle
-        return NgramDrafter(bundle.table, policy, bundle.target.vocab_size, recycled=recycled, cost=cost, meter=meter)
+        return ngram_drafter(bundle.table, policy, bundle.target.vocab_size, recycled=recycled, cost=cost, meter=meter)
 
     def _by_head(
         self,
@@ -105,9 +104,9 @@ class DecoderFactory:
         policy: TreePolicy,
         cost: NgramCost | None = None,
         meter: Meter | None = None,
-    ) -> HeadDrafter:
+    ) -> TreeDrafter:
         bundle = self._bundle
-        return HeadDrafter(
+        return head_drafter(
             head,
             bundle.target,
             target,
@@ -121,18 +120,14 @@ class DecoderFactory:
 
     def _by_draft(
         self, draft: Session, policy: TreePolicy, cost: PassCost | None = None, meter: Meter | None = None
-    ) -> ModelDrafter:
-        # As the stage below it only extends paths, so no policy of its own matters. It knows nothing recycled: a draft
-        # that knows the text is hardly ever helped by it, and rows of its passes are dear.
-        one = FixedPolicy(width=1, depth=1, budget=1)
-        below = self._by_ngrams(one, None, self.ngram_cost if cost else None, meter)
-        return ModelDrafter(
+    ) -> TreeDrafter:
+        bundle = self._bundle
+        return model_drafter(
             draft,
             policy,
-            below=below,
             cost=cost,
-            vocab_size=self._bundle.target.vocab_size,
-            substitutes=self._bundle.substitutes,
+            vocab_size=bundle.target.vocab_size,
+            substitutes=bundle.substitutes,
             meter=meter,
         )
 

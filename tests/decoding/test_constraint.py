@@ -222,7 +222,7 @@ def test_what_a_constraint_leaves_of_a_tree() -> None:
     assert masks.shape == (2, 10)
 
 
-@pytest.mark.parametrize("way", ["n-grams of the context alone", "tree", "wide tree", "draft without n-grams"])
+@pytest.mark.parametrize("way", ["n-grams of the context alone", "tree", "wide tree", "tree over n-grams"])
 def test_drafters_propose_what_may_follow(target: Model, draft: Model, way: str) -> None:
     drafter, language = drafters(target, draft, None)[way], Language()
     drafter.constrain(language)

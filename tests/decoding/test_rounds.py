@@ -30,8 +30,11 @@ from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
 from pystaged.decoding.requests import Clocks, Done, Read, Request, Requests, Verify
 from pystaged.decoding.rounds import LiveText, Rounds, best_rows
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
-from pystaged.drafting.model import ModelDrafter
-from pystaged.drafting.ngrams import NgramDrafter
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.lookups import ngram_drafter
+from pystaged.drafting.model import model_drafter
+from pystaged.drafting.proposer import Proposer
+from pystaged.drafting.third_stage import guided_model_drafter
 from pystaged.stats import GenerationStats
 
 # Of random schedules; more by PYSTAGED_SCHEDULES.
@@ -117,19 +120,20 @@ def decoder_of(
     """A context with a way of drafting."""
     crowd, meter, vocab = Crowd(), Meter(), session.vocab_size
     tree = FixedPolicy(width=3, depth=3, budget=10)
-    below = NgramDrafter(None, FixedPolicy(1, 1, 1), vocab) if kind == "draft and n-grams" else None
     drafters: list[Drafter] = []
-    if kind.startswith("draft"):
-        drafters = [ModelDrafter(Session(draft, 512), tree, below=below, vocab_size=vocab, meter=meter)]
+    if kind == "draft":
+        drafters = [model_drafter(Session(draft, 512), tree, vocab_size=vocab, meter=meter)]
+    elif kind == "draft and n-grams":
+        drafters = [guided_model_drafter(Session(draft, 512), tree, None, vocab, meter=meter)]
     elif kind == "n-grams":
-        drafters = [NgramDrafter(None, tree, vocab)]
+        drafters = [ngram_drafter(None, tree, vocab)]
     elif kind == "recycled":
-        return Decoder(session, NgramDrafter(None, tree, vocab, recycled=memory), crowd=crowd, meter=meter)
+        return Decoder(session, ngram_drafter(None, tree, vocab, recycled=memory), crowd=crowd, meter=meter)
     elif kind == "lies":
         drafters = [LyingDrafter(vocab)]
     elif kind == "by gain":
         policy = GainPolicy(cost, cost, crowd=crowd)
-        drafters = [ModelDrafter(Session(draft, 512), policy, cost=cost, vocab_size=vocab, meter=meter)]
+        drafters = [model_drafter(Session(draft, 512), policy, cost=cost, vocab_size=vocab, meter=meter)]
         return Decoder(session, *drafters, cost=cost, rates=[0.6], crowd=crowd, meter=meter)
     return Decoder(session, *drafters, crowd=crowd, meter=meter)
 
@@ -399,35 +403,30 @@ class AcceptingSession(SimulatedSession):
         return np.arange(accepted + 1, dtype=np.int32), np.zeros(accepted + 1, np.int32)
 
 
-class Guesser(NgramDrafter):
+class Guesser(TreeDrafter):
     """Proposes a chain that it believes in, in a fifth of a millisecond."""
 
     def __init__(self, machine: Machine, chance: float, policy: GainPolicy) -> None:
-        super().__init__(None, policy, 300)
+        super().__init__([Proposer()], policy, 300)
         self._machine, self._scores = machine, [chance**depth for depth in range(1, 7)]
+        self._drafted = False
 
     def price(self) -> float:
         return 0.0002
-
-    def lag(self) -> float:
-        return 0.0
-
-    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
-        del seconds
-        yield from ()
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
         del sampling, max_depth, seconds
         yield from ()
         self._machine.now += self.price()
+        self._drafted = True
         builder = TreeBuilder(0)
         for depth, score in enumerate(self._scores):
             builder.add(depth, 1, score, Stage.DRAFT, (1, 0, 0))
-        return self._finish(builder, Growth(self._scores, [], 1, self.price()))
+        return builder.build(range(1, 1 + self._policy.keep(Growth(self._scores, [], 1, self.price()))))
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self.hit = len(tokens) > 1 if self._builder else None
-        self._builder = None
+        self.hit = len(tokens) > 1 if self._drafted else None
+        self._drafted = False
 
 
 @pytest.fixture

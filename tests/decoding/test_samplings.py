@@ -21,7 +21,7 @@ from pystaged import Engine, FixedPolicy, GenerationResult, SamplingConfig
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench.pairs import continuation, drafters
 from pystaged.decoding.loop import Decoder
-from pystaged.drafting.model import ModelDrafter
+from pystaged.drafting.model import model_drafter
 from pystaged.drafting.table import NgramTable
 from pystaged.sampling import bind
 from pystaged.stats import GenerationStats
@@ -128,13 +128,14 @@ def test_the_target_as_its_own_draft_accepts_everything(
     options: dict[str, Any], target: Model, prompts: list[NDArray[np.int32]], tokenizer: Tokenizer
 ) -> None:
     """A draft ranks under the same rules, with the text along its own nodes."""
-    drafter = ModelDrafter(Session(target), FixedPolicy(1, 6, 6, 1), vocab_size=target.vocab_size)
+    drafter = model_drafter(Session(target), FixedPolicy(1, 6, 6, 1), vocab_size=target.vocab_size)
     decoder, stats = Decoder(Session(target), drafter), GenerationStats()
     for prompt, sampling in bound_runs(options, prompts, tokenizer):
         for _ in decoder.generate(prompt, sampling, 24, stats=stats):
             pass
     assert stats.drafted == stats.accepted > 0
     assert stats.tokens_per_step > 4
+    assert stats.acceptance_at_depth == [1.0] * len(stats.acceptance_at_depth)
 
 
 @pytest.fixture(scope="module", params=["n-grams", "draft", "itself"])

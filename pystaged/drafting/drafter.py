@@ -1,0 +1,245 @@
+"""The drafter: grows a tree from what its proposers say, under a policy, and learns how often they are right."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import RecycledCandidates, Session
+from pystaged.config import SamplingConfig
+from pystaged.decoding.constraint import CERTAIN, Constraint
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.meter import Meter
+from pystaged.decoding.policy import MAX_EXPANDED, MAX_NODES, CheckedPolicy, Growth, TreePolicy
+from pystaged.decoding.requests import Requests
+from pystaged.decoding.tree import Stage, TokenTree
+from pystaged.drafting.mixing import Calibration, mix, rank
+from pystaged.drafting.proposer import TAIL, GrowingTree, Proposal, Proposer
+from pystaged.stats import DrafterStats
+
+CANDIDATES = 6  # per node; even where fewer become children, the others tell how sure the first one is
+
+
+class TreeDrafter:
+    """Grows a tree: the policy says how many of the best leaves come next, proposers say what may follow them.
+
+    Args:
+        proposers: in the order in which they are mixed, see mixing.py.
+        policy: decides how the tree grows.
+        vocab_size: tokens from here on are never proposed.
+        cost: processor seconds of expanding so many leaves, beyond the passes that proposers ask for; refined here.
+            None for none.
+        memory: learns from every row of the trees that are verified.
+        meter: what drafting costs.
+    """
+
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        policy: TreePolicy,
+        vocab_size: int,
+        *,
+        cost: PassCost | None = None,
+        memory: RecycledCandidates | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        self.stats = DrafterStats()
+        self.memory = memory
+        self.hit: bool | None = None
+        self.prediction: Sequence[int] = ()
+        self._proposers = proposers
+        for proposer in proposers:
+            proposer.stats = self.stats
+        self._stage = min(proposer.stage for proposer in proposers)
+        self._policy = CheckedPolicy(policy)
+        self._vocab_size = vocab_size
+        self._cost = cost
+        self._meter = meter or Meter()
+        self._calibrations = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
+        self._calibration = self._calibrations[True]
+        self._children = 0  # of a node
+        self._constraint: Constraint | None = None
+        self._tail: list[int] = []  # of what is predicted and the text
+        self._length = 0  # of the text, its root included
+        self._tree: GrowingTree | None = None  # whose outcome is not known yet
+        self._ranked: list[tuple[float, int]] = []  # its guesses by their negative scores, rising
+        self._leaves: list[tuple[float, int]] = []  # of these, those that may be expanded
+        self._asked = False  # whether proposers were asked for a guess after its root
+
+    def work(self) -> dict[str, DrafterStats]:
+        return {self._stage.name.lower(): replace(self.stats)}
+
+    def close(self) -> None:
+        for session in self.sessions():
+            session.close()
+
+    def sessions(self) -> list[Session]:
+        return [session for proposer in self._proposers for session in proposer.sessions()]
+
+    def inherit(self, other: Drafter) -> None:
+        if isinstance(other, TreeDrafter):
+            self._calibrations = {greedy: learnt.copy() for greedy, learnt in other._calibrations.items()}
+            for proposer, experienced in zip(self._proposers, other._proposers, strict=True):
+                proposer.inherit(experienced)
+
+    def constrain(self, constraint: Constraint | None) -> None:
+        self._constraint = constraint
+
+    def start(self, context: NDArray[np.int32]) -> None:
+        self._tree = None
+        self._tail = [*self.prediction, *context[-TAIL:].tolist()][-TAIL:]
+        self._length = len(context)
+        for proposer in self._proposers:
+            proposer.start(context, self.prediction)
+
+    def end(self) -> None:
+        self._tree, self.prediction = None, ()
+        for proposer in self._proposers:
+            proposer.end()
+
+    def lag(self) -> float:
+        return sum(proposer.lag() for proposer in self._proposers)
+
+    def price(self) -> float:
+        return self._price(1)
+
+    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
+        begin = self._meter()
+        for proposer in self._proposers:
+            yield from proposer.catch_up(seconds - (self._meter() - begin))
+
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
+        begin = self._meter()
+        if self._tree is not None:
+            self._discard()  # what came of the last tree is not known: its step failed
+        self._calibration = self._calibrations[sampling.is_greedy]
+        self._asked = False
+        max_depth = int(min(max_depth, *(proposer.most_levels() for proposer in self._proposers)))
+        self._children = self._policy.children
+        candidates = max(CANDIDATES, self._children)
+        tree = GrowingTree(self._tail, self._length, max_depth, candidates, sampling, self._constraint)
+        for proposer in self._proposers:
+            if max_depth >= 1 and not proposer.is_ready:
+                yield from proposer.catch_up(seconds - (self._meter() - begin))
+        if max_depth < 1 or not all(proposer.is_ready for proposer in self._proposers):
+            return tree.build([])
+        passes = expanded = 0
+        try:
+            last = self._force(tree)
+            for proposer in self._proposers:
+                yield from proposer.begin(tree, last, seconds - (self._meter() - begin))
+            # The root is always expanded; then the policy is asked.
+            growth, width = self._growth(passes, self._meter() - begin), 1
+            seconds -= self.lag()  # of what is read together with the root
+            while (width := self._affordable(width, seconds - growth.seconds)) > 0:
+                yield from self._expand(tree, width)
+                passes += 1
+                expanded += width
+                spent, before = self._meter() - begin, growth.seconds
+                if self._cost:
+                    self._cost.observe(width, 0, spent - before)
+                growth = self._growth(passes, spent)
+                width = min(self._policy.expand(growth), MAX_EXPANDED - expanded) if self._leaves else 0
+            kept = self._policy.keep(growth)
+        except BaseException:
+            self._discard()
+            raise
+        finally:
+            self.stats.passes += passes
+            self.stats.seconds += self._meter() - begin
+        self._asked = passes > 0 and last == 0
+        self._tree = tree if passes else None
+        return tree.build([node for _, node in self._ranked[:kept]])
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._learn(tokens)
+        self._tree = None
+        self._tail = [*self._tail, *tokens][-TAIL:]
+        self._length += len(tokens)
+        for proposer in self._proposers:
+            proposer.advance(tokens)
+
+    def _discard(self) -> None:
+        self._tree = None
+        for proposer in self._proposers:
+            proposer.discard()
+
+    def _price(self, num_leaves: int) -> float:
+        own = self._cost(num_leaves) if self._cost else 0.0
+        return own + sum(proposer.price(num_leaves) for proposer in self._proposers)
+
+    def _affordable(self, width: int, seconds: float) -> int:
+        """How many leaves, at most `width`, can be expanded in so many seconds."""
+        if seconds < math.inf:
+            while width > 0 and self._price(width) > seconds:
+                width -= 1
+        return width
+
+    def _force(self, tree: GrowingTree) -> int:
+        """Add the tokens that must follow the root; returns the last of them, to grow from."""
+        last = 0
+        for token in self._constraint.forced()[: min(tree.max_depth - 1, MAX_NODES)] if self._constraint else []:
+            last = tree.add(last, token, 1.0, Stage.GRAMMAR, CERTAIN)
+        self._ranked = [(-1.0, node) for node in range(1, last + 1)]
+        self._leaves = [(-1.0, last)]
+        return last
+
+    def _growth(self, passes: int, seconds: float) -> Growth:
+        scores, leaves = ([-score for score, _ in each] for each in (self._ranked, self._leaves))
+        return Growth(scores, leaves, passes, seconds, self._length - 1)
+
+    def _expand(self, tree: GrowingTree, width: int) -> Requests[None]:
+        """Ask all proposers what may follow the best leaves, and add it."""
+        nodes = [node for _, node in self._leaves[:width]]
+        del self._leaves[:width]
+        said = []
+        for proposer in self._proposers:
+            said.append((yield from proposer.propose(tree, nodes)))
+        for node, *proposals in zip(nodes, *said, strict=True):
+            self._add(tree, node, mix(proposals))
+
+    def _add(self, tree: GrowingTree, node: int, proposal: Proposal) -> None:
+        """Add a node's candidates, best first, as its children."""
+        chances, depth, believed = proposal.chances, tree.nodes[node].depth, tree.nodes[node].score
+        if proposal.is_ranked:
+            tokens, scores = list(chances), list(chances.values())
+        else:
+            chances = tree.allowed(chances, tree.path(node) if tree.constraint else (), self._vocab_size)
+            tokens, scores = rank(chances, tree.sampling, tree.length + depth, tree.num_candidates)
+        if not tokens:
+            return
+        cells = self._calibration.cells(proposal.source, scores)
+        rates = self._calibration.rates
+        for token, cell in zip(tokens[: self._children], cells, strict=False):
+            score = believed * rates[cell]
+            child = tree.add(node, token, score, self._stage, cell)
+            insort(self._ranked, (-score, child))
+            if token in proposal.following:
+                tree.nodes[child].stage = Stage.NGRAM
+                self._add(tree, child, proposal.following[token])
+            elif depth + 1 < tree.max_depth:
+                insort(self._leaves, (-score, child))
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Compare what was proposed along the target's path with what it chose."""
+        self.hit = None
+        tree = self._tree
+        if tree is None:
+            return
+        if self._asked:
+            self.hit = next(iter(tree.children[0]), None) == tokens[0]
+        node = 0
+        for chosen in tokens:
+            children = tree.children[node]
+            for token, child in children.items():
+                if tree.nodes[child].stage is not Stage.GRAMMAR:
+                    self._calibration.update(tree.nodes[child].cell, token == chosen)
+            if chosen not in children:
+                return
+            node = children[chosen]

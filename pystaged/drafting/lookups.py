@@ -1,0 +1,163 @@
+"""Proposers that look up: n-grams of the text, a table of n-grams, and what the target said before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import RecycledCandidates
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.meter import Meter
+from pystaged.decoding.policy import TreePolicy
+from pystaged.decoding.requests import Requests
+from pystaged.drafting.context import ContextNgrams
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.mixing import CONTEXT, RECYCLED, TABLE
+from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
+from pystaged.drafting.table import NgramTable
+
+_CANDIDATES = 8  # of the text's n-grams and of the table
+_KEPT_LOOKUPS = 1024  # of a table: the same are asked for again and again
+_TIMED_TEXT = 64  # tokens, of which reading takes long enough to be timed
+
+
+class Lookup(Proposer):
+    """A proposer that needs to know the last tokens alone."""
+
+    def after(self, tail: list[int]) -> Proposal:
+        """What may follow a text that ends so."""
+        raise NotImplementedError
+
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
+        yield from ()
+        return [self.after(tree.tail(node)) for node in nodes]
+
+
+class RecycledProposer(Lookup):
+    """What the target has said of its tokens in all texts so far."""
+
+    def __init__(self, memory: RecycledCandidates) -> None:
+        self._memory = memory
+
+    def after(self, tail: list[int]) -> Proposal:
+        chances, known = self._memory.chances(tail[-2] if len(tail) > 1 else -1, tail[-1])
+        return Proposal(chances, RECYCLED + known)
+
+
+class TableProposer(Lookup):
+    """A Katz trigram of the draft's text (Spector & Ré 2023)."""
+
+    def __init__(self, table: NgramTable, vocab_size: int) -> None:
+        self._vocab_size = min(vocab_size, table.vocab_size)
+        k = min(_CANDIDATES, table.max_successors)
+
+        @lru_cache(_KEPT_LOOKUPS)
+        def look_up(*last: int) -> dict[int, float]:
+            tokens, logprobs = table.candidates(last, k)
+            return dict(zip(tokens.tolist(), np.exp(logprobs).tolist(), strict=True))
+
+        self._look_up = look_up
+
+    def after(self, tail: list[int]) -> Proposal:
+        last = tail[-2:]
+        return Proposal(self._look_up(*last) if max(last) < self._vocab_size else {}, TABLE)
+
+
+class ContextProposer(Lookup):
+    """What followed the longest n-gram in the text itself, and in what is predicted of it.
+
+    Args:
+        read: processor seconds of taking in so many tokens, refined here; None for none.
+        meter: what drafting costs.
+    """
+
+    def __init__(self, read: PassCost | None = None, meter: Meter | None = None) -> None:
+        self._read = read
+        self._meter = meter or Meter()
+        self._grams = ContextNgrams()
+        self._text: list[int] = []  # what is predicted, then the text
+
+    def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
+        self._text = [*prediction, *context.tolist()]
+        self._grams = ContextNgrams()
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._text += tokens
+
+    def end(self) -> None:
+        self._text, self._grams = [], ContextNgrams()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._unread == 0
+
+    def lag(self) -> float:
+        unread = self._unread
+        return self._read(unread) if self._read and unread else 0.0
+
+    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
+        yield from ()
+        begin, unread = self._meter(), self._unread
+        if self._read and seconds < math.inf:
+            unread = min(unread, int(seconds / self._read(1)))
+        if unread <= 0:
+            return
+        known = len(self._grams)
+        self._grams.extend(self._text[known : known + unread])
+        if self._read and unread >= _TIMED_TEXT:
+            self._read.observe(unread, 0, self._meter() - begin)
+
+    def after(self, tail: list[int]) -> Proposal:
+        chances, order = self._grams.chances(tail, _CANDIDATES)
+        return Proposal(chances, CONTEXT + order)
+
+    @property
+    def _unread(self) -> int:
+        """Tokens whose n-grams are not known yet."""
+        return len(self._text) - len(self._grams)
+
+
+@dataclass(frozen=True, slots=True)
+class NgramCost:
+    """Processor seconds of looking up what follows nodes, with the Python around it, and of reading tokens.
+
+    Both begin with what a laptop takes, and are refined while running.
+    """
+
+    lookup: PassCost = field(default_factory=lambda: PassCost({1: 5e-5}))
+    read: PassCost = field(default_factory=lambda: PassCost({1: 2e-6}))
+
+
+def lookups(
+    table: NgramTable | None,
+    vocab_size: int,
+    recycled: RecycledCandidates | None = None,
+    cost: NgramCost | None = None,
+    meter: Meter | None = None,
+) -> list[Lookup]:
+    """All that can be looked up, in the order in which it is mixed."""
+    return [
+        *([RecycledProposer(recycled)] if recycled else []),
+        *([TableProposer(table, vocab_size)] if table else []),
+        ContextProposer(cost.read if cost else None, meter),
+    ]
+
+
+def ngram_drafter(
+    table: NgramTable | None,
+    policy: TreePolicy,
+    vocab_size: int,
+    *,
+    recycled: RecycledCandidates | None = None,
+    cost: NgramCost | None = None,
+    meter: Meter | None = None,
+) -> TreeDrafter:
+    """A drafter by lookups alone. What is None is left out; without a cost lookups are taken to be free."""
+    proposers = lookups(table, vocab_size, recycled, cost, meter)
+    lookup = cost.lookup if cost else None
+    return TreeDrafter(proposers, policy, vocab_size, cost=lookup, memory=recycled, meter=meter)

@@ -1,0 +1,134 @@
+"""How much each proposer counts: their shares in the mixture, and how often its candidates come true.
+
+Sources say who proposed and on what grounds. A draft model decides alone. Whatever else speaks of a node is mixed in
+the order of the proposers: each takes its share, and leaves the rest to what was said before it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+
+from pystaged._core import gumbel
+from pystaged.config import SamplingConfig
+from pystaged.decoding.tree import Cell
+from pystaged.drafting.proposer import Proposal
+
+# Among lookups the higher source names the mixture.
+DRAFT = 1
+TABLE = 2
+RECYCLED = 2  # + 1 or 2: the tokens that the candidates are known after
+CONTEXT = 4  # + 1 to 4: the tokens of the n-gram
+HEAD = 16  # added where a head speaks
+
+# The share of a proposer, by the source of what was said before it: the larger, the more of the text it goes by. Where
+# nothing was said before it, it is 1.
+SHARES: dict[int, dict[int, float]] = {
+    TABLE: {RECYCLED + 1: 0.5, RECYCLED + 2: 0.2},
+    CONTEXT + 1: {TABLE: 0.25, RECYCLED + 1: 0.6, RECYCLED + 2: 0.6},
+    CONTEXT + 2: {TABLE: 0.5, RECYCLED + 1: 0.8, RECYCLED + 2: 0.8},
+    CONTEXT + 3: {TABLE: 0.75, RECYCLED + 1: 0.9, RECYCLED + 2: 0.9},
+    CONTEXT + 4: {TABLE: 0.9, RECYCLED + 1: 0.95, RECYCLED + 2: 0.95},
+    HEAD: {
+        TABLE: 0.8,
+        RECYCLED + 1: 0.8,
+        RECYCLED + 2: 0.65,
+        CONTEXT + 1: 0.7,
+        CONTEXT + 2: 0.5,
+        CONTEXT + 3: 0.3,
+        CONTEXT + 4: 0.1,
+    },
+}
+
+
+def mix(proposals: Sequence[Proposal]) -> Proposal:
+    """What several proposers, in the order of their kinds above, say of one node."""
+    said = [proposal for proposal in proposals if proposal.chances]
+    if len(said) < 2:
+        return said[0] if said else Proposal({}, 0)
+    mixed, source = said[0].chances, said[0].source
+    for proposal in said[1:]:
+        chances = proposal.chances
+        share = SHARES[proposal.source][source]
+        rest = 1 - share
+        mixed = {token: rest * chance for token, chance in mixed.items()}
+        for token, chance in chances.items():
+            mixed[token] = mixed.get(token, 0.0) + share * chance
+        source = source + HEAD if proposal.source == HEAD else max(source, proposal.source)
+    return Proposal(mixed, source)
+
+
+def rank(chances: dict[int, float], sampling: SamplingConfig, position: int, k: int) -> tuple[list[int], list[float]]:
+    """The k best tokens at a position of a text, under its noise, with their scores, best first.
+
+    A score is log p / temperature + noise, log p where the text is greedy; ties go to the lowest token.
+    """
+    if sampling.is_greedy or not chances:
+        best = sorted([(-chance, token) for token, chance in chances.items()])[:k]
+        return [token for _, token in best], [math.log(-chance) for chance, _ in best]
+    noise = gumbel(sampling.seed, position, np.array(list(chances), np.int32)).tolist()
+    cold = -1 / sampling.temperature
+    ranked = sorted(
+        [(cold * math.log(chance) - g, token) for (token, chance), g in zip(chances.items(), noise, strict=True)]
+    )[:k]
+    return [token for _, token in ranked], [-score for score, _ in ranked]
+
+
+_EDGES = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23, 0.31, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.975, 0.99)
+_CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
+_TEMPERATURE = 1.25  # of the softmax; tells hits from misses best on the house pair
+_RANKS = 6
+_MEMORY = 500.0  # observations after which the older ones fade
+_WEIGHT = 12.0  # observations that the prior is worth
+_TRUST = {0: 1.0, DRAFT: 0.9}  # in a share before anything is learnt, by source
+_TRUST_OF_OTHERS = 0.6
+
+
+class Rates(dict[Cell, float]):
+    """The believed rate of each cell: a prior until something is learnt."""
+
+    def __missing__(self, cell: Cell) -> float:
+        source, _, column = cell
+        rate = self[cell] = _TRUST.get(source, _TRUST_OF_OTHERS) * _CENTRES[column]
+        return rate
+
+
+class Calibration:
+    """How often guesses come true: the probability that a candidate is the target's token, given that its parent is.
+
+    Candidates are told apart by source, by rank, and by their share: the softmax of the scores of a node's candidates.
+    With shared noise the share predicts a hit far better than the rank alone, because a draft whose perturbed scores
+    are far apart would have to be far off for the target to choose another token.
+
+    rates: the current belief of each cell.
+    """
+
+    def __init__(self) -> None:
+        self.rates = Rates()
+        self._counts: dict[Cell, tuple[float, float]] = {}  # decayed: tried, and those that came true
+
+    def copy(self) -> Calibration:
+        """Another one that has learnt the same."""
+        other = Calibration()
+        other.rates.update(self.rates)
+        other._counts = self._counts.copy()
+        return other
+
+    def cells(self, source: int, scores: Sequence[float]) -> list[Cell]:
+        """The cell of each of a node's candidates, given the scores of all of them, best first."""
+        powers = [math.exp((score - scores[0]) / _TEMPERATURE) for score in scores]
+        total = sum(powers)
+        return [
+            (source, min(rank, _RANKS - 1), bisect_right(_EDGES, power / total)) for rank, power in enumerate(powers)
+        ]
+
+    def update(self, cell: Cell, hit: bool) -> None:
+        """Learn whether a candidate came true whose parent did."""
+        tried, hits = self._counts.get(cell) or (_WEIGHT, _WEIGHT * self.rates[cell])
+        fade = min(1.0, _MEMORY / tried)
+        tried, hits = self._counts[cell] = fade * tried + 1, fade * hits + hit
+        # Never certain: a tree must always be able to hold a sibling or end.
+        self.rates[cell] = min(max(hits / tried, 0.002), 0.998)

@@ -1,0 +1,98 @@
+"""The idea in a hundred lines writes what the whole engine writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.draft_heads import RandomHead
+from support.draft_heads import write as write_head
+from support.random_models import RandomModel, write
+
+import pystaged
+from pystaged import Engine
+from pystaged._core import Model, Session, Tokenizer
+from pystaged.config import SamplingConfig
+from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.requests import finish
+from pystaged.decoding.speculate import follow, speculate
+from pystaged.drafting.head import head_drafter
+from pystaged.drafting.lookups import ngram_drafter
+from pystaged.drafting.model import model_drafter
+from pystaged.loading.heads import load_head
+from pystaged.loading.tables import find_table
+
+TREE = FixedPolicy(width=3, depth=5, budget=12)
+SAMPLINGS = [SamplingConfig(), SamplingConfig(temperature=1.0, seed=7), SamplingConfig(temperature=0.7, top_p=0.9)]
+PROMPT = "import os\nimport sys\n\nclass Stack:\n    def __init__(self"
+
+
+@pytest.fixture(scope="module", params=["n-grams", "draft model", "head"])
+def pair(
+    request: pytest.FixtureRequest, house_target: Path, house_draft: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Session, Drafter]]:
+    """An engine, and a target with a drafter of the same kind."""
+    path, draft = house_target, house_draft
+    if request.param == "head":
+        path = write(tmp_path_factory.mktemp("head") / "target.gguf", RandomModel("llama"))
+        draft = write_head(path.with_name("head.gguf"), RandomHead(Tokenizer(path).fingerprint, list(range(200))))
+    model, tokenizer = Model(str(path)), Tokenizer(str(path))
+    if request.param == "n-grams":
+        drafter = ngram_drafter(find_table(path, None, tokenizer), TREE, model.vocab_size)
+        engine, session = pystaged.load(path, draft=None), Session(model, 512)
+    elif request.param == "draft model":
+        drafter = model_drafter(Session(Model(str(draft))), TREE, vocab_size=model.vocab_size)
+        engine, session = pystaged.load(path, draft=draft), Session(model, 512)
+    else:
+        head = load_head(draft, model, tokenizer)  # the target's sessions hand out hidden states from here on
+        session = Session(model, 128)
+        drafter = head_drafter(head, model, session, None, TREE, model.vocab_size)
+        engine = pystaged.load(path, draft=draft)
+    with engine:
+        yield engine, session, drafter
+    drafter.close()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "top-p"])
+def test_it_writes_what_the_engine_writes(sampling: SamplingConfig, pair: tuple[Engine, Session, Drafter]) -> None:
+    engine, session, drafter = pair
+    options = {"temperature": sampling.temperature, "seed": sampling.seed, "top_p": sampling.top_p}
+    tokenizer = engine.tokenizer
+    for prompt in (PROMPT, PROMPT[:9]):
+        expected = engine.generate(prompt, max_tokens=40, **options)
+        steps = speculate(session, drafter, tokenizer.encode(prompt), sampling, 40, tokenizer.is_end)
+        tokens = [token for step in steps for token in step]
+        assert tokens == expected.tokens
+        assert b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace") == expected.text
+    assert drafter.work().popitem()[1].passes > 0
+
+
+def test_the_acceptance_rule_is_the_sessions(pair: tuple[Engine, Session, Drafter]) -> None:
+    engine, session, drafter = pair
+    prompt = engine.tokenizer.encode(PROMPT)
+    lengths = []
+    for sampling in SAMPLINGS:
+        speculate(session, drafter, prompt, sampling, 8)
+        session.truncate(len(prompt) - 1)
+        drafter.start(prompt)
+        tree = finish(drafter.draft(sampling, 8))
+        session.evaluate(tree.tokens, tree.parents)
+        path, tokens = session.follow(sampling.native)[:2]
+        assert follow(session, tree, sampling) == (path.tolist(), tokens.tolist())
+        session.discard()
+        lengths.append(len(tree))
+    assert max(lengths) > 1
+
+
+def test_a_full_context_and_an_early_end(house_target: Path) -> None:
+    model = Model(str(house_target))
+    drafter = ngram_drafter(None, TREE, model.vocab_size)
+    prompt = np.array([5, 6, 7, 5, 6, 7, 5], np.int32)
+    whole = [token for step in speculate(Session(model, 20), drafter, prompt, SAMPLINGS[0], 99) for token in step]
+    assert len(whole) == 20 - len(prompt) + 1
+    end = whole[6]
+    found = speculate(Session(model), drafter, prompt, SAMPLINGS[0], 99, lambda token: token == end)
+    assert [token for step in found for token in step] == whole[: whole.index(end)]
