@@ -8,52 +8,39 @@ import operator
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, SupportsFloat, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat
 
 import numpy as np
 
 from pystaged._core import LogitRules, Sampling
 from pystaged.elsewhere import KEYWORDS, meant
+from pystaged.options import SAMPLING, TEXT, Option, SamplingOptions, TextFields
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _LARGEST_FLOAT = 3.4e38  # a float in C++
 _LARGEST_BIAS = 1e30  # as C++ has it
 NO_LIMIT = 2**31 - 1  # as max_tokens: no fewer than a context has
-MOST_LOGPROBS = 100  # likeliest tokens of each place, which are Python objects; others allow 20
+_POSITIONAL = ("temperature", "top_k", "top_p", "min_p", "seed")
 
-DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
+
+def _described(options: Mapping[str, Option]) -> str:
+    """A part of a docstring."""
+    lines = (f"    {name}: {option.help} Default: {option.default!r}." for name, option in options.items())
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class SamplingConfig:
-    """How tokens are chosen. Logits are changed first: logit bias, min_tokens and ignore_eos, penalties, DRY; then
-    filters apply in the order temperature, top-k, typical, top-p, min-p, XTC. The rules are llama.cpp's, also where
-    transformers has others; by default all are off.
-
-    temperature: 0 is greedy.
-    top_k: keep this many of the likeliest tokens, 0 keeps all.
-    top_p: keep the fewest tokens that together have at least this probability, 1 keeps all.
-    min_p: keep tokens at least this likely relative to the likeliest, 0 keeps all.
-    seed: together with the prompt it fixes the text, however it is drafted; None draws one.
-    typical_p: keep the fewest tokens that together have more than this probability, those first whose surprise, -log p,
-        is nearest to the mean; 1 keeps all.
-    xtc_probability, xtc_threshold: with this probability, of the tokens at least as likely as the threshold only the
-        least likely stays; 0, or a threshold above 0.5, is off.
-    temperature_last: apply the temperature after all filters, as llama.cpp does.
-    repeat_penalty: positive logits of tokens that the text has already are divided by it, others multiplied; 1 is off.
-    presence_penalty, frequency_penalty: what logits of such tokens lose, once and for each time; 0 is off.
-    repeat_last_n: tokens that these three look back, those of the prompt too; -1 for all, 0 for none.
-    dry_multiplier, dry_base, dry_allowed_length: a token that would make a repetition of n tokens longer loses
-        multiplier * base ** (n - allowed_length), from n = allowed_length on; a multiplier of 0 is off.
-    dry_penalty_last_n: tokens that DRY looks back, those of the prompt too; -1 for all, 0 for none.
-    dry_sequence_breakers: texts that no repetition goes beyond; 40 characters each, as in llama.cpp, 640 in all.
-    logit_bias: what is added to logits, by token: an id, or a text that is one token; from -1e30 to 1e30, or -inf,
-        which excludes it.
-    min_tokens: new tokens before which the end of text is excluded; stop strings end it all the same.
-    ignore_eos: exclude the end of text altogether.
+    """How tokens are chosen: SamplingOptions, checked. Logits are changed first: logit bias, min_tokens and ignore_eos,
+    penalties, DRY; then filters apply in the order temperature, top-k, typical, top-p, min-p, XTC. The rules are
+    llama.cpp's, also where transformers has others; by default all are off.
 
     Raises:
         ValueError: naming the field that is out of range.
-        TypeError: a field of the wrong type.
+        TypeError: a field of the wrong type, or an unknown one.
+
     """
 
     temperature: float
@@ -79,48 +66,22 @@ class SamplingConfig:
     ignore_eos: bool
     _native: Sampling | None = field(init=False, repr=False, compare=False)
 
-    def __init__(
-        self,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = 0,
-        *,
-        typical_p: float = 1.0,
-        xtc_probability: float = 0.0,
-        xtc_threshold: float = 0.1,
-        temperature_last: bool = False,
-        repeat_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        repeat_last_n: int = 64,
-        dry_multiplier: float = 0.0,
-        dry_base: float = 1.75,
-        dry_allowed_length: int = 2,
-        dry_penalty_last_n: int = -1,
-        dry_sequence_breakers: str | Sequence[str] = DRY_SEQUENCE_BREAKERS,
-        logit_bias: Mapping[int | str, float] | None = None,
-        min_tokens: int = 0,
-        ignore_eos: bool = False,
-    ) -> None:
-        given = locals()
-        fields = self.__dataclass_fields__
-        values: dict[str, Any] = {
-            name: _number(name, given[name]) for name, each in fields.items() if each.type == "float"
-        }
-        values |= {name: integer(name, given[name]) for name in _COUNTS}
-        for name, least in _COUNTS.items():
-            if not least <= values[name] < 2**31:
-                off = {0: "0 (off) or a positive number of tokens", -1: "a number of tokens, or -1 for the whole text"}
-                raise ValueError(f"{name} must be {off[least]}, not {values[name]}")
-        values["seed"] = secrets.randbits(32) if seed is None else integer("seed", seed)
-        if not 0 <= values["seed"] < 2**64:
-            raise ValueError(f"seed must be between 0 and 2**64 - 1, not {seed}")
-        values |= {name: truth(name, given[name]) for name in ("temperature_last", "ignore_eos")}
-        values["dry_sequence_breakers"] = _texts("dry_sequence_breakers", dry_sequence_breakers)
-        values["logit_bias"] = _Biases(_biases(logit_bias))
-        for name in fields:
+    def __init__(self, *first: Any, **given: Unpack[SamplingOptions]) -> None:
+        if len(first) > len(_POSITIONAL):
+            raise TypeError(f"only {', '.join(_POSITIONAL)} may be given without their names")
+        fields: dict[str, Any] = dict(given)
+        for name, value in zip(_POSITIONAL, first, strict=False):
+            if name in fields:
+                raise TypeError(f"{name} is given twice")
+            fields[name] = value
+        check_options(fields, SamplingOptions)
+        values = {name: option.default for name, option in SAMPLING.items()} | fields
+        if values["seed"] is None:
+            values["seed"] = secrets.randbits(32)
+        values = {name: _checked(name, SAMPLING[name], value) for name, value in values.items()}
+        values["dry_sequence_breakers"] = _texts("dry_sequence_breakers", values["dry_sequence_breakers"])
+        values["logit_bias"] = _Biases(_biases(values["logit_bias"]))
+        for name in self.__dataclass_fields__:
             object.__setattr__(self, name, values.get(name))
         # Made here, too, so that C++ checks all ranges. A text in logit_bias has no id yet: 0 stands for it.
         biases = [(token if isinstance(token, int) else 0, bias) for token, bias in self.logit_bias.items()]
@@ -199,8 +160,8 @@ class SamplingConfig:
 
 # Characters that each string may have, and all of them together.
 _LONGEST_TEXTS = {"stop": (1 << 16, 1 << 16), "dry_sequence_breakers": (40, 640)}
-# Whole numbers, and the least of each.
-_COUNTS = {"top_k": 0, "repeat_last_n": -1, "dry_allowed_length": 0, "dry_penalty_last_n": -1, "min_tokens": 0}
+
+SamplingConfig.__doc__ = f"{SamplingConfig.__doc__}Args:\n{_described(SAMPLING)}\n"
 
 
 class _Biases(dict[Any, Any]):
@@ -246,62 +207,21 @@ def _biases(given: object) -> dict[int | str, float]:
     return biases
 
 
-class TextOptions(TypedDict, total=False):
-    """What a generation may be told. Those of SamplingConfig may come as one `sampling` instead.
+class TextOptions(TextFields, total=False):
+    """What a generation may be told. Those of SamplingConfig may come as one `sampling` instead. Of json_schema, regex
+    and grammar one may be given; the text ends where nothing more may follow, whatever min_tokens and ignore_eos say,
+    and is cut where max_tokens end.
 
-    max_tokens: new tokens at most, 128 unless given.
-    stop: one string or several that end the text before they appear in it; 65,536 characters in all.
-    stop_loops: end the text, with finish_reason "loop", when its last tokens are one span of 1 to 512 over and over:
-        three times or more, 128 tokens or more in all.
-    json_schema: a schema, as a dictionary or as JSON text, that the text meets; regex: an expression that it matches;
-        grammar: a grammar, in Lark's or llama.cpp's notation, that it follows. One of them; needs the extra "grammar".
-        The text ends where nothing more may follow, whatever min_tokens and ignore_eos say, and is cut where max_tokens
-        end.
-    speculate: False decodes plainly; the text is the same.
-    progress: called while the prompt is read, with how many of its tokens are and how many are to be: before the first
-        few hundred and after each, so the last time with all of them; by who reads the text, as soon as it looks.
-    logprobs: say how likely the model itself found each token, unfiltered at temperature 1 and before any penalty or
-        bias, and which so many tokens, 100 at most, were the likeliest; None says nothing, and costs nothing.
-    prompt_logprobs: the same of the prompt's tokens, which are then read anew.
-    reuse: begin with what other texts have left of the prompt; without, the text is the same, only later.
-    prediction: text or token ids that the text will largely repeat, such as code that is to be changed a little, to
-        guess from. The text is the same.
+    sampling: how tokens are chosen.
+    progress: called while the prompt is read, with the number of its tokens that are read and that are to be: before
+        the first few hundred and after each; from the thread that reads the text.
     """
 
-    max_tokens: int
-    stop: str | Sequence[str]
-    stop_loops: bool
-    json_schema: Mapping[str, Any] | str | None
-    regex: str | None
-    grammar: str | None
-    speculate: bool
-    progress: Callable[[int, int], object] | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    reuse: bool
-    prediction: str | Sequence[int]
     sampling: SamplingConfig
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int | None
-    typical_p: float
-    xtc_probability: float
-    xtc_threshold: float
-    temperature_last: bool
-    repeat_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    repeat_last_n: int
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_penalty_last_n: int
-    dry_sequence_breakers: str | Sequence[str]
-    logit_bias: Mapping[int | str, float] | None
-    min_tokens: int
-    ignore_eos: bool
+    progress: Callable[[int, int], object] | None
+
+
+TextOptions.__doc__ = f"{TextOptions.__doc__}\n{_described(TEXT)}\n"
 
 
 def check_options(given: Iterable[str], options: type[Any]) -> None:
@@ -350,58 +270,33 @@ class GenerationConfig:
     reuse: bool
     prediction: str | tuple[int, ...]
 
-    def __init__(
-        self,
-        *,
-        max_tokens: int = 128,
-        stop: str | Sequence[str] = (),
-        stop_loops: bool = False,
-        json_schema: Mapping[str, Any] | str | None = None,
-        regex: str | None = None,
-        grammar: str | Grammar | None = None,
-        speculate: bool = True,
-        progress: Callable[[int, int], object] | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        reuse: bool = True,
-        prediction: str | Sequence[int] = (),
-        sampling: SamplingConfig | None = None,
-        **fields: Any,
-    ) -> None:
-        check_options(fields, TextOptions)
+    def __init__(self, **given: Any) -> None:
+        check_options(given, TextOptions)
+        sampling, progress = given.pop("sampling", None), given.pop("progress", None)
+        text = {name: given.pop(name, option.default) for name, option in TEXT.items()}
         if sampling is not None and not isinstance(sampling, SamplingConfig):
             raise TypeError(f"sampling must be a SamplingConfig, not {type(sampling).__name__}")
-        if sampling is not None and fields:
-            raise TypeError(f"give either sampling or {min(fields)}, not both")
-        max_tokens = integer("max_tokens", max_tokens)
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-        sampling = sampling or SamplingConfig(**fields)
-        if sampling.min_tokens > max_tokens:
-            raise ValueError(f"min_tokens, {sampling.min_tokens}, must be at most max_tokens, {max_tokens}")
-        object.__setattr__(self, "sampling", sampling)
-        object.__setattr__(self, "logprobs", _number_of_top("logprobs", logprobs))
-        object.__setattr__(self, "prompt_logprobs", _number_of_top("prompt_logprobs", prompt_logprobs))
-        object.__setattr__(self, "reuse", truth("reuse", reuse))
-        object.__setattr__(self, "prediction", _prediction(prediction))
-        object.__setattr__(self, "max_tokens", max_tokens)
-        object.__setattr__(self, "stop", _texts("stop", stop))
-        object.__setattr__(self, "stop_loops", truth("stop_loops", stop_loops))
-        object.__setattr__(self, "grammar", _grammar(json_schema, regex, grammar))
-        object.__setattr__(self, "speculate", truth("speculate", speculate))
+        if sampling is not None and given:
+            raise TypeError(f"give either sampling or {min(given)}, not both")
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be called with two numbers, which {type(progress).__name__} cannot be")
-        object.__setattr__(self, "progress", progress)
+        text = {name: _checked(name, TEXT[name], value) for name, value in text.items()}
+        text["stop"], text["prediction"] = _texts("stop", text["stop"]), _prediction(text["prediction"])
+        text["grammar"] = _grammar(text.pop("json_schema"), text.pop("regex"), text["grammar"])
+        sampling = sampling or SamplingConfig(**given)
+        if sampling.min_tokens > text["max_tokens"]:
+            raise ValueError(f"min_tokens, {sampling.min_tokens}, must be at most max_tokens, {text['max_tokens']}")
+        for name, value in (text | {"sampling": sampling, "progress": progress}).items():
+            object.__setattr__(self, name, value)
 
 
-def _number_of_top(name: str, given: object) -> int | None:
-    """How many likeliest tokens are to be named, None for none of it."""
-    if given is None:
-        return None
-    number = integer(name, given)
-    if not 0 <= number <= MOST_LOGPROBS:
-        raise ValueError(f"{name} must be None (off) or a number of tokens from 0 to {MOST_LOGPROBS}, not {number}")
-    return number
+def _checked(name: str, option: Option, value: Any) -> Any:
+    """A value of a table's option, of which numbers are checked."""
+    if option.kind is None or (value is None and option.default is None):
+        return value
+    value = {bool: truth, int: integer, float: _number}[option.kind](name, value)
+    option.check_range(name, value)
+    return value
 
 
 def _prediction(given: object) -> str | tuple[int, ...]:

@@ -17,7 +17,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import llm
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
+
+from pystaged.options import ALL, SAMPLING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +42,7 @@ _bookkeeping = (
 
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """The house model, SmolLM2 if it is installed, and what `pystaged models` lists."""
+    """The bundled model, SmolLM2 if it is installed, and what `pystaged models` lists."""
     from pystaged.loading import cache, names  # noqa: PLC0415
 
     found = ["house", *cache.names()]
@@ -53,44 +55,36 @@ def register_models(register: Callable[..., None]) -> None:
         register(Pystaged(name), AsyncPystaged(name))
 
 
-class ModelOptions(llm.Options):
+_HERE = [*SAMPLING, "max_tokens", "stop_loops", "stop", "regex", "grammar", "speculate", *_LOADING]
+_KINDS: dict[str, Any] = {
+    "dry_sequence_breakers": str | list[str],
+    "logit_bias": dict[int | str, float],
+    "stop": str | list[str],
+}
+_MORE = {
+    "max_tokens": " 2048 unless given.",
+    "temperature": " Unless given, this and the filters are as the model's makers recommend.",
+    "seed": " Drawn unless given.",
+    "logit_bias": ' As JSON: {" the": -2, "5": 1}.',
+}
+
+
+def _offered(name: str) -> Any:
+    """An option of pystaged.options as one of `llm`'s."""
+    kind = _KINDS.get(name, ALL[name].kind or str)
+    return kind | None, Field(None, description=ALL[name].help + _MORE.get(name, ""))
+
+
+if TYPE_CHECKING:
+    _Offered = llm.Options
+else:
+    _Offered = create_model("_Offered", __base__=llm.Options, **{name: _offered(name) for name in _HERE})
+
+
+class ModelOptions(_Offered):
     """Those of pystaged.Engine.chat, checked as there, and some of pystaged.load."""
 
-    max_tokens: int | None = Field(None, description="New tokens at most; 2048 unless given.")
-    stop_loops: bool | None = Field(None, description="False lets an answer go on that repeats itself.")
-    temperature: float | None = Field(
-        None, description="0 always takes the likeliest token; by default this and filters are the model's makers'."
-    )
-    top_k: int | None = Field(None, description="Keep this many of the likeliest tokens; 0 keeps all.")
-    top_p: float | None = Field(None, description="Keep the fewest tokens that have this probability together.")
-    min_p: float | None = Field(None, description="Keep tokens at least this likely relative to the likeliest.")
-    seed: int | None = Field(None, description="Same seed, same text; drawn unless given.")
-    typical_p: float | None = Field(None, description="Keep tokens about as surprising as expected; 1 keeps all.")
-    xtc_probability: float | None = Field(None, description="How often the likeliest of several good tokens go.")
-    xtc_threshold: float | None = Field(None, description="From which probability on a token is good for XTC.")
-    temperature_last: bool | None = Field(None, description="Filter before the temperature, as llama.cpp does.")
-    repeat_penalty: float | None = Field(None, description="Makes tokens that are there less likely; 1 is off.")
-    presence_penalty: float | None = Field(None, description="What such tokens' logits lose, once; 0 is off.")
-    frequency_penalty: float | None = Field(None, description="What such tokens' logits lose, each time; 0 is off.")
-    repeat_last_n: int | None = Field(None, description="Tokens that the penalties look back.")
-    dry_multiplier: float | None = Field(None, description="Penalty for making a repetition longer; 0 is off.")
-    dry_base: float | None = Field(None, description="Factor of that for each token of the repetition.")
-    dry_allowed_length: int | None = Field(None, description="Repetitions of so many tokens are free.")
-    dry_penalty_last_n: int | None = Field(None, description="Tokens that DRY looks back; -1 for all.")
-    dry_sequence_breakers: str | list[str] | None = Field(None, description="Texts that no repetition goes beyond.")
-    logit_bias: dict[int | str, float] | None = Field(
-        None, description='JSON: what is added, by text or token id: {" the": -2, "5": 1}.'
-    )
-    min_tokens: int | None = Field(None, description="No end of text before so many tokens.")
-    ignore_eos: bool | None = Field(None, description="No end of text at all.")
-    stop: str | list[str] | None = Field(None, description="A string, or several, that end the text before them.")
-    regex: str | None = Field(None, description="An expression that the text matches.")
-    grammar: str | None = Field(None, description="A grammar that it follows, in Lark's or llama.cpp's notation.")
-    speculate: bool | None = Field(None, description="False decodes plainly: the same text, slower.")
     think: bool | None = Field(None, description="Whether a model that can think first does.")
-    draft: str | None = Field(None, description="A smaller model of the family that guesses; 'none' for n-grams alone.")
-    device: str | None = Field(None, description="Where the model runs: cpu, metal, gpu, auto, ...")
-    n_ctx: int | None = Field(None, description="Tokens of prompt and text; 8192 at most unless given.")
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -117,7 +111,7 @@ class ModelOptions(llm.Options):
     def of_text(self) -> dict[str, Any]:
         """As Engine.chat takes them."""
         given = self.model_dump(exclude_none=True, exclude={*_LOADING, "think"})
-        return given | ({"seed": None} if self.seed == -1 else {})
+        return given | ({"seed": None} if given.get("seed") == -1 else {})
 
     def of_template(self) -> dict[str, Any]:
         """The same for the chat template."""

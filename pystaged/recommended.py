@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pystaged.config import SamplingConfig
+from pystaged.options import SAMPLING
 
 ANSWER_TOKENS = 2048  # of an answer at most
 LOOP_WORDS = "ended where it repeats itself; --no-stop-loops lets it go on"
@@ -70,12 +71,11 @@ def described(sampling: SamplingConfig) -> str:
     """A sampling in words, such as "temperature 0.8, top-k 40, top-p 0.95": what is in force, not what is off."""
     if sampling.is_greedy:
         return "temperature 0: always the likeliest token"
-    plain = SamplingConfig()
-    names = [name for name in sampling.__dataclass_fields__ if name not in ("temperature", "seed", "_native")]
+    names = [name for name in SAMPLING if name not in ("temperature", "seed")]
     others = [
         f"{name.replace('_', '-')} {_word(getattr(sampling, name))}"
         for name in names
-        if getattr(sampling, name) != getattr(plain, name)
+        if getattr(sampling, name) != (SAMPLING[name].default if name != "logit_bias" else {})
     ]
     return ", ".join([f"temperature {_word(sampling.temperature)}", *others])
 
@@ -84,7 +84,7 @@ def _checked(name: str, value: object) -> float | int | None:
     """A field's value, None where it is none that a text can be written with."""
     try:
         number = round(float(value), 6)  # type: ignore[arg-type]  # GGUF files have 32 bits: 0.2, not 0.200000003
-        whole = name in ("top_k", "repeat_last_n")
+        whole = SAMPLING[name].kind is int
         if whole and number != int(number):
             return None
         given: dict[str, Any] = {name: int(number) if whole else number}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -169,18 +169,7 @@ def open_engine(model: str | None, options: LoadOptions) -> Engine:
     from pystaged import load  # noqa: PLC0415
 
     return load(
-        model_name(model),
-        draft=draft_name(options.draft),
-        device=options.device,
-        draft_device=options.draft_device,
-        num_threads=options.threads,
-        ngrams=options.ngrams,
-        n_ctx=options.n_ctx,
-        kv=options.kv,
-        keep_packed=options.keep_packed,
-        memory=options.memory,
-        kv_memory=options.kv_memory,
-        report=report,
+        model_name(model), **cast(Any, options.given | {"draft": draft_name(options.given["draft"])}), report=report
     )
 
 

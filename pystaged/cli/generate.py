@@ -30,14 +30,16 @@ from pystaged.cli.options import (
     System,
     Think,
     grouped,
+    spelled,
     usage,
 )
 from pystaged.cli.painting import show, summary
 from pystaged.cli.prompts import Asked, argument, read_prompts
 from pystaged.cli.several import write_in_order
-from pystaged.config import MOST_LOGPROBS, GenerationConfig
+from pystaged.config import GenerationConfig
 from pystaged.engine import Prompt
 from pystaged.files import destination
+from pystaged.options import TEXT
 from pystaged.recommended import ANSWER_TOKENS, LOOP_WORDS, described
 from pystaged.result import GenerationResult, TokenLogprob
 from pystaged.stages import shown_stages
@@ -73,7 +75,7 @@ def generate(
     grammars: GrammarOptions,
     sampling: SamplingOptions,
     loading: LoadOptions,
-    speculate: Annotated[bool, typer.Option(help="Draft; the text is the same without, only slower.")] = True,
+    speculate: Annotated[bool, spelled("speculate")] = True,
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what each stage did.")] = False,
@@ -86,14 +88,7 @@ def generate(
             metavar="FILE",
         ),
     ] = None,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=MOST_LOGPROBS,
-            help="With --json: the log-probability of each token, and so many of the likeliest ones.",
-        ),
-    ] = None,
+    logprobs: Annotated[int | None, spelled("logprobs", help=f"With --json. {TEXT['logprobs'].help}")] = None,
 ) -> None:
     """Continue a prompt, or several at once.
 

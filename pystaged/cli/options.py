@@ -1,20 +1,21 @@
-"""Options that several commands have, declared once; groups of them are dataclasses."""
+"""Options of commands, most of them made from pystaged.options."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from pystaged.files import expanded
+from pystaged.options import ALL, LOADING, SAMPLING, flags
 
 if TYPE_CHECKING:
     from pystaged import SamplingConfig
@@ -110,6 +111,32 @@ class Color(str, Enum):
     STAGES = "stages"
 
 
+# What Typer is to know of options besides their table.
+_TYPER: dict[str, dict[str, Any]] = {
+    "json_schema": {"metavar": "FILE|JSON"},
+    "grammar": {"metavar": "FILE|GRAMMAR"},
+    "kv": {"callback": _check_kv},
+    "kv_memory": {"metavar": "SIZE", "parser": size, "callback": None},
+    "seed": {"callback": None},  # has 64 bits
+}
+_MORE = {
+    "dry_sequence_breakers": " May be repeated; 'none' for no such text.",
+    "logit_bias": " Written 15043+1, 15043-inf or ' Hello=-2.5'; may be repeated.",
+    "stop": " May be repeated.",
+}
+
+
+def spelled(name: str, **settings: Any) -> Any:
+    """An option of pystaged.options, as Typer takes it.
+
+    Args:
+        **settings: as typer.Option takes them, instead of the usual ones.
+    """
+    option = ALL[name]
+    usual: dict[str, Any] = {"help": option.help + _MORE.get(name, ""), "callback": check}
+    return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
+
+
 DEFAULT_MODEL = "smollm2; house where that is not installed"  # names.default_model
 ModelName = Annotated[
     str | None,
@@ -129,36 +156,12 @@ ModelArgument = Annotated[
     ),
 ]
 ModelToo = Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.", show_default=False)]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="New tokens at most.")]
-Stop = Annotated[
-    list[str] | None, typer.Option("--stop", help="End the text before this string; may be repeated.", callback=check)
-]
-StopLoops = Annotated[
-    bool | None,
-    typer.Option(
-        help="End a text that repeats itself: one span three times over, 128 tokens or more.",
-        show_default="on for answers",
-    ),
-]
-Threads = Annotated[int, typer.Option(min=0, help="0 takes one per physical core.", callback=check)]
-KeysAndValues = Annotated[
-    str,
-    typer.Option(
-        "--kv",
-        callback=_check_kv,
-        help="How keys and values are stored: f16, or q8_0 for half the memory and slightly other texts.",
-    ),
-]
-KvMemory = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-memory",
-        metavar="SIZE",
-        parser=size,
-        help="Memory for the keys and values of all texts, such as 2G; a quarter of what is free by default. One text "
-        "alone always fits.",
-    ),
-]
+MaxTokens = Annotated[int, spelled("max_tokens", min=1)]
+Stop = Annotated[list[str] | None, spelled("stop")]
+StopLoops = Annotated[bool | None, spelled("stop_loops", show_default="on for answers")]
+Threads = Annotated[int, spelled("num_threads")]
+KeysAndValues = Annotated[str, spelled("kv")]
+KvMemory = Annotated[int | None, spelled("kv_memory")]
 Colors = Annotated[Color, typer.Option("--color", help="Paint each token by who proposed it; in terminals only.")]
 ShowTree = Annotated[bool, typer.Option("--show-tree", help="Draw each tree, its accepted path bright.")]
 System = Annotated[
@@ -177,204 +180,79 @@ Think = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
-@dataclass
-class PairOptions:
+class OptionGroup:
+    """Options of pystaged.options that a command has together, and what was given of them, by name."""
+
+    names: ClassVar[Iterable[str]]
+    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # as `spelled` takes them, and `default`
+    _kinds: ClassVar[dict[str, Any]] = {"dry_sequence_breakers": list[str], "logit_bias": list[str], "ngrams": Path}
+
+    def __init__(self, **given: Any) -> None:
+        self.given = {name: value for name, value in given.items() if value is not None and value != []}
+
+    @classmethod
+    def parameters(cls) -> Iterator[inspect.Parameter]:
+        """Parameters of a command."""
+        for name in cls.names:
+            settings = {"default": ALL[name].default, **cls.settings.get(name, {})}
+            default = settings.pop("default")
+            kind = cls._kinds.get(name, ALL[name].kind or str)
+            hint = Annotated[kind | None if default is None else kind, spelled(name, **settings)]  # type: ignore[valid-type]
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+class PairOptions(OptionGroup):
     """What drafts for the model, and where and how both run."""
 
-    draft: Annotated[
-        str,
-        typer.Option(
-            help="Draft with the same vocabulary, or a draft head, named likewise; 'none' for n-grams alone, 'auto'."
-        ),
-    ] = "auto"
-    device: Annotated[
-        str,
-        typer.Option(help="Where the target runs: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name from info."),
-    ] = "cpu"
-    draft_device: Annotated[str, typer.Option(help="Where the draft runs, likewise.")] = "cpu"
-    threads: Threads = 0
-    kv: KeysAndValues = "f16"
+    names: ClassVar[Iterable[str]] = ("draft", "device", "draft_device", "num_threads", "kv")
 
-    def __post_init__(self) -> None:
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         from pystaged.backends import devices  # noqa: PLC0415
 
         with usage():
-            devices.check(check(self.device), self.kv)
-            devices.check(check(self.draft_device))
+            devices.check(self.given["device"], self.given["kv"])
+            devices.check(self.given["draft_device"])
 
 
-@dataclass
 class LoadOptions(PairOptions):
-    """The same, the lowest stage, and how long texts may be."""
+    """The same, and what else loading is told."""
 
-    ngrams: Annotated[
-        Path | None,
-        typer.Option(help="Table of n-grams that drafts for the draft; by default the one beside the draft's file."),
-    ] = None
-    n_ctx: Annotated[
-        int,
-        typer.Option(
-            "--n-ctx",
-            "-c",
-            min=0,
-            help="Tokens of prompt and text; 0 for what the model was trained for, 8192 at most.",
-            callback=check,
-        ),
-    ] = 0
-    kv_memory: KvMemory = None
-    keep_packed: Annotated[
-        bool,
-        typer.Option("--keep-packed", help="Load at once from now on, from a copy in the cache as large as the model."),
-    ] = False
-    memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory/--no-memory", help="Draft from what the model said before, kept in the cache, 10 MB at most."
-        ),
-    ] = True
+    names: ClassVar = tuple(LOADING)
 
 
-_RULES = "Penalties and other rules"
+def _sampling_settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    of_answers = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "as the model's makers recommend")
+    of_answers["seed"] = "-1"
+    for name, option in SAMPLING.items():
+        shown: dict[str, Any] = {"rich_help_panel": "Penalties and other rules", "show_default": str(option.default)}
+        if name in of_answers:
+            shown = {"show_default": f"{option.default}; of answers {of_answers[name]}"}
+        elif name == "dry_sequence_breakers":
+            shown["show_default"] = "a new line, a colon, a quote and an asterisk"
+        elif not option.default:
+            shown["show_default"] = False
+        yield name, {"default": None, **shown}
 
 
-@dataclass
-class SamplingOptions:
-    """How tokens are chosen; the fields are those of SamplingConfig, but for lists, which are words here. What is not
-    given is None."""
+class SamplingOptions(OptionGroup):
+    """How tokens are chosen."""
 
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="0 always takes the likeliest token.", show_default="0; of answers, as the model's makers recommend"
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep this many of the likeliest tokens; 0 keeps all.", show_default="0; of answers likewise"
-        ),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Keep the fewest tokens that have this probability together.", show_default="1; of answers likewise"
-        ),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Keep tokens at least this likely relative to the likeliest.", show_default="0; of answers likewise"
-        ),
-    ] = None
-    seed: Annotated[
-        int | None, typer.Option(help="Same seed, same text; -1 draws one.", show_default="0; of answers -1")
-    ] = None
-    typical_p: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=_RULES, help="Keep the tokens of usual surprise with this probability.", show_default="1.0"
-        ),
-    ] = None
-    xtc_probability: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=_RULES, help="How often to exclude the top choices; 0 is never.", show_default="0.0"
-        ),
-    ] = None
-    xtc_threshold: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=_RULES, help="Those at least this likely, but for the least likely.", show_default="0.1"
-        ),
-    ] = None
-    temperature_last: Annotated[
-        bool, typer.Option("--temperature-last", rich_help_panel=_RULES, help="Filter first, as llama.cpp does.")
-    ] = False
-    repeat_penalty: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=_RULES, help="Divide logits of tokens that the text has; 1 is off.", show_default="1.0"
-        ),
-    ] = None
-    presence_penalty: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=_RULES, help="Lower logits of tokens that the text has; 0 is off.", show_default="0.0"
-        ),
-    ] = None
-    frequency_penalty: Annotated[
-        float | None,
-        typer.Option(rich_help_panel=_RULES, help="The same for each time that it has them.", show_default="0.0"),
-    ] = None
-    repeat_last_n: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=_RULES, help="Tokens these three look back, prompt included; -1 for all.", show_default="64"
-        ),
-    ] = None
-    dry_multiplier: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=_RULES, help="Penalty for what makes a repetition longer; 0 is off.", show_default="0.0"
-        ),
-    ] = None
-    dry_base: Annotated[
-        float | None, typer.Option(rich_help_panel=_RULES, help="How it grows with each token.", show_default="1.75")
-    ] = None
-    dry_allowed_length: Annotated[
-        int | None,
-        typer.Option(rich_help_panel=_RULES, help="Tokens that may be repeated without it.", show_default="2"),
-    ] = None
-    dry_penalty_last_n: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=_RULES, help="Tokens it looks back, prompt included; -1 for all.", show_default="-1"
-        ),
-    ] = None
-    dry_sequence_breaker: Annotated[
-        list[str] | None,
-        typer.Option(
-            rich_help_panel=_RULES,
-            help="No repetition goes beyond this text; may be repeated, 'none' for no such text. "
-            "By default a new line, a colon, a quote and an asterisk.",
-            callback=check,
-        ),
-    ] = None
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--logit-bias",
-            "-l",
-            rich_help_panel=_RULES,
-            help="Make a token likelier or less so: 15043+1, 15043-inf, ' Hello=-2.5'; may be repeated.",
-            callback=check,
-        ),
-    ] = None
-    min_tokens: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=_RULES,
-            help="New tokens before which the text may not end.",
-            callback=check,
-            show_default="0",
-        ),
-    ] = None
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", rich_help_panel=_RULES, help="The text may not end by itself.")
-    ] = False
+    names: ClassVar = tuple(SAMPLING)
+    settings: ClassVar = dict(_sampling_settings())
 
-    def given(self) -> dict[str, Any]:
-        """Those that were given, by the names of SamplingConfig. Raises ValueError for a bias that is none."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        found = {
-            name: value for name, value in found.items() if value is not None and value is not False and value != []
-        }
+    def changed(self, **values: Any) -> SamplingOptions:
+        """The same with other values."""
+        return SamplingOptions(**self.given | values)
+
+    def fields(self) -> dict[str, Any]:
+        """Those that were given, as SamplingConfig takes them. Raises ValueError for a bias that is none."""
+        found = dict(self.given)
         if "logit_bias" in found:
             found["logit_bias"] = _biases(found["logit_bias"])
-        breakers = found.pop("dry_sequence_breaker", None)
-        if breakers:
-            found["dry_sequence_breakers"] = [text for text in breakers if text != "none"]
-        return found | ({"seed": None} if self.seed == -1 else {})
+        if "dry_sequence_breakers" in found:
+            found["dry_sequence_breakers"] = [text for text in found["dry_sequence_breakers"] if text != "none"]
+        return found | ({"seed": None} if found.get("seed") == -1 else {})
 
     def config(self, recommended: Mapping[str, Any] | None = None) -> SamplingConfig:
         """The same for the engine.
@@ -388,7 +266,7 @@ class SamplingOptions:
         from pystaged import SamplingConfig  # noqa: PLC0415
 
         defaults = {} if recommended is None else {**recommended, "seed": None}
-        return SamplingConfig(**defaults | self.given())
+        return SamplingConfig(**defaults | self.fields())
 
 
 def _biases(words: list[str]) -> dict[int | str, float]:
@@ -409,31 +287,18 @@ def _biases(words: list[str]) -> dict[int | str, float]:
     return biases
 
 
-@dataclass
-class GrammarOptions:
+class GrammarOptions(OptionGroup):
     """What the text must be; one of them at most."""
 
-    json_schema: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|JSON", help="The text is JSON that meets this schema.", show_default=False),
-    ] = None
-    regex: Annotated[
-        str | None, typer.Option(help="The text matches this expression.", callback=check, show_default=False)
-    ] = None
-    grammar: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|GRAMMAR", help="The text follows this grammar, Lark's or GBNF.", show_default=False),
-    ] = None
+    names: ClassVar = ("json_schema", "regex", "grammar")
 
     def options(self) -> dict[str, Any]:
         """The same for the engine. Raises OSError and ValueError for a file that cannot be read."""
-        found: dict[str, Any] = {"regex": self.regex} if self.regex is not None else {}
-        if self.json_schema is not None:
-            is_file = self.json_schema.lstrip()[:1] != "{"
-            found["json_schema"] = _read_grammar(self.json_schema) if is_file else self.json_schema
-        if self.grammar is not None:
-            is_file = not re.search(r"::=|\bstart\s*(\[[^\]]*\]\s*)?:", self.grammar)
-            found["grammar"] = _read_grammar(self.grammar) if is_file else self.grammar
+        found = dict(self.given)
+        if "json_schema" in found and found["json_schema"].lstrip()[:1] != "{":
+            found["json_schema"] = _read_grammar(found["json_schema"])
+        if "grammar" in found and not re.search(r"::=|\bstart\s*(\[[^\]]*\]\s*)?:", found["grammar"]):
+            found["grammar"] = _read_grammar(found["grammar"])
         if len(found) > 1:
             raise typer.BadParameter("give one of --json-schema, --regex and --grammar")
         return found
@@ -447,26 +312,24 @@ def _read_grammar(path: str) -> str:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command as Typer reads it: where a parameter is a dataclass, its fields become the options."""
+    """A command as Typer reads it: where a parameter is a group or a dataclass, its members become the options."""
+    groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, Any] = {}
-    # Before Python 3.11 get_type_hints makes Optional of what is None by default, and Typer does not look into that.
-    signature = inspect.signature(command, eval_str=True).parameters
-    hints = {name: parameter.annotation for name, parameter in signature.items()}
-    for name, parameter in signature.items():
-        found = {name: parameter.default}
-        if is_dataclass(hints[name]):
-            groups[name] = hints[name]
-            found = {option.name: option.default for option in fields(hints[name])}
-            hints |= get_type_hints(hints[name], include_extras=True)
-        for each, default in found.items():
-            parameters.append(
-                inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each])
-            )
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        members = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+        if isinstance(parameter.annotation, type) and issubclass(parameter.annotation, OptionGroup):
+            members = [*parameter.annotation.parameters()]
+            groups[name] = parameter.annotation, members
+        elif is_dataclass(parameter.annotation):
+            made: Any = parameter.annotation
+            signature = inspect.signature(made, eval_str=True)
+            members = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
+            groups[name] = parameter.annotation, members
+        parameters += members
 
     def run(**values: Any) -> None:
-        for name, group in groups.items():
-            values[name] = group(**{option.name: values.pop(option.name) for option in fields(group)})
+        for name, (group, members) in groups.items():
+            values[name] = group(**{member.name: values.pop(member.name) for member in members})
         command(**values)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__

@@ -7,7 +7,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -97,17 +97,16 @@ class QueueOptions:
     grace: Annotated[int, typer.Option(min=0, help="Seconds for texts in progress when the server ends.")] = 30
 
 
-@dataclass
 class SharedOptions(LoadOptions):
     """The same, for users who need not know each other."""
 
-    memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory/--no-memory",
-            help="Draft from what the model said before, to anybody; the time that texts take may tell of others.",
-        ),
-    ] = False
+    settings: ClassVar = {
+        "memory": {
+            "default": False,
+            "help": "Draft from likely tokens of earlier texts, of all users: the time that a text takes may tell of "
+            "others' texts.",
+        }
+    }
 
 
 @grouped
@@ -212,7 +211,7 @@ def _greet(engine: Engine, settings: Settings, where: str) -> None:
 def _defaults(sampling: SamplingOptions, max_tokens: int | None, stop_loops: bool | None) -> dict[str, Any]:
     """The options that were given, for requests that do not say otherwise. Raises ValueError for what is wrong."""
     sampling.config()
-    found = sampling.given()
+    found = sampling.fields()
     if stop_loops is not None:
         found["stop_loops"] = stop_loops
     if max_tokens is not None:

@@ -18,12 +18,8 @@ def tune(model: ModelArgument = None, *, named: ModelToo = None, options: PairOp
     """
     bundle = Bundle(
         model_name(either(model, named)),
-        draft_name(options.draft),
-        options.threads,
-        report,
-        device=options.device,
-        draft_device=options.draft_device,
-        kv=options.kv,
+        report=report,
+        **options.given | {"draft": draft_name(options.given["draft"])},
     )
     decoders = DecoderFactory(bundle)
     target, smaller = decoders.target_cost(again=True), decoders.draft_cost(again=True)

@@ -6,8 +6,7 @@ import contextlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 import typer
 from rich.text import Text
@@ -20,15 +19,18 @@ from pystaged.cli.options import Color, SamplingOptions
 from pystaged.cli.painting import show, summary
 from pystaged.config import SamplingConfig, TextOptions
 from pystaged.elsewhere import KEYWORDS, meant
+from pystaged.options import ALL, SAMPLING
 from pystaged.recommended import LOOP_WORDS, described
 from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
 
 _QUOTES = '"""'
-# What /set sets, of SamplingOptions and besides.
-_SETTABLE: dict[str, type[int] | type[float]] = {
-    **{name: kind for name, kind in get_type_hints(SamplingConfig).items() if kind in (int, float)},
-    "max_tokens": int,
+# What /set sets.
+_SETTABLE: dict[str, Any] = {
+    name: option.kind
+    for name, option in ALL.items()
+    if name in {*SAMPLING, "max_tokens"}
+    if option.kind in (int, float)
 }
 
 _HELP = '''Lines between """ and """ are one; a line that ends with \\ goes on with the next one. Only the former may
@@ -238,7 +240,7 @@ class Turns(ABC):
 
     def _fixed_by(self) -> object:
         """What fixes the model's greedy turn, besides what there was before it."""
-        return self._max_tokens, replace(self._sampling, seed=0)
+        return self._max_tokens, self._sampling.changed(seed=0).given
 
     def _tell(self, result: GenerationResult, allows_more: str = "/set max_tokens") -> None:
         """Show the numbers of a turn if that is wished, and why it ends where it does."""
@@ -277,8 +279,9 @@ class Turns(ABC):
             raise ValueError(
                 "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
             )
-        if self._sampling.seed is not None and self._sampling.seed >= 0:
-            self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**64)
+        seed = self._sampling.given.get("seed", -1)
+        if seed >= 0:
+            self._sampling = self._sampling.changed(seed=(seed + 1) % 2**64)
         self._so_far, self._earlier = before, earlier[: len(earlier) - (kept is not before)]
         try:
             self._turn(said)
@@ -328,8 +331,7 @@ class Turns(ABC):
             self._max_tokens = int(number)
             report(f"max_tokens {value}")
             return
-        changed: dict[str, Any] = {name: number}
-        sampling = replace(self._sampling, **changed)
+        sampling = self._sampling.changed(**{name: number})
         self._config(sampling)
         self._sampling = sampling
         report(f"seed {value}" if name == "seed" else described(self._config(sampling)))

@@ -16,18 +16,15 @@ from pystaged.batch import seeded
 from pystaged.config import GenerationConfig, TextOptions
 from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
+from pystaged.options import SAMPLING
 from pystaged.recommended import ANSWER_TOKENS
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.request_types import ChatRequest, TextRequest
 from pystaged.streams import Writer
 from pystaged.text import encode_continuation
 
-_SAME = (
-    *("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repeat_penalty"),
-    *("repeat_last_n", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length"),
-    *("dry_penalty_last_n", "dry_sequence_breakers", "min_tokens", "ignore_eos", "grammar", "json_schema", "speculate"),
-    "stop_loops",
-)
+# Options that requests have as the engine has them.
+_SAME = {*SAMPLING, "grammar", "json_schema", "speculate", "stop_loops"} - {"top_k", "logit_bias", "seed"}
 # Other servers' names of the same.
 _ALIASES = {"repetition_penalty": "repeat_penalty", "n_predict": "max_tokens"}
 # What would change the answer, and is not there. None and the values given ask for nothing.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+
+from pystaged.options import SAMPLING, Option
 
 MOST_TEXTS = 128  # of a request
 _MOST_BIASES = 1024
@@ -49,35 +51,34 @@ class ModelRequest(Open):
     model: str | None = None
 
 
-class TextRequest(ModelRequest):
-    """What requests for texts have in common: OpenAI's members, then llama.cpp's, under the names there."""
+def _member(option: Option) -> Any:
+    """An option as a member of a request."""
+    kind: Any = option.kind or str
+    bounds: dict[str, Any] = option.bounds | ({"allow_inf_nan": False} if kind is float else {})
+    return Annotated[kind, Field(**bounds, description=option.help)] | None, None
+
+
+if TYPE_CHECKING:
+    _SamplingRequest = ModelRequest
+else:
+    _SamplingRequest = create_model(
+        "_SamplingRequest", __base__=ModelRequest, **{name: _member(option) for name, option in SAMPLING.items()}
+    )
+
+
+class TextRequest(_SamplingRequest):
+    """What requests for texts have in common: OpenAI's members and llama.cpp's. Those of pystaged.options that are not
+    named here are as the tables have them."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_TEXTS)] | None = None
     max_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Number], Field(max_length=_MOST_BIASES), BeforeValidator(_pairs)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    xtc_probability: Annotated[Number, Field(ge=0, le=1)] | None = None
-    xtc_threshold: Annotated[Number, Field(ge=0, le=1)] | None = None
-    dry_multiplier: Annotated[Number, Field(ge=0, le=1000)] | None = None
-    dry_base: Annotated[Number, Field(ge=0, le=1000)] | None = None
-    dry_allowed_length: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    dry_penalty_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 is vLLM's 0
     dry_sequence_breakers: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    ignore_eos: bool | None = None
     stop_loops: bool | None = None
     grammar: Annotated[str, Field(max_length=_LONGEST_GRAMMAR)] | None = None
     json_schema: dict[str, Any] | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pystaged.config import SamplingConfig
+from pystaged.options import SAMPLING
 
 STALL = 60.0  # seconds that a client may take to send a request, or to read anything of what it is sent
 
@@ -41,4 +41,4 @@ class Settings:
     @property
     def sampling(self) -> dict[str, Any]:
         """Of the defaults, those of SamplingConfig."""
-        return {name: self.defaults[name] for name in SamplingConfig.__dataclass_fields__ if name in self.defaults}
+        return {name: self.defaults[name] for name in SAMPLING if name in self.defaults}
