@@ -232,8 +232,8 @@ def test_every_option_of_a_text_is_offered() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1}, "temperature must be a number from 0"),
-        ({"top_k": -1}, r"top_k must be 0 \(off\) or a positive number"),
+        ({"temperature": -1}, "temperature must be at least 0"),
+        ({"top_k": -1}, "top_k must be at least 0"),
         ({"top_p": 2}, "top_p"),
         ({"min_p": "x"}, "valid number"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),

@@ -96,7 +96,7 @@ def test_retry_takes_the_next_seed(
     made.take("/seed 18446744073709551615")
     made.take("/retry")
     made.take("/retry")
-    assert made._sampling.seed == 1
+    assert made._sampling.given["seed"] == 1
     with pytest.raises(ValueError, match="seed must be between"):
         made.take("/seed 18446744073709551616")
 

@@ -409,7 +409,7 @@ def test_logprobs_are_the_models_own(k: int, model: _core.Model) -> None:
         ({"repeat_penalty": math.nan}, ValueError, "repeat_penalty"),
         ({"presence_penalty": math.inf}, ValueError, "presence_penalty"),
         ({"frequency_penalty": math.nan}, ValueError, "frequency_penalty"),
-        ({"repeat_last_n": -2, "repeat_penalty": 2.0}, ValueError, "repeat_last_n must be a number of tokens, or -1"),
+        ({"repeat_last_n": -2, "repeat_penalty": 2.0}, ValueError, "repeat_last_n must be at least -1, not -2"),
         ({"repeat_last_n": 2**31}, ValueError, "repeat_last_n"),
         ({"dry_multiplier": -1.0}, ValueError, "dry_multiplier must be at least 0"),
         ({"dry_base": 0.5}, ValueError, "dry_base must be at least 1"),
