@@ -122,7 +122,7 @@ def test_memory_is_not_shared_unless_asked(path: str, monkeypatch: pytest.Monkey
     seen: list[bool] = []
 
     def stop(name: str, options: Any) -> None:
-        seen.append(options.memory)
+        seen.append(options.given["memory"])
         raise ValueError(json.dumps(name))
 
     monkeypatch.setattr(serve, "open_engine", stop)
