@@ -1,5 +1,5 @@
-"""What other programs call what there is here. A tuple, a name or an address is ours for theirs; a sentence says why
-there is none."""
+"""Other programs' names of commands, options and addresses. A tuple, name or address is ours for theirs; a
+sentence says why there is none."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ ADDRESSES = {
 
 
 def meant(word: str, ours: Iterable[str]) -> str | None:
-    """The one of our words that another one is likely to stand for."""
+    """Our name that a wrong one is likely to mean."""
     ours = list(ours)
     beginning = [each for each in ours if len(word) > 3 and each.startswith(word)]
     return next(iter(beginning or get_close_matches(word, ours, 1)), None)

@@ -1,4 +1,4 @@
-"""Models of pystaged's for the program and library `llm`: llm -m pystaged/smollm2 "..."
+"""The plugin for `llm`: llm -m pystaged/smollm2 "..."
 
 Nothing that computes is imported before a model is used.
 """
@@ -241,7 +241,7 @@ def _report(line: str) -> None:
 
 
 def _arguments(engine: Engine, prompt: llm.Prompt) -> dict[str, Any]:
-    """What Engine.stream_chat is to be called with."""
+    """Arguments of Engine.stream_chat."""
     options: Any = prompt.options
     messages = [_message(message, engine.tokenizer) for message in prompt.messages]
     schema = {"json_schema": prompt.schema} if prompt.schema else {}
@@ -281,7 +281,7 @@ def _tokens(ours: Any, tokenizer: Tokenizer) -> list[int] | None:
 
 
 def _end(engine: Engine, result: GenerationResult, response: Any) -> StreamEvent:
-    """Tell a response its figures; what ends its text keeps the answer's tokens, in `llm`'s database too."""
+    """Set a response's usage; the event that ends its text keeps the answer's tokens, also in `llm`'s database."""
     from llm.parts import StreamEvent  # noqa: PLC0415
 
     stats = result.stats
@@ -298,7 +298,7 @@ def _end(engine: Engine, result: GenerationResult, response: Any) -> StreamEvent
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """What is wrong with model or messages, as an error of `llm`'s."""
+    """Raises errors as llm.ModelError."""
     try:
         if not find_spec("llm.parts"):
             raise ImportError("pystaged needs llm 0.32 or later; run: pip install -U llm")

@@ -1,4 +1,4 @@
-"""Results as notebooks show them: HTML that needs nothing from elsewhere, and takes the page's own text colour."""
+"""Results as HTML for notebooks, without external resources, in the page's own text colour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How answers are written where nobody says otherwise: the sampling a model's makers recommend, lengths, loops."""
+"""Defaults of answers: the sampling that a model's makers recommend, length, loops."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _CHECKPOINT_NAMES = {
 
 
 def recommended_sampling(metadata: Mapping[str, str]) -> SamplingFields:
-    """The sampling of a model's answers: what its makers recommend, and llama.cpp's defaults for the rest.
+    """The sampling of answers: as the model's makers recommend, with llama.cpp's defaults for the rest.
 
     Args:
-        metadata: of its GGUF file. Values that are no sampling are passed over.
+        metadata: of the GGUF file. Invalid values are ignored.
     """
     found = dict(_USUAL)
     if metadata.get("general.basename", "").lower() == "smollm2":
@@ -57,7 +57,7 @@ def recommended_sampling(metadata: Mapping[str, str]) -> SamplingFields:
 
 
 def sampling_keys(generation_config: Mapping[str, Any]) -> SamplingFields:
-    """What a checkpoint's generation_config.json recommends, by keys of a GGUF file, without what is no sampling."""
+    """A checkpoint's generation_config.json as keys of a GGUF file, without invalid values."""
     found = {}
     for name, key in _CHECKPOINT_NAMES.items():
         value = generation_config.get(name)
@@ -68,7 +68,7 @@ def sampling_keys(generation_config: Mapping[str, Any]) -> SamplingFields:
 
 
 def described(sampling: SamplingConfig) -> str:
-    """A sampling in words, such as "temperature 0.8, top-k 40, top-p 0.95": what is in force, not what is off."""
+    """The options that are not off, in words such as "temperature 0.8, top-k 40, top-p 0.95"."""
     if sampling.is_greedy:
         return "temperature 0: always the likeliest token"
     names = [name for name in SAMPLING if name not in ("temperature", "seed")]
@@ -81,7 +81,7 @@ def described(sampling: SamplingConfig) -> str:
 
 
 def _checked(name: str, value: object) -> float | int | None:
-    """A field's value, None where it is none that a text can be written with."""
+    """A field's value, None where it is invalid."""
     try:
         number = round(float(value), 6)  # type: ignore[arg-type]  # GGUF files have 32 bits: 0.2, not 0.200000003
         whole = SAMPLING[name].kind is int

@@ -1,4 +1,4 @@
-"""What a sampling means for a certain text: which tokens its words are, and where the text begins."""
+"""Binds a sampling to a vocabulary and a prompt."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def bind(
     logprobs: int | None = None,
     constraint: Constraint | None = None,
 ) -> SamplingConfig:
-    """The same sampling for a text that goes on with a prompt of so many tokens.
+    """The sampling of a text, with tokens for its strings and the position where min_tokens end.
 
     Args:
-        logprobs: of how many of the likeliest tokens to tell log-probabilities, None for none at all.
-        constraint: what the text must be, None for anything.
+        prompt_length: tokens of the prompt.
+        logprobs: number of likeliest tokens to report log-probabilities of; None reports none at all.
+        constraint: grammar of the text, None for none.
 
     Raises:
-        ValueError: a token that the vocabulary has not, or all tokens that the text may begin with are excluded.
+        ValueError: a token is not in the vocabulary, or no token is allowed at the beginning of the text.
     """
     if not sampling.has_rules and logprobs is None:
         return sampling
@@ -77,7 +78,7 @@ _known: weakref.WeakKeyDictionary[Tokenizer, dict[str, list[list[int]]]] = weakr
 
 
 def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[list[int]]:
-    """The sequences of tokens that DRY's breakers may begin in; kept for each vocabulary."""
+    """Token sequences in which DRY's sequence breakers may begin; cached for each vocabulary."""
     known = _known.setdefault(tokenizer, {})
     breakers = []
     for text in texts:
@@ -92,7 +93,8 @@ def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[list[int]]:
 
 
 def sequences_of(tokenizer: Tokenizer, text: str) -> list[list[int]]:
-    """The tokens that hold a text, and those that end with its beginning, each before the tokens of the rest."""
+    """Token sequences that contain a text: a token that holds it, or a token that ends with its beginning, followed by
+    the tokens of the rest."""
     data, rests, found = text.encode(), None, dict[tuple[int, ...], None]()
     sequences = tokenizer.sequences_of(text)
     longest = max((len(tokenizer.token_bytes(sequence[0], True)) for sequence in sequences), default=0)

@@ -1,4 +1,4 @@
-"""What pydantic says of values, in this project's words."""
+"""Messages of pydantic in plain words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = [
 
 
 def plainly(message: str) -> str:
-    """The message of a value that is refused, to be read after what the value is called."""
+    """A message, to be read after the name of the value."""
     for theirs, ours in _WORDS:
         message = re.sub(theirs, ours, message)
     return message

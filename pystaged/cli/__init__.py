@@ -15,23 +15,25 @@ import pystaged
 from pystaged import _program
 from pystaged.cli.command import Command, Group
 
-# What `pystaged --help` says of each command. Its module, of the same name, is imported when the command is run; in it
-# `app` holds several commands, or a function of that name is the command.
+# Commands and their lines of `pystaged --help`. A command's module has its name and is imported when the command is
+# run; in it `app` holds several commands, or a function of that name is the command.
 _COMMANDS = {
     "generate": "Continue a prompt.",
     "chat": "Talk with a model.",
-    "serve": "Serve a model to clients of OpenAI's interface, and a page to talk with it.",
-    "models": "List the models that are here, or remove one.",
+    "serve": "Run an OpenAI-compatible server with a chat page.",
+    "models": "List the models on this machine, or remove one.",
     "pull": "Download a model into the cache and print its path.",
-    "quantize": "Write a model in another type, with llama.cpp's quantizer.",
-    "bench": "Measure speed on this machine: our ways to decode, and what people would use instead.",
-    "tune": "Measure again what passes cost on this machine, and show it.",
-    "info": "Show what this build and machine offer, and what a model is.",
-    "audit": "Check each token of an output against what the model chooses when it evaluates one row at a time.",
-    "verify": "Make the text of a receipt again, and compare.",
-    "rpc-server": "Lend this machine to a pystaged elsewhere, which names it with --device rpc:HOST:PORT.",
-    "ngram": "Tables of n-grams, the lowest stage.",
+    "quantize": "Convert a model to another type with llama.cpp's quantizer.",
+    "bench": "Measure the speed of plain and staged decoding, and of other programs, on this machine.",
+    "tune": "Measure how long passes take on this machine, and show it.",
+    "info": "Show this build, this machine's devices, and a model's properties.",
+    "verify": "Generate the text of a receipt again, and compare.",
+    "rpc-server": "Run layers of models for other machines, which name this one by --device rpc:HOST:PORT.",
+    "ngram": "Build tables of n-grams, the lowest stage.",
 }
+
+
+_FORMER = ("audit",)  # names that go with the next release
 
 
 class _Commands(Group):
@@ -41,6 +43,8 @@ class _Commands(Group):
         super().__init__(**settings)
         for name, line in _COMMANDS.items():
             self.add_command(TyperCommand(name, help=line))
+        for name in _FORMER:
+            self.add_command(TyperCommand(name, hidden=True))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name, the real one."""

@@ -1,4 +1,4 @@
-"""`pystaged audit`: replay a text row by row."""
+"""`pystaged audit`, the former name of `pystaged verify --by-row`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Annotated
 
 import typer
 
-from pystaged.backends.audit import audit as replay
-from pystaged.backends.devices import open_session
-from pystaged.cli.console import open_engine, read_prompt
+from pystaged.cli.console import open_engine, read_prompt, report
 from pystaged.cli.options import LoadOptions, MaxTokens, SamplingOptions, grouped, usage
+from pystaged.cli.verify import replayed
 from pystaged.config import GenerationConfig
-from pystaged.sampling import bind
 
 
 @grouped
@@ -27,34 +25,20 @@ def audit(
     ] = None,
     max_tokens: MaxTokens = 128,
 ) -> None:
-    """Check each token of an output against what the model chooses when it evaluates one row at a time.
+    """Check each token of a text against what the model chooses when it evaluates one row at a time.
 
-    Reports the first difference and the gap between the two best tokens there; leaves with status 1 if there is one.
-
-    Example: pystaged audit path/to/model.gguf --device metal --prompt "def fibonacci(n):"
+    This name goes with the next release; `generate --receipt` and `verify --by-row` do the same.
     """
     with usage():
         config = sampling.config()
         GenerationConfig(max_tokens=max_tokens, sampling=config)
+    report("pystaged audit goes with the next release: use generate --receipt FILE and verify FILE --by-row")
     prompt = read_prompt(prompt)
     with open_engine(model, loading) as engine:
         tokens = _tokens(output) if output else engine.generate(prompt, max_tokens=max_tokens, sampling=config).tokens
-        session = open_session(engine.model)
-        begun = engine.tokenizer.encode(prompt)
-        difference = replay(session, begun, tokens, bind(config, engine.tokenizer, len(begun)))
-        session.close()
-        if difference is None:
-            typer.echo(f"{len(tokens)} tokens, each the model's own choice when evaluated alone")
-            return
-        emitted, replayed = (
-            repr(engine.tokenizer.token_bytes(token).decode("utf-8", "replace"))
-            for token in (difference.emitted, difference.replayed)
-        )
-    typer.echo(
-        f"token {difference.index + 1} of {len(tokens)} differs: {emitted} was written, {replayed} is chosen when "
-        f"evaluated alone; there the two best tokens are {difference.gap:.2g} apart (log p)"
-    )
-    raise typer.Exit(1)
+        said, is_same = replayed(engine, engine.tokenizer.encode(prompt).tolist(), tokens, config)
+    typer.echo(said)
+    raise typer.Exit(0 if is_same else 1)
 
 
 def _tokens(path: Path) -> list[int]:

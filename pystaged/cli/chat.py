@@ -58,7 +58,7 @@ def chat(
     *,
     named: ModelToo = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Write a text in turns with the model: no messages, no template.")
+        bool, typer.Option("--raw", help="Continue a text in turns with the model, without messages and template.")
     ] = False,
     system: System = "",
     max_tokens: Annotated[
@@ -67,7 +67,7 @@ def chat(
             "--max-tokens",
             "-n",
             min=0,
-            help="New tokens at most, 0 for what the context has room for; 2048 unless given, of --raw 64.",
+            help="New tokens at most; 0 for as many as the context has room for; 2048 unless given, 64 with --raw.",
             show_default=False,
         ),
     ] = None,
@@ -77,14 +77,16 @@ def chat(
     grammars: GrammarOptions,
     sampling: SamplingOptions,
     loading: LoadOptions,
-    stats: Annotated[bool, typer.Option(help="Say after each answer how fast it was, and against plain.")] = False,
+    stats: Annotated[
+        bool, typer.Option(help="Show after each answer its speed, and how much faster than plain decoding it was.")
+    ] = False,
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
 ) -> None:
-    """Talk with a model, which answers as its own chat template has it, stays loaded and reads only what is new.
+    """Talk with a model by its own chat template. It stays loaded, and each turn evaluates new tokens only.
 
-    The model is smollm2 unless you name another, and sampling what its makers recommend. Piped input is one question,
-    of --raw, which is greedy, a turn each line.
+    The model is smollm2 unless you name another, and sampling is what its makers recommend. Piped input is one
+    question; with --raw, which is greedy, each line is a turn.
 
     Example: pystaged chat smollm2 "Why is the sky blue?"
 
@@ -131,9 +133,9 @@ def chat(
 
 
 class Chat(Turns):
-    """A conversation so far, as messages.
+    """A conversation, as messages.
 
-    Arguments as in Turns; system: a message before all others; think: whether models that can think do.
+    Arguments as in Turns; system: the system message; think: whether models that can think do.
     """
 
     _about = """A line you type is asked, and the model answers.

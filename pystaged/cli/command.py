@@ -1,4 +1,4 @@
-"""Commands that understand other programs' words, and say what is wrong in ours."""
+"""Commands that accept other programs' option names, and explain errors in our own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UsageError: Any = typer.BadParameter.__base__  # click's, or the copy of it tha
 
 
 class Command(TyperCommand):
-    """A command whose options may be called as elsewhere."""
+    """A command that accepts other programs' names of its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As click's."""
@@ -35,7 +35,7 @@ class Command(TyperCommand):
         return {word: option for option in self.params for word in (*option.opts, *option.secondary_opts)}
 
     def _in_our_words(self, ctx: Any, args: list[str]) -> Iterator[str]:
-        """The arguments, options called as ours are. Fails where there is none of the kind."""
+        """The arguments with our names of options. Fails where there is no such option."""
         options = self._options()
         arguments = {param.name for param in self.params if param.param_type_name == "argument"}
         rest = iter(args)
@@ -58,7 +58,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Commands that may be called as elsewhere."""
+    """Commands that may be called by other programs' names."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name."""

@@ -1,4 +1,4 @@
-"""What the commands share: the console of standard error, what options name, standard input."""
+"""What the commands share: messages and progress bars on standard error, models by name, standard input."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def print_table(table: Table) -> None:
 
 
 def report(line: str) -> None:
-    """Say on standard error what is being done."""
+    """Print a message on standard error."""
     errors.print(line, style="dim", markup=False)
 
 
 def words(error: Exception) -> str:
-    """What went wrong; of the system's errors the file and the reason, without number and quotes."""
+    """An error's message; of an OSError file and reason, without number and quotes."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
@@ -56,7 +56,7 @@ def words(error: Exception) -> str:
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """A bar on standard error for each thing that is being done."""
+    """A progress bar on standard error for each task."""
     from rich import progress as rich_progress  # noqa: PLC0415
 
     columns = (
@@ -88,8 +88,8 @@ def _hide(bar: Bar) -> None:
 
 @contextmanager
 def reading_bar() -> Iterator[Callable[[int, int], None]]:
-    """While a prompt is read that takes more than a second, how far it is, where standard error is a terminal; to be
-    called with tokens read and tokens to read."""
+    """A progress bar of a prefill that takes more than a second, where standard error is a terminal; to be called with
+    tokens evaluated and tokens to evaluate."""
     from rich import progress as rich_progress  # noqa: PLC0415
 
     columns = (
@@ -120,9 +120,8 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def counter() -> Iterator[tuple[Callable[[int, int, int], None], Callable[[], None]]]:
-    """While many texts are written and that takes more than a second, how many are done, where standard error is a
-    terminal. The first is to be called with texts that are done, all texts, and tokens; the second hides it until then.
-    """
+    """A progress bar of several texts, after a second, where standard error is a terminal. The first function is to be
+    called with finished texts, all texts, and tokens; the second hides the bar until then."""
     from rich import progress as rich_progress  # noqa: PLC0415
 
     columns = (
@@ -148,8 +147,8 @@ def counter() -> Iterator[tuple[Callable[[int, int, int], None], Callable[[], No
 
 
 def model_name(name: str | None) -> str | Path:
-    """The model an option names, downloaded first where it is a hub id that is not in the cache; None for the default
-    one."""
+    """The path of the model that an option names, None for the default one. A hub id that is not in the cache is
+    downloaded."""
     from pystaged.loading import names  # noqa: PLC0415
 
     name = names.default_model(report) if name is None else name
@@ -165,7 +164,7 @@ def draft_name(name: str) -> str | Path:
 
 
 def open_engine(model: str | None, options: LoadOptions) -> Engine:
-    """The engine that a command's options ask for; errors as in pystaged.load."""
+    """Load a model with a command's options; errors as in pystaged.load."""
     from pystaged import load  # noqa: PLC0415
 
     return load(

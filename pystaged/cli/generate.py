@@ -67,7 +67,9 @@ def generate(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", help="New tokens at most; 128, or 2048 with --chat.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt, by the model's chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a question; ask it by the model's chat template.")
+    ] = False,
     system: System = "",
     think: Think = None,
     stop: Stop = None,
@@ -78,12 +80,12 @@ def generate(
     speculate: Annotated[bool, spelled("speculate")] = True,
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what each stage did.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show statistics of each stage.")] = False,
     as_json: Json = False,
     receipt: Annotated[
         Path | None,
         typer.Option(
-            help="Write what another machine needs to make the same text and compare, by `pystaged verify FILE`.",
+            help="Write a receipt, with which `pystaged verify FILE` generates the text again and compares.",
             show_default=False,
             metavar="FILE",
         ),

@@ -1,4 +1,4 @@
-"""`pystaged info`: what this build, machine and model are."""
+"""`pystaged info`: properties of the build, the machine and a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def info(
     kv: KeysAndValues = "f16",
     kv_memory: KvMemory = None,
 ) -> None:
-    """Show what this build and machine offer, and what a model is.
+    """Show this build, this machine's devices, and a model's properties.
 
     Example: pystaged info path/to/model.gguf
     """

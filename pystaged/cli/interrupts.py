@@ -1,4 +1,4 @@
-"""Ctrl-C in a program that goes on after it."""
+"""Ctrl-C that ends a turn, not the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pystaged models`: what is here."""
+"""`pystaged models`: list and remove models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pystaged.loading.kept import MEMORIES, PACKED, KeptFiles
 
 app = typer.Typer(
     cls=Group,
-    help="List the models that are here, packed weights and memories, or remove some.",
+    help="List the models, packed weights and memories on this machine, or remove some.",
     invoke_without_command=True,
 )
 _OUR_LICENSES = dict.fromkeys(("house", "house-draft"), "as pystaged")
@@ -25,8 +25,8 @@ _OUR_LICENSES = dict.fromkeys(("house", "house-draft"), "as pystaged")
 
 @app.callback()
 def models(context: typer.Context) -> None:
-    """List the models that are here, in packages and in the cache: size, type, shape and license; the packed weights
-    kept with --keep-packed; and what models remember to draft from, unless --no-memory.
+    """List the models in packages and in the cache with size, type, shape and license; packed weights (--keep-packed);
+    and likely tokens that are kept to draft from (--memory).
 
     Example: pystaged models
     """
@@ -76,7 +76,7 @@ def remove(
         bool, typer.Option("--packed", help="Packed weights alone: of the model that is named, or all.")
     ] = False,
     only_memory: Annotated[
-        bool, typer.Option("--memory", help="What models remember alone: of the model that is named, or all.")
+        bool, typer.Option("--memory", help="Memories alone: of the model that is named, or all.")
     ] = False,
 ) -> None:
     """Remove a model from the cache, with its packed weights and memory. What other programs put into Hugging Face's

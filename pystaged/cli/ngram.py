@@ -1,4 +1,4 @@
-"""`pystaged ngram`: tables of n-grams."""
+"""`pystaged ngram`: build tables of n-grams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pystaged.files import destination, part_file
 from pystaged.loading import names
 from pystaged.loading.tables import table_path
 
-app = typer.Typer(help="Tables of n-grams, the lowest stage.", no_args_is_help=True)
+app = typer.Typer(help="Build tables of n-grams, the lowest stage.", no_args_is_help=True)
 
 
 @app.command(cls=Command)
@@ -45,10 +45,10 @@ def build(
     seed: Annotated[int, typer.Option(help="Same seed, same table.")] = 0,
     threads: Threads = 0,
 ) -> None:
-    """Sample text from a model and count the n-grams that draft for it, or for the target itself. Ctrl-C ends the
-    sampling early, and what was sampled by then is counted. A table of far more tokens is not replaced.
+    """Sample text from a model and count its n-grams, to draft for a model with the same vocabulary. Ctrl-C ends the
+    sampling early, and the text until then is counted. A table of twice as many tokens is not replaced.
 
-    A model with a chat template asks itself questions and answers them; of every other one the likeliest answer counts.
+    A model with a chat template asks itself questions and answers them; every other answer is greedy.
 
     Example: pystaged ngram build draft.gguf
     """

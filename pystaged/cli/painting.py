@@ -1,4 +1,4 @@
-"""Generated text in a terminal: as it comes, in the colours of the stages, with the trees that were verified."""
+"""Generated text in a terminal: as it comes, coloured by stage, with the verified trees."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def show(
     keep: Callable[[Piece], object] = lambda _: None,
     wrap: bool = False,
 ) -> GenerationResult:
-    """Write a text as it comes, and end its line, also when interrupted.
+    """Write a text as it comes, and a newline after it, also when interrupted.
 
     Args:
         tokenizer: of the target.
@@ -69,7 +69,7 @@ def show(
 
 
 def summary(stats: GenerationStats, color: Color) -> Text:
-    """One line on how it went."""
+    """One line of statistics."""
     line = Text(str(stats), "dim")
     if color is Color.STAGES:
         for stage in shown_stages(stats):

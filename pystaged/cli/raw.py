@@ -1,4 +1,4 @@
-"""`pystaged chat --raw`: a text that grows by turns."""
+"""`pystaged chat --raw`: user and model continue a text in turns."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def rpc_server(
     ] = "ggml-cpu",
     threads: Threads = 0,
 ) -> None:
-    """Lend this machine to a pystaged elsewhere, which names it with --device rpc:HOST:PORT.
+    """Run layers of models for other machines, which name this one by --device rpc:HOST:PORT.
 
     Example: pystaged rpc-server --host 127.0.0.1 --port 50052
     """

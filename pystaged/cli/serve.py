@@ -1,4 +1,4 @@
-"""`pystaged serve`: a server that OpenAI's clients speak to."""
+"""`pystaged serve`: an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GIB = 1 << 30
 
 @dataclass
 class AddressOptions:
-    """Where the server listens, and to whom."""
+    """Where the server listens, and whom it answers."""
 
     host: Annotated[
         str, typer.Option(help="Address to listen on; the default is reachable from this machine only.", callback=check)
@@ -117,28 +117,31 @@ def serve(
     address: AddressOptions,
     waiting: QueueOptions,
     alias: Annotated[
-        str | None, typer.Option(help="What clients call the model; its name by default.", callback=check)
+        str | None, typer.Option(help="The model's name for clients; by default its own.", callback=check)
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Requests must name the model.")] = False,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-tokens", "-n", min=1, help="New tokens of a text, by default and at most; else 2048 by default."
+            "--max-tokens",
+            "-n",
+            min=1,
+            help="Default and limit of a request's max_tokens; unless given the default is 2048.",
         ),
     ] = None,
     stop_loops: StopLoops = None,
     sampling: SamplingOptions,
     loading: SharedOptions,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Print a line for each request.")] = False,
-    metrics_prefix: Annotated[str, typer.Option(help="What names in /metrics begin with.", callback=check)] = (
+    metrics_prefix: Annotated[str, typer.Option(help="Prefix of the names in /metrics.", callback=check)] = (
         "pystaged:"
     ),
 ) -> None:
-    """Serve a model to clients of OpenAI's interface, and a page to talk with it.
+    """Run an OpenAI-compatible server with a chat page.
 
-    The model is smollm2 unless you name another. Texts share passes, and each is what it would be alone. The sampling
-    options are for requests that do not say otherwise; those not given are as the model's makers recommend. Ctrl-C ends
-    it when the texts in progress are done, pressed twice at once.
+    The model is smollm2 unless you name another. Texts share passes, and each is the same as alone. Sampling options
+    are defaults of requests; those not given are as the model's makers recommend. Ctrl-C ends the server after the
+    texts in progress, a second Ctrl-C at once.
 
     Example: pystaged serve smollm2
 

@@ -18,8 +18,8 @@ from pystaged.streams import Writer
 def write_in_order(
     engine: Engine, writers: Iterable[Writer], total: int, shown: Callable[[int, GenerationResult], str]
 ) -> int:
-    """Write texts at once, and each to standard output as soon as it and those before it are done. Where something
-    ends that, Ctrl-C too, all that are done.
+    """Generate texts together, and write each to standard output as soon as it and those before it are done. After an
+    error or Ctrl-C the finished texts are written.
 
     Args:
         total: how many there are.

@@ -1,4 +1,4 @@
-"""`pystaged tune`: measure what passes cost."""
+"""`pystaged tune`: measure how long passes take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pystaged.loading.factory import DecoderFactory
 
 @grouped
 def tune(model: ModelArgument = None, *, named: ModelToo = None, options: PairOptions) -> None:
-    """Measure again what passes cost on this machine, and show it.
+    """Measure how long passes take on this machine, by their number of rows, and show it.
 
     Example: pystaged tune path/to/model.gguf --draft path/to/draft.gguf
     """

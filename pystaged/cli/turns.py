@@ -1,4 +1,4 @@
-"""What conversations and raw texts share: lines, turns that Ctrl-C ends, and what may be said and set in between."""
+"""What chat and chat --raw share: reading lines, turns that Ctrl-C ends, and commands such as /set."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ begin with /. Ctrl-C ends the model's turn and keeps what it wrote.
 
 
 class Turns(ABC):
-    """A model that is told things in turns.
+    """User and model take turns.
 
     Args:
         engine: stays open.
-        sampling, max_tokens: until /set changes them; 0 tokens for what the context has room for.
+        sampling, max_tokens: until /set changes them; 0 tokens for as many as the context has room for.
         color, show_tree, stop, stop_loops: as in generate.
         interrupts: entered.
-        stats: whether a line on speed follows each turn.
+        stats: whether a line with its speed follows each turn.
         constraint: what each turn must be, as Engine.generate takes it.
     """
 
-    _about: str  # what a line is
+    _about: str  # what a line does, for /help
     _least_tokens = 0
-    _keeps_unanswered = False  # whether what is said stays where the model wrote nothing
+    _keeps_unanswered = False  # whether the user's text stays where the model wrote nothing
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class Turns(ABC):
         self._constraint = constraint or {}
         self._so_far: list[Any] = []
         self._earlier: list[list[Any]] = []  # what /undo goes back to
-        self._asked: tuple[list[Any], str] | None = None  # the last turn: what was before it, and what was said
-        self._last: GenerationResult | None = None  # what came of it
-        self._made_with: object = None  # what may be set, and fixed that
+        self._asked: tuple[list[Any], str] | None = None  # the last turn: the state before it, and the user's text
+        self._last: GenerationResult | None = None  # its result
+        self._made_with: object = None  # the settings that it was made with
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: errors.print(f"{self._about} {_HELP}", style="dim", markup=False),
             "/clear": lambda _: self._clear(),
@@ -105,7 +105,7 @@ class Turns(ABC):
         self._commands |= {"/?": self._commands["/help"], "/new": self._commands["/clear"]}
 
     def take(self, line: str) -> bool:
-        """Do what a line says; False when it says to leave.
+        """Run a line; False when it says to leave.
 
         Raises:
             ValueError, TypeError, OSError: it cannot be done.
@@ -125,23 +125,23 @@ class Turns(ABC):
 
     @abstractmethod
     def say(self, text: str) -> None:
-        """Take a text that is no command, whatever it begins with. Raises as take."""
+        """Take a text that is no command, even where it begins with /. Raises as take."""
 
     @abstractmethod
     def _begun(self, said: str) -> list[Any]:
-        """What there is when something was said."""
+        """The state after the user's text."""
 
     @abstractmethod
     def _stream(self, begun: list[Any], options: TextOptions) -> Stream:
-        """What the model goes on with."""
+        """The model's turn."""
 
     @abstractmethod
     def _ended(self, begun: list[Any], pieces: Sequence[Piece]) -> list[Any]:
-        """What there is when the model has written that."""
+        """The state after the model's turn."""
 
     @abstractmethod
     def _text(self) -> str:
-        """What there is, for people."""
+        """The state as text."""
 
     @abstractmethod
     def _save(self, words: str) -> None:
@@ -152,7 +152,7 @@ class Turns(ABC):
         pass
 
     def greeting(self, name: str) -> str:
-        """What the model of that name is, what drafts for it, and what is in force."""
+        """Lines that name the model, what drafts for it, and the sampling."""
         model = self._engine.model
         drafts = f"{self._engine.draft_name} and n-grams draft" if self._engine.draft_name else "n-grams draft"
         limit = f"{self._max_tokens} tokens at most" if self._max_tokens else f"context of {self._engine.n_ctx} tokens"
@@ -162,14 +162,14 @@ class Turns(ABC):
         )
 
     def answer_once(self, said: str) -> None:
-        """Write the answer to what is said; errors and Ctrl-C are the caller's."""
+        """Answer one question; errors and Ctrl-C are the caller's."""
         with reading_bar() as progress:
             stream = self._stream(self._begun(said), self._options(progress))
             result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, wrap=True)
         self._tell(result, "--max-tokens")
 
     def _turn(self, said: str) -> None:
-        """Say something, and let the model go on."""
+        """The user's text, then the model's turn."""
         before = self._so_far
         self._asked = before, said
         begun, made_with = self._begun(said), self._fixed_by()
@@ -208,12 +208,12 @@ class Turns(ABC):
         """Write a turn as it comes.
 
         Args:
-            open_stream: begins it; called with what is to be told of a prompt that is being read.
+            open_stream: begins it; called with a callback for the progress of prefill.
             keep: called with each piece that was written.
 
         Returns:
-            The whole, or what there was when Ctrl-C or a device that is lost ended it, None where it had not begun; and
-            a line about that end.
+            The result, cut where Ctrl-C or a lost device ended it, None where it had not begun; and a line about that
+            end.
         """
 
         def take(piece: Piece) -> None:
@@ -239,11 +239,11 @@ class Turns(ABC):
         return sampling.config()
 
     def _fixed_by(self) -> object:
-        """What fixes the model's greedy turn, besides what there was before it."""
+        """The settings that a greedy turn depends on."""
         return self._max_tokens, self._sampling.changed(seed=0).given
 
     def _tell(self, result: GenerationResult, allows_more: str = "/set max_tokens") -> None:
-        """Show the numbers of a turn if that is wished, and why it ends where it does."""
+        """Show the speed of a turn if asked to, and why it was cut."""
         if self._shows_stats:
             errors.print(speed(result.stats, self._color))
         if result.finish_reason == "loop":
@@ -338,15 +338,14 @@ class Turns(ABC):
 
 
 def speed(stats: pystaged.GenerationStats, color: Color) -> Text:
-    """One line on a turn: its speed, that against plain decoding, and what was read for it."""
+    """One line: the speed of a turn, the factor over plain decoding, and the prompt tokens evaluated."""
     line = summary(stats, color)
     line.append(f"; read {stats.prompt_tokens - stats.reused_tokens} of {stats.prompt_tokens} tokens")
     return line
 
 
 def take_lines(turns: Turns, interrupts: Interrupts, greeting: str = "") -> None:
-    """Take lines from standard input until one says to leave, or it ends; what cannot be done is said. A terminal is
-    greeted."""
+    """Run lines from standard input until one says to leave, or it ends; errors are printed. A terminal is greeted."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401, PLC0415  gives `input` editing and a history where there is one

@@ -1,20 +1,27 @@
-"""`pystaged verify`: make a receipt's text again and compare."""
+"""`pystaged verify`: generate a receipt's text again and compare."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
 import pystaged
+from pystaged.backends.audit import audit
+from pystaged.backends.devices import open_session
 from pystaged.cli.console import draft_name, model_name, report
 from pystaged.cli.options import Threads, check_device
+from pystaged.config import SamplingConfig
 from pystaged.loading import names
 from pystaged.loading.seen import SeenModel
 from pystaged.receipt import Receipt
 from pystaged.repeating import Difference, check_model, find_model, promise
+from pystaged.sampling import bind
 
 
 def verify(
@@ -31,22 +38,34 @@ def verify(
         ),
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Without drafting; the text is the same, only slower.")
+        bool, typer.Option("--plain", help="Decode without drafting: the same text, only slower.")
     ] = False,
-    draft: Annotated[str, typer.Option(help="What drafts, as in generate.")] = "auto",
+    by_row: Annotated[
+        bool,
+        typer.Option(
+            "--by-row",
+            help="Evaluate the receipt's tokens one row at a time instead, and compare each with the model's choice "
+            "there: for devices that round differently in larger passes.",
+        ),
+    ] = False,
+    draft: Annotated[str, typer.Option(help="Draft, as in generate.")] = "auto",
     device: Annotated[
-        str, typer.Option(help="Where the target runs; only of cpu the same text is promised.", callback=check_device)
+        str, typer.Option(help="Device of the model; only cpu promises the same text.", callback=check_device)
     ] = "cpu",
     threads: Threads = 0,
 ) -> None:
-    """Make the text of a receipt again on this machine, and compare.
+    """Generate the text of a receipt again on this machine, and compare.
 
     Says "same", or where the text differs and how far, and leaves with status 1 if it does.
     A model is only downloaded where --model names one of the hub.
 
     Example: pystaged generate "def fibonacci(n):" --receipt text.receipt && pystaged verify text.receipt
+
+    Example: pystaged verify text.receipt --by-row --device metal
     """
     expected = Receipt.load(receipt)
+    if by_row and expected.config.grammar is not None:
+        raise typer.BadParameter("--by-row cannot check the text of a schema, expression or grammar")
     house = names.resolve("house")
     path = find_model(expected) if model is None else names.resolve(model_name(model))
     if path is None:
@@ -69,6 +88,10 @@ def verify(
         memory=False,
         report=report,
     ) as engine:
+        if by_row:
+            said, is_same = replayed(engine, expected.prompt, expected.tokens, expected.config.sampling)
+            typer.echo(said)
+            raise typer.Exit(0 if is_same else 1)
         difference = engine.repeat(expected, speculate=not plain)
         if difference is None:
             count, ended = len(expected.tokens), expected.finish_reason
@@ -76,6 +99,24 @@ def verify(
             return
         typer.echo(_words(difference, expected, engine))
     raise typer.Exit(1)
+
+
+def replayed(
+    engine: pystaged.Engine, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingConfig
+) -> tuple[str, bool]:
+    """Whether each token is what the model chooses when it evaluates one row at a time: in words, and as a truth."""
+    with closing(open_session(engine.model)) as session:
+        found = audit(session, np.asarray(prompt, np.int32), tokens, bind(sampling, engine.tokenizer, len(prompt)))
+    if found is None:
+        return f"{len(tokens)} tokens, each the model's own choice when evaluated alone", True
+    emitted, chosen = (
+        repr(engine.tokenizer.token_bytes(token).decode("utf-8", "replace"))
+        for token in (found.emitted, found.replayed)
+    )
+    return (
+        f"token {found.index + 1} of {len(tokens)} differs: {emitted} was written, {chosen} is chosen when "
+        f"evaluated alone; there the two best tokens are {found.gap:.2g} apart (log p)"
+    ), False
 
 
 def _words(difference: Difference, receipt: Receipt, engine: pystaged.Engine) -> str:

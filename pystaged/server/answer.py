@@ -1,4 +1,4 @@
-"""A request's texts on their way to a client: what completions and chats have in common."""
+"""The answer to a request for texts, whole or as events: what all interfaces have in common."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from pystaged.streams import Writer
 
 
 def ended(result: GenerationResult) -> dict[str, str]:
-    """Why a text has ended: OpenAI's word, and for a loop vLLM's besides."""
+    """OpenAI's finish_reason of a text, and for a loop vLLM's stop_reason."""
     if result.finish_reason == "loop":
         return {"finish_reason": "length", "stop_reason": "repetition_detected"}
     return {"finish_reason": result.finish_reason}
 
 
 class Answer(ABC):
-    """One request's texts.
+    """The answer to one request.
 
     Args:
-        writers: of each prompt as many, one prompt after the other.
+        writers: its texts: the same number for each prompt, one prompt after the other.
         seed: of the first.
         num_prompts: how many there are.
     """
@@ -65,36 +65,36 @@ class Answer(ABC):
         """Text i as a whole."""
 
     def empty_part(self, i: int) -> dict[str, Any] | None:
-        """What adds nothing to text i, for what is to be said meanwhile; None where there is no such part."""
+        """A part of text i without text, to carry the progress of prefill; None where the interface has none."""
         del i
         return None
 
     @abstractmethod
     def first_parts(self, i: int) -> list[dict[str, Any]]:
-        """What comes before the first piece of text i."""
+        """The parts before the first piece of text i."""
 
     @abstractmethod
     def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
-        """What a piece adds to text i; None for nothing."""
+        """The part for a piece of text i; None for none."""
 
     @abstractmethod
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
-        """What comes behind the last piece of text i; the last part has the reason."""
+        """The parts after the last piece of text i; the last one has the finish_reason."""
 
     def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
-        """The whole answer, of its texts and what is to be said of all of them."""
+        """The whole answer: its texts, and usage, timings and seed."""
         return self._envelope(self.whole_kind, choices) | figures
 
     def framed(self, part: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-        """An event, of a part of a text and what is to be said of all so far."""
+        """An event: a part of a text, and usage and timings so far where they were asked for."""
         return self._envelope(self.part_kind, [part]) | figures
 
     def stats(self) -> list[GenerationStats]:
-        """The figures of the texts so far."""
+        """The statistics of the texts so far."""
         return [writer.stats for writer in self.writers]
 
     async def send(self, sender: Sender) -> None:
-        """Write the texts and send what they become."""
+        """Generate the texts and send them."""
         self._sender = sender
         sender.names_events = self.names_events
         settings = self.state.settings
@@ -119,7 +119,7 @@ class Answer(ABC):
         return encoded(self.whole(choices, self._figures()))
 
     async def _reading(self, i: int, read: int, missing: int) -> None:
-        """Tell how many of the tokens that were missing are read; the prompt's last one is read with the first step."""
+        """Send the progress of prefill; the prompt's last token is evaluated with the first step."""
         part, total = self.empty_part(i), len(self.writers[i].prompt_tokens)
         if part is None:
             return
@@ -159,7 +159,7 @@ class Answer(ABC):
             await self._sender.event(self.framed(each, self._nothing_yet()))
 
     def ours(self, result: GenerationResult) -> dict[str, Any]:
-        """What a choice has besides, for a request that wants to know who proposed what."""
+        """Members of a choice for a request with "pystaged": true."""
         if not self.request.pystaged:
             return {}
         spans = StageSpans().split(result.text, result.pieces, result.stages)
@@ -214,7 +214,7 @@ class Answer(ABC):
         }
 
     def _figures(self) -> dict[str, Any]:
-        """What the end has besides the texts."""
+        """Members of the end of an answer."""
         return {"usage": self._usage(), "timings": timings(self.stats()), "seed": self._seed}
 
     def _usage(self) -> answer_types.Usage:
@@ -227,7 +227,7 @@ class Answer(ABC):
         return {"usage": None} if self._options.include_usage else {}
 
     def _so_far(self) -> dict[str, Any]:
-        """What a part has besides, as it was asked for."""
+        """Members of a part that were asked for."""
         found = self._nothing_yet()
         if self._options.continuous_usage_stats:
             found["usage"] = self._usage()
@@ -236,7 +236,7 @@ class Answer(ABC):
         return found
 
     def summary(self) -> str:
-        """What was written, for a line in a log."""
+        """Counts for a line of the log."""
         stats = self.stats()
         prompt, new = sum(each.prompt_tokens for each in stats), sum(each.new_tokens for each in stats)
         cached = sum(each.reused_tokens for each in stats)
@@ -244,7 +244,7 @@ class Answer(ABC):
 
 
 class EventAnswer(Answer):
-    """One text whose events have names and say what happened, instead of being parts of a whole."""
+    """One text whose events have names, as in /v1/responses and /v1/messages."""
 
     mark = b""
     names_events = True

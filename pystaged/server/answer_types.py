@@ -1,4 +1,4 @@
-"""What answers consist of, for mypy and for /openapi.json."""
+"""Types of answers, checked by mypy and described by /openapi.json."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing_extensions import NotRequired, TypedDict
 
 
 class PromptDetails(TypedDict):
-    """Of a prompt's tokens, those that were there already."""
+    """Prompt tokens reused from other texts."""
 
     cached_tokens: int
 
 
 class CompletionDetails(TypedDict):
-    """Of a prediction's tokens, those that the text has, and the others."""
+    """Tokens of a prediction that the text has, and that it does not have."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -47,8 +47,8 @@ class Timings(TypedDict):
 
 
 class PromptProgress(TypedDict):
-    """How far a prompt is read, as llama-server tells it in streams: tokens, `processed` with those that were there
-    (`cache`), and milliseconds since the request came."""
+    """Progress of prefill as in llama-server: tokens; `processed` includes reused ones (`cache`); milliseconds since
+    the request."""
 
     total: int
     cache: int
@@ -66,7 +66,7 @@ class Node(TypedDict):
 
 
 class Ours(TypedDict):
-    """What is told of a text where a request has "pystaged": true.
+    """Members of a choice where the request has "pystaged": true.
 
     pieces: the text, and who proposed each part. tree: the last that was verified, the root first. texts: that shared
     the last pass. speedup: over plain decoding, by measured costs.
@@ -216,7 +216,7 @@ class ChatCompletion(TypedDict):
 
 
 class ErrorBody(TypedDict):
-    """What went wrong."""
+    """An error."""
 
     message: str
     type: str
@@ -227,7 +227,7 @@ class ErrorBody(TypedDict):
 
 
 class Error(TypedDict):
-    """An answer that is none."""
+    """The answer to a request that failed."""
 
     type: Literal["error"]
     error: ErrorBody
@@ -251,13 +251,13 @@ class Models(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether texts can be written."""
+    """Whether the server is ready."""
 
     status: Literal["ok"]
 
 
 class Properties(TypedDict):
-    """What the server is."""
+    """The server's properties."""
 
     default_generation_settings: dict[str, Any]
     total_slots: int
@@ -293,7 +293,7 @@ class Detokenized(TypedDict):
 
 
 class TokenizerInfo(TypedDict):
-    """What a client needs to know of the vocabulary."""
+    """Properties of the vocabulary."""
 
     bos_token: str | None
     eos_token: str | None

@@ -1,4 +1,4 @@
-"""The application: what is served where."""
+"""The application: routes and endpoints."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from pystaged.server.state import State
 from pystaged.validation import plainly
 
 R = TypeVar("R", bound=BaseModel)
-_FORMS = ("grammar", "json_schema", "response_format", "text", "tools")  # members that say what form a text has
-_MOST_FORMS = 4  # requests with such members that are taken in at once
+_FORMS = ("grammar", "json_schema", "response_format", "text", "tools")  # members that constrain a text
+_MOST_FORMS = 4  # requests with such members that are checked at once
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
 
 def application(engine: Engine, settings: Settings) -> Starlette:
-    """An ASGI application that answers with the texts of an engine."""
+    """The ASGI application of an engine."""
     server = _Endpoints(State(engine, settings))
     both = [
         ("/models", server.models, "GET"),
@@ -82,7 +82,7 @@ def application(engine: Engine, settings: Settings) -> Starlette:
 
 
 class _Endpoints:
-    """What is done at each address."""
+    """The endpoints."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -200,7 +200,7 @@ class _Endpoints:
         return Reply(work, pings=bool(asked.stream), timeout=self._state.settings.timeout, over=over)
 
     def _limiter(self, asked: Any) -> anyio.CapacityLimiter | None:
-        """Of the threads that take in requests for texts of a form, which may take long; None for the usual one."""
+        """The limit of threads that compile grammars, which may take long; None for the usual one."""
         return self._forms if any(getattr(asked, name, None) for name in _FORMS) else None
 
     async def _read(self, request: Request, kind: type[R]) -> R:
@@ -246,7 +246,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """What is wrong with a request, of the first member that is."""
+    """The error of a request's first invalid member."""
     found: list[tuple[list[str | int], str]] = []
     for each in error.errors(include_url=False, include_context=False, include_input=False):
         # The forms that a member may have are named by their types, too.

@@ -23,7 +23,7 @@ from pystaged.streams import Writer
 
 
 def begin(state: State, request: ChatRequest) -> ChatAnswer:
-    """Take in a request. May take a while. Raises ApiError, and ChatTemplateError, for what cannot be answered."""
+    """Check a request, and prepare its texts; may take seconds. Raises ApiError and ChatTemplateError."""
     writers, seed = texts(state, request)
     return ChatAnswer(state, request, writers, seed, bool(offered(request)))
 
@@ -32,7 +32,7 @@ def texts(state: State, request: ChatRequest, param: str = "messages") -> tuple[
     """A request's texts, and the first seed. Raises as begin.
 
     Args:
-        param: what the messages are called where they are to blame.
+        param: the member that errors of the messages name.
     """
     engine, tools = state.engine, offered(request)
     n = request.n or 1
@@ -85,14 +85,14 @@ def _config(state: State, request: ChatRequest, of_calls: str | None) -> Generat
 
 
 def _form(request: ChatRequest) -> str:
-    """The part of a request that says what form the answer has."""
+    """The member of a request that constrains the answer."""
     if request.grammar is not None:
         return "grammar"
     return "json_schema" if request.json_schema is not None else "response_format"
 
 
 def _schema(request: ChatRequest) -> dict[str, Any] | None:
-    """What the answer meets."""
+    """The JSON schema of the answer."""
     given = request.response_format
     if given is None or given.type == "text":
         return None
@@ -157,5 +157,5 @@ def _part(i: int, delta: Delta) -> dict[str, Any]:
 
 
 def _end(result: GenerationResult, calls: list[Call]) -> dict[str, str]:
-    """Why a text has ended."""
+    """The finish_reason."""
     return {"finish_reason": "tool_calls"} if calls and result.finish_reason == "stop" else ended(result)

@@ -21,7 +21,7 @@ _USUAL = 16  # tokens, as OpenAI has it
 
 
 def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
-    """Take in a request. May take a while. Raises ApiError for what cannot be answered."""
+    """Check a request, and prepare its texts; may take seconds. Raises ApiError."""
     writers, prompts, seed = texts(state, request, _USUAL, request.logprobs)
     return CompletionAnswer(state, request, writers, prompts, seed)
 
@@ -32,8 +32,8 @@ def texts(
     """A request's texts, its prompts, and the first seed. Raises ApiError.
 
     Args:
-        usual: max_tokens where nobody says anything.
-        logprobs: of how many of the likeliest tokens.
+        usual: the default of max_tokens.
+        logprobs: the number of likeliest tokens.
     """
     n, engine = request.n or 1, state.engine
     if request.suffix:
@@ -74,7 +74,7 @@ def _prompts(request: CompletionRequest) -> list[Prompt]:
 
 
 class CompletionAnswer(Answer):
-    """Texts that go on with prompts."""
+    """Completions of prompts."""
 
     prefix, whole_kind, part_kind = "cmpl", "text_completion", "text_completion"
 
@@ -121,7 +121,7 @@ class CompletionAnswer(Answer):
         return {"finish_reason": "length"} if self._is_silent else ended(result)
 
     def _echoed(self, i: int, result: GenerationResult) -> tuple[str, list[Found]]:
-        """A prompt, where it is asked for."""
+        """The prompt, where the request has echo."""
         if not self._echo:
             return "", []
         prompt = self._prompts[i * self._num_prompts // len(self.writers)]

@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's clients read it."""
+"""Errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _KINDS = {
 
 
 class ApiError(Exception):
-    """A request that cannot be answered.
+    """An error that answers a request.
 
     Args:
         status: of HTTP.
         message: for people.
-        param: the part of the request to blame.
+        param: the member of the request that is wrong.
         code: for programs.
         kind: the type of the error, by default that of the status.
         headers: of the answer.
@@ -66,12 +66,12 @@ class ApiError(Exception):
 
 
 def unsupported(param: str, why: str) -> ApiError:
-    """A request that asks for what this server or its model has not."""
+    """The error of an unsupported member."""
     return ApiError(400, why, param=param, code="unsupported_parameter")
 
 
 def too_long(num_tokens: int, n_ctx: int, param: str) -> ApiError:
-    """A prompt that does not fit, in the words that clients look for."""
+    """The error of a prompt that exceeds the context, in the words that clients look for."""
     return ApiError(
         400,
         f"This model's maximum context length is {n_ctx} tokens, but the prompt has {num_tokens}. Shorten the prompt, "
@@ -85,18 +85,18 @@ def too_long(num_tokens: int, n_ctx: int, param: str) -> ApiError:
 
 
 def ending() -> ApiError:
-    """The server ends before the answer does."""
+    """The error of an answer that the end of the server cuts."""
     return ApiError(503, "the server ends", code="server_ends", headers={"Connection": "close"})
 
 
 def refusal(error: ValueError | TypeError | ModuleNotFoundError) -> ApiError:
-    """Why a request was not taken in, which is about the request."""
+    """The error of a request that was refused."""
     known = explained(error)
     return ApiError(400, str(error)) if known.status == 500 else known
 
 
 def explained(error: BaseException) -> ApiError:
-    """What a text failed with; a fault of ours is told without its words."""
+    """The error of a text that failed; an internal error is told without its message."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextFullError):

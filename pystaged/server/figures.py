@@ -1,4 +1,4 @@
-"""Tokens and times of a request's texts, as clients read them."""
+"""Usage and timings of a request's texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pystaged.stats import GenerationStats
 
 
 def usage(stats: Sequence[GenerationStats], num_prompts: int) -> Usage:
-    """What texts took. A prompt counts once, however many texts go on with it.
+    """Tokens of a request. A prompt counts once, whatever the number of its texts.
 
     Args:
         stats: of the texts of each prompt, one prompt after the other.
@@ -27,7 +27,7 @@ def usage(stats: Sequence[GenerationStats], num_prompts: int) -> Usage:
 
 
 def predicted(prediction: Sequence[int], texts: Sequence[Sequence[int]]) -> CompletionDetails:
-    """How many of the tokens that texts were expected to have they have."""
+    """How many tokens of a prediction the texts have."""
     counts = Counter(prediction)
     accepted = sum((counts & Counter(text)).total() for text in texts)
     return {
@@ -37,7 +37,7 @@ def predicted(prediction: Sequence[int], texts: Sequence[Sequence[int]]) -> Comp
 
 
 def timings(stats: Sequence[GenerationStats]) -> Timings:
-    """Of all texts together; times are those of the longest."""
+    """llama-server's timings of all texts; times are those of the longest."""
     cached, prompt = sum(each.reused_tokens for each in stats), sum(each.prompt_tokens for each in stats)
     new = sum(each.new_tokens for each in stats)
     reading = 1e3 * max(each.prefill_seconds for each in stats)

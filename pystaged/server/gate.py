@@ -1,4 +1,4 @@
-"""Who may begin a text, and when: so many at once, in the order they came, and a queue with a bound."""
+"""Admission: a bounded number of texts in progress, and a bounded queue in order of arrival."""
 
 from __future__ import annotations
 

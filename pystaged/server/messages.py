@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's interface, of which texts are there."""
+"""/v1/messages: Anthropic's interface, text only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pystaged.server.options import chat_request, refuse
 from pystaged.server.request_types import ChatRequest, Open, Part, TextRequest, joined
 from pystaged.server.state import State
 
-# What would change the answer, and is not there; the values given ask for nothing.
+# Unsupported members that would change the answer, and values of them that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "tools": ([],),
@@ -60,7 +60,7 @@ class Text(TypedDict):
 
 
 class MessageUsage(TypedDict):
-    """Tokens; those of the prompt that were there already are counted apart."""
+    """Tokens; reused ones of the prompt are counted apart."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -69,7 +69,7 @@ class MessageUsage(TypedDict):
 
 
 class Message(TypedDict):
-    """What /v1/messages answers."""
+    """An answer of /v1/messages."""
 
     id: str
     type: Literal["message"]
@@ -82,13 +82,13 @@ class Message(TypedDict):
 
 
 class TokenCount(TypedDict):
-    """What /v1/messages/count_tokens answers."""
+    """An answer of /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
 def begin(state: State, request: MessageRequest) -> MessageAnswer:
-    """Take in a request. May take a while. Raises ApiError, and ChatTemplateError, for what cannot be answered."""
+    """Check a request, and prepare its text; may take seconds. Raises ApiError and ChatTemplateError."""
     writers, seed = chats.texts(state, _chat(request))
     return MessageAnswer(state, request, writers, seed)
 
@@ -109,7 +109,7 @@ def _chat(request: MessageRequest) -> ChatRequest:
 
 
 class MessageAnswer(EventAnswer):
-    """An answer as /v1/messages has it."""
+    """Sends an answer of /v1/messages."""
 
     request: MessageRequest
     prefix = "msg"
@@ -156,7 +156,7 @@ class MessageAnswer(EventAnswer):
         }
 
     def _reason(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        """Why the text has ended; stop strings of the model's template are ends of turns."""
+        """The stop_reason; a stop string of the model's template ends a turn."""
         met = self.writers[i].met_stop_string
         own = met if met in (self.request.stop_sequences or ()) else None
         reason = "max_tokens" if result.finish_reason != "stop" else "stop_sequence" if own else "end_turn"

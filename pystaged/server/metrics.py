@@ -1,9 +1,9 @@
-"""What is counted, in Prometheus' text format: llama-server's names, and ours."""
+"""/metrics in Prometheus' text format: llama-server's names, and ours."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pystaged.stats import GenerationStats
@@ -15,7 +15,7 @@ _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50
 
 
 class Metrics:
-    """Counts of texts that have ended.
+    """Counts of requests and finished texts.
 
     Args:
         prefix: of all names.
@@ -59,65 +59,46 @@ class Metrics:
 
     def text(self, state: State) -> str:
         """All of it."""
-        passes = state.engine.passes
+        passes, counts, seconds = state.engine.passes, self._counts, self._seconds
+        reading, writing = seconds["prompt_seconds_total"], seconds["tokens_predicted_seconds_total"]
+        read_rate = counts["prompt_tokens_total"] / reading if reading else 0.0
+        write_rate = counts["tokens_predicted_total"] / writing if writing else 0.0
+        known = {**counts, **seconds}
         lines = _Lines(self._prefix)
-        counter, gauge = lines.counter, lines.gauge
-        counter("prompt_tokens_total", "Tokens of prompts that were read.", self._counts["prompt_tokens_total"])
-        counter(
-            "prompt_tokens_cached_total",
-            "Tokens of prompts that were there already.",
-            self._counts["prompt_tokens_cached_total"],
-        )
-        counter("prompt_seconds_total", "Seconds of reading prompts.", self._seconds["prompt_seconds_total"])
-        counter("tokens_predicted_total", "Tokens that were written.", self._counts["tokens_predicted_total"])
-        counter(
-            "tokens_predicted_seconds_total",
-            "Seconds of writing, of texts together.",
-            self._seconds["tokens_predicted_seconds_total"],
-        )
-        counter("n_decode_total", "Passes of the model.", passes.passes)
-        counter("n_tokens_max", "Tokens of the longest text, its prompt included.", self._longest)
-        reading, writing = self._seconds["prompt_seconds_total"], self._seconds["tokens_predicted_seconds_total"]
-        rate = self._counts["prompt_tokens_total"] / reading if reading else 0.0
-        gauge("prompt_tokens_seconds", "Tokens of prompts read per second, in the mean.", rate)
-        rate = self._counts["tokens_predicted_total"] / writing if writing else 0.0
-        gauge("predicted_tokens_seconds", "Tokens of a text written per second, in the mean.", rate)
-        gauge("n_busy_slots_per_decode", "Texts that share a pass, in the mean.", passes.texts_per_pass)
-        gauge("requests_processing", "Texts that are being written.", state.gate.num_inside)
-        gauge("requests_deferred", "Texts that wait.", state.gate.num_waiting)
-        for name, what in (
-            ("spec_decode_num_drafts_total", "Trees that were verified."),
-            ("spec_decode_num_draft_tokens_total", "Guesses that were verified."),
-            ("spec_decode_num_accepted_tokens_total", "Guesses that were right."),
+        for kind, name, what, value in (
+            ("counter", "prompt_tokens_total", "Prompt tokens evaluated.", None),
+            ("counter", "prompt_tokens_cached_total", "Prompt tokens reused from other texts.", None),
+            ("counter", "prompt_seconds_total", "Seconds of prefill.", None),
+            ("counter", "tokens_predicted_total", "Tokens generated.", None),
+            ("counter", "tokens_predicted_seconds_total", "Seconds of decoding, of all texts.", None),
+            ("counter", "n_decode_total", "Passes of the model.", passes.passes),
+            ("counter", "n_tokens_max", "Tokens of the longest text, its prompt included.", self._longest),
+            ("gauge", "prompt_tokens_seconds", "Mean prompt tokens evaluated per second.", read_rate),
+            ("gauge", "predicted_tokens_seconds", "Mean tokens generated per second and text.", write_rate),
+            ("gauge", "n_busy_slots_per_decode", "Mean texts per pass.", passes.texts_per_pass),
+            ("gauge", "requests_processing", "Texts in progress.", state.gate.num_inside),
+            ("gauge", "requests_deferred", "Texts that wait.", state.gate.num_waiting),
+            ("counter", "spec_decode_num_drafts_total", "Trees verified.", None),
+            ("counter", "spec_decode_num_draft_tokens_total", "Drafted tokens verified.", None),
+            ("counter", "spec_decode_num_accepted_tokens_total", "Drafted tokens accepted.", None),
+            ("counter", "rows_total", "Rows of all passes.", passes.rows),
+            ("counter", "guesses_total", "Rows of drafted tokens.", passes.guesses),
+            ("counter", "pass_seconds_total", "Seconds in passes.", passes.seconds),
+            ("gauge", "rows_per_pass", "Mean rows per pass.", passes.rows_per_pass),
+            ("gauge", "kv_memory_bytes", "Memory for keys and values.", state.engine.kv_memory),
         ):
-            counter(name, what, self._counts[name])
-        lines.labelled(
-            "spec_decode_num_accepted_tokens_per_pos_total",
-            "Right guesses by their place behind the last token.",
-            [(f'position="{position}"', self._accepted_at[position]) for position in sorted(self._accepted_at)],
-        )
-        lines.labelled(
-            "tokens_by_stage_total",
-            "Tokens by who proposed them.",
-            [(f'stage="{name}"', count) for name, count in sorted(self._stages.items())],
-        )
-        counter("rows_total", "Rows of all passes.", passes.rows)
-        counter("guesses_total", "Rows of guesses.", passes.guesses)
-        counter("pass_seconds_total", "Seconds in passes.", passes.seconds)
-        gauge("rows_per_pass", "Rows of a pass, in the mean.", passes.rows_per_pass)
-        gauge("kv_memory_bytes", "Memory for keys and values.", state.engine.kv_memory)
-        lines.labelled(
-            "requests_total",
-            "Requests by path and status.",
-            [(f'path="{path}",status="{status}"', n) for (path, status), n in sorted(self._requests.items())],
-        )
-        lines.histogram(
-            "time_to_first_token_seconds",
-            "From a request to its text's first token.",
-            [(bound, self._first[bound]) for bound in _FIRST_TOKEN],
-            self._counts["first"],
-            self._seconds["first"],
-        )
+            lines.add(kind, name, what, {"": known.get(name, 0) if value is None else value})
+        accepted = {f'{{position="{position}"}}': self._accepted_at[position] for position in sorted(self._accepted_at)}
+        stages = {f'{{stage="{name}"}}': count for name, count in sorted(self._stages.items())}
+        requests = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self._requests.items())}
+        what = "Drafted tokens accepted, by position after the last token."
+        lines.add("counter", "spec_decode_num_accepted_tokens_per_pos_total", what, accepted)
+        lines.add("counter", "tokens_by_stage_total", "Tokens by the stage that proposed them.", stages)
+        lines.add("counter", "requests_total", "Requests by path and status.", requests)
+        buckets = {f'_bucket{{le="{bound:g}"}}': self._first[bound] for bound in _FIRST_TOKEN}
+        total = {'_bucket{le="+Inf"}': counts["first"], "_sum": seconds["first"], "_count": counts["first"]}
+        what = "Seconds from a request to its text's first token."
+        lines.add("histogram", "time_to_first_token_seconds", what, buckets | total)
         return str(lines)
 
 
@@ -131,23 +112,7 @@ class _Lines:
     def __str__(self) -> str:
         return "\n".join([*self._lines, ""])
 
-    def counter(self, name: str, what: str, value: float) -> None:
-        self._head(name, what, "counter")
-        self._lines.append(f"{self._prefix}{name} {value:.10g}")
-
-    def gauge(self, name: str, what: str, value: float) -> None:
-        self._head(name, what, "gauge")
-        self._lines.append(f"{self._prefix}{name} {value:.10g}")
-
-    def labelled(self, name: str, what: str, values: Sequence[tuple[str, float]]) -> None:
-        self._head(name, what, "counter")
-        self._lines += [f"{self._prefix}{name}{{{labels}}} {value:.10g}" for labels, value in values]
-
-    def histogram(self, name: str, what: str, buckets: Sequence[tuple[float, int]], count: int, total: float) -> None:
-        self._head(name, what, "histogram")
-        self._lines += [f'{self._prefix}{name}_bucket{{le="{bound:g}"}} {value}' for bound, value in buckets]
-        self._lines.append(f'{self._prefix}{name}_bucket{{le="+Inf"}} {count}')
-        self._lines += [f"{self._prefix}{name}_sum {total:.10g}", f"{self._prefix}{name}_count {count}"]
-
-    def _head(self, name: str, what: str, kind: str) -> None:
+    def add(self, kind: str, name: str, what: str, values: Mapping[str, float]) -> None:
+        """A metric, its values by what follows its name."""
         self._lines += [f"# HELP {self._prefix}{name} {what}", f"# TYPE {self._prefix}{name} {kind}"]
+        self._lines += [f"{self._prefix}{name}{labels} {value:.10g}" for labels, value in values.items()]

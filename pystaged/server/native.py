@@ -1,4 +1,4 @@
-"""/completion, llama-server's own interface, for programs and tests that were written for it."""
+"""/completion, llama-server's own interface."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pystaged.streams import Writer
 
 
 def begin(state: State, request: NativeRequest) -> NativeAnswer:
-    """Take in a request. May take a while. Raises ApiError for what cannot be answered."""
+    """Check a request, and prepare its texts; may take seconds. Raises ApiError."""
     writers, prompts, seed = texts(state, request, ANSWER_TOKENS, request.n_probs or None)
     return NativeAnswer(state, request, writers, seed, len(prompts))
 
 
 class NativeAnswer(Answer):
-    """Texts as llama-server's own interface has them."""
+    """An answer of /completion."""
 
     mark = b""
     prefix = whole_kind = part_kind = "completion"
@@ -60,7 +60,7 @@ class NativeAnswer(Answer):
         return [self._end(i, result) | {"content": "", "tokens": []}]
 
     def _end(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        """What is told of a text that has ended."""
+        """Members of a finished text."""
         config, stats = self.writers[i].config, result.stats
         sampling = config.sampling
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n", "min_tokens")

@@ -1,4 +1,4 @@
-"""/openapi.json: what the server takes and gives."""
+"""/openapi.json: the description of requests and answers."""
 
 from __future__ import annotations
 

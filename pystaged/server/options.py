@@ -1,4 +1,4 @@
-"""What a request asks of its texts, as the engine's options."""
+"""A request's members as options of the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pystaged.text import encode_continuation
 _SAME = {*SAMPLING, "grammar", "json_schema", "speculate", "stop_loops"} - {"top_k", "logit_bias", "seed"}
 # Other servers' names of the same.
 _ALIASES = {"repetition_penalty": "repeat_penalty", "n_predict": "max_tokens"}
-# What would change the answer, and is not there. None and the values given ask for nothing.
+# Unsupported members that would change the answer, and values of them that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "modalities": (["text"],),
@@ -52,13 +52,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def renamed(body: dict[str, Any]) -> dict[str, Any]:
-    """A request with other servers' names replaced. Raises ApiError for what is not supported."""
+    """A request with our names for other servers' members. Raises ApiError for unsupported ones."""
     refuse(body, _UNSUPPORTED)
     return {_ALIASES.get(name, name) if _ALIASES.get(name) not in body else name: value for name, value in body.items()}
 
 
 def refuse(given: Mapping[str, Any], names: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ApiError where one of the names is given, with a value that is not among its harmless ones."""
+    """Raise ApiError where a member has a value that is not among its harmless ones."""
     for name, harmless in names.items():
         value = given.get(name)
         if value is not None and value not in harmless:
@@ -66,7 +66,7 @@ def refuse(given: Mapping[str, Any], names: Mapping[str, tuple[Any, ...]]) -> No
 
 
 def chat_request(request: TextRequest, messages: Sequence[Mapping[str, str]], **more: Any) -> ChatRequest:
-    """What another interface asks for, as a request for a chat."""
+    """The request of another interface as one to /v1/chat/completions."""
     same = request.model_dump(include=set(TextRequest.model_fields), exclude_none=True)
     return ChatRequest.model_validate({**same, "messages": messages, **more})
 
@@ -74,11 +74,11 @@ def chat_request(request: TextRequest, messages: Sequence[Mapping[str, str]], **
 def text_options(
     request: TextRequest, defaults: dict[str, Any], engine: Engine, usual: int = ANSWER_TOKENS
 ) -> dict[str, Any]:
-    """The options that all of a request's texts have in common, by the names of TextOptions.
+    """The options of a request's texts, as TextOptions.
 
     Args:
-        defaults: those the server was told, which a request may set otherwise; its max_tokens is also the most.
-        usual: max_tokens where nobody says anything.
+        defaults: options of the server that a request may override; its max_tokens is a limit, too.
+        usual: the default of max_tokens.
     """
     options = engine.recommended_sampling | defaults
     options |= {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
@@ -106,10 +106,10 @@ def checked(options: dict[str, Any]) -> GenerationConfig:
 def begun(
     engine: Engine, prompts: Sequence[NDArray[np.int32]], config: GenerationConfig, n: int, form: str
 ) -> list[Writer]:
-    """n texts that go on with each of the prompts; seeds as in batch.seeded. Raises ApiError.
+    """n texts for each prompt; seeds as in batch.seeded. Raises ApiError.
 
     Args:
-        form: the part of the request that says what form they have.
+        form: the member of the request that constrains them.
     """
     try:
         # Its tokens are looked for once, not once for each text.
@@ -122,7 +122,7 @@ def begun(
 
 
 def _blamed(error: Exception) -> ApiError:
-    """An error of the engine's, which begins with the option that it is about."""
+    """An error of the engine, which begins with the name of an option."""
     name = re.match(r"(?:an? )?(\w*)", str(error))
     return ApiError(400, str(error), param=name[1] if name and name[1] in TextOptions.__annotations__ else None)
 
@@ -133,14 +133,14 @@ def _max_tokens(asked: int | None, most: int | None, room: int, usual: int) -> i
 
 
 def _seed(asked: int | None, default: int | None) -> int:
-    """As given, of which -1 is none; else one that is drawn."""
+    """The seed of a request or the server; drawn where there is none, or -1."""
     seed = default if asked is None else asked
     return secrets.randbits(32) if seed is None or seed == -1 else seed % 2**64
 
 
 def _biases(given: dict[str, float], tokenizer: Tokenizer) -> dict[int | str, float]:
-    """By token ids, which JSON has as text, or by texts, all tokens of which are meant; a bias that no logit outweighs
-    excludes a token."""
+    """Biases by token id. A key is an id in digits, or a text, whose tokens all get the bias; -1e30 or less excludes a
+    token."""
     found: dict[int | str, float] = {}
     for key, bias in given.items():
         try:

@@ -1,4 +1,4 @@
-"""Answers as they are sent: whole, or as events, for as long as the client is there to read them."""
+"""Sends answers, whole or as events, until the client leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests consist of. Members that are not named here are ignored, as OpenAI's clients expect."""
+"""Types of requests. Members that are not named here are ignored, as OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _pairs(value: Any) -> Any:
 
 
 class Open(BaseModel):
-    """What may have members that are not named, which are kept."""
+    """Keeps members that it does not name."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides the text."""
+    """Members of a stream besides the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -125,12 +125,12 @@ Parts = Annotated[list[Part], Field(max_length=4096, fail_fast=True)]
 
 
 def joined(content: str | Sequence[Part]) -> str:
-    """The text of what may come in parts."""
+    """The text of a content, in parts or not."""
     return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 class FunctionCall(BaseModel):
-    """Which function is called, with what: JSON as text."""
+    """A called function; arguments: JSON as text."""
 
     name: str
     arguments: str = ""
@@ -189,7 +189,7 @@ class JsonSchema(Open):
 
 
 class ResponseFormat(BaseModel):
-    """What the answer must be."""
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -197,7 +197,7 @@ class ResponseFormat(BaseModel):
 
 
 class Prediction(BaseModel):
-    """What the answer will largely repeat."""
+    """A text that the answer will largely repeat."""
 
     type: Literal["content"] = "content"
     content: str | Parts

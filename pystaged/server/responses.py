@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer interface, of which texts are there; nothing is stored."""
+"""/v1/responses: OpenAI's newer interface, text only; nothing is stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pystaged.server.options import chat_request, refuse
 from pystaged.server.request_types import Open, Part, TextRequest, joined
 from pystaged.server.state import State
 
-# What would change the answer, and is not there; the values given ask for nothing.
+# Unsupported members that would change the answer, and values of them that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "previous_response_id": (),
@@ -48,14 +48,14 @@ class InputItem(Open):
 
 
 class TextFormat(Open):
-    """What the answer must be."""
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class TextConfig(Open):
-    """The same, as a request has it."""
+    """The member `text` of a request."""
 
     format: TextFormat | None = None
 
@@ -105,7 +105,7 @@ class OutputMessage(TypedDict):
 
 
 class Response(TypedDict):
-    """What /v1/responses answers."""
+    """An answer of /v1/responses."""
 
     id: str
     object: Literal["response"]
@@ -133,7 +133,7 @@ class Response(TypedDict):
 
 
 def begin(state: State, request: ResponseRequest) -> ResponseAnswer:
-    """Take in a request. May take a while. Raises ApiError, and ChatTemplateError, for what cannot be answered."""
+    """Check a request, and prepare its text; may take seconds. Raises ApiError and ChatTemplateError."""
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
@@ -149,7 +149,7 @@ def begin(state: State, request: ResponseRequest) -> ResponseAnswer:
 
 
 class ResponseAnswer(EventAnswer):
-    """An answer as /v1/responses has it."""
+    """Sends an answer of /v1/responses."""
 
     request: ResponseRequest
     prefix = "resp"

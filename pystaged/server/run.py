@@ -1,4 +1,4 @@
-"""A server of an application, until it is told to end; and one that says that there will be one."""
+"""Runs an application with uvicorn, and answers 503 while the model loads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_HEADER = 1 << 16  # bytes of a request's head
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, before anything is loaded that would be in vain.
+    """A socket bound to an address, before a model is loaded.
 
     Raises:
         OSError: naming the address, if it is taken or none of this machine's.
@@ -42,13 +42,13 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def address(listener: socket.socket) -> str:
-    """Where a socket is reached, as browsers write it."""
+    """The URL of a socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(app: ASGIApp, listener: socket.socket, *, grace: int, ready: Callable[[], object] = lambda: None) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; then texts in progress may take `grace` more seconds. A second Ctrl-C
+    """Answer requests until Ctrl-C or SIGTERM, then wait up to `grace` seconds for texts in progress. A second Ctrl-C
     ends at once.
 
     Args:
@@ -107,8 +107,8 @@ class Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """uvicorn's connection, given up where its client does not say what it wants, or reads nothing of what it is sent;
-    uvicorn would keep it for as long as the client stays."""
+    """uvicorn's connection with a timeout for clients that send no request or read nothing of an answer, which uvicorn
+    lacks."""
 
     # Until the head of a request must be there, and until the client must have read something.
     _expecting: asyncio.TimerHandle | None = None

@@ -1,4 +1,4 @@
-"""Who may ask: hosts, origins and keys, looked at before anything else."""
+"""Checks of host, origin and API key, before anything else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PUBLIC = ("/", "/health", "/v1/health")
 
 
 class Guard:
-    """Lets through what may be asked.
+    """Refuses requests by host, origin or key.
 
     A page of another site that has its name point here (DNS rebinding) calls the server by that name; so a server
     answers to its own names and to addresses only. What a page of another site sends has that site as its origin.

@@ -1,4 +1,4 @@
-"""What a server is told when it starts."""
+"""Settings of a server."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ STALL = 60.0  # seconds that a client may take to send a request, or to read any
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a server behaves.
+    """Settings of a server.
 
-    name: of its model, for clients. strict: a request must name it. defaults: options of every text, by the names of
-    TextOptions, that a request may set otherwise; max_tokens bounds what it may ask for, too.
-    api_keys: a request needs one of them; none for anybody. allowed_hosts: names the server may be called by, besides
-    this machine's own and addresses. cors_origins: pages of which sites may use it, "*" for all.
-    parallel: texts that are written at once; queue: texts that may wait for that.
-    max_body: bytes of a request. timeout: seconds for a request in all; queue_timeout: for it to wait.
-    metrics_prefix: of the names in /metrics. log: called with a line for each request; None for no lines.
+    name: the model's name for clients. strict: requests must name it. defaults: TextOptions that requests may override;
+    max_tokens is also a limit. api_keys: a request needs one of them; none needed where there are none.
+    allowed_hosts: names of the server in requests, besides localhost and addresses. cors_origins: sites whose pages may
+    use it, "*" for all. parallel: texts in progress at most; queue: texts waiting at most.
+    max_body: bytes of a request at most. timeout, queue_timeout: longest time of a request in all and in the queue, in
+    seconds. metrics_prefix: of the names in /metrics. log: called with a line for each request, or None.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What all requests to a server share."""
+"""The state that all requests share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLE = 1 << 16  # bytes
 
 
 class State:
-    """An engine and what is counted about it.
+    """An engine with its gate and metrics.
 
     Args:
         engine: open; nobody else closes it.
@@ -43,7 +43,7 @@ class State:
 
 
 def _fingerprint(engine: Engine) -> str:
-    """Names what texts depend on besides their requests: the model's files, by samples of them, and how it runs."""
+    """A hash of what texts depend on besides requests: samples of the model's files, kv, n_ctx and devices."""
     model = engine.model
     found = hashlib.sha256(f"{model.kv}|{engine.n_ctx}|{','.join(model.devices)}".encode())
     for seen in engine._bundle.file.files:

@@ -53,7 +53,7 @@ def detokenize(state: State, request: DetokenizeRequest) -> Detokenized:
 
 
 def tokenizer_info(state: State) -> TokenizerInfo:
-    """What a client needs to know to count tokens itself."""
+    """Properties of the vocabulary, for clients that count tokens themselves."""
     tokenizer = state.engine.tokenizer
     return {
         "bos_token": token_text(tokenizer, tokenizer.bos) or None,
@@ -66,7 +66,7 @@ def tokenizer_info(state: State) -> TokenizerInfo:
 
 
 def properties(state: State) -> dict[str, Any]:
-    """What the server is, without paths."""
+    """The server's properties, without paths."""
     engine, tokenizer = state.engine, state.engine.tokenizer
     answers = {"max_tokens": min(ANSWER_TOKENS, engine.n_ctx), "stop_loops": True}
     params = answers | engine.recommended_sampling | state.settings.defaults

@@ -1,4 +1,4 @@
-"""Tools in the Hermes form: what the model is told of them, what it must write, and calls in what it writes."""
+"""Tools in the Hermes form: their description in the prompt, the grammar of calls, and calls in an answer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def told(request: ChatRequest) -> list[dict[str, Any]]:
 
 
 def grammar(request: ChatRequest, tools: Sequence[Tool]) -> str | None:
-    """What an answer that must be a call follows; None where it need not be one."""
+    """The grammar of an answer that must be a call; None where it need not be one."""
     if request.tool_choice in (None, "none", "auto"):
         return None
     rules, names = [], []
@@ -103,10 +103,10 @@ def knows_tools(chat_format: ChatFormat) -> bool:
 
 
 class CallReader:
-    """Splits an answer, as it comes, into words and calls.
+    """Splits an answer, as it comes, into text and calls.
 
-    Words are passed on as they come, but for white space that calls may follow; from the first mark of a call on all is
-    kept until the end.
+    Text is passed on at once, but for white space that a call may follow; from the first call on all is kept until the
+    end.
 
     Args:
         key: part of the calls' ids.
@@ -118,7 +118,7 @@ class CallReader:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Take more of the answer; returns the words that are certain."""
+        """Take more of the answer; returns what is text for certain."""
         if not self._reads:
             return text
         self._held += text
@@ -132,7 +132,7 @@ class CallReader:
         return words
 
     def finish(self) -> tuple[str, list[Call]]:
-        """The rest of the words, and the calls."""
+        """The rest of the text, and the calls."""
         words, found = split_tool_calls(self._held)
         self._held = ""
         calls: list[Call] = []

@@ -1,4 +1,4 @@
-"""A request's texts, written at once where there is room for them."""
+"""Generates a request's texts together, as far as the gate admits them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pystaged.streams import Writer
 
 
 class Listener(Protocol):
-    """Is told what texts say."""
+    """Receives pieces of texts."""
 
     async def piece(self, i: int, piece: Piece) -> None:
         """The next piece of text i."""
@@ -27,7 +27,7 @@ class Listener(Protocol):
 
 
 async def write(gate: Gate, writers: Sequence[Writer], listener: Listener, wait: float) -> None:
-    """Write texts. What ends one of them ends all.
+    """Generate texts. An error of one ends all.
 
     Args:
         wait: seconds that the first may wait for its turn; the others come behind it.

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from support.commands import PROGRAM, assert_refused, environment, run
 from support.draft_heads import RandomHead
 from support.draft_heads import write as write_head
 from support.random_models import RandomModel, write
+from typer.testing import CliRunner
 
 import pystaged
 from pystaged import _core, cli
@@ -569,6 +571,25 @@ def test_each_command_is_listed_and_there() -> None:
     assert "remove" in cli._command("models").commands
 
 
+def test_verify_by_row(path: Path, result: pystaged.GenerationResult, tmp_path: Path) -> None:
+    file = tmp_path / "it.receipt"
+    result.receipt.save(file)
+    done = CliRunner().invoke(cli.app, ["verify", str(file), "--model", str(path), "--by-row"])
+    count = len(result.tokens)
+    assert (done.exit_code, done.stdout) == (0, f"{count} tokens, each the model's own choice when evaluated alone\n")
+    wrong = [*result.tokens[:2], (result.tokens[2] + 1) % 300, *result.tokens[3:]]
+    replace(result.receipt, tokens=tuple(wrong)).save(file)
+    done = CliRunner().invoke(cli.app, ["verify", str(file), "--model", str(path), "--by-row"])
+    assert done.exit_code == 1
+    assert done.stdout.startswith(f"token 3 of {count} differs: ")
+
+
+def test_the_former_name_of_verify_by_row_warns(path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["audit", str(path), "--prompt", PROMPT, "--max-tokens", "3"])
+    assert (done.exit_code, done.stdout) == (0, "3 tokens, each the model's own choice when evaluated alone\n")
+    assert "goes with the next release" in done.stderr
+
+
 # ---- info, version, help ----
 
 
@@ -669,19 +690,6 @@ def test_unknown_kernel(path: Path, command: list[str]) -> None:
 def test_version() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout.decode()) == (0, f"pystaged {pystaged.__version__}\n")
-
-
-@pytest.mark.slow
-def test_shared_options() -> None:
-    shown = {name: run(name, "--help", COLUMNS="200").stdout.decode() for name in ("generate", "chat", "audit")}
-    options = ["temperature", "top-k", "top-p", "min-p", "seed", "draft", "ngrams", "device", "draft-device", "threads"]
-    for words in shown.values():
-        for option in options:
-            assert f"--{option} " in words
-    for name in ("generate", "chat", "tune"):
-        _, _, words = run(name, "--help", COLUMNS="200").stdout.decode().partition("Options")
-        assert words.index("--model ") == min(words.index(f"--{option} ") for option in ("model", "draft", "device"))
-    assert "--ngrams" not in run("tune", "--help").stdout.decode()
 
 
 def test_a_file_that_is_not_there_is_named_plainly(path: Path, tmp_path: Path) -> None:
