@@ -32,8 +32,8 @@ def audit(
     with usage():
         config = sampling.config()
         GenerationConfig(max_tokens=max_tokens, sampling=config)
-    report("pystaged audit goes with the next release: use generate --receipt FILE and verify FILE --by-row")
     prompt = read_prompt(prompt)
+    report("pystaged audit goes with the next release: use generate --receipt FILE and verify FILE --by-row")
     with open_engine(model, loading) as engine:
         tokens = _tokens(output) if output else engine.generate(prompt, max_tokens=max_tokens, sampling=config).tokens
         said, is_same = replayed(engine, engine.tokenizer.encode(prompt).tolist(), tokens, config)
