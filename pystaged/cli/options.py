@@ -134,6 +134,8 @@ def spelled(name: str, **settings: Any) -> Any:
     """
     option = ALL[name]
     usual: dict[str, Any] = {"help": option.help + _MORE.get(name, ""), "callback": check}
+    if name in ("n_ctx", "num_threads"):  # others are checked with their config
+        usual["min"] = option.ge
     return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
 
 
