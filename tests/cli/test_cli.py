@@ -106,7 +106,6 @@ def test_rules_and_logprobs(path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -115,20 +114,14 @@ def test_rules_and_logprobs(path: Path) -> None:
         (["-l", "300+1"], 1, "logit_bias names token 300, but the vocabulary has 300"),
         (["--repeat-penalty", "0"], 2, "repeat_penalty must be above 0"),
         (["--min-tokens", "200"], 2, "min_tokens, 200, must be at most max_tokens, 128"),
+        (["--logprobs", "2"], 2, "--logprobs are shown by --json"),
     ],
     ids=str,
 )
 def test_rules_that_are_refused(path: Path, arguments: list[str], status: int, words: str) -> None:
-    done = run("generate", PROMPT, "--model", path, *arguments)
-    assert (done.returncode, done.stdout) == (status, b"")
-    assert words in " ".join(done.stderr.decode().replace("│", " ").split())
-
-
-@pytest.mark.slow
-def test_logprobs_are_for_json(path: Path) -> None:
-    done = run("generate", PROMPT, "--model", path, "--logprobs", "2")
-    assert done.returncode == 2
-    assert b"--logprobs are shown by --json" in done.stderr
+    done = CliRunner().invoke(cli.app, ["generate", PROMPT, "--model", str(path), *arguments])
+    assert (done.exit_code, done.stdout) == (status, "")
+    assert words in " ".join(f"{done.stderr} {done.exception}".replace("│", " ").split())
 
 
 @pytest.mark.slow
@@ -235,7 +228,6 @@ def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
         assert tokens == [each["tokens"] for each in found]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -256,7 +248,10 @@ def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
 def test_prompts_that_are_none(tmp_path: Path, path: Path, name: str, content: bytes, words: str) -> None:
     file = tmp_path / name
     file.write_bytes(content)
-    assert_refused(run("generate", "--prompts", file, "--model", path), f"error: {tmp_path / words}")
+    done = CliRunner().invoke(cli.app, ["generate", "--prompts", str(file), "--model", str(path)])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert isinstance(done.exception, ValueError)
+    assert str(done.exception).startswith(str(tmp_path / words))
 
 
 def test_ctrl_c_keeps_what_is_done(
@@ -359,7 +354,6 @@ def test_a_long_prompt(path: Path) -> None:
     assert_refused(run("generate", "-", "--model", path, stdin=b"a b " * 250_000), "tokens", "96")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -415,10 +409,9 @@ def test_a_long_prompt(path: Path) -> None:
     ids=str,
 )
 def test_wrong_usage(arguments: list[str | bytes]) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == b""
-    assert b"Traceback" not in done.stderr
+    done = CliRunner().invoke(cli.app, [os.fsdecode(each) for each in arguments])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "Usage: " in done.stderr
 
 
 # ---- Standard streams ----
@@ -651,13 +644,12 @@ def test_info_of_what_fits(path: Path) -> None:
     assert said(str(full - 1)) == "less than 96 tokens"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", ["0", "-1G", "G", "2XB", "nan", "inf", "", "0.5", "9999999T"])
 def test_sizes_that_are_none(path: Path, size: str) -> None:
     words = "too little for anything; leave it out, or" if size.startswith("0") else "no size;"
-    done = run("generate", PROMPT, "--model", path, f"--kv-memory={size}")
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert f"{size!r} is {words} write 512M or 2.5G." in " ".join(done.stderr.decode().replace("│", " ").split())
+    done = CliRunner().invoke(cli.app, ["generate", PROMPT, "--model", str(path), f"--kv-memory={size}"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"{size!r} is {words} write 512M or 2.5G." in " ".join(done.stderr.replace("│", " ").split())
 
 
 def test_a_bound_of_memory_changes_nothing(path: Path, result: pystaged.GenerationResult) -> None:
