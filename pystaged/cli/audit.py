@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from pystaged.cli.console import open_engine, read_prompt, report
-from pystaged.cli.options import LoadOptions, MaxTokens, SamplingOptions, grouped, usage
+from pystaged.cli.options import MODEL_HELP, LoadOptions, MaxTokens, SamplingOptions, grouped, usage
 from pystaged.cli.verify import replayed
 from pystaged.config import GenerationConfig
 
 
 @grouped
 def audit(
-    model: Annotated[str, typer.Argument(help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.")],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
     loading: LoadOptions,
     sampling: SamplingOptions,

@@ -37,7 +37,7 @@ from pystaged.cli.options import (
 from pystaged.cli.raw import Raw
 from pystaged.cli.turns import Turns, take_lines
 from pystaged.config import NO_LIMIT, GenerationConfig, SamplingConfig, TextOptions
-from pystaged.files import expanded, read_small, whole_file
+from pystaged.files import expanded, read_small
 from pystaged.loading.names import SMOLLM2
 from pystaged.recommended import ANSWER_TOKENS
 from pystaged.result import Piece
@@ -181,28 +181,17 @@ class Chat(Turns):
         else:
             report("there is no system message")
 
-    def _save(self, words: str) -> None:
-        if not words:
-            raise ValueError("write /save FILE")
-        path = expanded(words)
-        kept = {
-            "vocabulary": self._engine.tokenizer.fingerprint,
-            "system": self._system,
-            "messages": self._so_far,
-        }
-        with whole_file(path) as part:
-            part.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
-        report(f"saved {path}")
+    def _saved(self) -> str:
+        vocabulary = self._engine.tokenizer.fingerprint
+        kept = {"vocabulary": vocabulary, "system": self._system, "messages": self._so_far}
+        return json.dumps(kept, ensure_ascii=False, indent=1) + "\n"
 
-    def _load(self, words: str) -> None:
-        if not words:
-            raise ValueError("write /load FILE")
-        path = expanded(words)
+    def _load_from(self, path: Path) -> str:
         self._system, messages = read_conversation(path, self._engine.tokenizer)
         self._begin(messages, [messages[:i] for i in range(0, len(messages), 2)])
         if messages:
             self._asked = messages[:-2], messages[-2]["content"]
-        report(f"loaded {path}: {len(messages)} messages")
+        return f"{len(messages)} messages"
 
 
 def read_conversation(path: Path, tokenizer: Tokenizer) -> tuple[str, list[dict[str, Any]]]:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 import pystaged
 from pystaged import _core, _llama
 from pystaged.cli.console import model_name
-from pystaged.cli.options import DEFAULT_MODEL, KeysAndValues, KvMemory
+from pystaged.cli.options import KeysAndValues, KvMemory, ModelArgument
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.heads import find_head
 
 
 def info(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.", show_default=DEFAULT_MODEL
-        ),
-    ] = None,
+    model: ModelArgument = None,
     kv: KeysAndValues = "f16",
     kv_memory: KvMemory = None,
 ) -> None:

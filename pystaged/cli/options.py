@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import ipaddress
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +32,14 @@ def check(value: Any) -> Any:
         if isinstance(each, float) and math.isnan(each):
             raise typer.BadParameter(f"{each} is no number.")
     return value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @contextmanager
@@ -139,24 +148,18 @@ def spelled(name: str, **settings: Any) -> Any:
     return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
 
 
+MODEL_HELP = "Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'."
 DEFAULT_MODEL = "smollm2; house where that is not installed"  # names.default_model
 ModelName = Annotated[
     str | None,
     typer.Option(
         "--model",
         "-m",
-        help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.",
+        help=MODEL_HELP,
         show_default=DEFAULT_MODEL,
     ),
 ]
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'.",
-        show_default=DEFAULT_MODEL,
-    ),
-]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=DEFAULT_MODEL)]
 ModelToo = Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.", show_default=False)]
 MaxTokens = Annotated[int, spelled("max_tokens", min=1)]
 Stop = Annotated[list[str] | None, spelled("stop")]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from pathlib import Path
 
-from pystaged.cli.console import report
 from pystaged.cli.options import read_text
 from pystaged.cli.turns import Turns
 from pystaged.config import TextOptions
-from pystaged.files import expanded, whole_file
 from pystaged.result import Piece
 from pystaged.streams import Stream
 
@@ -42,17 +41,10 @@ class Raw(Turns):
         data = b"".join(map(self._engine.tokenizer.token_bytes, self._so_far))
         return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
 
-    def _save(self, words: str) -> None:
-        if not words:
-            raise ValueError("write /save FILE")
-        path = expanded(words)
-        with whole_file(path) as part:
-            part.write_text(self._text(), "utf-8")
-        report(f"saved {path}")
+    def _saved(self) -> str:
+        return self._text()
 
-    def _load(self, words: str) -> None:
-        if not words:
-            raise ValueError("write /load FILE")
-        tokens = self._engine.encode(read_text(words), add_special=True).tolist()
+    def _load_from(self, path: Path) -> str:
+        tokens = self._engine.encode(read_text(str(path)), add_special=True).tolist()
         self._begin(tokens, [*self._earlier, self._so_far])
-        report(f"loaded {words}: {len(tokens)} tokens")
+        return f"{len(tokens)} tokens"

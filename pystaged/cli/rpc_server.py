@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import signal
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from pystaged import _core
 from pystaged.cli.console import errors
-from pystaged.cli.options import Threads, check, check_device
+from pystaged.cli.options import Threads, check, check_device, is_loopback
 
 
 def rpc_server(
@@ -27,7 +26,7 @@ def rpc_server(
 
     Example: pystaged rpc-server --host 127.0.0.1 --port 50052
     """
-    if not _is_loopback(host):
+    if not is_loopback(host):
         errors.print(
             f"[bold yellow]warning:[/bold yellow] whoever reaches {host}:{port} can use this machine: the protocol "
             "has neither passwords nor encryption. Listen only on a network you trust."
@@ -35,10 +34,3 @@ def rpc_server(
     # The server waits in C++, where Python never gets to see Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _core.serve_devices(f"{host}:{port}", device, threads or _core.physical_cores())
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

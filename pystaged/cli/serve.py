@@ -21,6 +21,7 @@ from pystaged.cli.options import (
     check,
     either,
     grouped,
+    is_loopback,
     usage,
 )
 from pystaged.config import SamplingConfig
@@ -153,7 +154,6 @@ def serve(
         from pystaged.server.app import application  # noqa: PLC0415
         from pystaged.server.run import address as address_of  # noqa: PLC0415
         from pystaged.server.run import answering_that_it_loads, bound, serve  # noqa: PLC0415
-        from pystaged.server.security import is_loopback  # noqa: PLC0415
         from pystaged.server.settings import Settings  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import typer
@@ -19,6 +20,7 @@ from pystaged.cli.options import Color, SamplingOptions
 from pystaged.cli.painting import show, summary
 from pystaged.config import SamplingConfig, TextOptions
 from pystaged.elsewhere import KEYWORDS, meant
+from pystaged.files import expanded, whole_file
 from pystaged.options import ALL, SAMPLING
 from pystaged.recommended import LOOP_WORDS, described
 from pystaged.result import GenerationResult, Piece
@@ -144,12 +146,22 @@ class Turns(ABC):
         """The state as text."""
 
     @abstractmethod
-    def _save(self, words: str) -> None:
-        pass
+    def _saved(self) -> str:
+        """The content of a file for /save."""
 
     @abstractmethod
+    def _load_from(self, path: Path) -> str:
+        """Go on from a file of /save; a phrase that says how long it is. Raises as take."""
+
+    def _save(self, words: str) -> None:
+        path = _file("/save", words)
+        with whole_file(path) as part:
+            part.write_text(self._saved(), "utf-8")
+        report(f"saved {path}")
+
     def _load(self, words: str) -> None:
-        pass
+        path = _file("/load", words)
+        report(f"loaded {path}: {self._load_from(path)}")
 
     def greeting(self, name: str) -> str:
         """Lines that name the model, what drafts for it, and the sampling."""
@@ -335,6 +347,12 @@ class Turns(ABC):
         self._config(sampling)
         self._sampling = sampling
         report(f"seed {value}" if name == "seed" else described(self._config(sampling)))
+
+
+def _file(command: str, words: str) -> Path:
+    if not words:
+        raise ValueError(f"write {command} FILE")
+    return expanded(words)
 
 
 def speed(stats: pystaged.GenerationStats, color: Color) -> Text:

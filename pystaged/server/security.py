@@ -84,14 +84,6 @@ class Guard:
         return any(matches)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def read_keys(given: Sequence[str]) -> list[str]:
     """Keys as options name them: without white space around them, and none that is empty. Raises ValueError."""
     keys = [key.strip() for key in given]
