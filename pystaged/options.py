@@ -77,109 +77,51 @@ def _word(bound: float) -> str:
     return f"2**{bits} - 1" if bits > 30 and bound == 2**bits - 1 else f"{bound:g}"
 
 
+# fmt: off
 class SamplingOptions(TypedDict, total=False):
     """How tokens are chosen. The rules are llama.cpp's; by default all are off."""
 
-    temperature: Annotated[
-        float, Option(0.0, "Divide logits by this before sampling; 0 always takes the likeliest token.", ge=0)
-    ]
+    temperature: Annotated[float, Option(0.0, ge=0, help=
+        "Divide logits by this before sampling; 0 always takes the likeliest token.")]
     top_k: Annotated[int, Option(0, "Keep this many of the likeliest tokens; 0 keeps all.", ge=0, le=_MOST)]
-    top_p: Annotated[
-        float, Option(1.0, "Keep the fewest tokens that have this probability together; 1 keeps all.", gt=0, le=1)
-    ]
-    min_p: Annotated[
-        float, Option(0.0, "Keep tokens at least this likely relative to the likeliest; 0 keeps all.", ge=0, lt=1)
-    ]
-    seed: Annotated[
-        int | None,
-        Option(
-            0,
-            "The same prompt, options and seed give the same text. -1 (in Python None) draws one.",
-            ge=0,
-            le=2**64 - 1,
-        ),
-    ]
-    typical_p: Annotated[
-        float,
-        Option(
-            1.0,
-            "Keep the fewest tokens that have more than this probability together, those first whose surprise, -log p, "
-            "is nearest to its mean; 1 keeps all.",
-            gt=0,
-            le=1,
-        ),
-    ]
-    xtc_probability: Annotated[
-        float, Option(0.0, "How often XTC excludes all top choices but the least likely one; 0 is never.", ge=0, le=1)
-    ]
-    xtc_threshold: Annotated[
-        float,
-        Option(0.1, "Probability from which XTC counts a token as a top choice; above 0.5 it is off.", ge=0, le=1),
-    ]
+    top_p: Annotated[float, Option(1.0, gt=0, le=1, help=
+        "Keep the fewest tokens that have this probability together; 1 keeps all.")]
+    min_p: Annotated[float, Option(0.0, ge=0, lt=1, help=
+        "Keep tokens at least this likely relative to the likeliest; 0 keeps all.")]
+    seed: Annotated[int | None, Option(0, ge=0, le=2**64 - 1, help=
+        "The same prompt, options and seed give the same text. -1 (in Python None) draws one.")]
+    typical_p: Annotated[float, Option(1.0, gt=0, le=1, help=
+        "Keep the fewest tokens that have more than this probability together, those first whose surprise, -log p, "
+        "is nearest to its mean; 1 keeps all.")]
+    xtc_probability: Annotated[float, Option(0.0, ge=0, le=1, help=
+        "How often XTC excludes all top choices but the least likely one; 0 is never.")]
+    xtc_threshold: Annotated[float, Option(0.1, ge=0, le=1, help=
+        "Probability from which XTC counts a token as a top choice; above 0.5 it is off.")]
     temperature_last: Annotated[bool, Option(False, "Apply the temperature after all filters, as llama.cpp does.")]
-    repeat_penalty: Annotated[
-        float,
-        Option(
-            1.0,
-            "Divide positive logits of tokens that the text has already by this, and multiply negative ones; 1 is off.",
-            gt=0,
-        ),
-    ]
-    presence_penalty: Annotated[
-        float, Option(0.0, "Subtract this from the logits of tokens that the text has already; 0 is off.")
-    ]
-    frequency_penalty: Annotated[
-        float, Option(0.0, "Subtract this from a token's logit for each time that the text has it; 0 is off.")
-    ]
-    repeat_last_n: Annotated[
-        int,
-        Option(
-            64,
-            "Tokens that these three penalties look back, those of the prompt included; -1 for all, 0 for none.",
-            ge=-1,
-            le=_MOST,
-        ),
-    ]
-    dry_multiplier: Annotated[
-        float,
-        Option(
-            0.0,
-            "DRY: subtract dry_multiplier * dry_base ** (n - dry_allowed_length) from the logit of a token that would "
-            "continue a repetition of n tokens; 0 is off.",
-            ge=0,
-        ),
-    ]
+    repeat_penalty: Annotated[float, Option(1.0, gt=0, help=
+        "Divide positive logits of tokens that the text has already by this, and multiply negative ones; 1 is off.")]
+    presence_penalty: Annotated[float, Option(0.0, help=
+        "Subtract this from the logits of tokens that the text has already; 0 is off.")]
+    frequency_penalty: Annotated[float, Option(0.0, help=
+        "Subtract this from a token's logit for each time that the text has it; 0 is off.")]
+    repeat_last_n: Annotated[int, Option(64, ge=-1, le=_MOST, help=
+        "Tokens that these three penalties look back, those of the prompt included; -1 for all, 0 for none.")]
+    dry_multiplier: Annotated[float, Option(0.0, ge=0, help=
+        "DRY: subtract dry_multiplier * dry_base ** (n - dry_allowed_length) from the logit of a token that would "
+        "continue a repetition of n tokens; 0 is off.")]
     dry_base: Annotated[float, Option(1.75, "Factor by which each repeated token raises DRY's penalty.", ge=1)]
-    dry_allowed_length: Annotated[
-        int, Option(2, "Tokens of the shortest repetition that DRY penalizes.", ge=0, le=_MOST)
-    ]
-    dry_penalty_last_n: Annotated[
-        int,
-        Option(
-            -1, "Tokens that DRY looks back, those of the prompt included; -1 for all, 0 for none.", ge=-1, le=_MOST
-        ),
-    ]
-    dry_sequence_breakers: Annotated[
-        str | Sequence[str],
-        Option(
-            DRY_SEQUENCE_BREAKERS,
-            "Texts that no repetition goes beyond; 40 characters each, 640 in all.",
-            flags=("--dry-sequence-breaker",),
-        ),
-    ]
-    logit_bias: Annotated[
-        Mapping[int | str, float] | None,
-        Option(
-            None,
-            "Numbers to add to the logits of tokens, each named by its id or by a text that is one token; -inf "
-            "excludes a token.",
-            flags=("--logit-bias", "-l"),
-        ),
-    ]
-    min_tokens: Annotated[
-        int,
-        Option(0, "New tokens before which the model may not end the text; stop strings may.", ge=0, le=_MOST),
-    ]
+    dry_allowed_length: Annotated[int, Option(2, ge=0, le=_MOST, help=
+        "Tokens of the shortest repetition that DRY penalizes.")]
+    dry_penalty_last_n: Annotated[int, Option(-1, ge=-1, le=_MOST, help=
+        "Tokens that DRY looks back, those of the prompt included; -1 for all, 0 for none.")]
+    dry_sequence_breakers: Annotated[str | Sequence[str], Option(
+        DRY_SEQUENCE_BREAKERS, flags=("--dry-sequence-breaker",), help=
+        "Texts that no repetition goes beyond; 40 characters each, 640 in all.")]
+    logit_bias: Annotated[Mapping[int | str, float] | None, Option(None, flags=("--logit-bias", "-l"), help=
+        "Numbers to add to the logits of tokens, each named by its id or by a text that is one token; -inf "
+        "excludes a token.")]
+    min_tokens: Annotated[int, Option(0, ge=0, le=_MOST, help=
+        "New tokens before which the model may not end the text; stop strings may.")]
     ignore_eos: Annotated[bool, Option(False, "Never let the model end the text.")]
 
 
@@ -187,122 +129,54 @@ class TextFields(SamplingOptions, total=False):
     """What a generation may be told as data."""
 
     max_tokens: Annotated[int, Option(128, "New tokens at most.", ge=1, flags=("--max-tokens", "-n"))]
-    stop: Annotated[
-        str | Sequence[str],
-        Option((), "End the text before this string, or one of several, appears in it; 65,536 characters in all."),
-    ]
-    stop_loops: Annotated[
-        bool,
-        Option(
-            False,
-            "End a text that repeats itself: whose last tokens are one span of 1 to 512 tokens, three times or more, "
-            "128 tokens or more in all. Its finish_reason is then 'loop'.",
-            flags=("--stop-loops/--no-stop-loops",),
-        ),
-    ]
-    json_schema: Annotated[
-        Mapping[str, Any] | str | None,
-        Option(None, 'The text is JSON that meets this schema. Needs the extra "grammar".'),
-    ]
+    stop: Annotated[str | Sequence[str], Option((), help=
+        "End the text before this string, or one of several, appears in it; 65,536 characters in all.")]
+    stop_loops: Annotated[bool, Option(False, flags=("--stop-loops/--no-stop-loops",), help=
+        "End a text that repeats itself: whose last tokens are one span of 1 to 512 tokens, three times or more, "
+        "128 tokens or more in all. Its finish_reason is then 'loop'.")]
+    json_schema: Annotated[Mapping[str, Any] | str | None, Option(None, help=
+        'The text is JSON that meets this schema. Needs the extra "grammar".')]
     regex: Annotated[str | None, Option(None, "The text matches this regular expression.")]
     grammar: Annotated[str | None, Option(None, "The text follows this grammar, in Lark's or llama.cpp's notation.")]
-    speculate: Annotated[
-        bool,
-        Option(
-            True,
-            "Draft tokens and verify them; without, the text is the same, only slower.",
-            flags=("--speculate/--no-speculate",),
-        ),
-    ]
-    logprobs: Annotated[
-        int | None,
-        Option(
-            None,
-            "Report the log-probability of each token, of unfiltered logits at temperature 1, and those of so many of "
-            "the likeliest tokens at its position.",
-            ge=0,
-            le=MOST_LOGPROBS,
-        ),
-    ]
-    prompt_logprobs: Annotated[
-        int | None,
-        Option(
-            None,
-            "Report the same of the prompt's tokens, which are then evaluated anew.",
-            ge=0,
-            le=MOST_LOGPROBS,
-            flags=(),
-        ),
-    ]
-    reuse: Annotated[
-        bool,
-        Option(True, "Reuse keys and values that other texts have left of the prompt; the text is the same.", flags=()),
-    ]
-    prediction: Annotated[
-        str | Sequence[int],
-        Option(
-            (), "Text or token ids that the text will largely repeat, to draft from; the text is the same.", flags=()
-        ),
-    ]
+    speculate: Annotated[bool, Option(True, flags=("--speculate/--no-speculate",), help=
+        "Draft tokens and verify them; without, the text is the same, only slower.")]
+    logprobs: Annotated[int | None, Option(None, ge=0, le=MOST_LOGPROBS, help=
+        "Report the log-probability of each token, of unfiltered logits at temperature 1, and those of so many of "
+        "the likeliest tokens at its position.")]
+    prompt_logprobs: Annotated[int | None, Option(None, ge=0, le=MOST_LOGPROBS, flags=(), help=
+        "Report the same of the prompt's tokens, which are then evaluated anew.")]
+    reuse: Annotated[bool, Option(True, flags=(), help=
+        "Reuse keys and values that other texts have left of the prompt; the text is the same.")]
+    prediction: Annotated[str | Sequence[int], Option((), flags=(), help=
+        "Text or token ids that the text will largely repeat, to draft from; the text is the same.")]
 
 
 class LoadFields(TypedDict, total=False):
     """What drafts for a model, and where and how both run."""
 
-    draft: Annotated[
-        str | Path | None,
-        Option(
-            "auto",
-            "Draft model with the same vocabulary, or draft head: a path or name. none: n-grams alone draft; auto: the "
-            "draft that belongs to the model, where there is one.",
-        ),
-    ]
-    ngrams: Annotated[
-        str | Path | None,
-        Option(None, "File of an n-gram table that drafts; by default the one beside the draft's file."),
-    ]
-    device: Annotated[
-        str,
-        Option("cpu", "Device of the model: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name that info shows."),
-    ]
+    draft: Annotated[str | Path | None, Option("auto", help=
+        "Draft model with the same vocabulary, or draft head: a path or name. none: n-grams alone draft; auto: the "
+        "draft that belongs to the model, where there is one.")]
+    ngrams: Annotated[str | Path | None, Option(None, help=
+        "File of an n-gram table that drafts; by default the one beside the draft's file.")]
+    device: Annotated[str, Option("cpu", help=
+        "Device of the model: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name that info shows.")]
     draft_device: Annotated[str, Option("cpu", "Device of the draft, likewise.")]
-    n_ctx: Annotated[
-        int,
-        Option(
-            0,
-            "Tokens of a context, prompt and text together; 0 for what the model was trained for, 8192 at most.",
-            ge=0,
-            le=_MOST,
-            flags=("--n-ctx", "-c"),
-        ),
-    ]
-    kv: Annotated[
-        str, Option("f16", "Type of keys and values: f16, or q8_0 for half the memory and slightly different texts.")
-    ]
-    num_threads: Annotated[
-        int, Option(0, "Threads; 0 for one per physical core.", ge=0, le=_MOST, flags=("--threads",))
-    ]
-    keep_packed: Annotated[
-        bool,
-        Option(False, "Keep packed weights in the cache, as many bytes as the model, to load at once from then on."),
-    ]
-    memory: Annotated[
-        bool,
-        Option(
-            True,
-            "Draft from likely tokens of earlier texts, too, and keep them in the cache, 10 MB at most.",
-            flags=("--memory/--no-memory",),
-        ),
-    ]
-    kv_memory: Annotated[
-        int | None,
-        Option(
-            None,
-            "Bytes for the keys and values of all texts, on the command line also as 2G; by default a quarter of what "
-            "is free. One text alone always fits.",
-            ge=1,
-        ),
-    ]
+    n_ctx: Annotated[int, Option(0, ge=0, le=_MOST, flags=("--n-ctx", "-c"), help=
+        "Tokens of a context, prompt and text together; 0 for what the model was trained for, 8192 at most.")]
+    kv: Annotated[str, Option("f16", help=
+        "Type of keys and values: f16, or q8_0 for half the memory and slightly different texts.")]
+    num_threads: Annotated[int, Option(0, ge=0, le=_MOST, flags=("--threads",), help=
+        "Threads; 0 for one per physical core.")]
+    keep_packed: Annotated[bool, Option(False, help=
+        "Keep packed weights in the cache, as many bytes as the model, to load at once from then on.")]
+    memory: Annotated[bool, Option(True, flags=("--memory/--no-memory",), help=
+        "Draft from likely tokens of earlier texts, too, and keep them in the cache, 10 MB at most.")]
+    kv_memory: Annotated[int | None, Option(None, ge=1, help=
+        "Bytes for the keys and values of all texts, on the command line also as 2G; by default a quarter of what "
+        "is free. One text alone always fits.")]
+
+# fmt: on
 
 
 def table(fields: Any) -> dict[str, Option]:
