@@ -21,8 +21,6 @@ class CompletionDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """Tokens."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -89,8 +87,6 @@ class CompletionLogprobs(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """A text."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -148,8 +144,6 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(TypedDict):
-    """Of each token."""
-
     content: list[TokenLogprob]
     refusal: None
 
@@ -162,8 +156,6 @@ class CalledFunction(TypedDict):
 
 
 class Call(TypedDict):
-    """A call of a function."""
-
     index: NotRequired[int]
     id: str
     type: Literal["function"]
@@ -171,8 +163,6 @@ class Call(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """An answer."""
-
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -216,8 +206,6 @@ class ChatCompletion(TypedDict):
 
 
 class ErrorBody(TypedDict):
-    """An error."""
-
     message: str
     type: str
     param: str | None
@@ -234,8 +222,6 @@ class Error(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A model."""
-
     id: str
     object: Literal["model"]
     created: int
