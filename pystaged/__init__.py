@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pystaged.definitions import GrammarError
     from pystaged.engine import Engine, generate, load, stream
     from pystaged.receipt import Receipt
-    from pystaged.repeating import Difference
+    from pystaged.repeating import Difference, repeat
     from pystaged.result import DeviceLostError, GenerationResult, Piece, Score, TokenLogprob
     from pystaged.stats import GenerationStats, PassStats
 
@@ -62,6 +62,7 @@ __all__ = [
     "devices",
     "generate",
     "load",
+    "repeat",
     "stream",
 ]
 
@@ -77,7 +78,7 @@ _MODULES = {
     "engine": ("Engine", "generate", "load", "stream"),
     "definitions": ("GrammarError",),
     "receipt": ("Receipt",),
-    "repeating": ("Difference",),
+    "repeating": ("Difference", "repeat"),
     "result": ("DeviceLostError", "GenerationResult", "Piece", "Score", "TokenLogprob"),
     "stats": ("GenerationStats", "PassStats"),
 }

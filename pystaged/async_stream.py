@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from pystaged.result import GenerationResult, Piece
-from pystaged.scheduler import End, Entry, Reading
-from pystaged.streams import Writer
+from pystaged.scheduler import Scheduler
+from pystaged.sequence import End, Reading, Sequence
 
 
 class AsyncStream(AsyncIterator[Piece]):
@@ -21,12 +21,10 @@ class AsyncStream(AsyncIterator[Piece]):
     gives its context back. The option `progress` may be a coroutine function here.
     """
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self._scheduler = writer.engine._scheduler
+    def __init__(self, scheduler: Scheduler, sequence: Sequence) -> None:
+        self._scheduler, self.sequence = scheduler, sequence
         self._said: asyncio.Queue[Any] = asyncio.Queue()
-        self._entry: Entry | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # from when it is begun
         self._is_read = self._over = False
 
     async def __anext__(self) -> Piece:
@@ -36,7 +34,8 @@ class AsyncStream(AsyncIterator[Piece]):
             raise StopAsyncIteration
         self._is_read = True
         try:
-            entry = self._entry or self._open()
+            if self._loop is None:
+                self._open()
             while isinstance(said := await self._next(), Reading):
                 told = said.progress(said.tokens, said.of)
                 if inspect.isawaitable(told):
@@ -48,7 +47,7 @@ class AsyncStream(AsyncIterator[Piece]):
             self._is_read = False
         if isinstance(said, End):
             raise said.error or StopAsyncIteration
-        self._scheduler.read(entry, said)
+        self._scheduler.note_read(self.sequence, said)
         piece: Piece = said
         return piece
 
@@ -57,7 +56,7 @@ class AsyncStream(AsyncIterator[Piece]):
         """The whole, once the stream is exhausted or closed. Raises RuntimeError before."""
         if not self._over:
             raise RuntimeError("the stream has not been read to its end")
-        return self._writer.result()
+        return self.sequence.result()
 
     async def finish(self) -> GenerationResult:
         """Read the rest and return the whole."""
@@ -69,7 +68,7 @@ class AsyncStream(AsyncIterator[Piece]):
     async def aclose(self) -> None:
         """Stop here, after the pass in hand. Where another task reads, that one comes to the end."""
         self._cancel()
-        if self._entry is None:
+        if self._loop is None:
             self._over = True
         while not (self._over or self._is_read):
             await self._next()
@@ -91,29 +90,22 @@ class AsyncStream(AsyncIterator[Piece]):
             self._said.put_nowait(said)  # for whoever waits for it, too
         return said
 
-    def _open(self) -> Entry:
-        # The scheduler holds entry and writer, never the stream, so that a stream is freed as soon as it is dropped.
-        self._loop = asyncio.get_running_loop()
-        self._entry = entry = Entry(self._writer.admit, said=_Loop(self._loop, self._said))
-        weakref.finalize(self, self._scheduler.cancel, entry).atexit = False
-        self._scheduler.open(entry)
-        return entry
+    def _open(self) -> None:
+        # The scheduler holds the sequence, never the stream, so that a stream is freed as soon as it is dropped.
+        self._loop = loop = asyncio.get_running_loop()
+        said = self._said
+
+        def put(item: Any) -> None:
+            try:
+                loop.call_soon_threadsafe(said.put_nowait, item)
+            except RuntimeError:
+                # The loop is closed, which ends the text.
+                if not isinstance(item, End):
+                    raise
+
+        weakref.finalize(self, self._scheduler.cancel, self.sequence).atexit = False
+        self._scheduler.open(self.sequence, put)
 
     def _cancel(self) -> None:
-        if self._entry:
-            self._scheduler.cancel(self._entry)
-
-
-class _Loop:
-    """Puts what a text says into a queue of an event loop, from any thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, said: asyncio.Queue[Any]) -> None:
-        self._loop, self._said = loop, said
-
-    def put(self, item: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._said.put_nowait, item)
-        except RuntimeError:
-            # The loop is closed, which ends the text.
-            if not isinstance(item, End):
-                raise
+        if self._loop:
+            self._scheduler.cancel(self.sequence)

@@ -2,129 +2,103 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import islice
+from math import inf
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pystaged.config import integer
 from pystaged.result import GenerationResult, Piece
-from pystaged.scheduler import End, Entry, Reading, Scheduler
-from pystaged.streams import Stream, Writer
-
-if TYPE_CHECKING:
-    from pystaged.engine import Engine
+from pystaged.scheduler import Scheduler
+from pystaged.sequence import End, Reading, Sequence
+from pystaged.streams import Stream
 
 MOST_AT_ONCE = 64  # texts: more gain nothing, and take memory
 
 
 class Batch:
-    """Texts that one reader waits for; they run ahead of it without bound. Not for a policy to use, in the middle of
-    a step that would wait for it."""
+    """Sequences that one reader waits for; they run ahead of it without bound. Not for a policy to use, in the middle
+    of a step that would wait for it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._said: SimpleQueue[tuple[Writer, Any]] = SimpleQueue()
-        self._entries: dict[Writer, Entry] = {}
+        self._said: SimpleQueue[tuple[Sequence, Any]] = SimpleQueue()
+        self._open: set[Sequence] = set()
 
     def __len__(self) -> int:
-        """Texts that have not ended."""
-        return len(self._entries)
+        """Sequences that have not ended."""
+        return len(self._open)
 
-    def open(self, writer: Writer) -> None:
-        """Begin a text beside the others."""
-        entry = self._entries[writer] = Entry(writer.admit, said=_Signed(writer, self._said), most_unread=math.inf)
-        self._scheduler.open(entry)
+    def open(self, sequence: Sequence) -> None:
+        """Begin a sequence beside the others."""
+        self._open.add(sequence)
+        self._scheduler.open(sequence, lambda said: self._said.put((sequence, said)), inf)
 
-    def next(self) -> tuple[Writer, Piece | None]:
-        """Wait for the next piece of any text: whose, and the piece, None at a text's end. Raises what ended a text."""
-        writer, said = self._said.get()
+    def next(self) -> tuple[Sequence, Piece | None]:
+        """Wait for the next piece of any: whose, and the piece, None at an end. Raises what ended a text."""
+        sequence, said = self._said.get()
         while isinstance(said, Reading):
             said.tell()
-            writer, said = self._said.get()
+            sequence, said = self._said.get()
         if not isinstance(said, End):
-            return writer, said
-        self._entries.pop(writer, None)
+            return sequence, said
+        self._open.discard(sequence)
         if said.error:
             raise said.error
-        return writer, None
+        return sequence, None
 
     def close(self) -> None:
-        """End all texts after the pass in hand, and wait for that."""
-        for entry in self._entries.values():
-            self._scheduler.cancel(entry)
-        # A text that Ctrl-C kept from being opened has no end to wait for.
-        while any(entry.process and not entry.is_over for entry in self._entries.values()):
-            self._said.get()
-        self._entries.clear()
+        """End all after the pass in hand, and wait for that."""
+        for sequence in self._open:
+            self._scheduler.cancel(sequence)
+        # One that Ctrl-C kept from being opened has no end to wait for.
+        left = {sequence for sequence in self._open if sequence.process}
+        while left:
+            sequence, said = self._said.get()
+            if isinstance(said, End):
+                left.discard(sequence)
+        self._open.clear()
 
 
-class _Signed:
-    """Puts what a text says into a queue that several share, beside its writer."""
-
-    def __init__(self, writer: Writer, said: SimpleQueue[tuple[Writer, Any]]) -> None:
-        self._writer, self._said = writer, said
-
-    def put(self, item: Any) -> None:
-        self._said.put((self._writer, item))
-
-
-def results(engine: Engine, writers: Sequence[Writer], n: int = 1) -> Generator[GenerationResult, None, None]:
-    """Write n texts of each, many at once; seeds as in `seeded`.
-
-    Yields:
-        Results in order, each as soon as it and all before it are there.
-
-    Raises:
-        ValueError, TypeError: at once: n is no number above 0.
-        Exception: what ended a text; the other ones are cancelled.
-    """
-    if integer("n", n) < 1:
-        raise ValueError(f"n must be at least 1, not {n}")
-    return _results(engine, seeded(writers, n))
-
-
-def seeded(writers: Iterable[Writer], n: int) -> Iterator[Writer]:
-    """Each n times, with its seed and those that follow, modulo 2**64; made when they are asked for."""
-    for writer in writers:
-        yield writer
-        for i in range(1, n):
-            yield writer.seeded((writer.seed + i) % 2**64)
-
-
-def pieces(engine: Engine, writers: Iterable[Writer]) -> Generator[tuple[Writer, Piece | None], None, None]:
-    """What texts say, as Batch.next gives it, until all have ended; no more than 64 are written at once. Closing it
+def pieces(scheduler: Scheduler, sequences: Iterable[Sequence]) -> Generator[tuple[Sequence, Piece | None], None, None]:
+    """What sequences say, as Batch.next gives it, until all have ended; no more than 64 are written at once. Closing it
     ends those that have not."""
-    waiting = iter(writers)
-    with closing(Batch(engine._scheduler)) as batch:
+    waiting = iter(sequences)
+    with closing(Batch(scheduler)) as batch:
         while True:
-            for writer in islice(waiting, MOST_AT_ONCE - len(batch)):
-                batch.open(writer)
+            for sequence in islice(waiting, MOST_AT_ONCE - len(batch)):
+                batch.open(sequence)
             if not len(batch):
                 return
             yield batch.next()
 
 
-def _results(engine: Engine, writers: Iterator[Writer]) -> Generator[GenerationResult, None, None]:
-    if engine._scheduler.in_step:
+def results(scheduler: Scheduler, sequences: Iterator[Sequence]) -> Generator[GenerationResult, None, None]:
+    """Write sequences, many at once.
+
+    Yields:
+        Results in order, each as soon as it and all before it are there.
+
+    Raises:
+        Exception: what ended a text; the other ones are cancelled.
+    """
+    if scheduler.in_step:
         # A policy waits for these texts, and the thread for the policy.
-        yield from (Stream(writer).finish() for writer in writers)
+        yield from (Stream(scheduler, sequence).finish() for sequence in sequences)
         return
-    left, ended = deque[Writer](), set[Writer]()
+    left, ended = deque[Sequence](), set[Sequence]()
 
-    def begun() -> Iterator[Writer]:
-        for writer in writers:
-            left.append(writer)
-            yield writer
+    def begun() -> Iterator[Sequence]:
+        for sequence in sequences:
+            left.append(sequence)
+            yield sequence
 
-    with closing(pieces(engine, begun())) as said:
-        for writer, piece in said:
+    with closing(pieces(scheduler, begun())) as said:
+        for sequence, piece in said:
             if piece is None:
-                ended.add(writer)
+                ended.add(sequence)
             while left and left[0] in ended:
                 ended.remove(left[0])
                 yield left.popleft().result()
-    engine._contexts.tidy()

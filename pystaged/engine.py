@@ -6,41 +6,37 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import ContextFullError, Model, Tokenizer
+from pystaged._core import Model, Tokenizer
 from pystaged.batch import results
 from pystaged.chat.messages import Message
 from pystaged.config import GenerationConfig, TextOptions, check_options, integer, truth
-from pystaged.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
-from pystaged.decoding.rounds import PROMPT_DELAY, Rounds
+from pystaged.decoding.rounds import PROMPT_DELAY
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
-from pystaged.loading.factory import DecoderFactory
 from pystaged.process import ProcessLock
-from pystaged.receipt import Origin
 from pystaged.recommended import ANSWER_TOKENS, SamplingFields, recommended_sampling
 from pystaged.result import GenerationResult, Results, Score
-from pystaged.scheduler import Scheduler
+from pystaged.runtime import Runtime
 from pystaged.stats import PassStats
-from pystaged.streams import OwningStream, Stream, Writer
-from pystaged.text import encode_continuation
+from pystaged.streams import OwningStream, Stream
+from pystaged.text import Prompt
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from pystaged.async_stream import AsyncStream
     from pystaged.chat.format import ChatFormat
-    from pystaged.grammars import GrammarConstraint, Grammars
     from pystaged.receipt import Receipt
-    from pystaged.repeating import Difference
+    from pystaged.sequence import Sequence as Text
 
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 # Not a sequence of strings, which a string is itself.
 Prompts = list[str] | tuple[str, ...] | list[Prompt] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]]
 
@@ -143,7 +139,7 @@ class Engine:
         if not prompt_delay >= 0:
             raise ValueError(f"prompt_delay must be at least 0 seconds, not {prompt_delay}")
         self._warn = report or _warn
-        self._bundle = bundle = Bundle(
+        bundle = Bundle(
             names.default_model(self._warn) if model is None else model,
             draft,
             num_threads,
@@ -155,34 +151,29 @@ class Engine:
             keep_packed=truth("keep_packed", keep_packed),
             memory=truth("memory", memory),
         )
-        self._decoders = decoders = DecoderFactory(bundle)
+        self.runtime = Runtime(bundle, n_ctx, kv_memory, policy, prompt_delay)
         self._chat_format: ChatFormat | None = None
-        self._grammars: Grammars | None = None
-        self._lazy_lock = ProcessLock()
-        self._contexts = ContextPool(
-            lambda source, length: decoders.decoder(n_ctx, policy, source, length),
-            kv_memory,
-            free=bundle.free_memory(),
-            on_device=[bool(each.devices) for each in bundle.models],
-        )
-        self._rounds = Rounds(None if policy else decoders.target_cost(), prompt_delay)
-        self._scheduler = Scheduler(self._rounds)
-        self.n_ctx = self._contexts.n_ctx
+        self._lock = ProcessLock()
+
+    @property
+    def n_ctx(self) -> int:
+        """Positions of a context."""
+        return self.runtime.n_ctx
 
     @property
     def model(self) -> Model:
         """The target."""
-        return self._bundle.target
+        return self.runtime.bundle.target
 
     @property
     def draft(self) -> Model | None:
         """The draft, None where n-grams draft alone or with a draft head."""
-        return self._bundle.draft
+        return self.runtime.bundle.draft
 
     @property
     def draft_name(self) -> str | None:
         """What drafts besides n-grams: the name of the draft, or of the draft head; None for nothing."""
-        drafting = self._bundle.draft or self._bundle.head
+        drafting = self.runtime.bundle.draft or self.runtime.bundle.head
         return (drafting.name or "a model") if drafting else None
 
     @property
@@ -194,22 +185,22 @@ class Engine:
     @property
     def kv_memory(self) -> int:
         """Bytes that the keys and values of all texts may take."""
-        return self._contexts.memory
+        return self.runtime.contexts.memory
 
     @property
     def context_bytes(self) -> int:
         """Bytes of kv_memory that a text of n_ctx tokens takes, in the target and in the draft."""
-        return self._contexts.full_bytes
+        return self.runtime.contexts.full_bytes
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The target's vocabulary."""
-        return self._bundle.tokenizer
+        return self.runtime.tokenizer
 
     @property
     def chat_format(self) -> ChatFormat:
         """How conversations are written for this model: by its own chat template."""
-        with self._lazy_lock.here():
+        with self._lock.here():
             if self._chat_format is None:
                 from pystaged.chat.format import ChatFormat  # noqa: PLC0415  brings jinja2
 
@@ -252,7 +243,7 @@ class Engine:
         Args:
             n: answers, with the seeds seed, seed + 1, ...; a list of them is returned, and the messages are read once.
         """
-        return self._write(self._answer(messages, tools, template, template_options, options), n)
+        return _write(self.runtime, [self._answer(messages, tools, template, template_options, options)], n)
 
     def stream_chat(
         self,
@@ -282,7 +273,7 @@ class Engine:
             ValueError, TypeError: messages, tools or options that are none.
             ContextFullError, DeviceLostError: as in `stream`.
         """
-        return Stream(self._answer(messages, tools, template, template_options, options))
+        return Stream(self.runtime.scheduler, self._answer(messages, tools, template, template_options, options))
 
     def astream_chat(
         self,
@@ -296,12 +287,12 @@ class Engine:
         """The same in an event loop: arguments and errors as in `stream_chat`, the result as in `astream`."""
         from pystaged.async_stream import AsyncStream  # noqa: PLC0415
 
-        return AsyncStream(self._answer(messages, tools, template, template_options, options))
+        return AsyncStream(self.runtime.scheduler, self._answer(messages, tools, template, template_options, options))
 
     @property
     def passes(self) -> PassStats:
         """The target's passes so far, of all texts."""
-        return self._rounds.passes
+        return self.runtime.rounds.passes
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[TextOptions]) -> GenerationResult: ...
@@ -327,7 +318,7 @@ class Engine:
         Raises:
             As `stream`. What ends one of several texts cancels the others.
         """
-        return self._generate(prompt, n, GenerationConfig(**options))
+        return _generate(self.runtime, prompt, n, GenerationConfig(**options))
 
     def stream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> Stream:
         """Continue a prompt piece by piece.
@@ -346,7 +337,7 @@ class Engine:
             ContextFullError: the prompt is longer than the context.
             DeviceLostError: a device failed; it has the text so far.
         """
-        return self._stream(prompt, GenerationConfig(**options))
+        return Stream(self.runtime.scheduler, self.runtime.sequence(prompt, GenerationConfig(**options)))
 
     def astream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> AsyncStream:
         """Continue a prompt piece by piece in an event loop; arguments and errors as in `stream`.
@@ -357,7 +348,7 @@ class Engine:
         # asyncio takes a while to import; whoever calls this has imported it.
         from pystaged.async_stream import AsyncStream  # noqa: PLC0415
 
-        return AsyncStream(Writer(self, prompt, GenerationConfig(**options)))
+        return AsyncStream(self.runtime.scheduler, self.runtime.sequence(prompt, GenerationConfig(**options)))
 
     def _answer(
         self,
@@ -366,27 +357,13 @@ class Engine:
         template: str | None,
         template_options: Mapping[str, Any] | None,
         options: TextOptions,
-    ) -> Writer:
+    ) -> Text:
         """The next answer of a conversation."""
         options.setdefault("max_tokens", min(ANSWER_TOKENS, self.n_ctx))
         options.setdefault("stop_loops", True)
         config, chat_format = GenerationConfig(**options), self.chat_format
         prompt = chat_format.encode(messages, tools=tools, template=template, template_options=template_options)
-        return Writer(self, prompt, replace(config, stop=(*config.stop, *chat_format.stop)))
-
-    def _generate(
-        self, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
-    ) -> GenerationResult | list[GenerationResult]:
-        if _are_several(prompt):
-            return Results(results(self, [Writer(self, each, config) for each in prompt], 1 if n is None else n))
-        return self._write(Writer(self, cast(Prompt, prompt), config), n)
-
-    def _stream(self, prompt: Prompt, config: GenerationConfig) -> Stream:
-        return Stream(Writer(self, prompt, config))
-
-    def _write(self, writer: Writer, n: int | None) -> GenerationResult | list[GenerationResult]:
-        """A text, or n of them."""
-        return Stream(writer).finish() if n is None else Results(results(self, [writer], n))
+        return self.runtime.sequence(prompt, replace(config, stop=(*config.stop, *chat_format.stop)))
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
         """The tokens of a prompt, int32[n]; errors as in `stream`.
@@ -394,52 +371,7 @@ class Engine:
         Args:
             add_special: put before a text what the vocabulary puts before texts; not where it goes on with another one.
         """
-        if isinstance(prompt, str):
-            try:
-                tokens = self.tokenizer.encode(prompt) if add_special else encode_continuation(self.tokenizer, prompt)
-            except UnicodeError as error:
-                raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
-        else:
-            tokens = _token_ids(prompt, self.tokenizer.num_tokens)
-        if len(tokens) == 0:
-            raise ValueError("the prompt is empty; give at least one character to continue from")
-        if len(tokens) > self.n_ctx:
-            more = self.model.max_context
-            raise ContextFullError(
-                f"the prompt has {len(tokens)} tokens, but the context holds {self.n_ctx}; shorten the prompt"
-                + (f", or ask for a longer context with n_ctx (--n-ctx), up to {more}" if more > self.n_ctx else "")
-            )
-        return tokens
-
-    def _origin(self, prompt: NDArray[np.int32], config: GenerationConfig) -> Origin:
-        """What a text is made of."""
-        bundle, model = self._bundle, self.model
-        if config.progress:  # which may hold anything
-            config = replace(config, progress=None)
-        return Origin(bundle.file, model.name, bundle.vocabulary, bundle.device, model.kv, self.n_ctx, prompt, config)
-
-    def _constraint(self, config: GenerationConfig) -> GrammarConstraint | None:
-        """What a text with these options must be. Raises as Grammars does."""
-        if config.grammar is None:
-            return None
-        with self._lazy_lock.here():
-            if self._grammars is None:
-                from pystaged.grammars import Grammars  # noqa: PLC0415  brings llguidance
-
-                self._grammars = Grammars(self.tokenizer)
-        return self._grammars.constraint(config.grammar)
-
-    def _prediction(self, config: GenerationConfig) -> list[int]:
-        """The tokens that a text is expected to have, no more than it can. Raises ValueError for what is no text, or no
-        token."""
-        if not isinstance(config.prediction, str):
-            tokens: list[int] = _token_ids(config.prediction, self.tokenizer.num_tokens).tolist()
-            return tokens[: self.n_ctx]
-        try:
-            tokens = encode_continuation(self.tokenizer, config.prediction, parse_special=False).tolist()
-        except UnicodeError as error:
-            raise ValueError("the prediction is not valid Unicode text: it cannot be written as UTF-8") from error
-        return tokens[: self.n_ctx]
+        return self.runtime.encode(prompt, add_special=add_special)
 
     def score(self, text: Prompt) -> Score:
         """How likely the model finds a text, token by token.
@@ -451,38 +383,21 @@ class Engine:
             ValueError, ContextFullError: as in `stream`.
             DeviceError: a device failed.
         """
-        writer = Writer(self, text, GenerationConfig(max_tokens=1, speculate=False, prompt_logprobs=0))
-        scored = Stream(writer).finish().prompt_logprobs or []
-        tokens = writer.prompt_tokens.tolist()
+        sequence = self.runtime.sequence(text, GenerationConfig(max_tokens=1, speculate=False, prompt_logprobs=0))
+        scored = Stream(self.runtime.scheduler, sequence).finish().prompt_logprobs or []
+        tokens = sequence.prompt_tokens.tolist()
         logprobs = np.array([np.nan, *(each.logprob for each in scored)])
         return Score(tokens, [self.tokenizer.token_bytes(token, True) for token in tokens], logprobs)
 
-    def repeat(self, receipt: Receipt, *, speculate: bool = True) -> Difference | None:
-        """Make a receipt's text again and compare. What follows the first difference is not written.
-
-        Args:
-            speculate: False decodes plainly.
-
-        Returns:
-            The first difference, None where the text is the same.
-
-        Raises:
-            ValueError: another model, kv or n_ctx than the receipt's, or what this model has not: tokens, options.
-            ContextFullError, DeviceLostError: as in `stream`.
-            OSError: the model's file cannot be read, or is another one than was loaded.
-        """
-        from pystaged.repeating import repeat  # noqa: PLC0415
-
-        return repeat(self, receipt, speculate=speculate)
+    def repeat(self, receipt: Receipt, *, speculate: bool = True) -> Any:
+        """Deprecated: pystaged.repeat does this."""
+        warnings.warn("Engine.repeat is now pystaged.repeat(engine, receipt)", DeprecationWarning, stacklevel=2)
+        return import_module("pystaged").repeat(self, receipt, speculate=speculate)
 
     def close(self) -> None:
         """Free the contexts at rest; generating again raises ValueError. Texts in progress go on, but on RPC servers
         they end with DeviceLostError."""
-        if not self._contexts.closed:
-            self._contexts.close()
-            self._bundle.close()
-            if self._grammars is not None:
-                self._grammars.close()
+        self.runtime.close()
 
     def __repr__(self) -> str:
         return f"Engine(model={self.model.name!r}, draft={self.draft_name!r})"
@@ -517,7 +432,7 @@ def generate(
     in Engine and Engine.generate."""
     opening, config = _split(options)
     with load(model, **opening) as engine:
-        return engine._generate(prompt, n, config)
+        return _generate(engine.runtime, prompt, n, config)
 
 
 def stream(prompt: Prompt, *, model: str | Path | None = None, **options: Unpack[Options]) -> Stream:
@@ -526,10 +441,26 @@ def stream(prompt: Prompt, *, model: str | Path | None = None, **options: Unpack
     opening, config = _split(options)
     engine = load(model, **opening)
     try:
-        return OwningStream(Writer(engine, prompt, config))
+        return OwningStream(engine.runtime.scheduler, engine.runtime.sequence(prompt, config), engine.close)
     except BaseException:
         engine.close()
         raise
+
+
+def _generate(
+    runtime: Runtime, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
+) -> GenerationResult | list[GenerationResult]:
+    """Texts of one prompt or several."""
+    several = _are_several(prompt)
+    sequences = [runtime.sequence(each, config) for each in cast(Sequence[Prompt], prompt if several else [prompt])]
+    return _write(runtime, sequences, 1 if several and n is None else n)
+
+
+def _write(runtime: Runtime, sequences: Sequence[Text], n: int | None) -> GenerationResult | list[GenerationResult]:
+    """n of each, or the only one."""
+    if n is None:
+        return Stream(runtime.scheduler, sequences[0]).finish()
+    return Results(results(runtime.scheduler, runtime.repeated(sequences, n)))
 
 
 def _split(options: Options) -> tuple[LoadOptions, GenerationConfig]:
@@ -553,29 +484,3 @@ def _are_several(prompt: Prompt | Prompts) -> TypeGuard[Sequence[Prompt]]:
     if isinstance(prompt, (str, bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
         return False
     return len(prompt) > 0 and isinstance(prompt[0], (str, Sequence, np.ndarray))
-
-
-def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:
-    """Token ids as int32[n].
-
-    Raises:
-        TypeError: not a sequence of integers.
-        ValueError: an id outside of the vocabulary.
-    """
-    # Bytes are numbers too, but not of tokens.
-    if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, (Sequence, np.ndarray)):
-        raise TypeError(f"the prompt must be a string or token ids, not {type(prompt).__name__}")
-    if len(prompt) == 0:
-        return np.empty(0, np.int32)
-    if isinstance(prompt[0], Mapping):
-        raise TypeError("the prompt must be a string or token ids; messages are answered by chat and stream_chat")
-    try:
-        ids = np.asarray(prompt)
-    except ValueError:  # lists of several lengths
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise TypeError("the prompt must be a string or token ids: integers, one after the other")
-    outside = ids[(ids < 0) | (ids >= num_tokens)]
-    if len(outside):
-        raise ValueError(f"token {outside[0]} is outside of the vocabulary of {num_tokens}")
-    return ids.astype(np.int32)

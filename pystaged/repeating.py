@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from pystaged.engine import Engine
 from pystaged.loading import names
 from pystaged.loading.seen import SeenModel
 from pystaged.receipt import ARITHMETIC, Receipt, current_versions, text_hash
-
-if TYPE_CHECKING:
-    from pystaged.engine import Engine
+from pystaged.streams import Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +53,35 @@ def check_model(receipt: Receipt, file: SeenModel) -> None:
         )
 
 
-def repeat(engine: Engine, receipt: Receipt, *, speculate: bool) -> Difference | None:
-    """What Engine.repeat does, and raises."""
-    check_model(receipt, engine._bundle.file)
+def repeat(engine: Engine, receipt: Receipt, *, speculate: bool = True) -> Difference | None:
+    """Make a receipt's text again and compare. What follows the first difference is not written.
+
+    Args:
+        speculate: False decodes plainly.
+
+    Returns:
+        The first difference, None where the text is the same.
+
+    Raises:
+        ValueError: another model, kv or n_ctx than the receipt's, or what this model has not: tokens, options.
+        ContextFullError, DeviceLostError: as in Engine.stream.
+        OSError: the model's file cannot be read, or is another one than was loaded.
+    """
+    runtime = engine.runtime
+    check_model(receipt, runtime.bundle.file)
     for name, expected, found in (("kv", receipt.kv, engine.model.kv), ("n_ctx", receipt.n_ctx, engine.n_ctx)):
         if expected != found:
             raise ValueError(
                 f"the receipt's {name} is {expected}, and here it is {found}; load the model with {name}={expected!r}"
             )
-    if receipt.vocabulary != engine._bundle.vocabulary:
+    if receipt.vocabulary != runtime.bundle.vocabulary:
         raise ValueError(
-            f"the receipt's vocabulary is {receipt.vocabulary}, and the model's is {engine._bundle.vocabulary}: "
+            f"the receipt's vocabulary is {receipt.vocabulary}, and the model's is {runtime.bundle.vocabulary}: "
             "the receipt was changed, or another version of llama-cpp-python reads the file differently"
         )
     config = replace(receipt.config, speculate=speculate)
     at, count, other = 0, len(receipt.tokens), None
-    with engine._stream(receipt.prompt, config) as stream:
+    with Stream(runtime.scheduler, runtime.sequence(receipt.prompt, config)) as stream:
         for token in (token for piece in stream for token in piece.tokens):
             if at == count or token != receipt.tokens[at]:
                 other = token

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import codecs
 from array import array
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
+
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 
 
 def encode_continuation(tokenizer: Tokenizer, text: str, *, parse_special: bool = True) -> NDArray[np.int32]:

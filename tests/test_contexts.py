@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.children import forks, in_child
+from support.scheduling import held, wait_until
 
 import pystaged
 import pystaged.drafting.context
 from pystaged import DeviceError, Engine, FixedPolicy, SamplingConfig, _core
-from pystaged.contexts import SPARE_CELLS, ContextPool, Wait
+from pystaged.decoding.contexts import SPARE_CELLS, ContextPool, Wait
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.requests import finish
 
@@ -604,7 +604,7 @@ def test_a_cut_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_closed_context_does_not_rest(random_gguf: Callable[..., Path]) -> None:
     with pystaged.load(random_gguf(), draft=None) as engine:
-        pool, prompt = engine._contexts, np.arange(5, dtype=np.int32)
+        pool, prompt = engine.runtime.contexts, np.arange(5, dtype=np.int32)
         empty, closed = pool.take(prompt, 5), pool.take(prompt, 5)
         assert isinstance(empty, Decoder)
         assert isinstance(closed, Decoder)
@@ -674,10 +674,9 @@ def test_texts_that_begin_together_read_their_common_beginning_once(house: Engin
     prompts = [GREETING * 3 + f"# {i}\n" for i in range(4)]
     streams = [house.stream(prompt, max_tokens=20) for prompt in prompts]
     with ThreadPoolExecutor(4) as threads:
-        with house._scheduler._driver.when_free():
+        with held(house):
             reading = [threads.submit(stream.finish) for stream in streams]
-            while not all(stream._is_open for stream in streams) or house._scheduler._inbox.qsize() < len(streams):
-                time.sleep(0.001)
+            wait_until(lambda: all(stream.sequence.process for stream in streams))
         results = [each.result(60) for each in reading]
     for prompt, result in zip(prompts, results, strict=True):
         assert result.tokens == cold(house, prompt, 20, SamplingConfig())
@@ -693,13 +692,13 @@ def test_little_memory_changes_nothing() -> None:
         for prompt in PROMPTS:
             result = engine.generate(prompt, max_tokens=40, sampling=sampling)
             assert result.tokens == cold(engine, prompt, 40, sampling)
-            assert engine._contexts.num_bytes <= 3 << 20
+            assert engine.runtime.contexts.num_bytes <= 3 << 20
 
 
 @pytest.mark.slow
 def test_a_text_waits_for_another_thread_s() -> None:
     with pystaged.load("house") as sized:
-        memory = sized._contexts._needed(200)
+        memory = sized.runtime.contexts._needed(200)
     found: list[list[int]] = []
     with pystaged.load("house", kv_memory=memory) as engine:
         stream = engine.stream(GREETING, max_tokens=60)
@@ -725,13 +724,13 @@ def test_a_real_conversation_survives_strangers(house: Engine) -> None:
 def test_what_was_learnt_is_inherited() -> None:
     with pystaged.load("house") as engine:
         engine.generate(GREETING, max_tokens=60, temperature=0.5)
-        (old,) = engine._contexts._at_rest
+        (old,) = engine.runtime.contexts._at_rest
         # Timing decides whether drafts are used; here they are.
         old.drafters[0].start(old.target.tokens)
         tree = finish(old.drafters[0].draft(SamplingConfig(0.5), 3))
         assert len(tree) > 1
         old.drafters[0].advance([int(tree.tokens[1])])
-        begun = engine._decoders.decoder(0, None, old, 5)
+        begun = engine.runtime.decoders.decoder(0, None, old, 5)
         assert begun.target.tokens.tolist() == old.target.tokens[:5].tolist()
         for drafter, other in zip(begun.drafters, old.drafters, strict=True):
             for greedy in (True, False):
@@ -743,7 +742,7 @@ def test_what_was_learnt_is_inherited() -> None:
             assert learnt[name] == source[name]
         assert learnt["_rates"] is not source["_rates"]
         # It is not where one begins.
-        new = engine._decoders.decoder(0, None)
+        new = engine.runtime.decoders.decoder(0, None)
         assert vars(new.budget)["_rates"] != learnt["_rates"]
         assert vars(cast(Any, new.drafters[0])._calibrations[False]) != vars(
             cast(Any, old.drafters[0])._calibrations[False]
@@ -765,7 +764,7 @@ def test_a_fork_on_a_device(random_gguf: Callable[..., Path]) -> None:
         assert engine.kv_memory == 8 * engine.context_bytes
         engine.generate([*prompt, 1], max_tokens=30)
         assert engine.generate([*prompt, 2], max_tokens=5).stats.reused_tokens == 40
-        assert len(engine._contexts._at_rest) == 2
+        assert len(engine.runtime.contexts._at_rest) == 2
 
 
 @pytest.mark.parametrize("memory", [0, -5])
@@ -794,7 +793,7 @@ def test_memory_is_flat_over_many_short_texts(random_gguf: Callable[..., Path]) 
                     del stream
                 else:
                     stream.finish()
-                assert engine._contexts.num_bytes <= 4 << 20
+                assert engine.runtime.contexts.num_bytes <= 4 << 20
             gc.collect()
             return process.memory_info().rss
 
@@ -803,12 +802,14 @@ def test_memory_is_flat_over_many_short_texts(random_gguf: Callable[..., Path]) 
     assert after - before < 8 << 20
 
 
-def test_what_n_grams_know_goes_with_their_text(house: Engine) -> None:
+def test_what_n_grams_know_goes_with_their_text(house: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pystaged.scheduler, "MOST_UNREAD", 1)
     house.generate("a", max_tokens=4)
     tracemalloc.start()
     try:
-        stream = house.stream(GREETING * 4, max_tokens=8)
+        stream = house.stream(GREETING * 4, max_tokens=60)
         next(stream)
+        wait_until(lambda: house.runtime.scheduler._is_waiting)
         during = taken_by_ngrams()
         stream.finish()
         after = taken_by_ngrams()

@@ -36,6 +36,7 @@ from pystaged import (
 from pystaged.config import GenerationConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.process import ProcessLock
+from pystaged.runtime import Runtime
 from pystaged.streams import Stream
 
 PROMPT = "the tree then "
@@ -275,7 +276,7 @@ def test_a_stop_string_that_only_the_end_completes(engine: Engine, monkeypatch: 
     )
     text = text_of(engine, tokens[:at], "stop")
     stop = next(text[-n:] for n in range(1, len(text)) if text.index(text[-n:]) == len(text) - n)
-    monkeypatch.setattr(Engine, "tokenizer", Ending(engine.tokenizer, tokens[at]))
+    monkeypatch.setattr(Runtime, "tokenizer", Ending(engine.tokenizer, tokens[at]))
     whole = engine.generate(PROMPT, max_tokens=80, **WARM)
     assert (whole.text, whole.tokens, whole.finish_reason) == (text, tokens[:at], "stop")
     assert text[-1] == "\ufffd"
@@ -399,7 +400,7 @@ def test_a_scored_text_counts_as_memory(path: Path, monkeypatch: pytest.MonkeyPa
         verify = _core.Session.verify
 
         def noted(*args: Any) -> Any:
-            used.append(engine._contexts.num_bytes)
+            used.append(engine.runtime.contexts.num_bytes)
             return verify(*args)
 
         monkeypatch.setattr(_core.Session, "verify", noted)
@@ -596,7 +597,7 @@ def interrupt(stream: Stream, when: int) -> None:
 def test_an_interrupted_generation(engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
     tokenizer = Interrupting(engine.tokenizer, when)
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "tokenizer", tokenizer)
+        patch.setattr(Runtime, "tokenizer", tokenizer)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPT, max_tokens=40, **WARM)
     with pytest.raises(KeyboardInterrupt):
@@ -729,7 +730,7 @@ def test_dropped_streams_neither_hang_nor_grow(engine: Engine) -> None:
     gc.collect()
     assert process.memory_info().rss - before < 32 << 20
     engine.generate(PROMPT, max_tokens=2)
-    assert len(engine._contexts._at_rest) <= 4
+    assert len(engine.runtime.contexts._at_rest) <= 4
 
 
 def test_what_many_dropped_streams_leave_is_bounded(engine: Engine) -> None:
@@ -739,7 +740,7 @@ def test_what_many_dropped_streams_leave_is_bounded(engine: Engine) -> None:
     del streams, stream
     # Without a stream that is closed, or read to its end.
     next(engine.stream(PROMPT, max_tokens=8))
-    assert len(engine._contexts._at_rest) + len(engine._contexts._given_back) <= 5
+    assert len(engine.runtime.contexts._at_rest) + len(engine.runtime.contexts._given_back) <= 5
 
 
 def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
@@ -778,7 +779,7 @@ def test_what_many_streams_leave_is_bounded(engine: Engine) -> None:
         next(stream)
     texts = [stream.finish().text for stream in streams]
     assert len(set(texts)) == 1
-    assert len(engine._contexts._at_rest) <= 4
+    assert len(engine.runtime.contexts._at_rest) <= 4
 
 
 def test_a_stream_closed_early_tells_what_there_was(engine: Engine) -> None:
@@ -788,10 +789,12 @@ def test_a_stream_closed_early_tells_what_there_was(engine: Engine) -> None:
     stream.close()
     result = stream.result
     assert result.finish_reason == "cancelled"
-    assert result.text == "".join(pieces)
-    assert result.tokens == whole.tokens[: len(result.tokens)] == [token for piece in pieces for token in piece.tokens]
+    assert result.text.startswith("".join(pieces))  # and what was not read any more
+    read = [token for piece in pieces for token in piece.tokens]
+    assert read == whole.tokens[: len(read)] == result.tokens[: len(read)]
+    assert result.tokens == whole.tokens[: len(result.tokens)]
     assert result.stats.new_tokens == len(result.tokens) == len(result.stages)
-    assert result.stats.steps == 3
+    assert result.stats.steps >= 3
     untouched = engine.stream(PROMPT)
     untouched.close()
     assert (untouched.result.text, untouched.result.tokens) == ("", [])
@@ -831,7 +834,7 @@ def test_a_running_stream_is_cancelled_from_another_thread(path: Path) -> None:
         # The step in hand is the last one.
         assert stream.result.finish_reason == "cancelled"
         assert stream.result.tokens == [token for piece in pieces for token in piece.tokens]
-        assert stream.result.stats.steps == 1
+        assert stream.result.stats.steps <= 1
         assert engine.generate(PROMPT, max_tokens=4).tokens == alone(path, PROMPT, max_tokens=4).tokens
 
 
@@ -887,12 +890,10 @@ class Reading:
 def test_a_stream_that_is_read_in_its_own_step_says_so(path: Path) -> None:
     policy = Reading()
     with pystaged.load(path, policy=policy) as engine:
-        stream = engine.stream(PROMPT, max_tokens=20)
-        first = next(stream)
-        policy.stream = stream
+        policy.stream = stream = engine.stream(PROMPT, max_tokens=20)
         with pytest.raises(RuntimeError, match="reads the stream in the middle of its own step"):
             next(stream)
-        assert stream.result.text == first
+        assert stream.result.text == ""
         policy.stream = None
         assert engine.generate(PROMPT, max_tokens=20).text == alone(path, PROMPT, max_tokens=20).text
 
@@ -922,22 +923,24 @@ def test_a_stream_of_its_own_engine_closes_it(path: Path, monkeypatch: pytest.Mo
 
 def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(PROMPT, max_tokens=20)
-    stream = engine.stream(PROMPT, max_tokens=20)
-    first = next(stream)
-    lost = []
+    lost, step = [], Decoder.step
 
-    def fail(decoder: Decoder, *_: object) -> None:
+    def fail(decoder: Decoder, *args: Any) -> Any:
         lost.append(decoder)
-        raise DeviceError("the device is gone")
+        if len(lost) > 1:
+            raise DeviceError("the device is gone")
+        return step(decoder, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "step", fail)
+        stream = engine.stream(PROMPT, max_tokens=20)
+        first = next(stream)
         with pytest.raises(DeviceLostError, match="the device is gone") as caught:
             list(stream)
     assert (caught.value.prompt, caught.value.text) == (PROMPT, first)
     assert caught.value.tokens == list(first.tokens)
-    assert len(lost) == 1
-    assert lost[0] not in [*engine._contexts._at_rest, *engine._contexts._given_back]
+    assert len(lost) == 2
+    assert lost[0] not in [*engine.runtime.contexts._at_rest, *engine.runtime.contexts._given_back]
     assert engine.generate(PROMPT, max_tokens=20).tokens == expected.tokens
 
 

@@ -457,7 +457,7 @@ def test_a_child_has_grammars_whatever_its_parent_was_about(engine: Engine, monk
                     assert go_on.wait(60)
             super().__init__(tokenizer)
 
-    monkeypatch.setattr(engine, "_grammars", None)
+    monkeypatch.setattr(engine.runtime, "_grammars", None)
     monkeypatch.setattr(pystaged.grammars, "Grammars", Slow)
     other = threading.Thread(target=engine.stream, args=["The answer is "], kwargs={"regex": "no"}, daemon=True)
     other.start()
@@ -486,7 +486,7 @@ def test_more_is_forced_than_is_asked_for(engine: Engine) -> None:
 
 def test_without_the_extra_the_error_says_what_to_install(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.setattr(engine, "_grammars", None)
+    monkeypatch.setattr(engine.runtime, "_grammars", None)
     with pytest.raises(ModuleNotFoundError, match=re.escape('pip install "pystaged[grammar]"')):
         engine.stream("The answer is ", regex="a")
 

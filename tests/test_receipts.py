@@ -14,6 +14,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from pystaged import Difference, Engine, Receipt, _core, receipt, repeating
 from pystaged.config import GenerationConfig, SamplingConfig
 from pystaged.loading import hub, names, seen
 from pystaged.receipt import ARITHMETIC, text_hash, token_hash
+from pystaged.runtime import Runtime
 
 PROMPT = "the tree then "
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -90,9 +92,9 @@ def test_it_is_read_as_it_was_written_and_repeats(engine: Engine, path: Path, tm
     assert read.to_json() == (tmp_path / "it").read_text()
     assert (list(read.tokens), read.text_sha256) == (result.tokens, text_hash(result.text))
     with pystaged.load(path, num_threads=2, n_ctx=made.n_ctx) as other:
-        assert other.repeat(read) is None
-        assert other.repeat(read) is None  # with a context that holds all of it
-        assert other.repeat(read, speculate=False) is None
+        assert pystaged.repeat(other, read) is None
+        assert pystaged.repeat(other, read) is None  # with a context that holds all of it
+        assert pystaged.repeat(other, read, speculate=False) is None
 
 
 @pytest.mark.parametrize("options", WITHOUT_EFFECT.values(), ids=WITHOUT_EFFECT)
@@ -110,8 +112,8 @@ def test_kernels_and_threads(
     monkeypatch.setenv("PYSTAGED_KERNEL", kernel)
     with pystaged.load(path, num_threads=threads) as engine:
         assert engine.model.kernel == kernel
-        assert engine.repeat(sampled) is None
-        assert engine.repeat(sampled, speculate=False) is None
+        assert pystaged.repeat(engine, sampled) is None
+        assert pystaged.repeat(engine, sampled, speculate=False) is None
         again = engine.generate(list(sampled.prompt), max_tokens=40, **OPTIONS["sampled"])
         assert again.receipt.to_json() == sampled.to_json()
 
@@ -126,7 +128,9 @@ def test_texts_that_share_passes(engine: Engine, sampled: Receipt) -> None:
     ]
     assert [each.receipt.to_json() for each in several] == [each.receipt.to_json() for each in alone]
     with ThreadPoolExecutor(4) as pool:
-        assert [*pool.map(engine.repeat, [each.receipt for each in several] + [sampled])] == [None] * 10
+        assert [*pool.map(partial(pystaged.repeat, engine), [each.receipt for each in several] + [sampled])] == [
+            None
+        ] * 10
 
 
 def test_streams_and_event_loops(engine: Engine, sampled: Receipt) -> None:
@@ -149,7 +153,7 @@ def test_what_is_kept_and_what_drafts(path: Path, sampled: Receipt, load: dict[s
     load = load | {"draft": path} if "draft" in load else load
     for _ in range(2):  # the second time with what the first one left
         with pystaged.load(path, num_threads=2, **load) as engine:
-            assert engine.repeat(sampled) is None
+            assert pystaged.repeat(engine, sampled) is None
             made = engine.generate(PROMPT, max_tokens=40, **OPTIONS["sampled"]).receipt
             assert made.to_json() == sampled.to_json()
 
@@ -158,9 +162,9 @@ def test_quantized_keys_and_values_are_part_of_it(path: Path, engine: Engine) ->
     with pystaged.load(path, num_threads=1, kv="q8_0") as other:
         made = other.generate(PROMPT, max_tokens=40).receipt
         assert made.kv == "q8_0"
-        assert other.repeat(made) is None
+        assert pystaged.repeat(other, made) is None
         with pytest.raises(ValueError, match="kv is q8_0, and here it is f16; load the model with kv='q8_0'"):
-            engine.repeat(made)
+            pystaged.repeat(engine, made)
 
 
 def test_a_context_that_is_full_ends_it_alike(path: Path, engine: Engine) -> None:
@@ -168,9 +172,9 @@ def test_a_context_that_is_full_ends_it_alike(path: Path, engine: Engine) -> Non
         made = short.generate(PROMPT, max_tokens=200, ignore_eos=True).receipt
         assert made.finish_reason == "length"
         assert len(made.prompt) + len(made.tokens) == 41
-        assert short.repeat(made) is None
+        assert pystaged.repeat(short, made) is None
     with pytest.raises(ValueError, match="n_ctx is 40, and here it is 96; load the model with n_ctx=40"):
-        engine.repeat(made)
+        pystaged.repeat(engine, made)
 
 
 @pytest.mark.slow
@@ -182,7 +186,7 @@ def test_answers(tmp_path: Path) -> None:
     with pystaged.load(file, n_ctx=512, report=lambda _: None) as engine:
         for result in results:
             result.receipt.save(tmp_path / "it")
-            assert engine.repeat(Receipt.load(tmp_path / "it")) is None
+            assert pystaged.repeat(engine, Receipt.load(tmp_path / "it")) is None
 
 
 # Made once, by the versions they name; whoever changes a bit of what the house model writes fails here.
@@ -193,7 +197,7 @@ def test_what_was_promised(monkeypatch: pytest.MonkeyPatch, name: str, kernel: s
     monkeypatch.setenv("PYSTAGED_KERNEL", kernel)
     kept = Receipt.load(paths.DATA / f"{name}.receipt")
     with pystaged.load("house", n_ctx=kept.n_ctx) as engine:
-        assert (kept.arithmetic, engine.repeat(kept)) == (ARITHMETIC, None), (
+        assert (kept.arithmetic, pystaged.repeat(engine, kept)) == (ARITHMETIC, None), (
             "what the model writes has changed: raise ARITHMETIC in pystaged/receipt.py, and make tests/data/*.receipt "
             "anew with their prompts and options"
         )
@@ -232,7 +236,7 @@ def test_addresses_of_servers_are_not_in_it(engine: Engine) -> None:
 def test_a_drawn_seed_is_in_it(engine: Engine) -> None:
     result = engine.generate(PROMPT, max_tokens=8, temperature=1.0, seed=None)
     assert result.receipt.config.sampling.seed == result.seed
-    assert engine.repeat(result.receipt) is None
+    assert pystaged.repeat(engine, result.receipt) is None
 
 
 def test_results_can_be_sent_away(engine: Engine, sampled: Receipt) -> None:
@@ -272,7 +276,7 @@ def test_all_parts_of_a_model_are_vouched_for(tmp_path: Path) -> None:
         contents = [part.read_bytes() for part in parts]
         assert result.receipt.model.sha256 == hashlib.sha256(b"".join(contents)).hexdigest()
         assert result.receipt.model.size == sum(map(len, contents))
-        assert engine.repeat(result.receipt) is None
+        assert pystaged.repeat(engine, result.receipt) is None
     with pystaged.load(parts[0], draft=None, memory=False) as engine:
         result = engine.generate([5, 6, 7], max_tokens=4)
         os.utime(parts[2], ns=(1, 1))
@@ -287,21 +291,21 @@ def test_all_parts_of_a_model_are_vouched_for(tmp_path: Path) -> None:
 def test_where_and_how_far_it_differs(engine: Engine, sampled: Receipt) -> None:
     tokens = list(sampled.tokens)
     other = (tokens[7] + 1) % 300
-    found = engine.repeat(replace(sampled, tokens=(*tokens[:7], other, *tokens[8:])))
+    found = pystaged.repeat(engine, replace(sampled, tokens=(*tokens[:7], other, *tokens[8:])))
     assert found is not None
     before = [*sampled.prompt, *tokens[:7]]
     gap = engine.score([*before, tokens[7]]).total - engine.score([*before, other]).total
     assert (found.index, found.receipt, found.here, found.what) == (7, other, tokens[7], "tokens")
     assert found.gap == pytest.approx(gap, abs=1e-9)
     for speculate in (True, False):
-        shorter = engine.repeat(replace(sampled, tokens=sampled.tokens[:-1]), speculate=speculate)
+        shorter = pystaged.repeat(engine, replace(sampled, tokens=sampled.tokens[:-1]), speculate=speculate)
         assert shorter == Difference(len(tokens) - 1, None, tokens[-1], pytest.approx(math.nan, nan_ok=True))
-        longer = engine.repeat(replace(sampled, tokens=(*tokens, 5)), speculate=speculate)
+        longer = pystaged.repeat(engine, replace(sampled, tokens=(*tokens, 5)), speculate=speculate)
         assert longer == Difference(len(tokens), 5, None, pytest.approx(math.nan, nan_ok=True))
-        end = engine.repeat(replace(sampled, finish_reason="stop"), speculate=speculate)
+        end = pystaged.repeat(engine, replace(sampled, finish_reason="stop"), speculate=speculate)
         assert end is not None
         assert (end.index, end.what) == (len(tokens), "end")
-        text = engine.repeat(replace(sampled, text_sha256=text_hash("another")), speculate=speculate)
+        text = pystaged.repeat(engine, replace(sampled, text_sha256=text_hash("another")), speculate=speculate)
         assert text is not None
         assert (text.index, text.what) == (len(tokens), "text")
 
@@ -309,34 +313,35 @@ def test_where_and_how_far_it_differs(engine: Engine, sampled: Receipt) -> None:
 def test_another_seed_or_bias_differs(engine: Engine, sampled: Receipt) -> None:
     for change in ({"seed": 1}, {"logit_bias": {sampled.tokens[0]: -math.inf}}, {"top_k": 1}):
         sampling = replace(sampled.config.sampling, **change)
-        assert engine.repeat(replace(sampled, config=replace(sampled.config, sampling=sampling))) is not None
+        assert pystaged.repeat(engine, replace(sampled, config=replace(sampled.config, sampling=sampling))) is not None
 
 
 def test_a_difference_ends_the_work(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine.generate(PROMPT, max_tokens=80, ignore_eos=True).receipt
-    streams: list[Any] = []
-    honest = Engine._stream
-    monkeypatch.setattr(Engine, "_stream", lambda *args: streams.append(honest(*args)) or streams[-1])
-    found = engine.repeat(replace(made, tokens=((made.tokens[0] + 1) % 300, *made.tokens[1:])))
+    sequences: list[Any] = []
+    honest = Runtime.sequence
+    monkeypatch.setattr(Runtime, "sequence", lambda *args: sequences.append(honest(*args)) or sequences[-1])
+    monkeypatch.setattr(pystaged.scheduler, "MOST_UNREAD", 8)
+    found = pystaged.repeat(engine, replace(made, tokens=((made.tokens[0] + 1) % 300, *made.tokens[1:])))
     assert found is not None
     assert found.index == 0
-    assert streams[0].result.finish_reason == "cancelled"
-    assert len(streams[0].result.tokens) < 60
+    assert sequences[0].result().finish_reason == "cancelled"
+    assert len(sequences[0].result().tokens) < 60
 
 
 def test_tokens_that_are_none(engine: Engine, sampled: Receipt) -> None:
-    found = engine.repeat(replace(sampled, tokens=(300, *sampled.tokens[1:])))
+    found = pystaged.repeat(engine, replace(sampled, tokens=(300, *sampled.tokens[1:])))
     assert found is not None
     assert (found.index, found.receipt) == (0, 300)
     assert math.isnan(found.gap)
     with pytest.raises(ValueError, match="token 300 is outside of the vocabulary of 300"):
-        engine.repeat(replace(sampled, prompt=(300,)))
+        pystaged.repeat(engine, replace(sampled, prompt=(300,)))
     with pytest.raises(ValueError, match="the prompt is empty"):
-        engine.repeat(replace(sampled, prompt=()))
+        pystaged.repeat(engine, replace(sampled, prompt=()))
     with pytest.raises(
         ValueError, match=f"vocabulary is v, and the model's is {engine.tokenizer.fingerprint}: the rec"
     ):
-        engine.repeat(replace(sampled, vocabulary="v"))
+        pystaged.repeat(engine, replace(sampled, vocabulary="v"))
 
 
 def test_another_model_is_named(random_gguf: Callable[..., Path], path: Path, sampled: Receipt) -> None:
@@ -345,7 +350,7 @@ def test_another_model_is_named(random_gguf: Callable[..., Path], path: Path, sa
         pystaged.load(other, memory=False) as engine,
         pytest.raises(ValueError, match=r"the receipt is of .*SHA-256 [0-9a-f]{64}; .* is another: .*") as caught,
     ):
-        engine.repeat(sampled)
+        pystaged.repeat(engine, sampled)
     for word in (path.name, sampled.model.sha256, str(other)):
         assert word in str(caught.value)
 

@@ -160,7 +160,7 @@ def test_a_loop_ends_a_text_in_the_same_place_however_it_is_drafted(engine: pyst
     assert staged.stats.steps < 128
     receipt = Receipt.from_json(staged.receipt.to_json())
     assert receipt == staged.receipt
-    assert engine.repeat(receipt, speculate=False) is None
+    assert pystaged.repeat(engine, receipt, speculate=False) is None
     on = engine.generate("ab", **options | {"stop_loops": False})
     assert (len(on.tokens), on.finish_reason) == (max_tokens, "length")
     assert engine.chat(ASKED, **options | {"max_tokens": 200}).finish_reason == "loop"

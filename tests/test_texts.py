@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.scheduling import is_idle, wait_until
 
 import pystaged
 from pystaged import ContextFullError, Engine, GenerationResult, Growth, Piece
 from pystaged.batch import results
 from pystaged.config import GenerationConfig
 from pystaged.scheduler import MOST_UNREAD
-from pystaged.streams import Writer
 
 PROMPTS = ["the tree then ", "her hat ", "the tree then and there", "o"]
 WARM: dict[str, Any] = {"temperature": 1.0, "seed": 7}
@@ -98,8 +98,8 @@ def test_n_texts_have_the_seeds_that_follow(engine: Engine, path: Path) -> None:
 
 def test_texts_begin_to_come_however_many_there_will_be(plain: Engine, path: Path) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 4}
-    writer = Writer(plain, PROMPTS[0], GenerationConfig(**options))
-    with closing(results(plain, [writer], 10**10)) as found:
+    sequence = plain.runtime.sequence(PROMPTS[0], GenerationConfig(**options))
+    with closing(results(plain.runtime.scheduler, plain.runtime.repeated([sequence], 10**10))) as found:
         first = [told(next(found)) for _ in range(3)]
     assert first == [alone(path, PROMPTS[0], **options | {"seed": seed}) for seed in (5, 6, 7)]
 
@@ -202,10 +202,9 @@ def fail() -> None:
 
 
 def rest(engine: Engine) -> int:
-    """Texts that are left in the scheduler, and contexts that are lent."""
-    engine._scheduler._settle()
-    engine._contexts.tidy()
-    return len(engine._scheduler._texts) + len(engine._contexts._lent)
+    """Contexts that are lent when no text is left."""
+    wait_until(lambda: is_idle(engine))
+    return len(engine.runtime.contexts._lent)
 
 
 def test_what_ends_a_text_cancels_its_batch_and_no_neighbour(path: Path) -> None:
@@ -259,7 +258,7 @@ def test_dropped_streams_that_shared_passes_end(plain: Engine, path: Path) -> No
     streams = [plain.stream(prompt, max_tokens=400) for prompt in PROMPTS]
     for stream in streams:
         next(stream)
-    entries = [stream._entry for stream in streams]
+    sequences = [stream.sequence for stream in streams]
     gc.collect()
     gc.disable()
     try:
@@ -267,8 +266,8 @@ def test_dropped_streams_that_shared_passes_end(plain: Engine, path: Path) -> No
         assert told(plain.generate(PROMPTS[1], max_tokens=30)) == alone(path, PROMPTS[1], max_tokens=30)
     finally:
         gc.enable()
-    assert all(entry.is_over for entry in entries)
     assert rest(plain) == 0
+    assert all(sequence.is_over for sequence in sequences)
 
 
 def test_a_closed_engine_continues_no_batch(path: Path) -> None:
@@ -342,11 +341,10 @@ def test_a_reader_that_is_behind_is_waited_for(plain: Engine) -> None:
     async def read() -> None:
         stream = plain.astream(PROMPTS[0], max_tokens=450, speculate=False)
         await anext(stream)
-        entry = stream._entry
-        assert entry
-        while not (plain._scheduler._is_waiting or entry.is_over):
+        sequence = stream.sequence
+        while not (plain.runtime.scheduler._is_waiting or sequence.is_over):
             await asyncio.sleep(0)
-        assert entry.num_said <= MOST_UNREAD + 1
+        assert sequence.num_said <= MOST_UNREAD + 1
         assert len((await stream.finish()).tokens) == 450
 
     run(read())
@@ -387,12 +385,12 @@ def test_cancelling_a_task_cancels_its_text(plain: Engine) -> None:
         stream = plain.astream(PROMPTS[0], max_tokens=400)
         reading = asyncio.create_task(stream.finish())
         other = asyncio.create_task(plain.astream(PROMPTS[1], max_tokens=20).finish())
-        while not stream._entry:
+        while not stream.sequence.process:
             await asyncio.sleep(0)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        assert stream._entry.is_cancelled
+        assert stream.sequence.is_cancelled
         assert (await other).finish_reason == "length"
         await stream.aclose()
         assert stream.result.finish_reason == "cancelled"
@@ -452,10 +450,9 @@ def test_dropped_async_streams_end(plain: Engine) -> None:
             stream = plain.astream(PROMPTS[0], max_tokens=500)
             async for _ in stream:
                 break
-            entry = stream._entry
+            sequence = stream.sequence
             del stream
-            assert entry
-            while not entry.is_over:
+            while not sequence.is_over:
                 await asyncio.sleep(0)
 
     gc.collect()
@@ -473,10 +470,5 @@ def test_a_loop_that_is_closed_ends_its_texts_alone(plain: Engine, path: Path) -
     loop.run_until_complete(anext(stream))
     loop.close()
     assert told(plain.generate(PROMPTS[1], max_tokens=30)) == alone(path, PROMPTS[1], max_tokens=30)
-    assert stream._entry
-    for _ in range(int(100 * SECONDS)):
-        if stream._entry.is_over:
-            break
-        threading.Event().wait(0.01)
-    assert stream._entry.is_over
+    wait_until(lambda: stream.sequence.is_over)
     assert rest(plain) == 0

@@ -26,8 +26,8 @@ from pystaged.bench.baseline_llama_cpp import Server, command
 from pystaged.bench.methods import without_head
 from pystaged.config import GenerationConfig
 from pystaged.engine import Engine
+from pystaged.sequence import Sequence as Text
 from pystaged.stats import PassStats
-from pystaged.streams import Writer
 
 BESIDE = 4  # texts beside which a prompt arrives
 _BEGUN = 8  # tokens that each of them has written by then
@@ -347,32 +347,31 @@ class Ours:
         """As Way.write."""
         engine = self._engine
         # No way finds a part of a prompt in a context.
-        engine._contexts.forget()
+        engine.runtime.contexts.forget()
         before = engine.passes
-        texts = {self._writer(prompt): Written([], []) for prompt in prompts}
+        texts = {self._sequence(prompt): Written([], []) for prompt in prompts}
         waiting = set(texts) if newcomer is not None else set()
-        late = None if newcomer is None else self._writer(newcomer)
-        with closing(Batch(engine._scheduler)) as batch:
+        late = None if newcomer is None else self._sequence(newcomer)
+        with closing(Batch(engine.runtime.scheduler)) as batch:
             begin = time.perf_counter()
-            for writer in texts:
-                batch.open(writer)
+            for sequence in texts:
+                batch.open(sequence)
             while len(batch) and (late or any(len(text.tokens) < self._least for text in texts.values())):
-                writer, piece = batch.next()
+                sequence, piece = batch.next()
                 now = time.perf_counter() - begin
                 if piece is not None and piece.tokens:
-                    texts[writer].tokens.extend(piece.tokens)
-                    texts[writer].times.append((now, len(piece.tokens)))
-                if late and (piece is None or len(texts[writer].tokens) >= _BEGUN):
-                    waiting.discard(writer)
+                    texts[sequence].tokens.extend(piece.tokens)
+                    texts[sequence].times.append((now, len(piece.tokens)))
+                if late and (piece is None or len(texts[sequence].tokens) >= _BEGUN):
+                    waiting.discard(sequence)
                     if not waiting:
                         texts[late] = Written([], [(now, 0)])
                         batch.open(late)
                         late = None
-        engine._contexts.tidy()
         return list(texts.values()), engine.passes.since(before)
 
-    def _writer(self, prompt: Tokens) -> Writer:
-        return Writer(self._engine, prompt, self._config, is_end=lambda _: False)
+    def _sequence(self, prompt: Tokens) -> Text:
+        return self._engine.runtime.sequence(prompt, self._config, is_end=lambda _: False)
 
 
 class Slots:

@@ -13,7 +13,6 @@ import typer
 from rich.table import Table
 
 import pystaged
-from pystaged.batch import seeded
 from pystaged.chat.format import begin
 from pystaged.cli.console import errors, open_engine, reading_bar, report
 from pystaged.cli.options import (
@@ -37,13 +36,14 @@ from pystaged.cli.painting import show, summary
 from pystaged.cli.prompts import Asked, argument, read_prompts
 from pystaged.cli.several import write_in_order
 from pystaged.config import GenerationConfig
-from pystaged.engine import Prompt
 from pystaged.files import destination
 from pystaged.options import TEXT
 from pystaged.recommended import ANSWER_TOKENS, LOOP_WORDS, described
 from pystaged.result import GenerationResult, TokenLogprob
+from pystaged.sequence import Sequence as Text
 from pystaged.stages import shown_stages
-from pystaged.streams import Stream, Writer
+from pystaged.streams import Stream
+from pystaged.text import Prompt
 
 
 @grouped
@@ -157,12 +157,12 @@ def generate(
             return _question(engine, each, system, think) if chat else each.prompt
 
         if several:
-            writers = _writers(engine, asked, text_of, config)
-            _write_several(engine, asked, writers, n or 1, chat=chat, as_json=as_json, verbose=verbose)
+            sequences = _sequences(engine, asked, text_of, config)
+            _write_several(engine, asked, sequences, n or 1, chat=chat, as_json=as_json, verbose=verbose)
             return
         with reading_bar() as progress:
-            (writer,) = _writers(engine, asked, text_of, replace(config, progress=progress))
-            stream = Stream(writer)
+            (sequence,) = _sequences(engine, asked, text_of, replace(config, progress=progress))
+            stream = Stream(engine.runtime.scheduler, sequence)
             if as_json:
                 _write_json(stream, asked[0], chat=chat)
             else:
@@ -196,17 +196,17 @@ def _question(engine: pystaged.Engine, asked: Asked, system: str, think: bool | 
     return engine.chat_format.encode(messages, template_options=options)
 
 
-def _writers(
+def _sequences(
     engine: pystaged.Engine,
     asked: Sequence[Asked],
     text_of: Callable[[Asked], Prompt],
     config: GenerationConfig,
-) -> list[Writer]:
+) -> list[Text]:
     """A text of each prompt. Raises ValueError that says which prompt is none."""
-    found: list[Writer] = []
+    found: list[Text] = []
     for each in asked:
         try:
-            found.append(Writer(engine, text_of(each), config))
+            found.append(engine.runtime.sequence(text_of(each), config))
         except (ValueError, TypeError) as error:
             raise each.about(error) from None
     return found
@@ -228,7 +228,7 @@ def _write_json(stream: Stream, asked: Asked, *, chat: bool) -> None:
 def _write_several(
     engine: pystaged.Engine,
     asked: Sequence[Asked],
-    writers: Sequence[Writer],
+    sequences: Sequence[Text],
     n: int,
     *,
     chat: bool,
@@ -248,8 +248,8 @@ def _write_several(
         return f"==> {number + 1}: {of.named()}, seed {result.seed} <==\n{result.text}\n"
 
     begin = time.monotonic()
-    total = n * len(writers)
-    tokens = write_in_order(engine, seeded(writers, n), total, shown)
+    total = n * len(sequences)
+    tokens = write_in_order(engine.runtime.scheduler, engine.runtime.repeated(sequences, n), total, shown)
     if num_cut:
         _tell_full(engine, f" in {num_cut} of {total} texts")
     if as_json:

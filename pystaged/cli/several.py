@@ -8,15 +8,16 @@ from contextlib import closing
 
 import typer
 
-from pystaged import Engine, GenerationResult
+from pystaged import GenerationResult
 from pystaged.batch import pieces
 from pystaged.cli.console import counter, report
 from pystaged.cli.interrupts import uninterrupted
-from pystaged.streams import Writer
+from pystaged.scheduler import Scheduler
+from pystaged.sequence import Sequence as Text
 
 
 def write_in_order(
-    engine: Engine, writers: Iterable[Writer], total: int, shown: Callable[[int, GenerationResult], str]
+    scheduler: Scheduler, sequences: Iterable[Text], total: int, shown: Callable[[int, GenerationResult], str]
 ) -> int:
     """Generate texts together, and write each to standard output as soon as it and those before it are done. After an
     error or Ctrl-C the finished texts are written.
@@ -31,13 +32,13 @@ def write_in_order(
     Raises:
         Exception: what ended a text.
     """
-    numbers, done = dict[Writer, int](), dict[int, GenerationResult]()  # of those that are not written
+    numbers, done = dict[Text, int](), dict[int, GenerationResult]()  # of those that are not written
     num_written = tokens = 0
 
-    def begun() -> Iterator[Writer]:
-        for number, writer in enumerate(writers):
-            numbers[writer] = number
-            yield writer
+    def begun() -> Iterator[Text]:
+        for number, sequence in enumerate(sequences):
+            numbers[sequence] = number
+            yield sequence
 
     def write(number: int) -> None:
         nonlocal num_written
@@ -49,10 +50,10 @@ def write_in_order(
 
     with counter() as (count, hide):
         try:
-            with closing(pieces(engine, begun())) as said:
-                for writer, piece in said:
+            with closing(pieces(scheduler, begun())) as said:
+                for sequence, piece in said:
                     if piece is None:
-                        done[numbers.pop(writer)] = writer.result()
+                        done[numbers.pop(sequence)] = sequence.result()
                     else:
                         tokens += len(piece.tokens)
                     while num_written in done:

@@ -92,7 +92,7 @@ def verify(
             said, is_same = replayed(engine, expected.prompt, expected.tokens, expected.config.sampling)
             typer.echo(said)
             raise typer.Exit(0 if is_same else 1)
-        difference = engine.repeat(expected, speculate=not plain)
+        difference = pystaged.repeat(engine, expected, speculate=not plain)
         if difference is None:
             count, ended = len(expected.tokens), expected.finish_reason
             typer.echo(f"same: {count} tokens, ended by {ended}, text with SHA-256 {expected.text_sha256}")

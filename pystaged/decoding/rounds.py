@@ -23,86 +23,87 @@ from pystaged.stats import PassStats
 PROMPT_DELAY = 0.25  # seconds that a pass may take because prompts ride along
 _LEAST_PIECE = 8  # tokens of prompts that ride along in a pass however long it takes
 _UNPRICED_PIECE = 32  # the same where no costs are known
-_DRAFT_PIECE = 64  # tokens of a prompt that a draft reads in a round
+_DRAFT_PIECE = 64  # tokens of a prompt that a draft reads in a round beside other texts
 
 
-class LiveText:
-    """A text among others.
+class Member:
+    """A sequence among others, as the passes that they share see it: a generator of requests and of steps.
 
-    Args:
-        decoder: its context; nobody else may use it meanwhile.
-        text: a generator of requests and of what it says.
-        say: called with each thing that it says.
-        end: called with the exception that ended it or None; once, unless Ctrl-C comes in the middle of it.
+    decoder: its context, from `begin` on; nobody else may use it meanwhile. request: what it asks a pass for. rows,
+    gain: of its last verified tree, the root too, and the tokens that it was expected to gain.
+
+    `say` is called with each step, `ended` once, with the exception that ended it or None.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        text: Generator[Any, Any, None],
-        say: Callable[[Any], None],
-        end: Callable[[BaseException | None], None],
-    ) -> None:
-        self.decoder = decoder
+    def __init__(self) -> None:
+        self.decoder: Decoder | None = None
         self.request: Request | None = None
         self.is_over = False
-        self.rows, self.tokens = 0, 0.0  # of its last verified tree: the root too, and what it was expected to gain
-        self._text = text
-        self._say: Callable[[Any], None] | None = say
-        self._end: Callable[[BaseException | None], None] | None = end
+        self.rows, self.gain = 0, 0.0
+        self._steps: Generator[Any, Any, None] | None = None
+
+    def begin(self, decoder: Decoder, steps: Generator[Any, Any, None]) -> None:
+        """Begin in a context."""
+        self.decoder, self._steps = decoder, steps
+
+    def say(self, step: Any) -> None:
+        raise NotImplementedError
+
+    def ended(self, error: BaseException | None) -> None:
+        raise NotImplementedError
 
     @property
     def wants_draft(self) -> bool:
         """Whether it asks for a pass of something other than the target."""
-        return self.request is not None and self.request.session is not self.decoder.target
+        return bool(self.request and self.decoder and self.request.session is not self.decoder.target)
 
     def go_on(self, answer: Done | BaseException | None) -> None:
         """Let it go on, with what came of its request, up to the next one or to what it says."""
         self.request = None
         try:
-            if self._is_running:
+            if self._steps is None or self._is_running:
                 raise RuntimeError("the process forked in the middle of a step of this text; begin it again")
-            said = resume(self._text, answer)
+            said = resume(self._steps, answer)
             if isinstance(said, Request):
                 self.request = said
-            elif self._say:
-                self._say(said)
+            else:
+                self.say(said)
         except StopIteration:
             self._over(None)
         except BaseException as error:
             self._over(error)
 
-    @property
-    def _is_running(self) -> bool:
-        return inspect.getgeneratorstate(self._text) == inspect.GEN_RUNNING
-
     def note_step(self) -> None:
         """Remember the tree that is verified, for others to expect the like of."""
         if isinstance(self.request, Verify):
-            self.rows, self.tokens = self.request.num_rows, float(self.request.tree.scores.sum())
+            self.rows, self.gain = self.request.num_rows, float(self.request.tree.scores.sum())
 
-    def see(self, steps: Sequence[LiveText]) -> None:
-        """Tell it which texts take steps in this round: they are taken to share its next pass, too."""
-        others = [text for text in steps if text is not self]
-        crowd = self.decoder.crowd
-        crowd.texts = 1 + len(others)
-        crowd.rows = sum(text.rows for text in others)
-        crowd.tokens = sum(text.tokens for text in others)
+    def see(self, steps: Sequence[Member]) -> None:
+        """Tell it which sequences take steps in this round: they are taken to share its next pass, too."""
+        if self.decoder:
+            others = [member for member in steps if member is not self]
+            crowd = self.decoder.crowd
+            crowd.texts = 1 + len(others)
+            crowd.rows = sum(member.rows for member in others)
+            crowd.tokens = sum(member.gain for member in others)
 
     def close(self, error: BaseException | None = None) -> None:
         """End it where it is; also for `say` to call."""
-        if self._end and not self._is_running:
+        if not self.is_over:
             self._over(error)
+
+    @property
+    def _is_running(self) -> bool:
+        return self._steps is not None and inspect.getgeneratorstate(self._steps) == inspect.GEN_RUNNING
 
     def _over(self, error: BaseException | None) -> None:
         self.is_over, self.request = True, None
         try:
-            self._text.close()
+            if self._steps and not self._is_running:
+                self._steps.close()
         except Exception as other:
             error = error or other
-        if self._end:
-            self._end(error)
-        self._say = self._end = None  # which may hold this text
+        self.ended(error)
 
 
 class Rounds:
@@ -130,7 +131,7 @@ class Rounds:
         self._clocks = clocks or Clocks()
         self._last = self._clocks.processor()  # when the last pass of the target ended
 
-    def play(self, texts: Sequence[LiveText]) -> None:
+    def play(self, texts: Sequence[Member]) -> None:
         """One round: each text gets a step further or reads a piece of its prompt, by one pass of the target."""
         for text in texts:
             if text.request is None and not text.is_over:
@@ -151,20 +152,6 @@ class Rounds:
         for text, answer in zip(asking, answers, strict=True):
             text.go_on(answer)
 
-    def play_alone(self, text: LiveText) -> None:
-        """The same for one text, by passes of its own; in the main thread, Ctrl-C interrupts a prompt being read."""
-        text.see([])
-        if text.request is None:
-            text.go_on(None)
-        has_read = False
-        while text.request and not (has_read and isinstance(text.request, Read)):
-            if isinstance(text.request, Read):
-                has_read, text.request.num_rows = True, min(len(text.request.tokens), MOST_ROWS)
-            answer = fulfil(text.request, self._clocks)
-            if not text.wants_draft:
-                self._count([text.request], [answer])
-            text.go_on(answer)
-
     def _count(self, requests: Sequence[Request], answers: Sequence[Done | BaseException]) -> None:
         """Add what came of requests to the passes of the target that there were."""
         made = [(each, done) for each, done in zip(requests, answers, strict=True) if isinstance(done, Done)]
@@ -180,13 +167,14 @@ class Rounds:
         )
         self.passes = self.passes.plus(more)
 
-    def _draft(self, texts: Sequence[LiveText]) -> None:
+    def _draft(self, texts: Sequence[Member]) -> None:
         """Passes of the drafts for whoever asks, level by level; a draft that reads a text reads one piece of it."""
-        have_read: set[LiveText] = set()
+        have_read: set[Member] = set()
         while drafting := [text for text in texts if text.wants_draft and text not in have_read]:
             for text in drafting:
                 if isinstance(text.request, Read):
-                    text.request.num_rows = min(len(text.request.tokens), _DRAFT_PIECE)
+                    most = _DRAFT_PIECE if len(texts) > 1 else MOST_ROWS
+                    text.request.num_rows = min(len(text.request.tokens), most)
                     have_read.add(text)
             for text, answer in zip(drafting, self._pass(drafting), strict=True):
                 text.go_on(answer)
@@ -201,7 +189,7 @@ class Rounds:
             for request, kept in zip(requests, rows, strict=True):
                 request.tree = request.tree.head(kept)
 
-    def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[LiveText]) -> None:
+    def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[Member]) -> None:
         """Decide how much of each prompt is read beside these steps."""
         room = MOST_ROWS
         beside = sum(text.request.num_rows for text in steps if text.request)
@@ -220,7 +208,7 @@ class Rounds:
             request.num_rows += more
             room -= more
 
-    def _pass(self, texts: Sequence[LiveText]) -> list[Done | BaseException]:
+    def _pass(self, texts: Sequence[Member]) -> list[Done | BaseException]:
         """Fulfil what these ask for by one pass; if it fails, by one for each, so that it fails for who is to blame."""
         requests = [text.request for text in texts if text.request]
         if len(requests) > 1 and all(request.can_share for request in requests):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pystaged._core import Model, Sampling, Session, Work, run
 from pystaged.batch import results
 from pystaged.config import GenerationConfig
-from pystaged.streams import Writer
+from pystaged.sequence import Sequence as Text
 
 if TYPE_CHECKING:
     from pystaged.chat.format import ChatFormat
@@ -95,7 +95,9 @@ def _answered(
         questions = [text for text in dict.fromkeys(result.text.strip() for result in found) if text not in asked]
         asked.update(questions)
         before = written
-        for answer in results(engine, _answers(engine, questions, temperature, first + _SIDE_BY_SIDE)):
+        for answer in results(
+            engine.runtime.scheduler, _answers(engine, questions, temperature, first + _SIDE_BY_SIDE)
+        ):
             written += len(answer.tokens)
             yield np.array(answer.tokens, np.int32)
         if written == before:
@@ -106,12 +108,11 @@ def _answered(
             return
 
 
-def _answers(engine: Engine, questions: Sequence[str], temperature: float, seed: int) -> list[Writer]:
+def _answers(engine: Engine, questions: Sequence[str], temperature: float, seed: int) -> Iterator[Text]:
     """Every other one greedy; each has a seed of its own, or all would draw alike."""
     chat_format = engine.chat_format
-    return [
-        Writer(
-            engine,
+    return (
+        engine.runtime.sequence(
             chat_format.encode([{"role": "user", "content": question}]),
             GenerationConfig(
                 max_tokens=_LONGEST_ANSWER,
@@ -121,7 +122,7 @@ def _answers(engine: Engine, questions: Sequence[str], temperature: float, seed:
             ),
         )
         for i, question in enumerate(questions)
-    ]
+    )
 
 
 def check_sampling(temperature: float, seed: int) -> None:

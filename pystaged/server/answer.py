@@ -14,6 +14,7 @@ from anyio.to_thread import run_sync
 
 from pystaged.decoding.tree import Stage
 from pystaged.result import GenerationResult, Piece
+from pystaged.sequence import Sequence as Text
 from pystaged.server import answer_types
 from pystaged.server.figures import predicted, timings, usage
 from pystaged.server.reply import Sender, encoded
@@ -22,7 +23,6 @@ from pystaged.server.state import State
 from pystaged.server.writing import write
 from pystaged.stages import STAGE_NAMES, StageSpans
 from pystaged.stats import GenerationStats
-from pystaged.streams import Writer
 
 
 def ended(result: GenerationResult) -> dict[str, str]:
@@ -36,7 +36,7 @@ class Answer(ABC):
     """The answer to one request.
 
     Args:
-        writers: its texts: the same number for each prompt, one prompt after the other.
+        sequences: its texts: the same number for each prompt, one prompt after the other.
         seed: of the first.
         num_prompts: how many there are.
     """
@@ -48,16 +48,16 @@ class Answer(ABC):
     part_kind: str
 
     def __init__(
-        self, state: State, request: TextRequest, writers: Sequence[Writer], seed: int, num_prompts: int = 1
+        self, state: State, request: TextRequest, sequences: Sequence[Text], seed: int, num_prompts: int = 1
     ) -> None:
-        self.state, self.request, self.writers = state, request, writers
+        self.state, self.request, self.sequences = state, request, sequences
         self.key = secrets.token_hex(12)
         self.tokenizer = state.engine.tokenizer
         self._seed, self._num_prompts = seed, num_prompts
         self.created = int(time.time())
         self._begun = time.monotonic()
         self._first: dict[int, float] = {}  # seconds until the first token of each
-        self._spans = [StageSpans() for _ in writers]
+        self._spans = [StageSpans() for _ in sequences]
         self._sender: Sender
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Answer(ABC):
 
     def stats(self) -> list[GenerationStats]:
         """The statistics of the texts so far."""
-        return [writer.stats for writer in self.writers]
+        return [sequence.stats for sequence in self.sequences]
 
     async def send(self, sender: Sender) -> None:
         """Generate the texts and send them."""
@@ -99,10 +99,12 @@ class Answer(ABC):
         sender.names_events = self.names_events
         settings = self.state.settings
         if self.request.stream and self.request.return_progress:
-            for i, writer in enumerate(self.writers):
-                writer.config = replace(writer.config, progress=partial(self._reading, i))
+            for i, sequence in enumerate(self.sequences):
+                sequence.config = replace(sequence.config, progress=partial(self._reading, i))
         try:
-            await write(self.state.gate, self.writers, self, settings.queue_timeout)
+            await write(
+                self.state.engine.runtime.scheduler, self.state.gate, self.sequences, self, settings.queue_timeout
+            )
         finally:
             for i, stats in enumerate(self.stats()):
                 self.state.metrics.text_over(stats, self._first.get(i))
@@ -115,12 +117,12 @@ class Answer(ABC):
         await sender.end(self.mark)
 
     def _whole(self) -> bytes:
-        choices = [self.choice(i, writer.result()) for i, writer in enumerate(self.writers)]
+        choices = [self.choice(i, sequence.result()) for i, sequence in enumerate(self.sequences)]
         return encoded(self.whole(choices, self._figures()))
 
     async def _reading(self, i: int, read: int, missing: int) -> None:
         """Send the progress of prefill; the prompt's last token is evaluated with the first step."""
-        part, total = self.empty_part(i), len(self.writers[i].prompt_tokens)
+        part, total = self.empty_part(i), len(self.sequences[i].prompt_tokens)
         if part is None:
             return
         progress: answer_types.PromptProgress = {
@@ -146,7 +148,7 @@ class Answer(ABC):
             await self._begin(i)
         if not self.request.stream:
             return
-        *parts, last = self.last_parts(i, self.writers[i].result())
+        *parts, last = self.last_parts(i, self.sequences[i].result())
         for each in parts:
             await self._sender.event(self.framed(each, self._so_far()))
         figures = self._so_far()
@@ -181,7 +183,7 @@ class Answer(ABC):
             "pieces": [(text, STAGE_NAMES[stage]) for text, stage in self._spans[i].split(piece, words, piece.stages)],
             "tree": self._tree(piece),
             "texts": float(self.state.gate.num_inside),
-            "speedup": self.writers[i].stats.speedup_estimate,
+            "speedup": self.sequences[i].stats.speedup_estimate,
         }
         return {"token_ids": list(piece.tokens), "pystaged": found}
 
@@ -218,9 +220,9 @@ class Answer(ABC):
         return {"usage": self._usage(), "timings": timings(self.stats()), "seed": self._seed}
 
     def _usage(self) -> answer_types.Usage:
-        found, prediction = usage(self.stats(), self._num_prompts), self.writers[0].prediction
+        found, prediction = usage(self.stats(), self._num_prompts), self.sequences[0].prediction
         if prediction:
-            found["completion_tokens_details"] = predicted(prediction, [writer.tokens for writer in self.writers])
+            found["completion_tokens_details"] = predicted(prediction, [sequence.tokens for sequence in self.sequences])
         return found
 
     def _nothing_yet(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pystaged.chat import ChatTemplateError
 from pystaged.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
+from pystaged.sequence import Sequence as Text
 from pystaged.server.answer import Answer, ended
 from pystaged.server.answer_types import Call, Delta
 from pystaged.server.errors import ApiError, too_long, unsupported
@@ -19,16 +20,15 @@ from pystaged.server.options import begun, checked, text_options
 from pystaged.server.request_types import ChatRequest, joined
 from pystaged.server.state import State
 from pystaged.server.tools import CallReader, grammar, has_calls, knows_tools, messages_with, offered, told
-from pystaged.streams import Writer
 
 
 def begin(state: State, request: ChatRequest) -> ChatAnswer:
     """Check a request, and prepare its texts; may take seconds. Raises ApiError and ChatTemplateError."""
-    writers, seed = texts(state, request)
-    return ChatAnswer(state, request, writers, seed, bool(offered(request)))
+    sequences, seed = texts(state, request)
+    return ChatAnswer(state, request, sequences, seed, bool(offered(request)))
 
 
-def texts(state: State, request: ChatRequest, param: str = "messages") -> tuple[list[Writer], int]:
+def texts(state: State, request: ChatRequest, param: str = "messages") -> tuple[list[Text], int]:
     """A request's texts, and the first seed. Raises as begin.
 
     Args:
@@ -42,8 +42,8 @@ def texts(state: State, request: ChatRequest, param: str = "messages") -> tuple[
     of_calls = grammar(request, tools)
     config = _config(state, request, of_calls)
     config = replace(config, stop=(*config.stop, *engine.chat_format.stop))
-    writers = begun(engine, [prompt], config, n, "tools" if of_calls else _form(request))
-    return writers, config.sampling.seed
+    sequences = begun(engine, [prompt], config, n, "tools" if of_calls else _form(request))
+    return sequences, config.sampling.seed
 
 
 def prompt_of(state: State, request: ChatRequest, param: str = "messages") -> NDArray[np.int32]:
@@ -109,11 +109,11 @@ class ChatAnswer(Answer):
 
     prefix, whole_kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, state: State, request: ChatRequest, writers: list[Writer], seed: int, has_tools: bool) -> None:
-        super().__init__(state, request, writers, seed)
+    def __init__(self, state: State, request: ChatRequest, sequences: list[Text], seed: int, has_tools: bool) -> None:
+        super().__init__(state, request, sequences, seed)
         self._with_logprobs = bool(request.logprobs)
         self._has_tools = has_tools
-        self._readers = [CallReader(f"{self.key[:8]}{i}", has_tools) for i in range(len(writers))]
+        self._readers = [CallReader(f"{self.key[:8]}{i}", has_tools) for i in range(len(sequences))]
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
         reader = self._readers[i]

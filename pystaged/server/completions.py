@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pystaged.decoding.tree import Stage
-from pystaged.engine import Prompt
 from pystaged.result import GenerationResult, Piece
+from pystaged.sequence import Sequence as Text
 from pystaged.server.answer import Answer, ended
 from pystaged.server.answer_types import CompletionLogprobs as Found
 from pystaged.server.errors import ApiError, too_long, unsupported
@@ -15,20 +15,20 @@ from pystaged.server.options import begun, checked, text_options
 from pystaged.server.request_types import MOST_TEXTS, CompletionRequest
 from pystaged.server.state import State
 from pystaged.stats import GenerationStats
-from pystaged.streams import Writer
+from pystaged.text import Prompt
 
 _USUAL = 16  # tokens, as OpenAI has it
 
 
 def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
     """Check a request, and prepare its texts; may take seconds. Raises ApiError."""
-    writers, prompts, seed = texts(state, request, _USUAL, request.logprobs)
-    return CompletionAnswer(state, request, writers, prompts, seed)
+    sequences, prompts, seed = texts(state, request, _USUAL, request.logprobs)
+    return CompletionAnswer(state, request, sequences, prompts, seed)
 
 
 def texts(
     state: State, request: CompletionRequest, usual: int, logprobs: int | None
-) -> tuple[list[Writer], list[Prompt], int]:
+) -> tuple[list[Text], list[Prompt], int]:
     """A request's texts, its prompts, and the first seed. Raises ApiError.
 
     Args:
@@ -63,8 +63,8 @@ def texts(
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error), param="prompt") from None
     form = "grammar" if request.grammar is not None else "json_schema"
-    writers = begun(engine, tokens, config, n, form)
-    return writers, prompts, config.sampling.seed
+    sequences = begun(engine, tokens, config, n, form)
+    return sequences, prompts, config.sampling.seed
 
 
 def _prompts(request: CompletionRequest) -> list[Prompt]:
@@ -79,13 +79,13 @@ class CompletionAnswer(Answer):
     prefix, whole_kind, part_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, state: State, request: CompletionRequest, writers: list[Writer], prompts: list[Prompt], seed: int
+        self, state: State, request: CompletionRequest, sequences: list[Text], prompts: list[Prompt], seed: int
     ) -> None:
-        super().__init__(state, request, writers, seed, len(prompts))
+        super().__init__(state, request, sequences, seed, len(prompts))
         self._echo, self._is_silent = bool(request.echo), request.max_tokens == 0
         self._with_logprobs = request.logprobs is not None
         self._prompts = prompts
-        self._logprobs = [CompletionLogprobs(self.tokenizer) for _ in writers]
+        self._logprobs = [CompletionLogprobs(self.tokenizer) for _ in sequences]
 
     def stats(self) -> list[GenerationStats]:
         found = super().stats()
@@ -104,7 +104,7 @@ class CompletionAnswer(Answer):
         return self._choice(i, "", [])
 
     def first_parts(self, i: int) -> list[dict[str, Any]]:
-        text, parts = self._echoed(i, self.writers[i].result())
+        text, parts = self._echoed(i, self.sequences[i].result())
         return [self._choice(i, text, parts)] if text or parts else []
 
     def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
@@ -124,8 +124,8 @@ class CompletionAnswer(Answer):
         """The prompt, where the request has echo."""
         if not self._echo:
             return "", []
-        prompt = self._prompts[i * self._num_prompts // len(self.writers)]
-        tokens = self.writers[i].prompt_tokens.tolist()
+        prompt = self._prompts[i * self._num_prompts // len(self.sequences)]
+        tokens = self.sequences[i].prompt_tokens.tolist()
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
         return text, [self._logprobs[i].prompt(tokens, text, result.prompt_logprobs)] if self._with_logprobs else []
 

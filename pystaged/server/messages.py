@@ -89,8 +89,8 @@ class TokenCount(TypedDict):
 
 def begin(state: State, request: MessageRequest) -> MessageAnswer:
     """Check a request, and prepare its text; may take seconds. Raises ApiError and ChatTemplateError."""
-    writers, seed = chats.texts(state, _chat(request))
-    return MessageAnswer(state, request, writers, seed)
+    sequences, seed = chats.texts(state, _chat(request))
+    return MessageAnswer(state, request, sequences, seed)
 
 
 def count(state: State, request: MessageRequest) -> TokenCount:
@@ -127,7 +127,7 @@ class MessageAnswer(EventAnswer):
 
     def first_parts(self, i: int) -> list[dict[str, Any]]:
         return [
-            {"type": "message_start", "message": self._message(self.writers[i].result(), [])},
+            {"type": "message_start", "message": self._message(self.sequences[i].result(), [])},
             {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
         ]
 
@@ -157,7 +157,7 @@ class MessageAnswer(EventAnswer):
 
     def _reason(self, i: int, result: GenerationResult) -> dict[str, Any]:
         """The stop_reason; a stop string of the model's template ends a turn."""
-        met = self.writers[i].met_stop_string
+        met = self.sequences[i].met_stop_string
         own = met if met in (self.request.stop_sequences or ()) else None
         reason = "max_tokens" if result.finish_reason != "stop" else "stop_sequence" if own else "end_turn"
         return {"stop_reason": reason, "stop_sequence": own}

@@ -6,19 +6,19 @@ from typing import Any
 
 from pystaged.recommended import ANSWER_TOKENS
 from pystaged.result import GenerationResult, Piece, TokenLogprob
+from pystaged.sequence import Sequence as Text
 from pystaged.server.answer import Answer
 from pystaged.server.completions import texts
 from pystaged.server.figures import timings
 from pystaged.server.logprobs import number
 from pystaged.server.request_types import NativeRequest
 from pystaged.server.state import State
-from pystaged.streams import Writer
 
 
 def begin(state: State, request: NativeRequest) -> NativeAnswer:
     """Check a request, and prepare its texts; may take seconds. Raises ApiError."""
-    writers, prompts, seed = texts(state, request, ANSWER_TOKENS, request.n_probs or None)
-    return NativeAnswer(state, request, writers, seed, len(prompts))
+    sequences, prompts, seed = texts(state, request, ANSWER_TOKENS, request.n_probs or None)
+    return NativeAnswer(state, request, sequences, seed, len(prompts))
 
 
 class NativeAnswer(Answer):
@@ -28,9 +28,9 @@ class NativeAnswer(Answer):
     prefix = whole_kind = part_kind = "completion"
 
     def __init__(
-        self, state: State, request: NativeRequest, writers: list[Writer], seed: int, num_prompts: int
+        self, state: State, request: NativeRequest, sequences: list[Text], seed: int, num_prompts: int
     ) -> None:
-        super().__init__(state, request, writers, seed, num_prompts)
+        super().__init__(state, request, sequences, seed, num_prompts)
         self._returns_tokens = bool(request.return_tokens)
 
     def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
@@ -61,7 +61,7 @@ class NativeAnswer(Answer):
 
     def _end(self, i: int, result: GenerationResult) -> dict[str, Any]:
         """Members of a finished text."""
-        config, stats = self.writers[i].config, result.stats
+        config, stats = self.sequences[i].config, result.stats
         sampling = config.sampling
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n", "min_tokens")
         settings = {name: getattr(sampling, name) for name in names} | {
@@ -85,7 +85,7 @@ class NativeAnswer(Answer):
 
     def _stop_kind(self, i: int, result: GenerationResult) -> str:
         if result.finish_reason == "stop":
-            return "word" if self.writers[i].met_stop_string else "eos"
+            return "word" if self.sequences[i].met_stop_string else "eos"
         return "none" if result.finish_reason == "cancelled" else "limit"
 
     def _probabilities(self, logprobs: list[TokenLogprob] | tuple[TokenLogprob, ...] | None) -> dict[str, Any]:

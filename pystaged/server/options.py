@@ -12,15 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
-from pystaged.batch import seeded
 from pystaged.config import GenerationConfig, TextOptions
 from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
 from pystaged.options import SAMPLING
 from pystaged.recommended import ANSWER_TOKENS
+from pystaged.sequence import Sequence as Text
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.request_types import ChatRequest, TextRequest
-from pystaged.streams import Writer
 from pystaged.text import encode_continuation
 
 # Options that requests have as the engine has them.
@@ -105,16 +104,16 @@ def checked(options: dict[str, Any]) -> GenerationConfig:
 
 def begun(
     engine: Engine, prompts: Sequence[NDArray[np.int32]], config: GenerationConfig, n: int, form: str
-) -> list[Writer]:
-    """n texts for each prompt; seeds as in batch.seeded. Raises ApiError.
+) -> list[Text]:
+    """n texts for each prompt; seeds as in Runtime.repeated. Raises ApiError.
 
     Args:
         form: the member of the request that constrains them.
     """
     try:
         # Its tokens are looked for once, not once for each text.
-        config = replace(config, prediction=tuple(engine._prediction(config)))
-        return list(seeded([Writer(engine, prompt, config) for prompt in prompts], n))
+        config = replace(config, prediction=tuple(engine.runtime.prediction(config.prediction)))
+        return list(engine.runtime.repeated([engine.runtime.sequence(prompt, config) for prompt in prompts], n))
     except (GrammarError, ModuleNotFoundError) as error:
         raise ApiError(400, str(error), param=form) from None
     except ValueError as error:

@@ -144,8 +144,8 @@ def begin(state: State, request: ResponseRequest) -> ResponseAnswer:
     form = request.text.format if request.text else None
     if form is not None:
         more["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
-    writers, seed = chats.texts(state, chat_request(request, messages, **more), "input")
-    return ResponseAnswer(state, request, writers, seed)
+    sequences, seed = chats.texts(state, chat_request(request, messages, **more), "input")
+    return ResponseAnswer(state, request, sequences, seed)
 
 
 class ResponseAnswer(EventAnswer):
@@ -207,7 +207,7 @@ class ResponseAnswer(EventAnswer):
         """The answer as a whole; None before there is any of it."""
         is_cut = result is not None and result.finish_reason != "stop"
         status: Any = "in_progress" if result is None else "incomplete" if is_cut else "completed"
-        request, sampling = self.request, self.writers[0].config.sampling
+        request, sampling = self.request, self.sequences[0].config.sampling
         form = request.text.format if request.text else None
         return {
             "id": f"resp_{self.key}",

@@ -46,7 +46,7 @@ def _fingerprint(engine: Engine) -> str:
     """A hash of what texts depend on besides requests: samples of the model's files, kv, n_ctx and devices."""
     model = engine.model
     found = hashlib.sha256(f"{model.kv}|{engine.n_ctx}|{','.join(model.devices)}".encode())
-    for seen in engine._bundle.file.files:
+    for seen in engine.runtime.bundle.file.files:
         found.update(str(seen.size).encode())
         with seen.path.open("rb") as file:
             for i in range(_SAMPLES):

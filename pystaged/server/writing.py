@@ -10,8 +10,9 @@ import anyio
 
 from pystaged.async_stream import AsyncStream
 from pystaged.result import Piece
+from pystaged.scheduler import Scheduler
+from pystaged.sequence import Sequence as Text
 from pystaged.server.gate import Gate
-from pystaged.streams import Writer
 
 
 class Listener(Protocol):
@@ -26,7 +27,7 @@ class Listener(Protocol):
         ...
 
 
-async def write(gate: Gate, writers: Sequence[Writer], listener: Listener, wait: float) -> None:
+async def write(scheduler: Scheduler, gate: Gate, sequences: Sequence[Text], listener: Listener, wait: float) -> None:
     """Generate texts. An error of one ends all.
 
     Args:
@@ -40,7 +41,7 @@ async def write(gate: Gate, writers: Sequence[Writer], listener: Listener, wait:
 
     async def one(i: int) -> None:
         try:
-            async with gate.inside(math.inf if i else wait), AsyncStream(writers[i]) as pieces:
+            async with gate.inside(math.inf if i else wait), AsyncStream(scheduler, sequences[i]) as pieces:
                 async for piece in pieces:
                     await listener.piece(i, piece)
             await listener.ended(i)
@@ -49,7 +50,7 @@ async def write(gate: Gate, writers: Sequence[Writer], listener: Listener, wait:
             group.cancel_scope.cancel()
 
     async with anyio.create_task_group() as group:
-        for i in range(len(writers)):
+        for i in range(len(sequences)):
             group.start_soon(one, i)
     if failed:
         raise failed[0]

@@ -27,7 +27,7 @@ from pystaged.cli import generate, several
 from pystaged.cli.prompts import Asked
 from pystaged.config import GenerationConfig
 from pystaged.loading import names
-from pystaged.streams import Stream, Writer
+from pystaged.streams import Stream
 
 PROMPT = "the tree then "
 WARM = ["--temperature", "1", "--seed", "3", "--top-k", "200", "--max-tokens", "40"]
@@ -272,9 +272,10 @@ def test_ctrl_c_keeps_what_is_done(
     monkeypatch.setattr(several, "counter", counter)
     with pystaged.load(path, draft=None, report=lambda _: None) as engine:
         expected = [engine.generate(PROMPT, max_tokens=length).text for length in lengths]
-        writers = [Writer(engine, PROMPT, GenerationConfig(max_tokens=length)) for length in lengths]
+        sequences = [engine.runtime.sequence(PROMPT, GenerationConfig(max_tokens=length)) for length in lengths]
+        scheduler = engine.runtime.scheduler
         with pytest.raises(KeyboardInterrupt):
-            several.write_in_order(engine, writers, 3, lambda number, result: f"{number} {result.text}")
+            several.write_in_order(scheduler, sequences, 3, lambda number, result: f"{number} {result.text}")
         shown = capsys.readouterr()
         assert (shown.out, shown.err) == (f"1 {expected[1]}\n", "1 of 3 texts are done\n")
 
@@ -283,7 +284,7 @@ def test_ctrl_c_keeps_what_is_done(
             raise KeyboardInterrupt
 
         monkeypatch.setattr(Stream, "finish", press)
-        stream = Stream(writers[0])
+        stream = Stream(scheduler, engine.runtime.sequence(PROMPT, GenerationConfig(max_tokens=80)))
         with pytest.raises(KeyboardInterrupt):
             generate._write_json(stream, Asked("", PROMPT), chat=True)
         found = json.loads(capsys.readouterr().out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -28,7 +28,7 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
 from pystaged.decoding.requests import Clocks, Done, Read, Request, Requests, Verify
-from pystaged.decoding.rounds import LiveText, Rounds, best_rows
+from pystaged.decoding.rounds import Member, Rounds, best_rows
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import ngram_drafter
@@ -114,6 +114,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return Alone(tmp_path_factory.mktemp("rounds"))
 
 
+class Text(Member):
+    """Tells what it says, and how it ends."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        steps: Generator[Any, Any, None],
+        say: Callable[[Any], object],
+        ended: Callable[[BaseException | None], object],
+    ) -> None:
+        super().__init__()
+        self.say, self.ended = say, ended  # type: ignore[assignment, method-assign]
+        self.begin(decoder, steps)
+
+
 def decoder_of(
     kind: str, session: Session, draft: Model, cost: PassCost, memory: RecycledCandidates | None = None
 ) -> Decoder:
@@ -152,7 +167,7 @@ def test_every_text_of_a_crowd_is_what_it_is_alone(
     target, draft = (alone.model(which, num_threads) for which in (0, 1))
     cost = PassCost({1: 0.001, 8: 0.0015, 32: 0.004})
     rounds = Rounds(cost if trims else None, delay)
-    live: list[LiveText] = []
+    live: list[Text] = []
     written: list[list[int]] = [[] for _ in schedule]
     errors: list[BaseException | None] = []
     due = list(itertools.accumulate(arrival.after for arrival in schedule))
@@ -168,7 +183,7 @@ def test_every_text_of_a_crowd_is_what_it_is_alone(
             before = decoder_of(arrival.drafter, session, draft, cost, memory)
             text = before.text(prompt, SAMPLINGS[arrival.sampling], arrival.max_tokens)
             said = written[len(live)]
-            live.append(LiveText(before, text, lambda step, said=said: said.extend(step.tokens), errors.append))
+            live.append(Text(before, text, lambda step, said=said: said.extend(step.tokens), errors.append))
         for arrival, begin, text in zip(schedule, due, live, strict=False):
             if arrival.cancelled_after is not None and number >= begin + arrival.cancelled_after:
                 text.close()
@@ -203,7 +218,7 @@ def test_a_text_that_fails_ends_alone(alone: Alone) -> None:
             prompt[-1] = 10**6  # no token: then the pass fails, and not its fault alone
         said = written.setdefault(i, [])
         live.append(
-            LiveText(
+            Text(
                 decoder,
                 decoder.text(prompt, SAMPLINGS[i], MOST_TOKENS),
                 lambda step, said=said: said.extend(step.tokens),
@@ -294,11 +309,11 @@ class Simulated:
             yield "said"
 
 
-def simulated(machine: Machine, prompt: int, scores: Sequence[float] = ()) -> tuple[LiveText, list[float]]:
+def simulated(machine: Machine, prompt: int, scores: Sequence[float] = ()) -> tuple[Text, list[float]]:
     """A text, and when it said something."""
     decoder: Any = Simulated(machine, prompt, scores)
     times: list[float] = []
-    return LiveText(decoder, decoder.text(), lambda _: times.append(machine.now), lambda _: None), times
+    return Text(decoder, decoder.text(), lambda _: times.append(machine.now), lambda _: None), times
 
 
 def clocks_of(machine: Machine) -> Clocks:
@@ -448,7 +463,7 @@ def test_plain_texts_of_a_crowd_are_as_fast_as_plain(count: int) -> None:
         session: Any = AcceptingSession(machine, 0.0, Random(0))
         decoder = Decoder(session, cost=PassCost(CURVE.seconds), clocks=clocks_of(machine))
         text = decoder.text(np.zeros(3, np.int32), SAMPLINGS[0], 10**6, stats=stats)
-        live.append(LiveText(decoder, text, lambda _: None, errors.append))
+        live.append(Text(decoder, text, lambda _: None, errors.append))
     for _ in range(300):
         rounds.play(live)
     assert not errors
@@ -474,7 +489,7 @@ def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(count:
                 session, *[drafter] * drafts, cost=cost, rates=[0.5] * drafts, crowd=crowd, clocks=clocks_of(machine)
             )
             text = decoder.text(np.zeros(3, np.int32), SAMPLINGS[0], 10**6)
-            live.append(LiveText(decoder, text, lambda step: said.append(len(step.tokens)), errors.append))
+            live.append(Text(decoder, text, lambda step: said.append(len(step.tokens)), errors.append))
         for _ in range(500):
             rounds.play(live)
         return sum(said) / machine.now

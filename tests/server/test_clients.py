@@ -8,7 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from support.server import NAME, UNFILTERED, Server, live, wait_until
+from support.scheduling import wait_until
+from support.server import NAME, UNFILTERED, Server, live
 
 from pystaged.engine import Engine
 
@@ -114,4 +115,4 @@ def test_a_stream_that_is_cancelled(server: Server, engine: Engine) -> None:
             await parts.close()
 
     asyncio.run(work())
-    wait_until(lambda: not engine._scheduler._texts)
+    wait_until(lambda: engine.runtime.scheduler.is_idle)

@@ -9,19 +9,19 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import psutil
 import pytest
 from support.memory import used
-from support.server import UNFILTERED, Server, events, live, wait_until
+from support.scheduling import held, is_idle, wait_until
+from support.server import UNFILTERED, Server, events, live
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pystaged.config import GenerationConfig
+from pystaged.config import Grammar
 from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
 
@@ -48,20 +48,9 @@ def head(length: int, path: str = PATH) -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
-def is_idle(engine: Engine) -> bool:
-    return not engine._scheduler._texts
-
-
 def endless(**options: Any) -> dict[str, Any]:
     """A request for a text that takes a while."""
     return {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 1} | UNFILTERED | options
-
-
-@contextmanager
-def held(engine: Engine) -> Iterator[None]:
-    """No text goes on for as long as the context lasts."""
-    with engine._scheduler._driver.when_free():
-        yield
 
 
 def asked(server: Server, request: dict[str, Any], connection: socket.socket | None = None) -> socket.socket:
@@ -406,7 +395,7 @@ def test_two_hundred_requests_of_sixteen_clients(engine: Engine) -> None:
             gap = statistics.quantiles(clients.gaps, n=20)[-1]
             words = f"gaps between tokens: p95 {1e3 * gap:.1f} ms; held: {held[-1] / (1 << 20):.1f} MiB"
             print(words)  # noqa: T201
-        assert engine._contexts.num_bytes <= engine.kv_memory
+        assert engine.runtime.contexts.num_bytes <= engine.kv_memory
     assert held[-1] - held[1] < _MOST_GROWTH
 
 
@@ -433,13 +422,13 @@ def test_forms_that_take_long_keep_nobody_else_waiting(engine: Engine, monkeypat
     """More of them than there are threads."""
     go_on, waiting = threading.Event(), []
 
-    def constraint(config: GenerationConfig) -> None:
-        if config.grammar:
-            waiting.append(config)
+    def constraint(grammar: Grammar | None) -> None:
+        if grammar:
+            waiting.append(grammar)
             assert go_on.wait(60)
             raise GrammarError("no")
 
-    monkeypatch.setattr(engine, "_constraint", constraint)
+    monkeypatch.setattr(engine.runtime, "_constraint", constraint)
     with live(engine, queue=100) as server, ThreadPoolExecutor(48) as pool:
         try:
             chats = [body(i) | {"messages": [{"role": "user", "content": "a"}]} | FORMED[i % 4] for i in range(48)]

@@ -8,7 +8,8 @@ from typing import Any
 
 import anthropic
 import pytest
-from support.server import NAME, Server, live, wait_until
+from support.scheduling import wait_until
+from support.server import NAME, Server, live
 
 from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
@@ -134,4 +135,4 @@ def test_a_failure_in_the_middle(client: anthropic.Anthropic, monkeypatch: pytes
         pytest.raises(anthropic.APIError, match="broke"),
     ):
         stream.get_final_message()
-    wait_until(lambda: not engine._scheduler._texts)
+    wait_until(lambda: engine.runtime.scheduler.is_idle)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.server import Server, live, wait_until
+from support.scheduling import wait_until
+from support.server import Server, live
 
 import pystaged
 from pystaged.config import SamplingConfig
@@ -248,7 +249,7 @@ def test_stop(page: Page, engine: Engine) -> None:
     written = page.turns()[1]["content"]
     assert written
     assert text.text.startswith(written)
-    page.wait(lambda: not engine._scheduler._texts)
+    page.wait(lambda: engine.runtime.scheduler.is_idle)
     page.browser.refresh()
     assert page.turns()[1]["content"] == written
     page.choose(max_tokens="4")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
@@ -15,6 +14,7 @@ from pystaged.engine import Engine
 from pystaged.server import run
 from pystaged.server.app import application
 from pystaged.server.settings import Settings
+from support.scheduling import wait_until
 
 NAME = "tiny"
 SECONDS = 120
@@ -83,11 +83,3 @@ def events(data: bytes) -> list[Any]:
     assert parts.pop() == "data: [DONE]"
     assert all(part.startswith("data: ") for part in parts)
     return [json.loads(part[6:]) for part in parts]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.005)

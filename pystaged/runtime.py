@@ -1,0 +1,183 @@
+"""What all texts of a model share, and how a prompt becomes a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Sequences
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import ContextFullError, Tokenizer
+from pystaged.config import GenerationConfig, Grammar, integer
+from pystaged.decoding.contexts import ContextPool
+from pystaged.decoding.policy import TreePolicy
+from pystaged.decoding.rounds import Rounds
+from pystaged.loading.bundle import Bundle
+from pystaged.loading.factory import DecoderFactory
+from pystaged.process import ProcessLock
+from pystaged.receipt import Origin
+from pystaged.scheduler import Scheduler
+from pystaged.sequence import Sequence
+from pystaged.text import Prompt, encode_continuation
+
+if TYPE_CHECKING:
+    from pystaged.grammars import GrammarConstraint, Grammars
+
+
+class Runtime:
+    """The models of an engine, its contexts and its scheduler.
+
+    bundle: target, what drafts for it, tokenizer. decoders: makes its contexts. n_ctx: positions of a context.
+
+    Args and errors as in Engine.
+    """
+
+    def __init__(
+        self, bundle: Bundle, n_ctx: int, kv_memory: int | None, policy: TreePolicy | None, prompt_delay: float
+    ) -> None:
+        self.bundle = bundle
+        self.decoders = decoders = DecoderFactory(bundle)
+        self.contexts = ContextPool(
+            lambda source, length: decoders.decoder(n_ctx, policy, source, length),
+            kv_memory,
+            free=bundle.free_memory(),
+            on_device=[bool(each.devices) for each in bundle.models],
+        )
+        self.n_ctx = self.contexts.n_ctx
+        self.rounds = Rounds(None if policy else decoders.target_cost(), prompt_delay)
+        self.scheduler = Scheduler(self.rounds, self.contexts, bundle.text_over)
+        self._grammars: Grammars | None = None
+        self._lock = ProcessLock()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's vocabulary."""
+        return self.bundle.tokenizer
+
+    def sequence(
+        self, prompt: Prompt, config: GenerationConfig, *, is_end: Callable[[int], bool] | None = None
+    ) -> Sequence:
+        """A text that goes on with a prompt, not begun.
+
+        Args:
+            is_end: whether a token ends the text; by default the tokens that the vocabulary says.
+
+        Raises:
+            ValueError, TypeError, ContextFullError: as in Engine.stream; a closed engine.
+        """
+        self.contexts.check_open()
+        tokens = self.encode(prompt)
+        return Sequence(
+            prompt,
+            tokens,
+            config,
+            self.tokenizer,
+            constraint=self._constraint(config.grammar),
+            prediction=self.prediction(config.prediction),
+            is_end=is_end,
+            origin=None if is_end else self._origin(tokens, config),
+        )
+
+    def repeated(self, sequences: Iterable[Sequence], n: int) -> Iterator[Sequence]:
+        """Each n times, with its seed and those that follow, modulo 2**64; made when they are asked for.
+
+        Raises:
+            ValueError, TypeError: at once: n is no number above 0.
+        """
+        if integer("n", n) < 1:
+            raise ValueError(f"n must be at least 1, not {n}")
+
+        def all_of(sequence: Sequence) -> Iterator[Sequence]:
+            yield sequence
+            config = sequence.config
+            for i in range(1, n):
+                sampling = replace(config.sampling, seed=(sequence.seed + i) % 2**64)
+                yield self.sequence(sequence.prompt, replace(config, sampling=sampling), is_end=sequence.is_end)
+
+        return (each for sequence in sequences for each in all_of(sequence))
+
+    def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
+        """The tokens of a prompt, int32[n]; as Engine.encode."""
+        if isinstance(prompt, str):
+            try:
+                tokens = self.tokenizer.encode(prompt) if add_special else encode_continuation(self.tokenizer, prompt)
+            except UnicodeError as error:
+                raise ValueError("the prompt is not valid Unicode text: it cannot be written as UTF-8") from error
+        else:
+            tokens = _token_ids(prompt, self.tokenizer.num_tokens)
+        if len(tokens) == 0:
+            raise ValueError("the prompt is empty; give at least one character to continue from")
+        if len(tokens) > self.n_ctx:
+            more = self.bundle.target.max_context
+            raise ContextFullError(
+                f"the prompt has {len(tokens)} tokens, but the context holds {self.n_ctx}; shorten the prompt"
+                + (f", or ask for a longer context with n_ctx (--n-ctx), up to {more}" if more > self.n_ctx else "")
+            )
+        return tokens
+
+    def prediction(self, expected: Prompt) -> list[int]:
+        """The tokens that a text is expected to have, no more than it can. Raises ValueError for what is no text, or no
+        token."""
+        if not isinstance(expected, str):
+            tokens: list[int] = _token_ids(expected, self.tokenizer.num_tokens).tolist()
+            return tokens[: self.n_ctx]
+        try:
+            tokens = encode_continuation(self.tokenizer, expected, parse_special=False).tolist()
+        except UnicodeError as error:
+            raise ValueError("the prediction is not valid Unicode text: it cannot be written as UTF-8") from error
+        return tokens[: self.n_ctx]
+
+    def close(self) -> None:
+        """As Engine.close."""
+        if not self.contexts.closed:
+            self.contexts.close()
+            self.bundle.close()
+            if self._grammars is not None:
+                self._grammars.close()
+
+    def _origin(self, prompt: NDArray[np.int32], config: GenerationConfig) -> Origin:
+        """What a text is made of."""
+        bundle, model = self.bundle, self.bundle.target
+        if config.progress:  # which may hold anything
+            config = replace(config, progress=None)
+        return Origin(bundle.file, model.name, bundle.vocabulary, bundle.device, model.kv, self.n_ctx, prompt, config)
+
+    def _constraint(self, grammar: Grammar | None) -> GrammarConstraint | None:
+        """What a text with this grammar must be. Raises as Grammars does."""
+        if grammar is None:
+            return None
+        with self._lock.here():
+            if self._grammars is None:
+                from pystaged.grammars import Grammars  # noqa: PLC0415  brings llguidance
+
+                self._grammars = Grammars(self.tokenizer)
+        return self._grammars.constraint(grammar)
+
+
+def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:
+    """Token ids as int32[n].
+
+    Raises:
+        TypeError: not a sequence of integers.
+        ValueError: an id outside of the vocabulary.
+    """
+    # Bytes are numbers too, but not of tokens.
+    if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, (Sequences, np.ndarray)):
+        raise TypeError(f"the prompt must be a string or token ids, not {type(prompt).__name__}")
+    if len(prompt) == 0:
+        return np.empty(0, np.int32)
+    if isinstance(prompt[0], Mapping):
+        raise TypeError("the prompt must be a string or token ids; messages are answered by chat and stream_chat")
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of several lengths
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError("the prompt must be a string or token ids: integers, one after the other")
+    outside = ids[(ids < 0) | (ids >= num_tokens)]
+    if len(outside):
+        raise ValueError(f"token {outside[0]} is outside of the vocabulary of {num_tokens}")
+    return ids.astype(np.int32)

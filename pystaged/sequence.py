@@ -1,0 +1,225 @@
+"""One text from its prompt to its result."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import DeviceError, Tokenizer
+from pystaged.config import GenerationConfig
+from pystaged.decoding.constraint import Constraint
+from pystaged.decoding.contexts import Wait
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.opening import Opening
+from pystaged.decoding.rounds import Member
+from pystaged.decoding.step import Logprobs, Step
+from pystaged.decoding.tree import Stage
+from pystaged.loops import LoopFinder
+from pystaged.receipt import Origin
+from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, TokenLogprob
+from pystaged.sampling import bind
+from pystaged.stats import GenerationStats
+from pystaged.text import Prompt, TextBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How many tokens of a prompt are read, of how many, and who is to be told: by the reader, because the thread that
+    steps sequences must not wait."""
+
+    progress: Callable[[int, int], object]
+    tokens: int
+    of: int
+
+    def tell(self) -> None:
+        self.progress(self.tokens, self.of)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The last thing that a sequence says: the exception that ended it, or None."""
+
+    error: BaseException | None
+
+
+class Sequence(Member):
+    """The state of one text: what it was asked for, its tokens, text and figures so far, and where it stands.
+
+    It says how far its prompt is read, pieces, and an End as the last, all to `put`, which must not wait. It is `begin`
+    and stepped by the thread of a scheduler; readers may look at what is written at any time.
+
+    config: what it was asked for. stats: its figures so far. wait: what it waited for when it was last asked to begin.
+    num_said, num_read: tokens; it waits where most_unread of them are not read yet. process: in which it was opened.
+
+    Args:
+        prompt: as it was given; prompt_tokens: int32[n].
+        constraint: what the text must be; of this sequence alone.
+        prediction: tokens that the text is expected to have.
+        is_end: whether a token ends the text; by default the tokens that the vocabulary says.
+        origin: what the text is made of, for its receipt; None for a text that has none.
+
+    Raises:
+        ValueError, TypeError: as in sampling.bind.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        prompt_tokens: NDArray[np.int32],
+        config: GenerationConfig,
+        tokenizer: Tokenizer,
+        *,
+        constraint: Constraint | None = None,
+        prediction: list[int] | None = None,
+        is_end: Callable[[int], bool] | None = None,
+        origin: Origin | None = None,
+    ) -> None:
+        super().__init__()
+        self.prompt, self.prompt_tokens, self.config, self.is_end = prompt, prompt_tokens, config, is_end
+        self.prediction = prediction or []
+        self.stats = GenerationStats()
+        self.tokens: list[int] = []
+        self._tokenizer, self._constraint, self._origin = tokenizer, constraint, origin
+        self._sampling = bind(config.sampling, tokenizer, len(prompt_tokens), config.logprobs, constraint)
+        self._opening = Opening(config.reuse, self.prediction, config.prompt_logprobs)
+        self._buffer = TextBuffer(config.stop)
+        self._loops = LoopFinder() if config.stop_loops else None
+        self._text: list[str] = []
+        self._stages: list[Stage] = []
+        self._pieces: list[bytes] = []
+        self._logprobs: list[TokenLogprob] | None = None if config.logprobs is None else []
+        self._finish: FinishReason | None = None
+        self._release: Callable[[BaseException | None], None] | None = None
+        # Between the reader and the scheduler.
+        self.put: Callable[[Any], None]
+        self.most_unread: float = sys.maxsize
+        self.num_said = self.num_read = 0
+        self.wait: Wait | None = None
+        self.process: int | None = None
+        self.is_cancelled = False
+
+    @property
+    def seed(self) -> int:
+        """Of the sampling."""
+        return self.config.sampling.seed
+
+    @property
+    def reuse(self) -> bool:
+        """Whether it may begin with what a context holds already."""
+        return self._opening.reuse
+
+    @property
+    def met_stop_string(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._buffer.met
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether it has begun, is not over and not too far ahead of its reader."""
+        return self.decoder is not None and not self.is_over and self.num_said - self.num_read < self.most_unread
+
+    def result(self) -> GenerationResult:
+        """What is written by now."""
+        return GenerationResult(
+            "".join(self._text),
+            self.tokens,
+            self._finish or "cancelled",
+            self.seed,
+            self.stats,
+            self._stages,
+            self._pieces,
+            self._logprobs,
+            self._prompt_logprobs(),
+            self._origin,
+        )
+
+    def start(self, context: Decoder, release: Callable[[BaseException | None], None]) -> None:
+        """Begin in a context. Raises as Decoder.text.
+
+        Args:
+            release: called at the end with the exception that ended the text, or None: gives the context back.
+        """
+        config, progress = self.config, self.config.progress
+        steps = context.text(
+            self.prompt_tokens,
+            self._sampling,
+            config.max_tokens,
+            is_end=self.is_end or self._tokenizer.is_end,
+            speculate=config.speculate,
+            stats=self.stats,
+            progress=progress and (lambda tokens, of: self.put(Reading(progress, tokens, of))),
+            constraint=self._constraint,
+            opening=self._opening,
+        )
+        self._release = release
+        self.begin(context, steps)
+
+    def say(self, step: Step) -> None:
+        piece = self._piece(step)
+        if piece.tokens or piece.text:
+            self.num_said += len(piece.tokens)
+            self.put(piece)
+        if self._buffer.stopped or self._finish == "loop":
+            self.close()
+
+    def ended(self, error: BaseException | None) -> None:
+        if self._finish is None:  # what was held back is no longer the beginning of a stop string
+            self._text.append(self._buffer.finish(cut=True))
+        lost = error
+        if isinstance(error, DeviceError) and self.decoder:
+            words = self.prompt if isinstance(self.prompt, str) else self.prompt_tokens.tolist()
+            lost = DeviceLostError(str(error), words, "".join(self._text), self.tokens)
+            lost.__cause__ = error
+        try:
+            if self._release:
+                self._release(error)
+        finally:
+            self.decoder = self._release = self._steps = None
+            self.put(End(lost))
+
+    def _piece(self, step: Step) -> Piece:
+        """What a step adds: its tokens up to a stop string or a loop, and the text that is certain after them."""
+        text, new = "", 0
+        finish: FinishReason | None = step.finish_reason
+        for token in step.tokens:
+            self._pieces.append(self._tokenizer.token_bytes(token))
+            text += self._buffer.push(self._pieces[-1])
+            new += 1
+            if self._buffer.stopped:
+                break
+            if self._loops and self._loops.push(token):
+                finish = "loop"
+                break
+        if finish:
+            text += self._buffer.finish(cut=finish != "stop")
+        self._finish = "stop" if self._buffer.stopped else finish
+        self._text.append(text)
+        self.tokens += step.tokens[:new]
+        self._stages += step.stages[:new]
+        self.stats.cut(step.stages[new:])
+        logprobs = None
+        if step.logprobs is not None and self._logprobs is not None:
+            logprobs = tuple(map(self._logprob, step.tokens[:new], step.logprobs[:new]))
+            self._logprobs += logprobs
+        return Piece(text, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path), logprobs)
+
+    def _prompt_logprobs(self) -> list[TokenLogprob] | None:
+        if self._opening.num_top is None:
+            return None
+        found = list(self._opening.logprobs)  # the thread may be reading the prompt
+        tokens = self.prompt_tokens[1 : 1 + len(found)].tolist()
+        return [self._logprob(token, logprobs) for token, logprobs in zip(tokens, found, strict=True)]
+
+    def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:
+        """The same with the tokens' texts."""
+
+        def spelled(token: int) -> str:
+            return self._tokenizer.token_bytes(token, special=True).decode("utf-8", "replace")
+
+        top = [TokenLogprob(other, spelled(other), logprob) for other, logprob in logprobs.top]
+        return TokenLogprob(token, spelled(token), logprobs.of_token, top)
