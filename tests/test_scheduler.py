@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.children import forks, in_child
-from support.scheduling import held, is_idle, wait_until
+from support.scheduling import is_idle, wait_until
 
 import pystaged
 from pystaged import Growth
@@ -373,9 +373,11 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
                 for text, each in enumerate([prompt, prompt, [7, 8, 9]]):
                     begin(each, lambda *_, text=text: began.setdefault(text, read[-1]), max_tokens=3)
 
-        with held(engine):
-            begin([1, 2, 3], max_tokens=200)
-            begin(prompt, note, max_tokens=3)
+        first = engine.stream([1, 2, 3], max_tokens=200).sequence
+        engine.runtime.scheduler.open(first, listen, 1)
+        wait_until(lambda: engine.runtime.scheduler._is_waiting)  # for a reader, after its first step
+        first.most_unread = math.inf
+        begin(prompt, note, max_tokens=3)
         wait_until(lambda: len(began) == 3 and is_idle(engine))
         assert began[2] < 200 < min(began[0], began[1])
 
