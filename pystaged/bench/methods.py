@@ -8,7 +8,7 @@ setup names it.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,15 +67,14 @@ class Method:
         return not self.is_baseline and self.way in ("plain", "staged")
 
 
-def ours(setup: Setup) -> list[Method]:
-    """Our own methods."""
+def ours(setup: Setup, accept: Sequence[float] = ()) -> list[Method]:
+    """Our own methods; with `accept` plain decoding, and drafting of that acceptance at depth 1, 2, ..."""
     with_model = without_head(setup)["draft"]
-    setups = [("", setup | {"runner": f"{__package__}.own_methods"})]
-    return [
-        Method(name, way, "own", False, setups)
-        for way, name in OURS.items()
-        if with_model or way not in ("tree", "chain")
-    ]
+    setups = [("", setup | {"runner": f"{__package__}.own_methods", "accept": accept})]
+    named = {way: name for way, name in OURS.items() if with_model or way not in ("tree", "chain")}
+    if accept:
+        named = {"plain": OURS["plain"], "synthetic": f"synthetic, accept {', '.join(f'{rate:g}' for rate in accept)}"}
+    return [Method(name, way, "own", False, setups) for way, name in named.items()]
 
 
 def baselines(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> list[Method]:

@@ -10,13 +10,14 @@ import numpy as np
 
 from pystaged._core import RecycledCandidates, Session
 from pystaged.bench.suite import SAMPLINGS
+from pystaged.bench.synthetic import ScriptedDrafter
 from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import Requests, finish
 from pystaged.drafting.lookups import ngram_drafter
-from pystaged.drafting.model import model_drafter
+from pystaged.drafting.model import ModelProposer, model_drafter
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
 from pystaged.stats import GenerationStats
@@ -38,14 +39,16 @@ class Runner:
     """Decodes by the methods of Spector & Ré's Table 2, and some more.
 
     Args:
-        setup: model, draft (path or None), threads, n_ctx; warm: prompts, lists of tokens, that what drafts has
-            continued before, by max_tokens each, and remembers; without any it has no memory.
+        setup: model, draft (path or None), threads, n_ctx; accept: acceptance at depth of "synthetic"; warm:
+            prompts, lists of tokens, that what drafts has continued before, by max_tokens each, and remembers; without
+            any it has no memory.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._bundle = Bundle(setup["model"], setup["draft"], setup["threads"], lambda _: None)
         self._factory = DecoderFactory(self._bundle)
         self._n_ctx = setup["n_ctx"]
+        self._accept = setup.get("accept", [])
         self._warm, self._warm_tokens = setup.get("warm", []), setup.get("max_tokens", 0)
         # Rates of acceptance learnt under one sampling do not help another.
         self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
@@ -95,10 +98,18 @@ class Runner:
             policy = GainPolicy(self._factory.target_cost(), self._factory.ngram_cost.lookup)
             drafter = ngram_drafter(bundle.table, policy, vocab_size, recycled=bundle.recycled)
             return _Ready(target, drafter)
-        draft, draft_cost = bundle.draft, self._factory.draft_cost()
+        draft, draft_cost, target_cost = bundle.draft, self._factory.draft_cost(), self._factory.target_cost()
+        if way == "synthetic":
+            proposer = None
+            if draft and draft_cost:
+                session = Session(draft, self._n_ctx)
+                proposer = ModelProposer(session, vocab_size=vocab_size, substitutes=bundle.substitutes)
+            return _Ready(
+                target, ScriptedDrafter(self._accept, proposer, target_cost, draft_cost or (lambda _: 0.0), vocab_size)
+            )
         if draft is None or draft_cost is None:
             raise ValueError(f"{way} needs a draft")
-        policy = GainPolicy(self._factory.target_cost(), draft_cost, children={"tree": 4, "chain": 1}[way])
+        policy = GainPolicy(target_cost, draft_cost, children={"tree": 4, "chain": 1}[way])
         session = Session(draft, self._n_ctx)
         return _Ready(
             target,
@@ -109,6 +120,9 @@ class Runner:
         prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()
         # Forget the last text, so that no method finds a part of this prompt in its context.
         finish(decoder.start(prompt[:1]))
+        for drafter in decoder.drafters:
+            if isinstance(drafter, ScriptedDrafter):
+                drafter.script = self.run(job | {"way": "plain"}).tokens
         tokens, first, ended = list[int](), 0.0, False
         begin, is_end = time.perf_counter(), self._bundle.tokenizer.is_end
         for step in decoder.generate(prompt, job["sampling"], job["max_tokens"], is_end=is_end, stats=stats):

@@ -94,6 +94,10 @@ def bench(
         list[Path] | None,
         typer.Option(help="Folder of a build of llama.cpp or ik_llama.cpp: it takes part, too. Repeatable."),
     ] = None,
+    accept: Annotated[
+        str | None,
+        typer.Option(help="Instead: what drafts with this acceptance at depth 1, 2, ... would gain; as 0.8,0.6,0.5."),
+    ] = None,
     warm: Warm = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.md, report.json and pictures.")] = None,
     as_json: Json = False,
@@ -107,12 +111,16 @@ def bench(
 
     Example: pystaged bench --model grown --llama-cpp ~/llama.cpp/build/bin --out report
 
+    Example: pystaged bench --model big.gguf --draft small.gguf --accept 0.8,0.7,0.6
     """
     if context.invoked_subcommand:
         given = [context.get_parameter_source(name) for name in context.params]
         if any(source and source.name == "COMMANDLINE" for source in given):
             raise typer.BadParameter(f"the options of {context.invoked_subcommand} stand after its name")
         return
+    rates = _rates(accept) if accept is not None else []
+    if rates and warm:
+        raise typer.BadParameter("--accept measures nothing that remembers; leave --warm out")
     _check_type(model, quantization)
     found_draft = draft_name(draft)
     setup = {"draft": models.find_draft(model, found_draft)}
@@ -129,6 +137,7 @@ def bench(
         threads=threads,
         baselines=baselines,
         llama_cpp=llama_cpp or [],
+        accept=rates,
         warm=warm,
     )
     if out:
@@ -377,3 +386,14 @@ def _numbers(option: str, given: str, least: int, most: int = 2**31 - 1) -> list
         if not least <= number <= most:
             raise typer.BadParameter(f"{option} takes numbers from {least} to {most}, not {number}")
     return numbers
+
+
+def _rates(accept: str) -> list[float]:
+    """The numbers of --accept."""
+    try:
+        rates = [float(word) for word in accept.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 <= rate <= 1 for rate in rates):
+        raise typer.BadParameter(f"--accept takes probabilities between 0 and 1, as 0.8,0.6,0.5; not '{accept}'")
+    return rates

@@ -103,6 +103,10 @@ class TreeDrafter:
         for proposer in self._proposers:
             proposer.end()
 
+    def most_levels(self) -> float:
+        """Levels of a tree that its proposers have room for."""
+        return min(proposer.most_levels() for proposer in self._proposers)
+
     def lag(self) -> float:
         return sum(proposer.lag() for proposer in self._proposers)
 
@@ -120,7 +124,7 @@ class TreeDrafter:
             self._discard()  # what came of the last tree is not known: its step failed
         self._calibration = self._calibrations[sampling.is_greedy]
         self._asked = False
-        max_depth = int(min(max_depth, *(proposer.most_levels() for proposer in self._proposers)))
+        max_depth = int(min(max_depth, self.most_levels()))
         self._children = self._policy.children
         candidates = max(CANDIDATES, self._children)
         tree = GrowingTree(self._tail, self._length, max_depth, candidates, sampling, self._constraint)
