@@ -39,7 +39,7 @@ def speculate(
     Returns:
         The tokens of each step: of its accepted path, and the bonus token.
     """
-    target.truncate(0)
+    target.rewind(0)
     target.prefill(prompt[:-1])
     drafter.start(prompt)
     steps: list[list[int]] = []

@@ -76,7 +76,7 @@ def test_the_acceptance_rule_is_the_sessions(pair: tuple[Engine, Session, Drafte
     lengths = []
     for sampling in SAMPLINGS:
         speculate(session, drafter, prompt, sampling, 8)
-        session.truncate(len(prompt) - 1)
+        session.rewind(len(prompt) - 1)
         drafter.start(prompt)
         tree = finish(drafter.draft(sampling, 8))
         session.evaluate(tree.tokens, tree.parents)
