@@ -139,19 +139,20 @@ def test_what_is_dropped_or_closed_leaves_the_others_alone(engine: Engine) -> No
 
 def test_a_policy_that_fails_harms_nobody_else(path: Path) -> None:
     class Failing(FixedPolicy):
-        calls = 0
+        left = math.inf  # calls
 
         def keep(self, growth: Growth) -> int:
-            Failing.calls += 1
-            if Failing.calls == 5:
+            Failing.left -= 1
+            if Failing.left == 0:
                 raise RuntimeError("mine")
             return super().keep(growth)
 
     with pystaged.load(path, policy=Failing(2, 3, 6)) as engine:
-        alone = engine.generate(PROMPTS[0], max_tokens=50, speculate=False).tokens
-        streams = [engine.stream(PROMPTS[0], max_tokens=50) for _ in range(4)]
+        alone = engine.generate(PROMPTS[0], max_tokens=400, speculate=False).tokens
+        streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(4)]
         for stream in streams:
             next(stream)
+        Failing.left = 5
         found: list[object] = []
         for stream in streams:
             try:
@@ -159,7 +160,7 @@ def test_a_policy_that_fails_harms_nobody_else(path: Path) -> None:
             except RuntimeError as error:
                 found.append(str(error))
         assert sorted(found, key=str) == [alone] * 3 + ["mine"]
-        assert engine.generate(PROMPTS[0], max_tokens=50).tokens == alone
+        assert engine.generate(PROMPTS[0], max_tokens=400).tokens == alone
 
 
 def test_a_policy_that_generates(path: Path) -> None:
