@@ -177,8 +177,7 @@ def test_ways_stop_where_the_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BASELINE = """
     import os, signal, sys, time
-    from pystaged.bench.synthetic import ScriptedDrafter
-from pystaged.bench.worker import Measurement
+    from pystaged.bench.worker import Measurement
     class Runner:
         def __init__(self, setup):
             self.setup = setup
