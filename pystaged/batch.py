@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
@@ -50,15 +51,13 @@ class Batch:
         return sequence, None
 
     def close(self) -> None:
-        """End all after the pass in hand, and wait for that."""
+        """End all after the pass in hand, and wait for that, unless the collector closes it in the scheduler's thread."""
         for sequence in self._open:
             self._scheduler.cancel(sequence)
-        # One that Ctrl-C kept from being opened has no end to wait for.
-        left = {sequence for sequence in self._open if sequence.process}
-        while left:
-            sequence, said = self._said.get()
-            if isinstance(said, End):
-                left.discard(sequence)
+        # One that Ctrl-C kept from being opened has no end to wait for, nor has one of the process that forked this.
+        here = [sequence for sequence in self._open if sequence.process == os.getpid()]
+        while not self._scheduler.in_step and any(sequence.end is None for sequence in here):
+            self._said.get()
         self._open.clear()
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -14,7 +15,7 @@ from pystaged._core import DeviceError
 from pystaged.decoding.contexts import ContextPool, Wait
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.rounds import Rounds
-from pystaged.sequence import Sequence
+from pystaged.sequence import End, Sequence
 
 MOST_UNREAD = 256  # tokens that a sequence runs ahead of its reader
 _MOST_ASKED = 8  # sequences that wait for a prompt of another one, and are asked again in a round
@@ -60,6 +61,10 @@ class Scheduler:
         """
         if os.getpid() != self._process:
             self._begin()  # the sequences and the thread are the parent's
+        if sequence.is_over:  # fork() came in the middle of its end
+            put(sequence.end or End(None))
+            sequence.process = self._process
+            return
         sequence.put, sequence.most_unread = put, MOST_UNREAD if most_unread is None else most_unread
         self._inbox.put(sequence)
         with self._starting:
@@ -74,13 +79,13 @@ class Scheduler:
         if self._is_stopping:
             raise RuntimeError("no text can be begun while the process ends")
         if self._thread is None:
+            _running.add(self)
             self._thread = threading.Thread(target=self._run, name="pystaged", daemon=True)
             try:
                 self._thread.start()
             except BaseException:
                 self._thread = None
                 raise
-            _running.add(self)
 
     def note_read(self, sequence: Sequence, piece: Any) -> None:
         """Note that somebody has read a piece, so that the sequence may go on."""
@@ -111,7 +116,7 @@ class Scheduler:
         self._ring()
 
     def stop(self) -> None:
-        """End the thread after the pass in hand, whatever becomes of the sequences: the process ends."""
+        """End all sequences after the pass in hand, and the thread: the process ends."""
         self._is_stopping = True
         self._ring()
         if thread := self._thread:
@@ -131,20 +136,21 @@ class Scheduler:
                 # A fault of our own; nobody may hang.
                 played = True
                 for sequence in self._sequences:
-                    sequence.close(error)
+                    with suppress(BaseException):
+                        sequence.close(error)
             if not played:
                 self._wait()
 
     def _is_over(self) -> bool:
         """Whether the thread may end."""
         with self._starting:
-            if not self._is_stopping and (self._sequences or not self._inbox.empty()):
+            if self._sequences or not self._inbox.empty():
                 return False
             self._thread = None
             return True
 
     def _settle(self) -> None:
-        """Take in new sequences, close those that were cancelled, forget those that are over."""
+        """Take in new sequences, close those that nobody wants any more, forget those that are over."""
         while True:
             try:
                 sequence = self._inbox.get_nowait()
@@ -153,7 +159,7 @@ class Scheduler:
             if sequence not in self._sequences:  # Ctrl-C may have its reader open it again
                 self._sequences.append(sequence)
         for sequence in self._sequences:
-            if sequence.is_cancelled:
+            if sequence.is_cancelled or self._is_stopping:
                 sequence.close()
         self._sequences = [sequence for sequence in self._sequences if not sequence.is_over]
 

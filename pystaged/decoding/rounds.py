@@ -101,7 +101,7 @@ class Member:
         try:
             if self._steps and not self._is_running:
                 self._steps.close()
-        except Exception as other:
+        except BaseException as other:
             error = error or other
         self.ended(error)
 
