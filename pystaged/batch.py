@@ -51,7 +51,7 @@ class Batch:
         return sequence, None
 
     def close(self) -> None:
-        """End all after the pass in hand, and wait for that, unless the collector closes it in the scheduler's thread."""
+        """End all after the pass in hand, and wait for that, but where the collector closes it in the thread."""
         for sequence in self._open:
             self._scheduler.cancel(sequence)
         # One that Ctrl-C kept from being opened has no end to wait for, nor has one of the process that forked this.

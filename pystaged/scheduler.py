@@ -186,7 +186,6 @@ class Scheduler:
             self._contexts.forget()
         else:
             self._contexts.give_back(context)
-            self._contexts.tidy()
         self._note_end()
 
     def _ring(self) -> None:

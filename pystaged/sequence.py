@@ -180,11 +180,12 @@ class Sequence(Member):
         try:
             if self._release:
                 self._release(error)
-        finally:
-            self.decoder = self._release = self._steps = None
-            put, self.end = self.put, End(lost)
-            del self.put  # it may hold this sequence
-            put(self.end)
+        except BaseException as fault:  # this text's, and no other one's
+            lost = lost or fault
+        self.decoder = self._release = self._steps = None
+        put, self.end = self.put, End(lost)
+        del self.put  # it may hold this sequence
+        put(self.end)
 
     def _piece(self, step: Step) -> Piece:
         """What a step adds: its tokens up to a stop string or a loop, and the text that is certain after them."""

@@ -71,7 +71,7 @@ class Member:
         except StopIteration:
             self._over(None)
         except BaseException as error:
-            self._over(error)
+            self.close(error)
 
     def note_step(self) -> None:
         """Remember the tree that is verified, for others to expect the like of."""
