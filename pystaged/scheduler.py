@@ -18,6 +18,7 @@ from pystaged.decoding.rounds import Rounds
 from pystaged.sequence import End, Sequence
 
 MOST_UNREAD = 256  # tokens that a sequence runs ahead of its reader
+_ENDS = "no text can be written while the process ends"
 _MOST_ASKED = 8  # sequences that wait for a prompt of another one, and are asked again in a round
 
 
@@ -71,13 +72,15 @@ class Scheduler:
             try:
                 self._start()
             except RuntimeError as error:  # the system refuses a thread, or the process ends
+                if isinstance(error.__context__, (KeyboardInterrupt, SystemExit)):
+                    raise error.__context__ from None  # a signal came while threading held a lock of its own
                 sequence.close(error)
         self._ring()
         sequence.process = self._process  # the last, or Ctrl-C might leave one that nobody steps
 
     def _start(self) -> None:
         if self._is_stopping:
-            raise RuntimeError("no text can be begun while the process ends")
+            raise RuntimeError(_ENDS)
         if self._thread is None:
             _running.add(self)
             self._thread = threading.Thread(target=self._run, name="pystaged", daemon=True)
@@ -150,7 +153,7 @@ class Scheduler:
             return True
 
     def _settle(self) -> None:
-        """Take in new sequences, close those that nobody wants any more, forget those that are over."""
+        """Take in new sequences, close those that are to go no further, forget those that are over."""
         while True:
             try:
                 sequence = self._inbox.get_nowait()
@@ -159,8 +162,10 @@ class Scheduler:
             if sequence not in self._sequences:  # Ctrl-C may have its reader open it again
                 self._sequences.append(sequence)
         for sequence in self._sequences:
-            if sequence.is_cancelled or self._is_stopping:
+            if sequence.is_cancelled:
                 sequence.close()
+            elif self._is_stopping:
+                sequence.close(RuntimeError(_ENDS))
         self._sequences = [sequence for sequence in self._sequences if not sequence.is_over]
 
     def _admit(self, sequence: Sequence, *, must: bool) -> None:

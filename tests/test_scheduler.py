@@ -263,6 +263,21 @@ def test_a_thread_that_the_system_refuses_is_asked_for_again(engine: Engine, mon
     assert refused.result.finish_reason == "cancelled"
 
 
+def test_ctrl_c_while_a_thread_is_started(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: threading.Thread) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            monkeypatch.undo()
+            raise RuntimeError("release unlocked lock")  # as threading says then
+
+    stream = engine.stream(PROMPTS[0], max_tokens=30)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert stream.result.finish_reason == "cancelled"
+
+
 def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pystaged.load(path, kv_memory=1) as engine:
         alone = engine.generate(PROMPTS[1], max_tokens=30).tokens
@@ -465,13 +480,15 @@ def test_texts_on_a_device(path: Path) -> None:
 
 def test_streams_can_be_closed_when_the_process_ends(path: Path) -> None:
     with pystaged.load(path) as engine:
-        stream = engine.stream(PROMPTS[0], max_tokens=400)
-        next(stream)
+        closed, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))
+        for stream in (closed, read):
+            next(stream)
         engine.runtime.scheduler.stop()
-        in_threads(stream.close)
-        assert stream.result.finish_reason == "cancelled"
-        with pytest.raises(RuntimeError, match="no text can be begun while the process ends"):
-            engine.generate(PROMPTS[0])
+        in_threads(closed.close)
+        for stream in (read, engine.stream(PROMPTS[0])):
+            with pytest.raises(RuntimeError, match="no text can be written while the process ends"):
+                stream.finish()
+        assert closed.result.finish_reason == "cancelled"
 
 
 ENDING = """
