@@ -141,10 +141,10 @@ class TextFields(SamplingOptions, total=False):
     speculate: Annotated[bool, Option(True, flags=("--speculate/--no-speculate",), help=
         "Draft tokens and verify them; without, the text is the same, only slower.")]
     logprobs: Annotated[int | None, Option(None, ge=0, le=MOST_LOGPROBS, help=
-        "Report the log-probability of each token, of unfiltered logits at temperature 1, and those of so many of "
+        "Report the log-probability of each token, of unfiltered logits at temperature 1, and those of this many of "
         "the likeliest tokens at its position.")]
     prompt_logprobs: Annotated[int | None, Option(None, ge=0, le=MOST_LOGPROBS, flags=(), help=
-        "Report the same of the prompt's tokens, which are then evaluated anew.")]
+        "Report of each token of the prompt what logprobs reports of new ones; the prompt is then evaluated anew.")]
     reuse: Annotated[bool, Option(True, flags=(), help=
         "Reuse keys and values that other texts have left of the prompt; the text is the same.")]
     prediction: Annotated[str | Sequence[int], Option((), flags=(), help=
