@@ -8,7 +8,7 @@
 
 namespace pystaged {
 
-// Packed, matrices that read the same row are one where their types allow it.
+// When packed, the matrices that multiply the same row are joined into one if their types allow it.
 struct Attention {
     Norm q_norm, k_norm;
     std::vector<Linear> qkv;

@@ -1,4 +1,4 @@
-// The state of a text on the CPU, layer by layer.
+// The state of a text on the CPU: a LayerState for each layer, the alternative that the layer's mixer needs.
 #pragma once
 
 #include <variant>

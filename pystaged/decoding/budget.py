@@ -17,9 +17,9 @@ whatever the drafters do:
     of their length, PROMPT of what the target took to read their prompts, and what the operation that used up a credit
     took beyond its price.
 
-Who drafts is whose guesses bring most tokens per second: every drafter is scored by how often its first guess for the
-next token was right, when it drafts, and else now and then by a guess that is made and not verified (full information,
-arXiv 2510.20064), for which half of SHARE is spent. Nobody drafts where even the best is not expected to gain.
+The drafter whose guesses bring most tokens per second drafts. Every drafter is scored by how often its first guess for
+the next token was right, when it drafts, and else now and then by a guess that is made and not verified (full
+information, arXiv 2510.20064), for which half of SHARE is spent. None drafts where even the best would not gain.
 
 Where several texts share passes, a plain step is a pass over one row of each, and all of them wait for what one of them
 drafts: T(1) is T(texts), and a price counts once for each text.
@@ -184,7 +184,7 @@ class Budget:
             verified: the pass. telling: seconds of telling the drafters.
 
         Returns:
-            How many times as fast this was as plain decoding of the same tokens, in the same crowd, by the measured
+            How many times as fast this was as plain decoding of the same tokens, in the same batch, by the measured
             costs; 0 without costs.
         """
         if self._cost is None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Crowd:
-    """Who else is in a text's passes. A text by itself is a crowd of one.
+    """The batch that a text is in. A text alone is a batch of one.
 
-    texts: that are stepped together, this one included. rows: of the others' trees, roots included, in the next pass of
-    the target. tokens: that the others are expected to gain by it.
+    texts: how many are stepped together, this one included. rows: how many rows the others' trees, roots included, have
+    in the next pass of the target. tokens: how many the others are expected to gain by that pass.
     """
 
     texts: int = 1

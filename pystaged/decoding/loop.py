@@ -1,6 +1,6 @@
 """Decoding: a step drafts a tree and verifies it with one pass of the target.
 
-All of it is generators of requests for passes; requests.py and rounds.py drive them.
+Steps are generators that yield requests for passes; requests.py answers those of one text, rounds.py of a batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Decoder:
         cost: processor seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses
             the first drafter.
         rates: of each drafter, how often its first guess is believed to be right before it has been scored.
-        crowd: who shares the passes; by default nobody.
+        crowd: the batch that shares the passes; by default this text alone.
         meter: of what drafting costs, which the drafters share.
         clocks: the wall's and the processor's.
     """
@@ -182,7 +182,7 @@ class Decoder:
         return reused
 
     def step(self, sampling: SamplingConfig, max_tokens: int) -> Requests[Step]:
-        """Draft, verify, emit, tell: at least one token, normally no more than max_tokens."""
+        """Draft a tree, verify it, and return its tokens: at least one, normally no more than max_tokens."""
         max_depth = min(max_tokens, self.target.n_ctx - self._length) - 1
         guesses, masks = self._constrain((yield from self._draft(sampling, max_depth)), max_depth)
         # A plain step asks for no candidates: nothing would pay for finding them.

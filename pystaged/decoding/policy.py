@@ -110,7 +110,7 @@ class GainPolicy:
     """Grows while the expected extra tokens are worth their time, then keeps the n best nodes that maximize
     (1 + sum of scores) / (T_target(n + 1) + time spent drafting), at the present length of the text.
 
-    In a crowd, the others' expected tokens are added above and their rows to those of T_target. All are taken to draft
+    In a batch, the others' expected tokens are added above and their rows to those of T_target. All are taken to draft
     alike: that takes `texts` times this text's own seconds, and a drafting pass for all costs each an equal part.
 
     Args:

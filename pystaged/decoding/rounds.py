@@ -1,10 +1,11 @@
 """Many texts in one pass: each drafts, one pass of the target verifies all, each goes on with what came of it.
 
-Rows are one budget. The guesses of all trees compete by their scores, and the n best are verified, where n maximizes
+The guesses of all trees are ranked together by score, and the n best are verified, where n maximizes
 
     (texts + sum of scores) / (T(texts + n) + time since the last pass, which drafting took).
 
-Prompts ride along in pieces. Each row's values are independent of its neighbours, so no text changes by a byte.
+Prompts are read in pieces in the same passes. Each row's values are independent of its neighbours, so no text changes
+by a byte.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.requests import MOST_ROWS, Clocks, Done, Read, Request, Verify, fulfil, resume
 from pystaged.stats import PassStats
 
-PROMPT_DELAY = 0.25  # seconds that a pass may take because prompts ride along
-_LEAST_PIECE = 8  # tokens of prompts that ride along in a pass however long it takes
+PROMPT_DELAY = 0.25  # seconds that a pass may take when it reads pieces of prompts, too
+_LEAST_PIECE = 8  # tokens of prompts that a pass reads, however long it takes
 _UNPRICED_PIECE = 32  # the same where no costs are known
-_DRAFT_PIECE = 64  # tokens of a prompt that a draft reads in a round beside other texts
+_DRAFT_PIECE = 64  # tokens of a prompt that a draft reads in one step of a batch of texts
 
 
 class Member:
@@ -79,7 +80,7 @@ class Member:
             self.rows, self.gain = self.request.num_rows, float(self.request.tree.scores.sum())
 
     def see(self, steps: Sequence[Member]) -> None:
-        """Tell it which sequences take steps in this round: they are taken to share its next pass, too."""
+        """Tell it which sequences of the batch take steps now: they are expected to share its next pass, too."""
         if self.decoder:
             others = [member for member in steps if member is not self]
             crowd = self.decoder.crowd
@@ -132,7 +133,7 @@ class Rounds:
         self._last = self._clocks.processor()  # when the last pass of the target ended
 
     def play(self, texts: Sequence[Member]) -> None:
-        """One round: each text gets a step further or reads a piece of its prompt, by one pass of the target."""
+        """Step the batch: each text takes a step or reads a piece of its prompt, by one pass of the target."""
         for text in texts:
             if text.request is None and not text.is_over:
                 text.go_on(None)

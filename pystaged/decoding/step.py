@@ -35,7 +35,7 @@ class Step:
     """What one step adds to a text.
 
     tokens; stages: who proposed each. tree: what was verified; path: its accepted nodes, root first. verify_seconds: of
-    the verify pass; speedup: over plain decoding of the same tokens in the same crowd by the measured costs, 0 where
+    the verify pass; speedup: over plain decoding of the same tokens in the same batch by the measured costs, 0 where
     none are. pass_rows: of the pass, others' too; pass_texts: texts that took a step in it.
     logprobs: of each token, None where they are not asked for.
     finish_reason: in the last step "stop" for the end of text, "length" for max_tokens or a full context, else None.

@@ -1,7 +1,8 @@
 """How much each proposer counts: their shares in the mixture, and how often its candidates come true.
 
-Sources say who proposed and on what grounds. A draft model decides alone. Whatever else speaks of a node is mixed in
-the order of the proposers: each takes its share, and leaves the rest to what was said before it.
+A source is a number that says which proposer spoke and, of a lookup, after how many tokens. A draft model proposes
+alone. The other proposers are mixed in their order: each takes its share, and the rest goes to the mixture of those
+before it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.tree import Cell
 from pystaged.drafting.proposer import Proposal
 
-# Among lookups the higher source names the mixture.
+# A mixture of lookups has the highest of their sources.
 DRAFT = 1
 TABLE = 2
 RECYCLED = 2  # + 1 or 2: the tokens that the candidates are known after

@@ -104,7 +104,7 @@ class Proposer:
         """Begin a text: all its tokens so far, int32[n], the last of which is the root; and what may follow them."""
 
     def begin(self, tree: GrowingTree, node: int, seconds: float) -> Requests[None]:
-        """Begin a tree, of which `node` will be asked for first; what is before it is certain."""
+        """Begin a tree. `node` will be asked for first; the nodes on the path to it are certain."""
         del tree, node, seconds
         yield from ()
 
@@ -112,7 +112,7 @@ class Proposer:
         """The text goes on with these tokens, the last of which is the next root."""
 
     def discard(self) -> None:
-        """Forget the tree in hand: what came of it is not known."""
+        """Forget the current tree: its outcome will not be known."""
 
     def end(self) -> None:
         """The text is over: free what the next start would discard."""
