@@ -1,8 +1,8 @@
 // Which cells of a text the layers with a window keep.
 //
-// Two windows are kept, each with at least kSlack cells before it: that of the next row, and that of the first row after the last
-// prompt. All other cells are given up. So a text can go back to the end of its prompt, for another answer, and up to
-// kSlack positions before that or before its own end, for another prompt with the same beginning.
+// Two windows are kept, each with at least kSlack cells before it: that of the next row, and that of the first row
+// after the last prompt. All other cells are given up. So a text can go back to the end of its prompt, for another
+// answer, and up to kSlack positions before that or before its own end, for another prompt with the same beginning.
 #pragma once
 
 #include <algorithm>
