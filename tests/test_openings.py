@@ -111,5 +111,5 @@ def test_what_cannot_be_predicted_is_refused(engine: Engine) -> None:
         engine.generate("a", prediction=b"text")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prediction is not valid Unicode"):
         engine.generate("a", prediction="\ud800")
-    with pytest.raises(ValueError, match="prompt_logprobs must be None"):
+    with pytest.raises(ValueError, match="prompt_logprobs must be between 0 and"):
         engine.generate("a", prompt_logprobs=-1)
