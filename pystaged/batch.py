@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
@@ -51,13 +50,15 @@ class Batch:
         return sequence, None
 
     def close(self) -> None:
-        """End all after the pass in hand, and wait for that, but where the collector closes it in the thread."""
+        """End all after the pass in hand, and wait for that."""
         for sequence in self._open:
             self._scheduler.cancel(sequence)
-        # One that Ctrl-C kept from being opened has no end to wait for, nor has one of the process that forked this.
-        here = [sequence for sequence in self._open if sequence.process == os.getpid()]
-        while not self._scheduler.in_step and any(sequence.end is None for sequence in here):
-            self._said.get()
+        # One that Ctrl-C kept from being opened has no end to wait for.
+        left = {sequence for sequence in self._open if sequence.process}
+        while left:
+            sequence, said = self._said.get()
+            if isinstance(said, End):
+                left.discard(sequence)
         self._open.clear()
 
 

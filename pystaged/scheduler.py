@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -15,10 +14,9 @@ from pystaged._core import DeviceError
 from pystaged.decoding.contexts import ContextPool, Wait
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.rounds import Rounds
-from pystaged.sequence import End, Sequence
+from pystaged.sequence import Sequence
 
 MOST_UNREAD = 256  # tokens that a sequence runs ahead of its reader
-_ENDS = "no text can be written while the process ends"
 _MOST_ASKED = 8  # sequences that wait for a prompt of another one, and are asked again in a round
 
 
@@ -62,33 +60,27 @@ class Scheduler:
         """
         if os.getpid() != self._process:
             self._begin()  # the sequences and the thread are the parent's
-        if sequence.is_over:  # fork() came in the middle of its end
-            put(sequence.end or End(None))
-            sequence.process = self._process
-            return
         sequence.put, sequence.most_unread = put, MOST_UNREAD if most_unread is None else most_unread
         self._inbox.put(sequence)
         with self._starting:
             try:
                 self._start()
             except RuntimeError as error:  # the system refuses a thread, or the process ends
-                if isinstance(error.__context__, (KeyboardInterrupt, SystemExit)):
-                    raise error.__context__ from None  # a signal came while threading held a lock of its own
                 sequence.close(error)
         self._ring()
         sequence.process = self._process  # the last, or Ctrl-C might leave one that nobody steps
 
     def _start(self) -> None:
         if self._is_stopping:
-            raise RuntimeError(_ENDS)
+            raise RuntimeError("no text can be begun while the process ends")
         if self._thread is None:
-            _running.add(self)
             self._thread = threading.Thread(target=self._run, name="pystaged", daemon=True)
             try:
                 self._thread.start()
             except BaseException:
                 self._thread = None
                 raise
+            _running.add(self)
 
     def note_read(self, sequence: Sequence, piece: Any) -> None:
         """Note that somebody has read a piece, so that the sequence may go on."""
@@ -119,7 +111,7 @@ class Scheduler:
         self._ring()
 
     def stop(self) -> None:
-        """End all sequences after the pass in hand, and the thread: the process ends."""
+        """End the thread after the pass in hand, whatever becomes of the sequences: the process ends."""
         self._is_stopping = True
         self._ring()
         if thread := self._thread:
@@ -139,21 +131,20 @@ class Scheduler:
                 # A fault of our own; nobody may hang.
                 played = True
                 for sequence in self._sequences:
-                    with suppress(BaseException):
-                        sequence.close(error)
+                    sequence.close(error)
             if not played:
                 self._wait()
 
     def _is_over(self) -> bool:
         """Whether the thread may end."""
         with self._starting:
-            if self._sequences or not self._inbox.empty():
+            if not self._is_stopping and (self._sequences or not self._inbox.empty()):
                 return False
             self._thread = None
             return True
 
     def _settle(self) -> None:
-        """Take in new sequences, close those that are to go no further, forget those that are over."""
+        """Take in new sequences, close those that were cancelled, forget those that are over."""
         while True:
             try:
                 sequence = self._inbox.get_nowait()
@@ -164,8 +155,6 @@ class Scheduler:
         for sequence in self._sequences:
             if sequence.is_cancelled:
                 sequence.close()
-            elif self._is_stopping:
-                sequence.close(RuntimeError(_ENDS))
         self._sequences = [sequence for sequence in self._sequences if not sequence.is_over]
 
     def _admit(self, sequence: Sequence, *, must: bool) -> None:
@@ -191,6 +180,7 @@ class Scheduler:
             self._contexts.forget()
         else:
             self._contexts.give_back(context)
+            self._contexts.tidy()
         self._note_end()
 
     def _ring(self) -> None:

@@ -54,7 +54,6 @@ class Sequence(Member):
     and stepped by the thread of a scheduler; readers may look at what is written at any time.
 
     config: what it was asked for. stats: its figures so far. wait: what it waited for when it was last asked to begin.
-    end: what it said at its end, which may be in no queue any more.
     num_said, num_read: tokens; it waits where most_unread of them are not read yet. process: in which it was opened.
 
     Args:
@@ -103,7 +102,6 @@ class Sequence(Member):
         self.wait: Wait | None = None
         self.process: int | None = None
         self.is_cancelled = False
-        self.end: End | None = None
 
     @property
     def seed(self) -> int:
@@ -180,12 +178,9 @@ class Sequence(Member):
         try:
             if self._release:
                 self._release(error)
-        except BaseException as fault:  # this text's, and no other one's
-            lost = lost or fault
-        self.decoder = self._release = self._steps = None
-        put, self.end = self.put, End(lost)
-        del self.put  # it may hold this sequence
-        put(self.end)
+        finally:
+            self.decoder = self._release = self._steps = None
+            self.put(End(lost))
 
     def _piece(self, step: Step) -> Piece:
         """What a step adds: its tokens up to a stop string or a loop, and the text that is certain after them."""

@@ -18,7 +18,6 @@ import psutil
 import pytest
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, add_sentencepiece, write
-from support.scheduling import wait_until
 
 import pystaged
 from pystaged import (
@@ -741,7 +740,7 @@ def test_what_many_dropped_streams_leave_is_bounded(engine: Engine) -> None:
     del streams, stream
     # Without a stream that is closed, or read to its end.
     next(engine.stream(PROMPT, max_tokens=8))
-    assert len(engine.runtime.contexts._at_rest) <= 5
+    assert len(engine.runtime.contexts._at_rest) + len(engine.runtime.contexts._given_back) <= 5
 
 
 def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
@@ -756,7 +755,7 @@ def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
     (context,) = [weakref.ref(decoder) for decoder in live_decoders() if decoder not in before]
     engine.close()
     del stream
-    wait_until(lambda: context() is None)
+    assert context() is None
 
 
 @pytest.mark.slow
@@ -941,7 +940,7 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
     assert (caught.value.prompt, caught.value.text) == (PROMPT, first)
     assert caught.value.tokens == list(first.tokens)
     assert len(lost) == 2
-    assert lost[0] not in engine.runtime.contexts._at_rest
+    assert lost[0] not in [*engine.runtime.contexts._at_rest, *engine.runtime.contexts._given_back]
     assert engine.generate(PROMPT, max_tokens=20).tokens == expected.tokens
 
 

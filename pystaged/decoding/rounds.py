@@ -72,7 +72,7 @@ class Member:
         except StopIteration:
             self._over(None)
         except BaseException as error:
-            self.close(error)
+            self._over(error)
 
     def note_step(self) -> None:
         """Remember the tree that is verified, for others to expect the like of."""
@@ -102,7 +102,7 @@ class Member:
         try:
             if self._steps and not self._is_running:
                 self._steps.close()
-        except BaseException as other:
+        except Exception as other:
             error = error or other
         self.ended(error)
 
