@@ -38,10 +38,10 @@ class Batch:
 
     def next(self) -> tuple[Sequence, Piece | None]:
         """Wait for the next piece of any: whose, and the piece, None at an end. Raises what ended a text."""
-        sequence, said = self._said.get()
+        sequence, said = self._scheduler.hear(self._said)
         while isinstance(said, Reading):
             said.tell()
-            sequence, said = self._said.get()
+            sequence, said = self._scheduler.hear(self._said)
         if not isinstance(said, End):
             return sequence, said
         self._open.discard(sequence)
@@ -56,7 +56,7 @@ class Batch:
         # One that Ctrl-C kept from being opened has no end to wait for.
         left = {sequence for sequence in self._open if sequence.process}
         while left:
-            sequence, said = self._said.get()
+            sequence, said = self._scheduler.hear(self._said)
             if isinstance(said, End):
                 left.discard(sequence)
         self._open.clear()

@@ -88,6 +88,17 @@ class Scheduler:
         if self._is_waiting:
             self._ring()
 
+    def hear(self, said: SimpleQueue[Any]) -> Any:
+        """The next thing that sequences put into a queue. Raises MemoryError where the thread ended without a word."""
+        while True:
+            try:
+                return said.get(timeout=0.5)
+            except Empty:
+                thread = self._thread
+                if said.empty() and (thread is None or not thread.is_alive()):
+                    self._thread = None
+                    raise MemoryError("the thread that steps texts ended for want of memory") from None
+
     @property
     def in_step(self) -> bool:
         """Whether this thread is in the middle of a step, which waits for it: a policy that generates."""

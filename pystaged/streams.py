@@ -68,7 +68,7 @@ class Stream(Iterator[Piece]):
         while True:
             while scheduler.in_step and self._said.empty():  # in a policy, for which the thread waits
                 scheduler.step(sequence)
-            said: Piece | End | Reading = self._said.get()
+            said: Piece | End | Reading = self._scheduler.hear(self._said)
             if isinstance(said, Reading):
                 said.tell()
                 continue
