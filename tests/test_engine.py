@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
@@ -755,6 +756,9 @@ def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
     (context,) = [weakref.ref(decoder) for decoder in live_decoders() if decoder not in before]
     engine.close()
     del stream
+    end = time.monotonic() + 10  # the thread lets go of it last
+    while context() is not None and time.monotonic() < end:
+        time.sleep(0.01)
     assert context() is None
 
 
