@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
@@ -38,10 +39,10 @@ class Batch:
 
     def next(self) -> tuple[Sequence, Piece | None]:
         """Wait for the next piece of any: whose, and the piece, None at an end. Raises what ended a text."""
-        sequence, said = self._scheduler.hear(self._said)
+        sequence, said = self._said.get()
         while isinstance(said, Reading):
             said.tell()
-            sequence, said = self._scheduler.hear(self._said)
+            sequence, said = self._said.get()
         if not isinstance(said, End):
             return sequence, said
         self._open.discard(sequence)
@@ -50,15 +51,13 @@ class Batch:
         return sequence, None
 
     def close(self) -> None:
-        """End all after the pass in hand, and wait for that."""
+        """End all after the pass in hand, and wait for that, but where the collector closes it in the thread."""
         for sequence in self._open:
             self._scheduler.cancel(sequence)
-        # One that Ctrl-C kept from being opened has no end to wait for.
-        left = {sequence for sequence in self._open if sequence.process}
-        while left:
-            sequence, said = self._scheduler.hear(self._said)
-            if isinstance(said, End):
-                left.discard(sequence)
+        # One that Ctrl-C kept from being opened has no end to wait for, nor has one of the process that forked this.
+        here = [sequence for sequence in self._open if sequence.process == os.getpid()]
+        while not self._scheduler.in_step and any(sequence.end is None for sequence in here):
+            self._said.get()
         self._open.clear()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard, cast, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.rounds import PROMPT_DELAY
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
+from pystaged.options import LoadFields
 from pystaged.process import ProcessLock
 from pystaged.recommended import ANSWER_TOKENS, SamplingFields, recommended_sampling
 from pystaged.result import GenerationResult, Results, Score
@@ -41,19 +42,9 @@ if TYPE_CHECKING:
 Prompts = list[str] | tuple[str, ...] | list[Prompt] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]]
 
 
-class LoadOptions(TypedDict, total=False):
+class LoadOptions(LoadFields, total=False):
     """What `load` takes besides the model; see Engine."""
 
-    draft: str | Path | None
-    ngrams: str | Path | None
-    device: str
-    draft_device: str
-    n_ctx: int
-    kv: str
-    num_threads: int
-    keep_packed: bool
-    memory: bool
-    kv_memory: int | None
     policy: TreePolicy | None
     prompt_delay: float
     report: Callable[[str], None] | None

@@ -17,11 +17,12 @@ from pystaged.decoding.rounds import Rounds
 from pystaged.sequence import Sequence
 
 MOST_UNREAD = 256  # tokens that a sequence runs ahead of its reader
+_ENDS = "no text can be written while the process ends"
 _MOST_ASKED = 8  # sequences that wait for a prompt of another one, and are asked again in a round
 
 
 class Scheduler:
-    """Steps the sequences of one engine in a thread, which runs while there are any.
+    """Steps the sequences of one engine in a thread, which lives as long as the engine.
 
     Only that thread touches live sequences, their contexts and what drafters have learnt. Anybody else puts a new
     sequence into `_inbox` or sets flags of one, then rings `_bell`, at which the thread sleeps. A SimpleQueue's `put`
@@ -44,12 +45,13 @@ class Scheduler:
         self._sequences: list[Sequence] = []
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._is_waiting = self._is_stopping = False
+        self._fault: BaseException | None = None  # which ends all sequences
+        self._is_waiting, self._is_stopping = True, False
 
     @property
     def is_idle(self) -> bool:
         """Whether no sequence is left, those aside that are not read to their end."""
-        return self._thread is None
+        return self._is_waiting and not self._sequences and self._inbox.empty()
 
     def open(self, sequence: Sequence, put: Callable[[Any], None], most_unread: float | None = None) -> None:
         """Take on a sequence; it begins when there is room for it.
@@ -60,44 +62,42 @@ class Scheduler:
         """
         if os.getpid() != self._process:
             self._begin()  # the sequences and the thread are the parent's
+        if sequence.end:  # fork() came in the middle of its end
+            put(sequence.end)
+            sequence.process = self._process
+            return
         sequence.put, sequence.most_unread = put, MOST_UNREAD if most_unread is None else most_unread
         self._inbox.put(sequence)
-        with self._starting:
-            try:
+        try:
+            with self._starting:
                 self._start()
-            except RuntimeError as error:  # the system refuses a thread, or the process ends
-                sequence.close(error)
+        except RuntimeError as error:  # the system refuses a thread, or the process ends
+            if isinstance(error.__context__, (KeyboardInterrupt, SystemExit)):
+                raise error.__context__ from None  # a signal came while threading held a lock of its own
+            sequence.close(error)
         self._ring()
         sequence.process = self._process  # the last, or Ctrl-C might leave one that nobody steps
 
     def _start(self) -> None:
         if self._is_stopping:
-            raise RuntimeError("no text can be begun while the process ends")
+            raise RuntimeError(_ENDS)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pystaged", daemon=True)
+            _running.add(self)
+            self._bell = bell = SimpleQueue[None]()
+            me = weakref.ref(self, lambda _: bell.put(None))
+            self._thread = threading.Thread(target=_step, args=(me, bell), name="pystaged", daemon=True)
             try:
                 self._thread.start()
             except BaseException:
                 self._thread = None
+                bell.put(None)  # it may have been started, and is not the one
                 raise
-            _running.add(self)
 
     def note_read(self, sequence: Sequence, piece: Any) -> None:
         """Note that somebody has read a piece, so that the sequence may go on."""
         sequence.num_read += len(piece.tokens)
         if self._is_waiting:
             self._ring()
-
-    def hear(self, said: SimpleQueue[Any]) -> Any:
-        """The next thing that sequences put into a queue. Raises MemoryError where the thread ended without a word."""
-        while True:
-            try:
-                return said.get(timeout=0.5)
-            except Empty:
-                thread = self._thread
-                if said.empty() and (thread is None or not thread.is_alive()):
-                    self._thread = None
-                    raise MemoryError("the thread that steps texts ended for want of memory") from None
 
     @property
     def in_step(self) -> bool:
@@ -122,40 +122,39 @@ class Scheduler:
         self._ring()
 
     def stop(self) -> None:
-        """End the thread after the pass in hand, whatever becomes of the sequences: the process ends."""
+        """End all sequences after the pass in hand, and the thread: the process ends."""
         self._is_stopping = True
         self._ring()
         if thread := self._thread:
             thread.join()
 
-    def _run(self) -> None:
-        with self._starting:
-            if not self.in_step:  # Ctrl-C came while it was started
-                return
-        while True:
-            try:
-                self._settle()
-                if self._is_over():
-                    return
-                played = self._round()
-            except BaseException as error:
-                # A fault of our own; nobody may hang.
-                played = True
-                for sequence in self._sequences:
-                    sequence.close(error)
-            if not played:
-                self._wait()
+    def work(self) -> bool:
+        """Step until no sequence can go on. For the thread, which ends where this returns False."""
+        if not self.in_step:  # Ctrl-C came while the thread was started
+            return False
+        self._is_waiting = False
+        self._settle()
+        while not self._is_stopping:
+            if not self._round():
+                self._is_waiting = True  # before looking, or a reader might come in between and not ring
+                if not self._ready():
+                    return True
+                self._is_waiting = False
+            self._settle()
+        return False
 
-    def _is_over(self) -> bool:
-        """Whether the thread may end."""
-        with self._starting:
-            if not self._is_stopping and (self._sequences or not self._inbox.empty()):
-                return False
-            self._thread = None
-            return True
+    def note_fault(self, error: BaseException) -> None:
+        """Have an exception that `work` raised end all sequences when it is called next."""
+        self._fault = error
 
     def _settle(self) -> None:
-        """Take in new sequences, close those that were cancelled, forget those that are over."""
+        """Take in new sequences, close those that are to go no further, forget those that are over."""
+        if self._is_stopping:
+            self._fault = RuntimeError(_ENDS)
+        if self._fault:
+            for sequence in self._sequences:
+                sequence.close(self._fault)
+            self._fault = None
         while True:
             try:
                 sequence = self._inbox.get_nowait()
@@ -191,7 +190,6 @@ class Scheduler:
             self._contexts.forget()
         else:
             self._contexts.give_back(context)
-            self._contexts.tidy()
         self._note_end()
 
     def _ring(self) -> None:
@@ -225,12 +223,27 @@ class Scheduler:
     def _ready(self) -> list[Sequence]:
         return [sequence for sequence in self._sequences if sequence.may_go_on]
 
-    def _wait(self) -> None:
-        """Wait until somebody reads, cancels or opens a sequence."""
-        self._is_waiting = True
-        if not self._ready():
-            self._bell.get()
-        self._is_waiting = False
+
+def _step(scheduler: weakref.ref[Scheduler], bell: SimpleQueue[None]) -> None:
+    """The thread of an engine: steps its sequences when the bell rings, until the engine is dropped.
+
+    Nothing ends it early, not even memory that is short wherever it looks: what it was doing is done again, and the
+    readers of all sequences are told.
+    """
+    is_idle, here = True, None
+    while True:
+        try:
+            here = None
+            if is_idle:
+                bell.get()
+            is_idle = False
+            here = scheduler()
+            if here is None or not here.work():
+                return
+            is_idle = True
+        except BaseException as error:
+            if here:
+                here.note_fault(error)
 
 
 # A thread that is in a pass when the interpreter is taken down would end the process with an error.

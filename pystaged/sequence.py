@@ -54,6 +54,7 @@ class Sequence(Member):
     and stepped by the thread of a scheduler; readers may look at what is written at any time.
 
     config: what it was asked for. stats: its figures so far. wait: what it waited for when it was last asked to begin.
+    end: what it said at its end, which may be in no queue any more.
     num_said, num_read: tokens; it waits where most_unread of them are not read yet. process: in which it was opened.
 
     Args:
@@ -102,6 +103,7 @@ class Sequence(Member):
         self.wait: Wait | None = None
         self.process: int | None = None
         self.is_cancelled = False
+        self.end: End | None = None
 
     @property
     def seed(self) -> int:
@@ -168,19 +170,27 @@ class Sequence(Member):
             self.close()
 
     def ended(self, error: BaseException | None) -> None:
-        if self._finish is None:  # what was held back is no longer the beginning of a stop string
-            self._text.append(self._buffer.finish(cut=True))
-        lost = error
-        if isinstance(error, DeviceError) and self.decoder:
-            words = self.prompt if isinstance(self.prompt, str) else self.prompt_tokens.tolist()
-            lost = DeviceLostError(str(error), words, "".join(self._text), self.tokens)
-            lost.__cause__ = error
+        if self.end is None:
+            self.end = End(self._leave(error))
+        self.put(self.end)
+        del self.put  # it may hold this sequence
+
+    def _leave(self, error: BaseException | None) -> BaseException | None:
+        """Give the context back; returns what the reader is told."""
+        lost, release, self._release = error, self._release, None
         try:
-            if self._release:
-                self._release(error)
-        finally:
-            self.decoder = self._release = self._steps = None
-            self.put(End(lost))
+            if self._finish is None:  # what was held back is no longer the beginning of a stop string
+                self._text.append(self._buffer.finish(cut=True))
+            if isinstance(error, DeviceError) and self.decoder:
+                words = self.prompt if isinstance(self.prompt, str) else self.prompt_tokens.tolist()
+                lost = DeviceLostError(str(error), words, "".join(self._text), self.tokens)
+                lost.__cause__ = error
+            if release:
+                release(error)
+        except BaseException as fault:  # this text's, and no other one's
+            lost = lost or fault
+        self.decoder = self._steps = None
+        return lost
 
     def _piece(self, step: Step) -> Piece:
         """What a step adds: its tokens up to a stop string or a loop, and the text that is certain after them."""

@@ -54,27 +54,25 @@ class Stream(Iterator[Piece]):
         if not self._is_open:
             self._is_open = True
             weakref.finalize(self, self._scheduler.cancel, self.sequence).atexit = False
-        said = self._hear()
+        while isinstance(said := self._hear(), Reading):
+            said.tell()
         if isinstance(said, End):
             self._over = True
             raise said.error or StopIteration
+        self._scheduler.note_read(self.sequence, said)
         return said
 
-    def _hear(self) -> Piece | End:
-        """What the sequence says next; tells how far its prompt is read."""
-        scheduler, sequence = self._scheduler, self.sequence
+    def _hear(self) -> Piece | Reading | End:
+        """What the sequence says next."""
+        scheduler, sequence, said = self._scheduler, self.sequence, self._said
         if sequence.process != os.getpid():
-            scheduler.open(sequence, self._said.put)  # or a child of fork() goes on with its copy of the parent's
-        while True:
-            while scheduler.in_step and self._said.empty():  # in a policy, for which the thread waits
-                scheduler.step(sequence)
-            said: Piece | End | Reading = self._scheduler.hear(self._said)
-            if isinstance(said, Reading):
-                said.tell()
-                continue
-            if not isinstance(said, End):
-                scheduler.note_read(sequence, said)
-            return said
+            scheduler.open(sequence, said.put)  # or a child of fork() goes on with its copy of the parent's
+        while scheduler.in_step and said.empty() and not sequence.end:  # in a policy, for which the thread waits
+            scheduler.step(sequence)
+        if sequence.end and said.empty():  # Ctrl-C may come just when the end is taken
+            return sequence.end
+        item: Piece | Reading | End = said.get()
+        return item
 
     @property
     def result(self) -> GenerationResult:

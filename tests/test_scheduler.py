@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,6 +20,8 @@ from support.scheduling import is_idle, wait_until
 
 import pystaged
 from pystaged import Growth
+from pystaged.batch import pieces
+from pystaged.config import GenerationConfig
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.rounds import Member, Rounds
 from pystaged.engine import Engine
@@ -249,15 +252,28 @@ def test_a_thread_that_the_system_refuses_is_asked_for_again(engine: Engine, mon
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
-    wait_until(lambda: is_idle(engine))
     refused, stream = (engine.stream(PROMPTS[0], max_tokens=30) for _ in range(2))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             next(refused)
-    assert stream.finish().tokens == alone
+    assert stream.finish().tokens == engine.generate(PROMPTS[0], max_tokens=30).tokens
     assert refused.result.finish_reason == "cancelled"
+
+
+def test_ctrl_c_while_a_thread_is_started(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: threading.Thread) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            monkeypatch.undo()
+            raise RuntimeError("release unlocked lock")  # as threading says then
+
+    stream = engine.stream(PROMPTS[0], max_tokens=30)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert stream.result.finish_reason == "cancelled"
 
 
 def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +315,74 @@ def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, m
             with pytest.raises(AssertionError, match="a fault"):
                 next(stream)
     assert engine.generate(PROMPTS[0], max_tokens=30).tokens == alone
+
+
+def test_a_context_that_cannot_be_given_back_hangs_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
+    streams = [engine.stream(PROMPTS[0], max_tokens=(400, 40, 400)[i]) for i in range(3)]
+    for stream in streams:
+        next(stream)
+    with monkeypatch.context() as patch:
+
+        def fail(_: object) -> None:
+            raise MemoryError("a fault")
+
+        patch.setattr(engine.runtime.contexts, "give_back", fail)
+        streams[0].close()
+        with pytest.raises(MemoryError, match="a fault"):
+            streams[1].finish()
+    assert streams[2].finish().tokens[:30] == alone
+    assert engine.generate(PROMPTS[0], max_tokens=30).tokens == alone
+
+
+def sequences(engine: Engine, max_tokens: int = 400) -> list[Text]:
+    return [engine.runtime.sequence(prompt, GenerationConfig(max_tokens=max_tokens)) for prompt in PROMPTS]
+
+
+def test_a_batch_that_the_collector_closes_in_the_thread(path: Path) -> None:
+    class Collecting(FixedPolicy):
+        batch: Any = None
+
+        def keep(self, growth: Growth) -> int:
+            batch, Collecting.batch = Collecting.batch, None
+            if batch:
+                batch.close()
+            return super().keep(growth)
+
+    with pystaged.load(path, policy=Collecting(2, 3, 6)) as engine:
+        batch = pieces(engine.runtime.scheduler, sequences(engine))
+        next(batch)
+        Collecting.batch = batch
+        del batch
+        wait_until(lambda: is_idle(engine))
+
+
+def test_an_engine_goes_with_its_last_reference(path: Path) -> None:
+    engine = pystaged.load(path)
+    gc.collect()
+    gc.disable()
+    try:
+        engine.generate(PROMPTS, max_tokens=3)
+        engine.stream(PROMPTS[0], max_tokens=3).finish()
+        bundle = weakref.ref(engine.runtime.bundle)
+        del engine
+        wait_until(lambda: bundle() is None)
+    finally:
+        gc.enable()
+
+
+def test_the_first_exception_of_progress_is_the_reader_s(engine: Engine) -> None:
+    told: list[int] = []
+
+    def fail(tokens: int, _: int) -> None:
+        told.append(tokens)
+        raise LookupError(f"after {tokens}")
+
+    stream = engine.stream([i % 250 for i in range(400)], max_tokens=3, progress=fail)
+    with pytest.raises(LookupError, match="after 0"):
+        next(stream)
+    assert told == [0]
+    assert stream.result.finish_reason == "cancelled"
 
 
 def test_closing_an_engine_under_its_texts(path: Path) -> None:
@@ -376,7 +460,7 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
 
         first = engine.stream([1, 2, 3], max_tokens=200).sequence
         engine.runtime.scheduler.open(first, listen, 1)
-        wait_until(lambda: engine.runtime.scheduler._is_waiting)  # for a reader, after its first step
+        wait_until(lambda: first.num_said and engine.runtime.scheduler._is_waiting)  # for a reader
         first.most_unread = math.inf
         begin(prompt, note, max_tokens=3)
         wait_until(lambda: len(began) == 3 and is_idle(engine))
@@ -390,6 +474,19 @@ def test_texts_on_a_device(path: Path) -> None:
         for stream in streams:
             next(stream)
         assert [stream.finish().tokens for stream in streams] == alone
+
+
+def test_streams_can_be_closed_when_the_process_ends(path: Path) -> None:
+    with pystaged.load(path) as engine:
+        closed, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))
+        for stream in (closed, read):
+            next(stream)
+        engine.runtime.scheduler.stop()
+        in_threads(closed.close)
+        for stream in (read, engine.stream(PROMPTS[0])):
+            with pytest.raises(RuntimeError, match="no text can be written while the process ends"):
+                stream.finish()
+        assert closed.result.finish_reason == "cancelled"
 
 
 ENDING = """
@@ -478,6 +575,47 @@ def test_a_text_in_whose_step_a_process_forks_is_over_in_the_child(path: Path) -
         reader.join(60)
         assert found == [True, True]
         assert stream.result.tokens == alone
+
+
+@forks
+def test_a_text_that_is_just_ending_is_over_in_a_child(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        ending.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(engine.runtime.scheduler, "_note_end", wait)
+    stream = engine.stream(PROMPTS[0], max_tokens=20)
+    next(stream)
+    assert ending.wait(60)
+    found = in_child(lambda: stream.finish().finish_reason == "length")
+    go_on.set()
+    assert found
+    assert len(stream.finish().tokens) == 20
+
+
+@forks
+def test_a_child_may_drop_its_parent_s_batch(engine: Engine) -> None:
+    batch = pieces(engine.runtime.scheduler, sequences(engine))
+    next(batch)
+
+    def drops() -> bool:
+        batch.close()
+        return True
+
+    assert in_child(drops)
+    batch.close()
+
+
+def test_an_end_that_ctrl_c_kept_from_its_reader(engine: Engine) -> None:
+    stream = engine.stream(PROMPTS[0], max_tokens=20)
+    next(stream)
+    wait_until(lambda: is_idle(engine))
+    while not stream._said.empty():
+        stream._said.get()
+    in_threads(stream.close)
+    assert stream.result.finish_reason == "length"
 
 
 def test_a_text_that_ctrl_c_kept_from_being_opened(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -118,7 +117,6 @@ class ContextPool:
         self._n_ctx = first.target.n_ctx
         self._at_rest = {first: self._held(first)}  # least recently used first
         self._lent: list[_Loan] = []
-        self._given_back: deque[Decoder] = deque()
         self._closed = False
         self._process = os.getpid()
 
@@ -160,7 +158,7 @@ class ContextPool:
         """
         with self._lock.here():
             self.check_open()
-            self._collect()
+            self._tidy()
             need = self._needed(len(prompt) + max_tokens)
             if self._lent and not must and sum(loan.num_bytes for loan in self._lent) + need > self.memory:
                 return Wait.MEMORY
@@ -181,24 +179,16 @@ class ContextPool:
             return source
 
     def give_back(self, context: Decoder) -> None:
-        """End a loan. Takes no lock, because the collector may call it in the middle of anything."""
-        # Nobody tidies a closed pool; there the context goes with the caller's reference.
-        if not self._closed:
-            self._given_back.append(context)
-
-    def tidy(self) -> None:
-        """Let the contexts that were given back rest; free all of them once the pool is closed."""
+        """End a loan, and let the context rest; free it once the pool is closed."""
         with self._lock.here():
-            if self._closed:
-                self.forget()
-            else:
-                self._collect()
+            self._look_again()
+            self._lent = [loan for loan in self._lent if loan.context() is not context]
+            self._rest(context)
+            self._tidy()
 
     def forget(self) -> None:
         """Free all contexts at rest: the device that they are on is lost, and with it those that are lent."""
         with self._lock.here():
-            while self._given_back:
-                self._given_back.popleft().close()
             while self._at_rest:
                 self._at_rest.popitem()[0].close()
             self._lent.clear()
@@ -208,32 +198,31 @@ class ContextPool:
         self._closed = True
         self.forget()
 
-    def _collect(self) -> None:
-        """Let rest what was given back, but for contexts that another one at rest can go back to."""
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            self._look_again()
-        while self._given_back:
-            context = self._given_back.popleft()
-            if context in self._at_rest:  # given back again, after Ctrl-C in the middle of it
-                continue
-            self._lent = [loan for loan in self._lent if loan.context() is not context]
-            try:
-                held = self._held(context)
-            except (DeviceError, ValueError):  # its device is lost, or it is closed
-                context.close()
-                continue
-            except RuntimeError:  # fork() came in the middle of a call, in which it stays
-                continue
-            for other, (tokens, _) in list(self._at_rest.items()):
-                if _reaches(context, held.tokens, tokens):
-                    self._free(other)
-            whole = self._covers(held.tokens)
-            if whole is None:
-                self._at_rest[context] = held
-            else:
-                self._at_rest[whole] = self._at_rest.pop(whole)
-                context.close()
+    def _rest(self, context: Decoder) -> None:
+        """Let a context rest, unless another one at rest can go back to what it holds."""
+        try:
+            held = self._held(context)
+        except (DeviceError, ValueError):  # its device is lost, or it is closed
+            context.close()
+            return
+        except RuntimeError:  # fork() came in the middle of a call, in which it stays
+            return
+        if self._closed:
+            context.close()
+            return
+        for other, (tokens, _) in list(self._at_rest.items()):
+            if _reaches(context, held.tokens, tokens):
+                self._free(other)
+        whole = self._covers(held.tokens)
+        if whole is None:
+            self._at_rest[context] = held
+        else:
+            self._at_rest[whole] = self._at_rest.pop(whole)
+            context.close()
+
+    def _tidy(self) -> None:
+        """Keep within the bounds, without loans that nobody has any more."""
+        self._look_again()
         self._lent = [loan for loan in self._lent if loan.context() is not None]
         for context in list(self._at_rest)[:-_MOST_AT_REST]:
             self._free(context)
@@ -241,6 +230,9 @@ class ContextPool:
 
     def _look_again(self) -> None:
         """In a child of fork(), which may have come in the middle of anything: drop contexts that are in a call."""
+        if self._process == os.getpid():
+            return
+        self._process = os.getpid()
         for context in list(self._at_rest):
             try:
                 self._at_rest[context] = self._held(context)

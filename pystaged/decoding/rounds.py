@@ -70,9 +70,9 @@ class Member:
             else:
                 self.say(said)
         except StopIteration:
-            self._over(None)
+            self.close()
         except BaseException as error:
-            self._over(error)
+            self.close(error)
 
     def note_step(self) -> None:
         """Remember the tree that is verified, for others to expect the like of."""
@@ -89,22 +89,21 @@ class Member:
             crowd.tokens = sum(member.gain for member in others)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End it where it is; also for `say` to call."""
-        if not self.is_over:
-            self._over(error)
+        """End it where it is; also for `say` to call. Where this raises, memory is short: it can be called again."""
+        if self.is_over:
+            return
+        self.request = None
+        try:
+            if self._steps and not self._is_running:
+                self._steps.close()
+        except BaseException as other:
+            error = error or other
+        self.ended(error)
+        self.is_over = True
 
     @property
     def _is_running(self) -> bool:
         return self._steps is not None and inspect.getgeneratorstate(self._steps) == inspect.GEN_RUNNING
-
-    def _over(self, error: BaseException | None) -> None:
-        self.is_over, self.request = True, None
-        try:
-            if self._steps and not self._is_running:
-                self._steps.close()
-        except Exception as other:
-            error = error or other
-        self.ended(error)
 
 
 class Rounds:

@@ -201,6 +201,20 @@ def test_every_text_of_a_crowd_is_what_it_is_alone(
         text.decoder.close()
 
 
+def test_a_text_whose_end_fails_ends_nevertheless(alone: Alone) -> None:
+    def steps() -> Generator[Any, Any, None]:
+        try:
+            yield "a step"
+        finally:
+            raise SystemExit
+
+    ends: list[BaseException | None] = []
+    text = Text(Decoder(Session(alone.model(0, 1), 512)), steps(), lambda _: None, ends.append)
+    text.go_on(None)
+    text.close()
+    assert [type(end) for end in ends] == [SystemExit]
+
+
 def test_a_text_that_fails_ends_alone(alone: Alone) -> None:
     class Failing(LyingDrafter):
         def advance(self, _: Sequence[int]) -> None:
