@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
     model.tap([max(1, round(share * model.num_layers)) for share in TAPS])
     questions = Questions()
     given.out.mkdir(parents=True, exist_ok=True)
-    with pystaged.load(path, draft=None, memory=False, n_ctx=min(CONTEXT, model.max_context)) as engine:
+    with pystaged.load(path, draft=None, recycle=False, n_ctx=min(CONTEXT, model.max_context)) as engine:
         for number in range(given.files):
             out = given.out / f"{number:04d}.npz"
             if not out.exists():

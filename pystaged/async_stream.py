@@ -10,7 +10,7 @@ from typing import Any
 
 from pystaged.result import GenerationResult, Piece
 from pystaged.scheduler import Scheduler
-from pystaged.sequence import End, Reading, Sequence
+from pystaged.sequence import End, PrefillProgress, Sequence
 
 
 class AsyncStream(AsyncIterator[Piece]):
@@ -36,7 +36,7 @@ class AsyncStream(AsyncIterator[Piece]):
         try:
             if self._loop is None:
                 self._open()
-            while isinstance(said := await self._next(), Reading):
+            while isinstance(said := await self._next(), PrefillProgress):
                 told = said.progress(said.tokens, said.of)
                 if inspect.isawaitable(told):
                     await told

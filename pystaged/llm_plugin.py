@@ -45,7 +45,7 @@ def register_models(register: Callable[..., None]) -> None:
     """The bundled model, SmolLM2 if it is installed, and what `pystaged models` lists."""
     from pystaged.loading import cache, names  # noqa: PLC0415
 
-    found = ["house", *cache.names()]
+    found = ["bundled", *cache.names()]
     try:
         names.resolve("smollm2")
         found.insert(0, "smollm2")

@@ -168,10 +168,11 @@ class LoadFields(TypedDict, total=False):
         "Type of keys and values: f16, or q8_0 for half the memory and slightly different texts.")]
     num_threads: Annotated[int, Option(0, ge=0, le=_MOST, flags=("--threads",), help=
         "Threads; 0 for one per physical core.")]
-    keep_packed: Annotated[bool, Option(False, help=
-        "Keep packed weights in the cache, as many bytes as the model, to load at once from then on.")]
-    memory: Annotated[bool, Option(True, flags=("--memory/--no-memory",), help=
-        "Draft from likely tokens of earlier texts, too, and keep them in the cache, 10 MB at most.")]
+    weight_cache: Annotated[bool, Option(False, help=
+        "Keep packed weights in the cache folder, as many bytes as the model, to load at once from then on.")]
+    recycle: Annotated[bool, Option(True, flags=("--recycle/--no-recycle",), help=
+        "Draft from recycled candidates, the likely tokens of earlier texts, too; the cache folder keeps them, 10 MB "
+        "at most.")]
     kv_memory: Annotated[int | None, Option(None, ge=1, help=
         "Bytes for the keys and values of all texts, on the command line also as 2G; by default a quarter of what "
         "is free. One text alone always fits.")]

@@ -14,7 +14,7 @@ from pystaged._core import ContextFullError, Tokenizer
 from pystaged.config import GenerationConfig, Grammar, integer
 from pystaged.decoding.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
-from pystaged.decoding.rounds import Rounds
+from pystaged.decoding.stepper import Stepper
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
 from pystaged.process import ProcessLock
@@ -36,7 +36,7 @@ class Runtime:
     """
 
     def __init__(
-        self, bundle: Bundle, n_ctx: int, kv_memory: int | None, policy: TreePolicy | None, prompt_delay: float
+        self, bundle: Bundle, n_ctx: int, kv_memory: int | None, policy: TreePolicy | None, prefill_budget: float
     ) -> None:
         self.bundle = bundle
         self.decoders = decoders = DecoderFactory(bundle)
@@ -47,8 +47,8 @@ class Runtime:
             on_device=[bool(each.devices) for each in bundle.models],
         )
         self.n_ctx = self.contexts.n_ctx
-        self.rounds = Rounds(None if policy else decoders.target_cost(), prompt_delay)
-        self.scheduler = Scheduler(self.rounds, self.contexts, bundle.text_over)
+        self.stepper = Stepper(None if policy else decoders.target_cost(), prefill_budget)
+        self.scheduler = Scheduler(self.stepper, self.contexts, bundle.text_over)
         self._grammars: Grammars | None = None
         self._lock = ProcessLock()
 

@@ -13,7 +13,7 @@ from typing import Any
 from pystaged._core import DeviceError
 from pystaged.decoding.contexts import ContextPool, Wait
 from pystaged.decoding.loop import Decoder
-from pystaged.decoding.rounds import Rounds
+from pystaged.decoding.stepper import Stepper
 from pystaged.sequence import Sequence
 
 MOST_UNREAD = 256  # tokens that a sequence runs ahead of its reader
@@ -33,8 +33,8 @@ class Scheduler:
         note_end: called when a text is over.
     """
 
-    def __init__(self, rounds: Rounds, contexts: ContextPool, note_end: Callable[[], None] = lambda: None) -> None:
-        self._rounds, self._contexts, self._note_end = rounds, contexts, note_end
+    def __init__(self, stepper: Stepper, contexts: ContextPool, note_end: Callable[[], None] = lambda: None) -> None:
+        self._stepper, self._contexts, self._note_end = stepper, contexts, note_end
         self._begin()
 
     def _begin(self) -> None:
@@ -113,8 +113,8 @@ class Scheduler:
         if sequence.is_cancelled:
             sequence.close()
         self._admit(sequence, must=True)
-        if sequence.may_go_on:
-            self._rounds.play([sequence])
+        if sequence.can_step:
+            self._stepper.step([sequence])
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence after the pass in hand. Waits for nothing."""
@@ -135,7 +135,7 @@ class Scheduler:
         self._is_waiting = False
         self._settle()
         while not self._is_stopping:
-            if not self._round():
+            if not self._step():
                 self._is_waiting = True  # before looking, or a reader might come in between and not ring
                 if not self._ready():
                     return True
@@ -197,7 +197,7 @@ class Scheduler:
         if self._bell.empty():  # else it has not looked yet
             self._bell.put(None)
 
-    def _round(self) -> bool:
+    def _step(self) -> bool:
         """Admit sequences in the order they came, then play a round; returns whether anything came of it."""
         waiting = [sequence for sequence in self._sequences if not sequence.decoder]
         asked = 0
@@ -217,11 +217,11 @@ class Scheduler:
             # What is live waits for its readers, which may wait for this one.
             self._admit(waiting[0], must=True)
             ready = self._ready()
-        self._rounds.play(ready)
+        self._stepper.step(ready)
         return bool(ready) or any(sequence.is_over for sequence in self._sequences)
 
     def _ready(self) -> list[Sequence]:
-        return [sequence for sequence in self._sequences if sequence.may_go_on]
+        return [sequence for sequence in self._sequences if sequence.can_step]
 
 
 def _step(scheduler: weakref.ref[Scheduler], bell: SimpleQueue[None]) -> None:

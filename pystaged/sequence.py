@@ -15,9 +15,9 @@ from pystaged.config import GenerationConfig
 from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.contexts import Wait
 from pystaged.decoding.loop import Decoder
-from pystaged.decoding.opening import Opening
-from pystaged.decoding.rounds import Member
+from pystaged.decoding.prefill import Prefill
 from pystaged.decoding.step import Logprobs, Step
+from pystaged.decoding.stepper import BatchMember
 from pystaged.decoding.tree import Stage
 from pystaged.loops import LoopFinder
 from pystaged.receipt import Origin
@@ -28,7 +28,7 @@ from pystaged.text import Prompt, TextBuffer
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PrefillProgress:
     """How many tokens of a prompt are read, of how many, and who is to be told: by the reader, because the thread that
     steps sequences must not wait."""
 
@@ -36,7 +36,7 @@ class Reading:
     tokens: int
     of: int
 
-    def tell(self) -> None:
+    def report(self) -> None:
         self.progress(self.tokens, self.of)
 
 
@@ -47,7 +47,7 @@ class End:
     error: BaseException | None
 
 
-class Sequence(Member):
+class Sequence(BatchMember):
     """The state of one text: what it was asked for, its tokens, text and figures so far, and where it stands.
 
     It says how far its prompt is read, pieces, and an End as the last, all to `put`, which must not wait. It is `begin`
@@ -55,7 +55,7 @@ class Sequence(Member):
 
     config: what it was asked for. stats: its figures so far. wait: what it waited for when it was last asked to begin.
     end: what it said at its end, which may be in no queue any more.
-    num_said, num_read: tokens; it waits where most_unread of them are not read yet. process: in which it was opened.
+    num_sent, num_read: tokens; it waits where most_unread of them are not read yet. process: in which it was opened.
 
     Args:
         prompt: as it was given; prompt_tokens: int32[n].
@@ -87,7 +87,7 @@ class Sequence(Member):
         self.tokens: list[int] = []
         self._tokenizer, self._constraint, self._origin = tokenizer, constraint, origin
         self._sampling = bind(config.sampling, tokenizer, len(prompt_tokens), config.logprobs, constraint)
-        self._opening = Opening(config.reuse, self.prediction, config.prompt_logprobs)
+        self._prefill = Prefill(config.reuse, self.prediction, config.prompt_logprobs)
         self._buffer = TextBuffer(config.stop)
         self._loops = LoopFinder() if config.stop_loops else None
         self._text: list[str] = []
@@ -99,7 +99,7 @@ class Sequence(Member):
         # Between the reader and the scheduler.
         self.put: Callable[[Any], None]
         self.most_unread: float = sys.maxsize
-        self.num_said = self.num_read = 0
+        self.num_sent = self.num_read = 0
         self.wait: Wait | None = None
         self.process: int | None = None
         self.is_cancelled = False
@@ -113,7 +113,7 @@ class Sequence(Member):
     @property
     def reuse(self) -> bool:
         """Whether it may begin with what a context holds already."""
-        return self._opening.reuse
+        return self._prefill.reuse
 
     @property
     def met_stop_string(self) -> str | None:
@@ -121,9 +121,9 @@ class Sequence(Member):
         return self._buffer.met
 
     @property
-    def may_go_on(self) -> bool:
+    def can_step(self) -> bool:
         """Whether it has begun, is not over and not too far ahead of its reader."""
-        return self.decoder is not None and not self.is_over and self.num_said - self.num_read < self.most_unread
+        return self.decoder is not None and not self.is_over and self.num_sent - self.num_read < self.most_unread
 
     def result(self) -> GenerationResult:
         """What is written by now."""
@@ -154,22 +154,22 @@ class Sequence(Member):
             is_end=self.is_end or self._tokenizer.is_end,
             speculate=config.speculate,
             stats=self.stats,
-            progress=progress and (lambda tokens, of: self.put(Reading(progress, tokens, of))),
+            progress=progress and (lambda tokens, of: self.put(PrefillProgress(progress, tokens, of))),
             constraint=self._constraint,
-            opening=self._opening,
+            prefill=self._prefill,
         )
         self._release = release
         self.begin(context, steps)
 
-    def say(self, step: Step) -> None:
+    def on_step(self, step: Step) -> None:
         piece = self._piece(step)
         if piece.tokens or piece.text:
-            self.num_said += len(piece.tokens)
+            self.num_sent += len(piece.tokens)
             self.put(piece)
         if self._buffer.stopped or self._finish == "loop":
             self.close()
 
-    def ended(self, error: BaseException | None) -> None:
+    def on_end(self, error: BaseException | None) -> None:
         if self.end is None:
             self.end = End(self._leave(error))
         self.put(self.end)
@@ -219,9 +219,9 @@ class Sequence(Member):
         return Piece(text, tuple(step.tokens[:new]), tuple(step.stages[:new]), step.tree, tuple(step.path), logprobs)
 
     def _prompt_logprobs(self) -> list[TokenLogprob] | None:
-        if self._opening.num_top is None:
+        if self._prefill.num_top is None:
             return None
-        found = list(self._opening.logprobs)  # the thread may be reading the prompt
+        found = list(self._prefill.logprobs)  # the thread may be reading the prompt
         tokens = self.prompt_tokens[1 : 1 + len(found)].tolist()
         return [self._logprob(token, logprobs) for token, logprobs in zip(tokens, found, strict=True)]
 

@@ -13,7 +13,7 @@ from typing import Any
 from pystaged.process import ProcessLock
 from pystaged.result import GenerationResult, Piece
 from pystaged.scheduler import Scheduler
-from pystaged.sequence import End, Reading, Sequence
+from pystaged.sequence import End, PrefillProgress, Sequence
 
 
 class Stream(Iterator[Piece]):
@@ -54,15 +54,15 @@ class Stream(Iterator[Piece]):
         if not self._is_open:
             self._is_open = True
             weakref.finalize(self, self._scheduler.cancel, self.sequence).atexit = False
-        while isinstance(said := self._hear(), Reading):
-            said.tell()
+        while isinstance(said := self._hear(), PrefillProgress):
+            said.report()
         if isinstance(said, End):
             self._over = True
             raise said.error or StopIteration
         self._scheduler.note_read(self.sequence, said)
         return said
 
-    def _hear(self) -> Piece | Reading | End:
+    def _hear(self) -> Piece | PrefillProgress | End:
         """What the sequence says next."""
         scheduler, sequence, said = self._scheduler, self.sequence, self._said
         if sequence.process != os.getpid():
@@ -71,7 +71,7 @@ class Stream(Iterator[Piece]):
             scheduler.step(sequence)
         if sequence.end and said.empty():  # Ctrl-C may come just when the end is taken
             return sequence.end
-        item: Piece | Reading | End = said.get()
+        item: Piece | PrefillProgress | End = said.get()
         return item
 
     @property

@@ -1,4 +1,4 @@
-"""Models shared by the tests: small random ones made once a session, and the house models of the package."""
+"""Models shared by the tests: small random ones made once a session, and the bundled models of the package."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def random_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def house_target() -> Path:
-    return names.resolve("house")
+def bundled_target() -> Path:
+    return names.resolve("bundled")
 
 
 @pytest.fixture(scope="session")
-def house_draft() -> Path:
-    return names.house("draft.Q8_0.gguf")
+def bundled_draft() -> Path:
+    return names.bundled_file("draft.Q8_0.gguf")

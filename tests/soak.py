@@ -112,7 +112,7 @@ class Work:
 
     def __init__(self, folder: Path) -> None:
         self.tokens = 0
-        self.engine = pystaged.load("house", n_ctx=512, kv_memory=KV_MEMORY, report=lambda _: None)
+        self.engine = pystaged.load("bundled", n_ctx=512, kv_memory=KV_MEMORY, report=lambda _: None)
         self._models = [write(folder / f"{name}.gguf", CASES[name]) for name in FAMILIES]
         self._process = psutil.Process()
         self._text = self._usual().text
@@ -162,9 +162,9 @@ class Work:
         model = self._models[number % len(self._models)]
         options: dict[str, Any] = {"n_ctx": 128, "report": lambda _: None}
         device = "ggml-cpu" if number % 2 else "cpu"
-        with pystaged.load(model, device=device, keep_packed=device == "cpu", **options) as engine:
+        with pystaged.load(model, device=device, weight_cache=device == "cpu", **options) as engine:
             self._count(engine.generate("the tree", max_tokens=16), *engine.generate(["a", "b"], max_tokens=8))
-        other = Engine(self._models[(number + 1) % len(self._models)], memory=False, **options)
+        other = Engine(self._models[(number + 1) % len(self._models)], recycle=False, **options)
         self._count(other.generate("the tree", max_tokens=8))
 
     def sample(self, first: Sample | None) -> Sample:

@@ -610,51 +610,51 @@ def cold(engine: Engine, prompt: str, count: int, sampling: SamplingConfig) -> l
 
 
 @pytest.fixture(params=["draft", "n-grams"])
-def house(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with pystaged.load("house", draft="auto" if request.param == "draft" else "none") as engine:
+def bundled_file(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with pystaged.load("bundled", draft="auto" if request.param == "draft" else "none") as engine:
         yield engine
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, seed=5)], ids=["greedy", "warm"])
-def test_texts_in_forked_contexts(house: Engine, sampling: SamplingConfig) -> None:
+def test_texts_in_forked_contexts(bundled: Engine, sampling: SamplingConfig) -> None:
     for prompt in PROMPTS:
-        result = house.generate(prompt, max_tokens=40, sampling=sampling)
-        assert result.tokens == cold(house, prompt, 40, sampling)
-    assert result.stats.reused_tokens == len(house.encode(PROMPTS[1])) > 20
+        result = bundled.generate(prompt, max_tokens=40, sampling=sampling)
+        assert result.tokens == cold(bundled, prompt, 40, sampling)
+    assert result.stats.reused_tokens == len(bundled.encode(PROMPTS[1])) > 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, seed=5)], ids=["greedy", "warm"])
-def test_texts_forked_from_running_ones(house: Engine, sampling: SamplingConfig) -> None:
+def test_texts_forked_from_running_ones(bundled: Engine, sampling: SamplingConfig) -> None:
     streams = []
     for prompt in PROMPTS:
-        streams.append(house.stream(prompt, max_tokens=40, sampling=sampling))
+        streams.append(bundled.stream(prompt, max_tokens=40, sampling=sampling))
         for stream in streams:
             next(stream, None)
     for prompt, stream in zip(PROMPTS, streams, strict=True):
-        assert stream.finish().tokens == cold(house, prompt, 40, sampling)
+        assert stream.finish().tokens == cold(bundled, prompt, 40, sampling)
     assert [stream.result.stats.reused_tokens > 20 for stream in streams] == [False, True, True, False, True, True]
 
 
-def test_texts_that_begin_together_read_their_common_beginning_once(house: Engine) -> None:
+def test_texts_that_begin_together_read_their_common_beginning_once(bundled: Engine) -> None:
     prompts = [GREETING * 3 + f"# {i}\n" for i in range(4)]
-    streams = [house.stream(prompt, max_tokens=20) for prompt in prompts]
+    streams = [bundled.stream(prompt, max_tokens=20) for prompt in prompts]
     with ThreadPoolExecutor(4) as threads:
-        with held(house):
+        with held(bundled):
             reading = [threads.submit(stream.finish) for stream in streams]
             wait_until(lambda: all(stream.sequence.process for stream in streams))
         results = [each.result(60) for each in reading]
     for prompt, result in zip(prompts, results, strict=True):
-        assert result.tokens == cold(house, prompt, 20, SamplingConfig())
-    common = len(house.encode(GREETING * 3)) - 64
+        assert result.tokens == cold(bundled, prompt, 20, SamplingConfig())
+    common = len(bundled.encode(GREETING * 3)) - 64
     assert sorted(result.stats.reused_tokens > common > 40 for result in results) == [False, True, True, True]
 
 
 @pytest.mark.slow
 def test_little_memory_changes_nothing() -> None:
     sampling = SamplingConfig(0.8, seed=2)
-    with pystaged.load("house", kv_memory=3 << 20) as engine:
+    with pystaged.load("bundled", kv_memory=3 << 20) as engine:
         assert engine.kv_memory == 3 << 20
         for prompt in PROMPTS:
             result = engine.generate(prompt, max_tokens=40, sampling=sampling)
@@ -664,10 +664,10 @@ def test_little_memory_changes_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_text_waits_for_another_thread_s() -> None:
-    with pystaged.load("house") as sized:
+    with pystaged.load("bundled") as sized:
         memory = sized.runtime.contexts._needed(200)
     found: list[list[int]] = []
-    with pystaged.load("house", kv_memory=memory) as engine:
+    with pystaged.load("bundled", kv_memory=memory) as engine:
         stream = engine.stream(GREETING, max_tokens=60)
         next(stream)
         thread = threading.Thread(target=lambda: found.append(engine.generate("class Tree:", max_tokens=80).tokens))
@@ -678,18 +678,18 @@ def test_a_text_waits_for_another_thread_s() -> None:
         assert found == [cold(engine, "class Tree:", 80, SamplingConfig())]
 
 
-def test_a_real_conversation_survives_strangers(house: Engine) -> None:
+def test_a_real_conversation_survives_strangers(bundled: Engine) -> None:
     conversation = GREETING + "# hello\n"
-    conversation += house.generate(conversation, max_tokens=60).text
+    conversation += bundled.generate(conversation, max_tokens=60).text
     for i in range(20):
-        stranger = house.generate(f"{GREETING}# stranger {i}\n", max_tokens=20)
+        stranger = bundled.generate(f"{GREETING}# stranger {i}\n", max_tokens=20)
         assert stranger.stats.reused_tokens > 20
-    encode_continuation = house.generate(conversation + "# and then\n", max_tokens=5).stats
+    encode_continuation = bundled.generate(conversation + "# and then\n", max_tokens=5).stats
     assert encode_continuation.prompt_tokens - encode_continuation.reused_tokens < 15
 
 
 def test_what_was_learnt_is_inherited() -> None:
-    with pystaged.load("house") as engine:
+    with pystaged.load("bundled") as engine:
         engine.generate(GREETING, max_tokens=60, temperature=0.5)
         (old,) = engine.runtime.contexts._at_rest
         # Timing decides whether drafts are used; here they are.
@@ -737,9 +737,9 @@ def test_a_fork_on_a_device(random_gguf: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("memory", [0, -5])
 def test_a_bound_that_is_none(memory: int) -> None:
     with pytest.raises(ValueError, match="kv_memory must be a positive number of bytes"):
-        pystaged.load("house", kv_memory=memory)
+        pystaged.load("bundled", kv_memory=memory)
     with pytest.raises(TypeError):
-        pystaged.load("house", kv_memory="2G")  # type: ignore[arg-type]
+        pystaged.load("bundled", kv_memory="2G")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -769,14 +769,14 @@ def test_memory_is_flat_over_many_short_texts(random_gguf: Callable[..., Path]) 
     assert after - before < 8 << 20
 
 
-def test_what_n_grams_know_goes_with_their_text(house: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_n_grams_know_goes_with_their_text(bundled: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pystaged.scheduler, "MOST_UNREAD", 1)
-    house.generate("a", max_tokens=4)
+    bundled.generate("a", max_tokens=4)
     tracemalloc.start()
     try:
-        stream = house.stream(GREETING * 4, max_tokens=60)
+        stream = bundled.stream(GREETING * 4, max_tokens=60)
         next(stream)
-        wait_until(lambda: house.runtime.scheduler._is_waiting)
+        wait_until(lambda: bundled.runtime.scheduler._is_waiting)
         during = taken_by_ngrams()
         stream.finish()
         after = taken_by_ngrams()

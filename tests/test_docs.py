@@ -48,7 +48,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("plugin")
 @pytest.mark.parametrize("name", PAGES)
 def test_snippets_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    """The Python of a page, from its beginning to its end; where SmolLM2 is not installed, with the house model."""
+    """The Python of a page, from its beginning to its end; where SmolLM2 is not installed, with the bundled model."""
     monkeypatch.chdir(tmp_path)  # some write files
     blocks = BLOCK.findall(page(name))
     assert blocks
@@ -56,7 +56,7 @@ def test_snippets_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
         names.resolve("smollm2")
         model = "smollm2"
     except FileNotFoundError:
-        model = "house"
+        model = "bundled"
     there: dict[str, Any] = {"__name__": "snippets"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the model has no chat template")

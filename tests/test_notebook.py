@@ -119,7 +119,7 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[pystaged.Engine]:
-    with pystaged.load("house", report=lambda _: None) as engine:
+    with pystaged.load("bundled", report=lambda _: None) as engine:
         yield engine
 
 

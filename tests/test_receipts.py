@@ -70,7 +70,7 @@ def path(random_gguf: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(path: Path) -> Iterator[Engine]:
-    with pystaged.load(path, num_threads=1, memory=False) as engine:
+    with pystaged.load(path, num_threads=1, recycle=False) as engine:
         yield engine
 
 
@@ -147,7 +147,7 @@ def test_streams_and_event_loops(engine: Engine, sampled: Receipt) -> None:
 
 
 @pytest.mark.parametrize(
-    "load", [{"keep_packed": True}, {"memory": True}, {"draft": "self"}, {"kv_memory": 1}], ids=str
+    "load", [{"weight_cache": True}, {"memory": True}, {"draft": "self"}, {"kv_memory": 1}], ids=str
 )
 def test_what_is_kept_and_what_drafts(path: Path, sampled: Receipt, load: dict[str, Any]) -> None:
     load = load | {"draft": path} if "draft" in load else load
@@ -189,14 +189,14 @@ def test_answers(tmp_path: Path) -> None:
             assert pystaged.repeat(engine, Receipt.load(tmp_path / "it")) is None
 
 
-# Made once, by the versions they name; whoever changes a bit of what the house model writes fails here.
+# Made once, by the versions they name; whoever changes a bit of what the bundled model writes fails here.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 @pytest.mark.parametrize("kernel", _core.kernels())
 def test_what_was_promised(monkeypatch: pytest.MonkeyPatch, name: str, kernel: str) -> None:
     monkeypatch.setenv("PYSTAGED_KERNEL", kernel)
     kept = Receipt.load(paths.DATA / f"{name}.receipt")
-    with pystaged.load("house", n_ctx=kept.n_ctx) as engine:
+    with pystaged.load("bundled", n_ctx=kept.n_ctx) as engine:
         assert (kept.arithmetic, pystaged.repeat(engine, kept)) == (ARITHMETIC, None), (
             "what the model writes has changed: raise ARITHMETIC in pystaged/receipt.py, and make tests/data/*.receipt "
             "anew with their prompts and options"
@@ -256,7 +256,7 @@ def test_what_has_none(engine: Engine) -> None:
 def test_a_file_that_was_replaced_is_not_vouched_for(path: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.gguf"
     shutil.copy(path, copy)
-    with pystaged.load(copy, memory=False) as engine:
+    with pystaged.load(copy, recycle=False) as engine:
         result = engine.generate(PROMPT, max_tokens=4)
         data = bytearray(copy.read_bytes())
         data[-1] ^= 1
@@ -271,13 +271,13 @@ def test_a_file_that_was_replaced_is_not_vouched_for(path: Path, tmp_path: Path)
 
 def test_all_parts_of_a_model_are_vouched_for(tmp_path: Path) -> None:
     parts = split(write(tmp_path / "whole.gguf", CASES["llama"]), tmp_path, 3)
-    with pystaged.load(parts[0], draft=None, memory=False) as engine:
+    with pystaged.load(parts[0], draft=None, recycle=False) as engine:
         result = engine.generate([5, 6, 7], max_tokens=4)
         contents = [part.read_bytes() for part in parts]
         assert result.receipt.model.sha256 == hashlib.sha256(b"".join(contents)).hexdigest()
         assert result.receipt.model.size == sum(map(len, contents))
         assert pystaged.repeat(engine, result.receipt) is None
-    with pystaged.load(parts[0], draft=None, memory=False) as engine:
+    with pystaged.load(parts[0], draft=None, recycle=False) as engine:
         result = engine.generate([5, 6, 7], max_tokens=4)
         os.utime(parts[2], ns=(1, 1))
         seen._sha256.cache_clear()
@@ -347,7 +347,7 @@ def test_tokens_that_are_none(engine: Engine, sampled: Receipt) -> None:
 def test_another_model_is_named(random_gguf: Callable[..., Path], path: Path, sampled: Receipt) -> None:
     other = random_gguf(vocab_size=300, context=96, seed=1)
     with (
-        pystaged.load(other, memory=False) as engine,
+        pystaged.load(other, recycle=False) as engine,
         pytest.raises(ValueError, match=r"the receipt is of .*SHA-256 [0-9a-f]{64}; .* is another: .*") as caught,
     ):
         pystaged.repeat(engine, sampled)
@@ -367,7 +367,7 @@ def test_models_are_found_by_their_hashes_alone(
     same_size.write_bytes(bytes(sampled.model.size))
     monkeypatch.setattr(names, "here", lambda: [tmp_path / "gone", same_size, path])
     assert repeating.find_model(sampled) == path
-    for lie in ("../../etc/passwd", str(path), "owner/name:q8_0", "house"):
+    for lie in ("../../etc/passwd", str(path), "owner/name:q8_0", "bundled"):
         lying = replace(sampled, model=replace(sampled.model, file=lie, name=lie))
         assert repeating.find_model(lying) == path
         lying = replace(lying, model=replace(lying.model, sha256="0" * 64))
@@ -595,14 +595,14 @@ def test_commands(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_commands_that_are_refused(path: Path, house_draft: Path, tmp_path: Path) -> None:
+def test_commands_that_are_refused(path: Path, bundled_draft: Path, tmp_path: Path) -> None:
     file = tmp_path / "it.receipt"
     done = run("generate", PROMPT, "--model", path, "--max-tokens", "4", "--json", "--receipt", file)
     assert json.loads(done.stdout)["tokens"] == list(Receipt.load(file).tokens)
     record = Receipt.load(file).model
     assert_refused(run("verify", file), f"no model here has the receipt's SHA-256 {record.sha256}", "--model")
-    assert_refused(run("verify", file, "--model", house_draft), record.file, record.sha256, str(house_draft))
-    assert_refused(run("verify", house_draft), "is no receipt")
+    assert_refused(run("verify", file, "--model", bundled_draft), record.file, record.sha256, str(bundled_draft))
+    assert_refused(run("verify", bundled_draft), "is no receipt")
     done = run("generate", PROMPT, "--model", path, "--n", "2", "--receipt", file)
     assert done.returncode == 2
     assert b"--receipt is of one text" in done.stderr
@@ -614,7 +614,7 @@ def test_commands_that_are_refused(path: Path, house_draft: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_house_model_is_found() -> None:
+def test_the_bundled_model_is_found() -> None:
     done = run("verify", paths.DATA / "greedy.receipt")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(b"same: ")

@@ -215,7 +215,7 @@ def test_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError
 
     monkeypatch.setattr(names, "_smollm2", missing)
-    assert names.default_model(said.append) == "house"
+    assert names.default_model(said.append) == "bundled"
     assert "this is the bundled pair" in said[0]
     with pytest.warns(UserWarning, match="bundled pair"), pystaged.load() as engine:
-        assert repr(engine) == "Engine(model='pystaged house target', draft='pystaged house draft')"
+        assert repr(engine) == "Engine(model='pystaged bundled target', draft='pystaged bundled draft')"

@@ -23,10 +23,10 @@ from pystaged import Growth
 from pystaged.batch import pieces
 from pystaged.config import GenerationConfig
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.decoding.rounds import Member, Rounds
+from pystaged.decoding.stepper import BatchMember, Stepper
 from pystaged.engine import Engine
 from pystaged.scheduler import MOST_UNREAD, Scheduler
-from pystaged.sequence import End, Reading
+from pystaged.sequence import End, PrefillProgress
 from pystaged.sequence import Sequence as Text
 from pystaged.streams import Stream
 
@@ -47,16 +47,16 @@ def engine(path: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many texts took part in each round."""
     counts: list[int] = []
-    play = Rounds.play
+    step = Stepper.step
 
-    def counted(self: Rounds, texts: Sequence[Member]) -> None:
+    def counted(self: Stepper, texts: Sequence[BatchMember]) -> None:
         counts.append(len(texts))
-        play(self, texts)
+        step(self, texts)
 
-    monkeypatch.setattr(Rounds, "play", counted)
+    monkeypatch.setattr(Stepper, "step", counted)
     return counts
 
 
@@ -80,12 +80,12 @@ def in_threads(*works: Callable[[], object]) -> None:
         raise errors[0]
 
 
-def test_texts_of_many_threads_share_passes(engine: Engine, rounds: list[int]) -> None:
+def test_texts_of_many_threads_share_passes(engine: Engine, steps: list[int]) -> None:
     def text(i: int, **options: Any) -> list[int]:
         return engine.generate(PROMPTS[i % 4], max_tokens=60, **OPTIONS[i % 4], **options).tokens
 
     alone = [text(i, speculate=False) for i in range(4)]
-    assert max(rounds) == 1
+    assert max(steps) == 1
     found: dict[int, list[int]] = {}
     start = threading.Barrier(8)
 
@@ -95,7 +95,7 @@ def test_texts_of_many_threads_share_passes(engine: Engine, rounds: list[int]) -
 
     in_threads(*(lambda i=i: work(i) for i in range(8)))  # type: ignore[misc]
     assert [found[i] for i in range(8)] == alone * 2
-    assert max(rounds) > 3
+    assert max(steps) > 3
 
 
 def test_streams_that_are_read_in_turns(engine: Engine) -> None:
@@ -118,7 +118,7 @@ def test_a_reader_that_is_left_behind(engine: Engine) -> None:
     next(left)
     whole = read.finish()
     wait_until(lambda: engine.runtime.scheduler._is_waiting)
-    unread = left.sequence.num_said - left.sequence.num_read
+    unread = left.sequence.num_sent - left.sequence.num_read
     assert MOST_UNREAD <= unread < MOST_UNREAD + 8
     assert left.finish().tokens == whole.tokens
     assert len(whole.tokens) == 400
@@ -240,7 +240,7 @@ def test_a_text_opened_while_another_one_is_cancelled(engine: Engine, one_slice:
     del one_slice
     asleep = engine.stream(PROMPTS[0], max_tokens=400).sequence
     opened(engine, asleep, 1)
-    wait_until(lambda: asleep.num_said > 0 and engine.runtime.scheduler._is_waiting)
+    wait_until(lambda: asleep.num_sent > 0 and engine.runtime.scheduler._is_waiting)
     said = opened(engine, engine.stream(PROMPTS[1], max_tokens=3).sequence)
     engine.runtime.scheduler.cancel(asleep)
     while not isinstance(item := said.get(timeout=10), End):
@@ -310,7 +310,7 @@ def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, m
         def fail(*_: object) -> None:
             raise AssertionError("a fault")
 
-        patch.setattr(Rounds, "play", fail)
+        patch.setattr(Stepper, "step", fail)
         for stream in streams:
             with pytest.raises(AssertionError, match="a fault"):
                 next(stream)
@@ -422,8 +422,8 @@ def test_texts_wait_for_memory(path: Path) -> None:
 
 def listen(item: Any) -> None:
     """Hear how far a prompt is read, at once."""
-    if isinstance(item, Reading):
-        item.tell()
+    if isinstance(item, PrefillProgress):
+        item.report()
 
 
 def test_who_is_told_of_a_prompt_may_wait_for_another_text(path: Path) -> None:
@@ -444,7 +444,7 @@ def test_who_is_told_of_a_prompt_may_wait_for_another_text(path: Path) -> None:
 
 
 def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf: Callable[..., Path]) -> None:
-    with pystaged.load(random_gguf("F32", context=2048), draft=None, prompt_delay=0.0) as engine:
+    with pystaged.load(random_gguf("F32", context=2048), draft=None, prefill_budget=0.0) as engine:
         prompt = [i % 250 for i in range(2000)]
         read: list[int] = []
         began: dict[int, int] = {}  # how much of the prompt was read then
@@ -460,7 +460,7 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
 
         first = engine.stream([1, 2, 3], max_tokens=200).sequence
         engine.runtime.scheduler.open(first, listen, 1)
-        wait_until(lambda: first.num_said and engine.runtime.scheduler._is_waiting)  # for a reader
+        wait_until(lambda: first.num_sent and engine.runtime.scheduler._is_waiting)  # for a reader
         first.most_unread = math.inf
         begin(prompt, note, max_tokens=3)
         wait_until(lambda: len(began) == 3 and is_idle(engine))

@@ -32,7 +32,7 @@ class Benchmark:
     warm: prompts of the file that are continued first, without being measured; what drafts remembers them.
     """
 
-    model: str = "house"
+    model: str = "bundled"
     draft: str | Path | None = "auto"
     quantization: str = "Q8_0"
     prompts: Path | None = None

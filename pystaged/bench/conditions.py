@@ -12,12 +12,12 @@ from typing import Any
 from pystaged.files import update
 
 _ABOUT = {
-    "grown": "grown from the house target: it costs what GPT-2 Large costs and says what the small model says",
+    "grown": "grown from the bundled target: it costs what GPT-2 Large costs and says what the small model says",
     "grown-smollm2": "grown from SmolLM2: it costs what a model of a billion weights costs and says what SmolLM2 says",
     **dict.fromkeys(
         ("random", "llama1b", "llama8b"), "random weights: only its costs mean something, its acceptance does not"
     ),
-    "house": "the small target in the package",
+    "bundled": "the small target in the package",
 }
 
 

@@ -54,9 +54,9 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
     """The file of a model.
 
     Args:
-        model: a name from MADE: "random" for a GPT-2 Large of random weights, "grown" for one that says what the house
-            target says, "llama1b" and "llama8b" for Llamas of random weights, "grown-smollm2" for one of 1.2 billion
-            weights that says what SmolLM2 says; else as in names.resolve.
+        model: a name from MADE: "random" for a GPT-2 Large of random weights, "grown" for one that says what the
+            bundled target says, "llama1b" and "llama8b" for Llamas of random weights, "grown-smollm2" for one of 1.2
+            billion weights that says what SmolLM2 says; else as in names.resolve.
         quantization: type of a model to be made: F32, F16, Q8_0, Q4_0 (random also BF16; Llamas also Q4_K and Q4_K_M).
         report: told before one is made, which takes minutes.
 
@@ -66,7 +66,7 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
     """
     if model not in MADE:
         return names.resolve(model)
-    source = names.resolve("smollm2" if model in LLAMAS or model == "grown-smollm2" else "house")
+    source = names.resolve("smollm2" if model in LLAMAS or model == "grown-smollm2" else "bundled")
     folder = cache_folder() / "bench"
     name = f"gpt2-large-{model}" if model in ("grown", "random") else model
     path = folder / f"{name}.{quantization}.gguf"
@@ -92,9 +92,9 @@ def check_type(model: str, quantization: str) -> None:
 
 
 def find_draft(model: str, draft: str | Path | None) -> Path | None:
-    """The file of a draft as in names.resolve_draft, where "auto" is the house draft for all that speak like it, or the
-    draft head that fits."""
-    found = names.resolve_draft("house" if model in ("grown", "random") else model, draft)
+    """The file of a draft as in names.resolve_draft, where "auto" is the bundled draft for all that speak like it, or
+    the draft head that fits."""
+    found = names.resolve_draft("bundled" if model in ("grown", "random") else model, draft)
     if found or draft != "auto" or model in LLAMAS:
         return found
     path = names.resolve("smollm2" if model == "grown-smollm2" else model)
@@ -125,7 +125,7 @@ def _recipe(name: str) -> ModuleType:
     full_name = f"pystaged.models.{name}"
     if full_name in sys.modules:
         return sys.modules[full_name]
-    spec = spec_from_file_location(full_name, names.house(f"{name}.py"))
+    spec = spec_from_file_location(full_name, names.bundled_file(f"{name}.py"))
     if spec is None or spec.loader is None:
         raise ImportError(f"there is no {name}.py")
     module = sys.modules[spec.name] = module_from_spec(spec)  # where dataclasses look for it

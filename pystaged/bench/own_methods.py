@@ -53,7 +53,7 @@ class Runner:
         # Rates of acceptance learnt under one sampling do not help another.
         self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
         # What all that draft share, and as it was before the first prompt measured.
-        self._memory: tuple[RecycledCandidates, RecycledCandidates] | None = None
+        self._recycled: tuple[RecycledCandidates, RecycledCandidates] | None = None
         # Now, not while another method is being timed.
         self._factory.target_cost()
         self._factory.draft_cost()
@@ -70,22 +70,22 @@ class Runner:
         for decoder in self._decoders.values():
             decoder.close()
         self._decoders.clear()
-        self._memory = self._bundle.recycled = None
+        self._recycled = self._bundle.recycled = None
 
     def _remember(self) -> None:
-        """The memory as the prompts of `warm` leave it, which the methods that draft continue in turn."""
-        if self._memory is None:
-            memory = self._bundle.recycled = RecycledCandidates()
+        """The recycled candidates as the prompts of `warm` leave it, which the methods that draft continue in turn."""
+        if self._recycled is None:
+            recycled = self._bundle.recycled = RecycledCandidates()
             keys = list(product(_DRAFTING, SAMPLINGS.values()))
             self._decoders |= {(way, sampling): self._decoder(way) for way, sampling in keys}
             for prompt, (way, sampling) in zip(self._warm, cycle(keys), strict=False):
                 job = {"prompt": prompt, "sampling": sampling, "max_tokens": self._warm_tokens}
                 self._generate(self._decoders[way, sampling], job)
             at_first = RecycledCandidates()
-            at_first.copy_from(memory)
-            self._memory = memory, at_first
-        memory, at_first = self._memory
-        memory.copy_from(at_first)
+            at_first.copy_from(recycled)
+            self._recycled = recycled, at_first
+        recycled, at_first = self._recycled
+        recycled.copy_from(at_first)
 
     def _decoder(self, way: str) -> Decoder:
         bundle = self._bundle

@@ -84,7 +84,7 @@ def _of_ngrams(bundle: Bundle, session: Session, budget: int) -> dict[str, TreeD
     ways = {"n-grams of the text": ngram_drafter(None, tree, vocab_size)}
     if bundle.table:
         ways["and of a table"] = ngram_drafter(bundle.table, tree, vocab_size)
-    ways["and the memory"] = ngram_drafter(bundle.table, tree, vocab_size, recycled=RecycledCandidates())
+    ways["and recycled candidates"] = ngram_drafter(bundle.table, tree, vocab_size, recycled=RecycledCandidates())
     if bundle.head:
         memory = RecycledCandidates()
         ways["and the draft head"] = head_drafter(

@@ -84,7 +84,7 @@ def choose(model: Path, file: Path | None, most: int | None = None) -> tuple[Pat
         ValueError: as load_questions, or there are none.
     """
     chat = _chat(model)
-    file = file or (OWN if chat else names.house(names.HOUSE_PROMPTS))
+    file = file or (OWN if chat else names.bundled_file(names.BUNDLED_PROMPTS))
     questions = _in_turn(load_questions(file))[:most]
     if not questions:
         raise ValueError(f"{file} has no prompts")

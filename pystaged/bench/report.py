@@ -171,7 +171,7 @@ class Report:
             f"- machine: {machine['processor']}, {cores}, {machine['system']}; {kernel}",
             f"- versions: Python {machine['python']}, {versions}",
             *(_file_line(part, found[part]) for part in ("model", "draft") if found[part]),
-            f"- n-grams: {table}; memory of {found['warm'] or 'no'} other prompts",
+            f"- n-grams: {table}; recycled candidates of {found['warm'] or 'no'} other prompts",
             f"- prompts: {prompts['file']} (SHA-256 {prompts['sha256'][:16]}): {used}",
             f"- single prompts in turn; {self.outcome.seconds / 60:.0f} minutes, {found['date']}",
             f"- made by `{found['command']}`",

@@ -193,7 +193,7 @@ def measure(
     Raises:
         ValueError: prompts too long for the model.
     """
-    with Engine(model, draft=draft, num_threads=threads, memory=False, report=progress) as engine:
+    with Engine(model, draft=draft, num_threads=threads, recycle=False, report=progress) as engine:
         longest = max(prompt_beside, *map(len, prompts)) + max_tokens
         if longest > engine.n_ctx:
             raise ValueError(

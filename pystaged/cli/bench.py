@@ -41,14 +41,14 @@ ModelName = Annotated[
     str,
     typer.Option(
         "--model",
-        help="GGUF file, 'house', 'smollm2', or made once: 'grown' and 'grown-smollm2' say what a small model says and "
-        "cost what a large one costs; 'random' (GPT-2 Large), 'llama1b' and 'llama8b' have random weights.",
+        help="GGUF file, 'bundled', 'smollm2', or made once: 'grown' and 'grown-smollm2' say what a small model says "
+        "and cost what a large one costs; 'random' (GPT-2 Large), 'llama1b' and 'llama8b' have random weights.",
         callback=lambda name: name or names.default_model(report),
         show_default=DEFAULT_MODEL,
     ),
 ]
 DraftName = Annotated[
-    str, typer.Option("--draft", help="Path of a draft or draft head, 'house', 'auto', or 'none' for n-grams alone.")
+    str, typer.Option("--draft", help="Path of a draft or draft head, 'bundled', 'auto', or 'none' for n-grams alone.")
 ]
 Quantization = Annotated[str, typer.Option("--type", help="Type of a model to be made.")]
 Prompts = Annotated[
@@ -61,7 +61,9 @@ Limit = Annotated[
 Warm = Annotated[
     int,
     typer.Option(
-        min=0, help="Draft with the memory of so many other prompts of the file; else with none.", callback=check
+        min=0,
+        help="Draft with recycled candidates of so many other prompts of the file; else with none.",
+        callback=check,
     ),
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.", callback=check)]
@@ -323,8 +325,8 @@ def parts(
 ) -> None:
     """What each part that drafts brings: tokens per step, passes of the draft, acceptance.
 
-    With a draft model: n-grams below it, and shared noise. Without one: n-grams, their table, the memory and the
-    draft head.
+    With a draft model: n-grams below it, and shared noise. Without one: n-grams, their table, recycled candidates and
+    the draft head.
 
     Example: pystaged bench parts --limit 20
 
@@ -341,7 +343,7 @@ def parts(
     for mode, sampling in pairs.MODES.items():
         for way, drafter in pairs.parts(bundle, session, nodes).items():
             decoder, options = Decoder(session, drafter), (sampling, max_tokens, bundle.tokenizer.is_end)
-            if drafter.memory:
+            if drafter.recycled:
                 pairs.run_texts(decoder, earlier, *options)
             stats = pairs.run_texts(decoder, texts, *options)
             passes = [f"{stats.drafters['draft'].passes / stats.new_tokens:.3f}"] if bundle.draft else []

@@ -96,7 +96,7 @@ def chat(
 
     Example: pystaged chat smollm2 --system @instructions.txt
 
-    Example: pystaged chat house --raw --color stages
+    Example: pystaged chat bundled --raw --color stages
     """
     constraint = grammars.options()
     if named is not None and question is None:

@@ -152,7 +152,7 @@ def model_name(name: str | None) -> str | Path:
     from pystaged.loading import names  # noqa: PLC0415
 
     name = names.default_model(report) if name is None else name
-    if name == "house":
+    if name == "bundled":
         return name
     with progress_bars() as progress:
         return names.resolve(name, progress)

@@ -25,7 +25,7 @@ def info(
     named = model_name(model)
     path = names.resolve(named)
     with pystaged.load(
-        path, draft=None, kv=kv, kv_memory=kv_memory, memory=False, policy=FixedPolicy(width=1, depth=0, budget=0)
+        path, draft=None, kv=kv, kv_memory=kv_memory, recycle=False, policy=FixedPolicy(width=1, depth=0, budget=0)
     ) as engine:
         loaded = engine.model
         draft = names.resolve_draft(named, "auto") or find_head(engine.tokenizer)

@@ -13,20 +13,20 @@ from pystaged import files
 from pystaged.cli.command import Command, Group
 from pystaged.cli.console import print_table, report
 from pystaged.loading import cache, names
-from pystaged.loading.kept import MEMORIES, PACKED, KeptFiles
+from pystaged.loading.kept import PACKED, RECYCLED, KeptFiles
 
 app = typer.Typer(
     cls=Group,
-    help="List the models, packed weights and memories on this machine, or remove some.",
+    help="List the models, packed weights and recycled candidates on this machine, or remove some.",
     invoke_without_command=True,
 )
-_OUR_LICENSES = dict.fromkeys(("house", "house-draft"), "as pystaged")
+_OUR_LICENSES = dict.fromkeys(("bundled", "bundled-draft"), "as pystaged")
 
 
 @app.callback()
 def models(context: typer.Context) -> None:
-    """List the models in packages and in the cache with size, type, shape and license; packed weights (--keep-packed);
-    and likely tokens that are kept to draft from (--memory).
+    """List the models in packages and in the cache with size, type, shape and license; packed weights (--weight-cache);
+    and likely tokens that are kept to draft from (--recycle).
 
     Example: pystaged models
     """
@@ -49,7 +49,7 @@ def models(context: typer.Context) -> None:
     if names.SMOLLM2 not in packaged:
         report(names.HOW_TO_GET_SMOLLM2)
     report("get another with, for example: pystaged pull openai-community/gpt2")
-    for what, kept in (("packed weights of", PACKED), ("memory of", MEMORIES)):
+    for what, kept in (("packed weights of", PACKED), ("recycled candidates of", RECYCLED)):
         if found_files := kept.all():
             table = Table(box=None, pad_edge=False)
             table.add_column(what, no_wrap=True)
@@ -75,24 +75,24 @@ def remove(
     only_packed: Annotated[
         bool, typer.Option("--packed", help="Packed weights alone: of the model that is named, or all.")
     ] = False,
-    only_memory: Annotated[
-        bool, typer.Option("--memory", help="Memories alone: of the model that is named, or all.")
+    only_recycled: Annotated[
+        bool, typer.Option("--recycled", help="Recycled candidates alone: of the model that is named, or all.")
     ] = False,
 ) -> None:
-    """Remove a model from the cache, with its packed weights and memory. What other programs put into Hugging Face's
-    cache, or still have there, stays.
+    """Remove a model from the cache, with its packed weights and recycled candidates. What other programs put into
+    Hugging Face's cache, or still have there, stays.
 
     Example: pystaged models remove openai-community/gpt2:q8_0
 
     Example: pystaged models remove --packed smollm2
 
-    Example: pystaged models remove --memory
+    Example: pystaged models remove --recycled
     """
-    if (bool(name) or only_packed or only_memory) == leftovers:
-        raise typer.BadParameter("name a model, --packed, --memory or --leftovers")
-    if only_packed or only_memory:
+    if (bool(name) or only_packed or only_recycled) == leftovers:
+        raise typer.BadParameter("name a model, --packed, --recycled or --leftovers")
+    if only_packed or only_recycled:
         kinds = {"packed weights": PACKED} if only_packed else {}
-        _remove_kept(name, kinds | ({"memory": MEMORIES} if only_memory else {}))
+        _remove_kept(name, kinds | ({"recycled candidates": RECYCLED} if only_recycled else {}))
         return
     if leftovers:
         parts = _leftovers()
@@ -109,7 +109,7 @@ def remove(
 
 
 def _leftovers() -> list[Path]:
-    folders = (cache.folder(), PACKED.folder(), MEMORIES.folder())
+    folders = (cache.folder(), PACKED.folder(), RECYCLED.folder())
     return [part for folder in folders for part in files.leftovers(folder)]
 
 

@@ -123,7 +123,7 @@ def _texts(
 ) -> Iterator[Iterator[NDArray[np.int32]]]:
     """What is counted, int32[n] each."""
     if tokenizer.metadata.get("tokenizer.chat_template"):
-        with pystaged.load(path, draft=None, memory=False, num_threads=threads, report=report) as engine:
+        with pystaged.load(path, draft=None, recycle=False, num_threads=threads, report=report) as engine:
             yield sample_answers(engine, tokens, temperature=1.0 if temperature is None else temperature, seed=seed)
         return
     start = next((token for token in reversed(range(tokenizer.num_tokens)) if tokenizer.is_end(token)), None)

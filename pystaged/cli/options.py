@@ -148,8 +148,8 @@ def spelled(name: str, **settings: Any) -> Any:
     return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
 
 
-MODEL_HELP = "Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'house'."
-DEFAULT_MODEL = "smollm2; house where that is not installed"  # names.default_model
+MODEL_HELP = "Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'bundled'."
+DEFAULT_MODEL = "smollm2; bundled where that is not installed"  # names.default_model
 ModelName = Annotated[
     str | None,
     typer.Option(

@@ -102,7 +102,7 @@ class SharedOptions(LoadOptions):
     """The same, for users who need not know each other."""
 
     settings: ClassVar = {
-        "memory": {
+        "recycle": {
             "default": False,
             "help": "Draft from likely tokens of earlier texts, of all users: the time that a text takes may tell of "
             "others' texts.",

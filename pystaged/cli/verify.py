@@ -66,7 +66,7 @@ def verify(
     expected = Receipt.load(receipt)
     if by_row and expected.config.grammar is not None:
         raise typer.BadParameter("--by-row cannot check the text of a schema, expression or grammar")
-    house = names.resolve("house")
+    bundled = names.resolve("bundled")
     path = find_model(expected) if model is None else names.resolve(model_name(model))
     if path is None:
         record = expected.model
@@ -79,13 +79,13 @@ def verify(
     if said:
         report(said)
     with pystaged.load(
-        "house" if path == house else path,  # by name it has a draft
+        "bundled" if path == bundled else path,  # by name it has a draft
         draft=draft_name(draft),
         device=device,
         num_threads=threads,
         n_ctx=expected.n_ctx,
         kv=expected.kv,
-        memory=False,
+        recycle=False,
         report=report,
     ) as engine:
         if by_row:

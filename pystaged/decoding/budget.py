@@ -32,8 +32,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.requests import Done, Requests
@@ -58,16 +58,16 @@ class Budget:
 
     Args:
         cost: processor seconds of a target pass, refined here. None keeps no account: the first drafter always drafts.
-        crowd: who shares the passes.
+        batch: who shares the passes.
         meter: what drafting costs.
         rates: of each drafter, how often its first guess is believed to be right before it has been scored.
     """
 
-    def __init__(self, cost: PassCost | None, crowd: Crowd, meter: Meter, rates: Sequence[float]) -> None:
+    def __init__(self, cost: PassCost | None, batch: BatchLoad, meter: Meter, rates: Sequence[float]) -> None:
         self.credit = self._before = OPENING  # tokens, and what they were before the last step
         self.chosen: int | None = None  # the drafter of the step in hand
         self.shadow: int | None = None  # the drafter that is scored in it without drafting
-        self._cost, self._crowd, self._meter = cost, crowd, meter
+        self._cost, self._batch, self._meter = cost, batch, meter
         self._first = list(rates)
         self._rates = {greedy: self._first.copy() for greedy in (True, False)}
         self._scored = {greedy: [_PRIOR] * len(self._first) for greedy in (True, False)}  # guesses
@@ -206,7 +206,7 @@ class Budget:
         self._is_settled = True
         python = max(0.0, self._meter() - self._begin - drafting)
         self._python += _BLEND * (python - self._python)
-        texts = self._crowd.texts
+        texts = self._batch.sequences
         seconds = self._cost(texts, self._past)
         return num_tokens / (1 + price * seconds / (seconds + texts * self._python))
 
@@ -243,7 +243,7 @@ class Budget:
         if extra is None:
             assert self._cost is not None
             # What has been learnt of a few rows may have made them dearer than more of them.
-            others = self._crowd.rows
+            others = self._batch.rows
             more = self._cost(others + num_rows, self._past) - self._cost(others + 1, self._past)
             extra = self._extras[num_rows] = self._tokens(max(0.0, more))
         return extra
@@ -251,11 +251,11 @@ class Budget:
     def _tokens(self, seconds: float) -> float:
         """Seconds of drafting as tokens of plain decoding that all texts wait for."""
         assert self._cost is not None
-        return self._crowd.texts * seconds / self._cost(self._crowd.texts, self._past)
+        return self._batch.sequences * seconds / self._cost(self._batch.sequences, self._past)
 
     def _seconds(self, tokens: float) -> float:
         assert self._cost is not None
-        return tokens * self._cost(self._crowd.texts, self._past) / self._crowd.texts
+        return tokens * self._cost(self._batch.sequences, self._past) / self._batch.sequences
 
 
 def _forced(tree: TokenTree) -> int:

@@ -25,7 +25,7 @@ class Drafter(Protocol):
 
     prediction: Sequence[int]
 
-    memory: RecycledCandidates | None
+    recycled: RecycledCandidates | None
     """Learns from every row of the trees that this drafter proposed; None where it learns nothing."""
 
     hit: bool | None

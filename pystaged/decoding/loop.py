@@ -1,6 +1,6 @@
 """Decoding: a step drafts a tree and verifies it with one pass of the target.
 
-Steps are generators that yield requests for passes; requests.py answers those of one text, rounds.py of a batch.
+Steps are generators that yield requests for passes; requests.py answers those of one text, stepper.py of a batch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, Session
 from pystaged.config import SamplingConfig
+from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.budget import Budget
 from pystaged.decoding.constraint import Constraint, constrained
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter, common_prefix
 from pystaged.decoding.meter import Meter
-from pystaged.decoding.opening import Opening
 from pystaged.decoding.policy import MAX_NODES
+from pystaged.decoding.prefill import Prefill
 from pystaged.decoding.requests import Clocks, Done, Request, Requests, Verify, alone
 from pystaged.decoding.step import FinishReason, Step
 from pystaged.decoding.tree import Stage, TokenTree
@@ -41,7 +41,7 @@ class Decoder:
         cost: processor seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses
             the first drafter.
         rates: of each drafter, how often its first guess is believed to be right before it has been scored.
-        crowd: the batch that shares the passes; by default this text alone.
+        batch: the batch that shares the passes; by default this text alone.
         meter: of what drafting costs, which the drafters share.
         clocks: the wall's and the processor's.
     """
@@ -52,16 +52,16 @@ class Decoder:
         *drafters: Drafter,
         cost: PassCost | None = None,
         rates: Sequence[float] | None = None,
-        crowd: Crowd | None = None,
+        batch: BatchLoad | None = None,
         meter: Meter | None = None,
         clocks: Clocks | None = None,
     ) -> None:
         self.target = target
         self.drafters = drafters
-        self.crowd = crowd or Crowd()
+        self.batch = batch or BatchLoad()
         self._clocks = clocks or Clocks()
         self._meter = meter or Meter(self._clocks.processor)
-        self.budget = Budget(cost, self.crowd, self._meter, rates or [0.5] * len(drafters))
+        self.budget = Budget(cost, self.batch, self._meter, rates or [0.5] * len(drafters))
         self._drafting: Sequence[Drafter] = ()  # the drafters of this text: none where it is plain
         self._constraint: Constraint | None = None  # of this text
         self._is_plain = False
@@ -105,7 +105,7 @@ class Decoder:
         stats: GenerationStats | None = None,
         progress: Progress | None = None,
         constraint: Constraint | None = None,
-        opening: Opening | None = None,
+        prefill: Prefill | None = None,
     ) -> Generator[Request | Step, Done | None, None]:
         """Continue a prompt step by step.
 
@@ -117,7 +117,7 @@ class Decoder:
             stats: filled while it goes, complete when the iterator is exhausted or closed.
             progress: as in start.
             constraint: what the text must be; of this text alone.
-            opening: how its prompt is read; of this text alone.
+            prefill: how its prompt is read; of this text alone.
 
         Returns:
             A generator of requests, to be answered, and of each Step; the last one, which may be without tokens, says
@@ -131,8 +131,8 @@ class Decoder:
             raise ValueError(f"the prompt needs a token at least, and max_tokens, {max_tokens}, must be at least 1")
         self._check(prompt)
         stats = GenerationStats() if stats is None else stats
-        opening = opening or Opening()
-        return self._text(prompt, sampling, max_tokens, is_end, speculate, stats, progress, constraint, opening)
+        prefill = prefill or Prefill()
+        return self._text(prompt, sampling, max_tokens, is_end, speculate, stats, progress, constraint, prefill)
 
     def start(
         self,
@@ -142,7 +142,7 @@ class Decoder:
         progress: Progress | None = None,
         greedy: bool = True,
         constraint: Constraint | None = None,
-        opening: Opening | None = None,
+        prefill: Prefill | None = None,
     ) -> Requests[int]:
         """Bring the context to a prompt, int32[n] with n >= 1; returns how many of its tokens were there already.
 
@@ -153,21 +153,21 @@ class Decoder:
             progress: called before the first piece of the prompt and after each.
             greedy: whether the text's tokens are the likeliest ones.
             constraint: what the text must be, until the next start; whoever steps tells it of the text.
-            opening: how the prompt is read.
+            prefill: how the prompt is read.
 
         Raises:
             ContextFullError: the prompt is longer than the context.
         """
         self._check(prompt)
-        opening = opening or Opening()
-        reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1) if opening.reuse else 0
+        prefill = prefill or Prefill()
+        reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1) if prefill.reuse else 0
         reused = self.target.rewind(reused)
         missing = prompt[reused:-1]
         read = 0
         while read < len(missing):
             if progress:
                 progress(read, len(missing))
-            read += yield from opening.read(self.target, prompt[:-1], prompt[1:], reused + read)
+            read += yield from prefill.read(self.target, prompt[:-1], prompt[1:], reused + read)
         if progress:
             progress(read, read)
         self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
@@ -176,7 +176,7 @@ class Decoder:
         self._is_plain = not speculate
         self._constrain_by(constraint)
         for drafter in self._drafting:
-            drafter.prediction = opening.prediction
+            drafter.prediction = prefill.prediction
             drafter.start(prompt)
         yield from self.budget.open(self._drafting, len(prompt), len(missing), greedy)
         return reused
@@ -186,17 +186,17 @@ class Decoder:
         max_depth = min(max_tokens, self.target.n_ctx - self._length) - 1
         guesses, masks = self._constrain((yield from self._draft(sampling, max_depth)), max_depth)
         # A plain step asks for no candidates: nothing would pay for finding them.
-        memory = self._drafting[self.budget.chosen].memory if self.budget.chosen is not None else None
-        wanted = min(memory.num_candidates, self.target.vocab_size) if memory else 0
+        recycled = self._drafting[self.budget.chosen].recycled if self.budget.chosen is not None else None
+        wanted = min(recycled.num_candidates, self.target.vocab_size) if recycled else 0
         verified = yield from self._meter.target(
             Verify(self.target, self._length, guesses, sampling.native, wanted, masks)
         )
         tree, path, tokens, logprobs, candidates = verified.result
         begin = self._meter()
-        if memory:
+        if recycled:
             before = tree.tokens[tree.parents]
             before[0] = self._before
-            memory.learn(before, tree.tokens, *candidates)
+            recycled.learn(before, tree.tokens, *candidates)
         self._before, self._root = (self._root, *tokens)[-2:]
         self._length += len(path)
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
@@ -211,7 +211,7 @@ class Decoder:
             verified.seconds,
             speedup,
             verified.num_rows,
-            self.crowd.texts,
+            self.batch.sequences,
             logprobs=logprobs,
         )
 
@@ -261,7 +261,7 @@ class Decoder:
         stats: GenerationStats,
         progress: Progress | None,
         constraint: Constraint | None,
-        opening: Opening,
+        prefill: Prefill,
     ) -> Generator[Request | Step, Done | None, None]:
         # What a text's reader waits for, others' work included.
         wall = self._clocks.wall
@@ -274,7 +274,7 @@ class Decoder:
                 progress=progress,
                 greedy=sampling.is_greedy,
                 constraint=constraint,
-                opening=opening,
+                prefill=prefill,
             )
             stats.prefill_seconds += wall() - begin
             finished = constraint is not None and constraint.is_complete

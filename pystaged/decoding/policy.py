@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pystaged.decoding.crowd import Crowd
+from pystaged.decoding.batch_load import BatchLoad
 
 MAX_NODES = 64  # of a tree that the target verifies, root excluded
 MAX_EXPANDED = 64  # nodes of a tree that are expanded, each a row of a draft pass or a lookup
@@ -118,7 +118,7 @@ class GainPolicy:
         draft_cost: the same of a drafting pass.
         budget: nodes at most.
         children: candidates per node.
-        crowd: who shares the passes; by default nobody.
+        batch: who shares the passes; by default nobody.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class GainPolicy:
         draft_cost: Callable[[int, int], float],
         budget: int = 31,
         children: int = 4,
-        crowd: Crowd | None = None,
+        batch: BatchLoad | None = None,
     ) -> None:
         self.children = children
-        self._crowd = crowd or Crowd()
+        self._batch = batch or BatchLoad()
         self._target_cost = target_cost
         self._draft_cost = draft_cost
         self._budget = budget
@@ -145,7 +145,7 @@ class GainPolicy:
             return 0
         # A leaf's best child adds about this much of the leaf's own score, and one more row for the target.
         child = 0.75
-        texts, cells = self._crowd.texts, growth.cells
+        texts, cells = self._batch.sequences, growth.cells
         row_cost = rate * (self._verify_cost(size + 2, cells) - self._verify_cost(size + 1, cells))
         best_width, best_gain, gain = 0, 0.0, 0.0
         before = 0.0
@@ -161,8 +161,8 @@ class GainPolicy:
 
     def _best_size(self, growth: Growth) -> tuple[int, float]:
         """The best number of nodes and its expected tokens per second."""
-        tokens, cells = 1.0 + self._crowd.tokens, growth.cells
-        drafting = growth.seconds * self._crowd.texts
+        tokens, cells = 1.0 + self._batch.tokens, growth.cells
+        drafting = growth.seconds * self._batch.sequences
         best_size, best_rate = 0, tokens / (self._verify_cost(1, cells) + drafting)
         for size, score in enumerate(growth.scores[: self._budget], 1):
             tokens += score
@@ -174,7 +174,7 @@ class GainPolicy:
     def _verify_cost(self, num_rows: int, cells: int) -> float:
         """Seconds of the pass that verifies so many rows of this text."""
         # A tree that grows asks for the same again and again.
-        others, known = self._crowd.rows, self._known
+        others, known = self._batch.rows, self._known
         if known[0] != (others, cells):
             known = self._known = (others, cells), {}
         seconds = known[1].get(num_rows)

@@ -1,6 +1,6 @@
 """What a text asks a pass for, and what comes of it: decoding and drafting are generators of requests.
 
-Who drives them decides what shares a pass: `alone` makes one for each request, rounds.py one for many texts.
+Who drives them decides what shares a pass: `alone` makes one for each request, stepper.py one for many texts.
 """
 
 from __future__ import annotations

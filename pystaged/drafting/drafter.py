@@ -35,7 +35,7 @@ class TreeDrafter:
         vocab_size: tokens from here on are never proposed.
         cost: processor seconds of expanding so many leaves, beyond the passes that proposers ask for; refined here.
             None for none.
-        memory: learns from every row of the trees that are verified.
+        recycled: learns from every row of the trees that are verified.
         meter: what drafting costs.
     """
 
@@ -46,11 +46,11 @@ class TreeDrafter:
         vocab_size: int,
         *,
         cost: PassCost | None = None,
-        memory: RecycledCandidates | None = None,
+        recycled: RecycledCandidates | None = None,
         meter: Meter | None = None,
     ) -> None:
         self.stats = DrafterStats()
-        self.memory = memory
+        self.recycled = recycled
         self.hit: bool | None = None
         self.prediction: Sequence[int] = ()
         self._proposers = proposers

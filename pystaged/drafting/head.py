@@ -94,7 +94,7 @@ def head_drafter(
     """A drafter by a head and lookups, mixed. Arguments as in HeadProposer and ngram_drafter; the cost is of both."""
     proposers = [*lookups(table, vocab_size, recycled, cost, meter), HeadProposer(head, model, target, meter)]
     expand = cost.lookup if cost else None
-    return TreeDrafter(proposers, policy, vocab_size, cost=expand, memory=recycled, meter=meter)
+    return TreeDrafter(proposers, policy, vocab_size, cost=expand, recycled=recycled, meter=meter)
 
 
 def measure_head(head: DraftHead, model: Model, ngrams: NgramCost) -> NgramCost:

@@ -41,11 +41,11 @@ class Lookup(Proposer):
 class RecycledProposer(Lookup):
     """What the target has said of its tokens in all texts so far."""
 
-    def __init__(self, memory: RecycledCandidates) -> None:
-        self._memory = memory
+    def __init__(self, recycled: RecycledCandidates) -> None:
+        self._recycled = recycled
 
     def after(self, tail: list[int]) -> Proposal:
-        chances, known = self._memory.chances(tail[-2] if len(tail) > 1 else -1, tail[-1])
+        chances, known = self._recycled.chances(tail[-2] if len(tail) > 1 else -1, tail[-1])
         return Proposal(chances, RECYCLED + known)
 
 
@@ -160,4 +160,4 @@ def ngram_drafter(
     """A drafter by lookups alone. What is None is left out; without a cost lookups are taken to be free."""
     proposers = lookups(table, vocab_size, recycled, cost, meter)
     lookup = cost.lookup if cost else None
-    return TreeDrafter(proposers, policy, vocab_size, cost=lookup, memory=recycled, meter=meter)
+    return TreeDrafter(proposers, policy, vocab_size, cost=lookup, recycled=recycled, meter=meter)

@@ -80,7 +80,7 @@ def rank(chances: dict[int, float], sampling: SamplingConfig, position: int, k: 
 
 _EDGES = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23, 0.31, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.975, 0.99)
 _CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
-_TEMPERATURE = 1.25  # of the softmax; tells hits from misses best on the house pair
+_TEMPERATURE = 1.25  # of the softmax; tells hits from misses best on the bundled pair
 _RANKS = 6
 _MEMORY = 500.0  # observations after which the older ones fade
 _WEIGHT = 12.0  # observations that the prior is worth

@@ -17,10 +17,10 @@ from pystaged.drafting.lookups import NgramCost
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
 from pystaged.loading.heads import find_head, load_head
-from pystaged.loading.memories import KeptMemory
 from pystaged.loading.metadata import is_head
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
+from pystaged.loading.recycled import KeptCandidates
 from pystaged.loading.seen import SeenModel
 from pystaged.loading.tables import find_table
 from pystaged.memory import available_memory
@@ -54,8 +54,8 @@ class Bundle:
         device: str = "cpu",
         draft_device: str = "cpu",
         kv: str = "f16",
-        keep_packed: bool = False,
-        memory: bool = False,
+        weight_cache: bool = False,
+        recycle: bool = False,
     ) -> None:
         check(device, kv)
         check(draft_device)
@@ -71,7 +71,7 @@ class Bundle:
 
         def load(path: Path, tokenizer: Tokenizer, device: str) -> dict[str, Model]:
             """A model on each device that it may run on."""
-            kept = report if keep_packed else None
+            kept = report if weight_cache else None
             return {name: _load(path, tokenizer, num_threads, name, kv, kept) for name in candidates(device, kv)}
 
         targets = load(self.path, self.tokenizer, device)
@@ -92,10 +92,10 @@ class Bundle:
             if draft_device not in ("cpu", "auto"):
                 raise ValueError(f"{head_path} is a draft head, which drafts on the cpu; leave out the draft's device")
             self.head = load_head(head_path, self.target, self.tokenizer)
-        self._memory = KeptMemory(self.path, self.vocabulary, self.target.vocab_size) if memory else None
-        self.recycled = self._memory.candidates if self._memory else None
-        if self._memory:
-            weakref.finalize(self, self._memory.save)  # programs end without closing what they loaded
+        self._kept = KeptCandidates(self.path, self.vocabulary, self.target.vocab_size) if recycle else None
+        self.recycled = self._kept.candidates if self._kept else None
+        if self._kept:
+            weakref.finalize(self, self._kept.save)  # programs end without closing what they loaded
 
     @property
     def models(self) -> list[Model]:
@@ -109,14 +109,14 @@ class Bundle:
 
     def text_over(self) -> None:
         """Keep what the target said of its tokens, now and then."""
-        if self._memory:
-            self._memory.save_now_and_then()
+        if self._kept:
+            self._kept.save_now_and_then()
 
     def close(self) -> None:
         """Keep what was learnt of costs and tokens, and hang up on RPC servers."""
         self.costs.save()
-        if self._memory:
-            self._memory.save()
+        if self._kept:
+            self._kept.save()
         for model in self.models:
             close_model(model)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pystaged.files import cache_folder, part_file, read_small
-from pystaged.loading.kept import MEMORIES, PACKED
+from pystaged.loading.kept import PACKED, RECYCLED
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.quantize import DEFAULT_TYPE
 
@@ -123,7 +123,7 @@ def remove(name: str) -> int:
     else:
         freed = path.stat().st_size
     path.unlink()
-    freed += sum(kept.remove(kept.path(path)) for kept in (PACKED, MEMORIES))
+    freed += sum(kept.remove(kept.path(path)) for kept in (PACKED, RECYCLED))
     path.with_suffix(".ngram.npz").unlink(missing_ok=True)
     source.files.pop(_file(path), None)
     source.downloaded.discard(_file(path))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pystaged._core import DraftHead, Model, RecycledCandidates, Session
 from pystaged.backends.devices import open_session
+from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
@@ -71,10 +71,10 @@ class DecoderFactory:
     def _priced(self, target: Session, draft: Session | None) -> Decoder:
         """A decoder that asks the drafter that gains most, if any does."""
         target_cost, draft_cost = self.target_cost(), self.draft_cost()
-        crowd, meter = Crowd(), Meter()
+        batch, meter = BatchLoad(), Meter()
 
         def policy(cost: PassCost) -> TreePolicy:
-            return GainPolicy(target_cost, cost, crowd=crowd)
+            return GainPolicy(target_cost, cost, batch=batch)
 
         drafters: dict[Drafter, float] = {}
         if draft and draft_cost:
@@ -85,7 +85,7 @@ class DecoderFactory:
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
         by_ngrams = policy(self.ngram_cost.lookup)
         drafters[self._by_ngrams(by_ngrams, self._bundle.recycled, self.ngram_cost, meter)] = NGRAM_RATE
-        return Decoder(target, *drafters, cost=target_cost, rates=list(drafters.values()), crowd=crowd, meter=meter)
+        return Decoder(target, *drafters, cost=target_cost, rates=list(drafters.values()), batch=batch, meter=meter)
 
     def _by_ngrams(
         self,

@@ -94,5 +94,5 @@ class KeptFiles:
         return KeptFile(path, size, model)
 
 
-MEMORIES = KeptFiles("memory", "pystaged memory 1")
+RECYCLED = KeptFiles("memory", "pystaged memory 1")
 PACKED = KeptFiles("packed", "pystaged packed weights")

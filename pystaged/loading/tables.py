@@ -41,7 +41,7 @@ def find_table(
     if ngrams is not None:
         return NgramTable.load(expanded(ngrams), vocab_hash=tokenizer.fingerprint)
     ours = names.tables()
-    beside = [table_path(model), model.with_name(names.HOUSE_TABLE)] if model else []
+    beside = [table_path(model), model.with_name(names.BUNDLED_TABLE)] if model else []
     for path in dict.fromkeys((*beside, *ours)):
         try:
             return NgramTable.load(path, vocab_hash=tokenizer.fingerprint)

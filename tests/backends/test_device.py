@@ -53,10 +53,10 @@ def all_logits(session: Session, tokens: list[int]) -> Floats:
 
 
 @pytest.fixture(scope="module")
-def float_target(house_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The house target with its weights as float32."""
-    path, shape = tmp_path_factory.mktemp("float") / "target.gguf", Model(str(house_target))
-    grow(house_target, path, width=shape.width, layers=shape.num_layers, quantization="F32")
+def float_target(bundled_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled target with its weights as float32."""
+    path, shape = tmp_path_factory.mktemp("float") / "target.gguf", Model(str(bundled_target))
+    grow(bundled_target, path, width=shape.width, layers=shape.num_layers, quantization="F32")
     return path
 
 
@@ -73,19 +73,19 @@ def test_random_models_against_numpy(random_gguf: Callable[..., Path], shape: di
 
 
 @pytest.fixture(scope="module")
-def code(house_target: Path) -> list[int]:
+def code(bundled_target: Path) -> list[int]:
     """Three whole passes of real code."""
-    text = "\n".join(question.text for question in load_questions(names.house(names.HOUSE_PROMPTS)))
-    return pystaged._core.Tokenizer(str(house_target)).encode(text).tolist()[: 3 * ROWS]
+    text = "\n".join(question.text for question in load_questions(names.bundled_file(names.BUNDLED_PROMPTS)))
+    return pystaged._core.Tokenizer(str(bundled_target)).encode(text).tolist()[: 3 * ROWS]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
-def test_house_target_against_llama_cpp(
-    house_target: Path, float_target: Path, code: list[int], quantization: str
+def test_bundled_target_against_llama_cpp(
+    bundled_target: Path, float_target: Path, code: list[int], quantization: str
 ) -> None:
-    path = float_target if quantization == "F32" else house_target
-    mine = trained_tokens(house_target)
+    path = float_target if quantization == "F32" else bundled_target
+    mine = trained_tokens(bundled_target)
     assert_as_llama_cpp(path, code, mine)
 
 
@@ -149,11 +149,11 @@ def llama_tree(context: Any, tokens: list[int], parents: list[int], position: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
-def test_house_target_against_our_kernels(
-    house_target: Path, float_target: Path, code: list[int], quantization: str
+def test_bundled_target_against_our_kernels(
+    bundled_target: Path, float_target: Path, code: list[int], quantization: str
 ) -> None:
-    path = float_target if quantization == "F32" else house_target
-    mine = trained_tokens(house_target)
+    path = float_target if quantization == "F32" else bundled_target
+    mine = trained_tokens(bundled_target)
     actual = all_logits(open_session(path), code)[:, mine]
     packed = all_logits(Session(Model(str(path))), code)[:, mine]
     same = actual.argmax(axis=1) == packed.argmax(axis=1)
@@ -207,8 +207,8 @@ def test_trees_and_commits(random_gguf: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 50), Sampling(1.0, 3, 0.9, 0.05, 7), Sampling(1.0)])
-def test_a_shortlist_chooses_as_all_logits_do(house_target: Path, sampling: Sampling) -> None:
-    session = open_session(house_target)
+def test_a_shortlist_chooses_as_all_logits_do(bundled_target: Path, sampling: Sampling) -> None:
+    session = open_session(bundled_target)
     session.prefill(range(40, 60))
     session.evaluate([30, 31, 32, 33], [-1, -1, 0, 1])
     chosen = [int(session.follow(sampling, row)[1][0]) for row in range(4)]
@@ -218,8 +218,8 @@ def test_a_shortlist_chooses_as_all_logits_do(house_target: Path, sampling: Samp
 
 
 @pytest.mark.parametrize("k", [1, 8, 100])
-def test_the_largest_logits_of_verified_rows(house_target: Path, k: int) -> None:
-    apart, session = open_session(house_target), open_session(house_target)
+def test_the_largest_logits_of_verified_rows(bundled_target: Path, k: int) -> None:
+    apart, session = open_session(bundled_target), open_session(bundled_target)
     for each in (apart, session):
         each.prefill(range(40, 60))
     apart.evaluate([30, 31, 32, 33], [-1, 0, 0, 1])
@@ -247,10 +247,10 @@ def test_errors_leave_a_session_as_it_was(random_gguf: Callable[..., Path]) -> N
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 50}, {"temperature": 0.8, "top_p": 0.95}])
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
 def test_staged_decoding_is_the_models_own(
-    house_target: Path, float_target: Path, quantization: str, sampling: dict[str, Any]
+    bundled_target: Path, float_target: Path, quantization: str, sampling: dict[str, Any]
 ) -> None:
-    path = float_target if quantization == "F32" else house_target
-    with pystaged.load(path, draft="house", device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
+    path = float_target if quantization == "F32" else bundled_target
+    with pystaged.load(path, draft="bundled", device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
         assert engine.model.devices
         assert engine.draft is not None
         assert engine.draft.devices == []
@@ -265,11 +265,11 @@ def test_staged_decoding_is_the_models_own(
 
 
 @pytest.mark.slow
-def test_an_audit_finds_a_wrong_token(house_target: Path) -> None:
-    session = open_session(house_target)
-    tokenizer = pystaged._core.Tokenizer(str(house_target))
+def test_an_audit_finds_a_wrong_token(bundled_target: Path) -> None:
+    session = open_session(bundled_target)
+    tokenizer = pystaged._core.Tokenizer(str(bundled_target))
     prompt = tokenizer.encode(PROMPT)
-    own = pystaged.generate(PROMPT, model="house", max_tokens=8, speculate=False).tokens
+    own = pystaged.generate(PROMPT, model="bundled", max_tokens=8, speculate=False).tokens
     assert audit(session, prompt, own[:1], GREEDY) is None
     wrong = [*own[:3], own[3] + 1, *own[4:]]
     difference = audit(session, prompt, wrong, GREEDY)
@@ -287,7 +287,7 @@ def test_auto_takes_the_fastest_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bundle, "candidates", lambda name, _: ["cpu", DEVICE] if name == "auto" else [name])
     monkeypatch.setattr(Costs, "of", cost)
-    chosen = bundle.Bundle("house", "auto", 0, lambda _: None, device="auto", draft_device="auto")
+    chosen = bundle.Bundle("bundled", "auto", 0, lambda _: None, device="auto", draft_device="auto")
     assert (chosen.device, chosen.draft_device) == (DEVICE, "cpu")
     assert chosen.target.devices
     assert chosen.draft is not None
@@ -312,18 +312,18 @@ def test_candidates() -> None:
 )
 def test_names_that_are_no_devices(device: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        pystaged.load("house", device=device)
+        pystaged.load("bundled", device=device)
 
 
 @pytest.mark.slow
 def test_commands(tmp_path: Path) -> None:
     run = CliRunner().invoke
     assert "ggml-cpu" in run(app, ["info"]).stdout
-    written = run(app, ["generate", PROMPT, "-m", "house", "--max-tokens", "8", "--device", DEVICE, "--json"])
+    written = run(app, ["generate", PROMPT, "-m", "bundled", "--max-tokens", "8", "--device", DEVICE, "--json"])
     assert written.exit_code == 0
     output = tmp_path / "output.json"
     output.write_text(written.stdout)
-    arguments = ["audit", "house", "--prompt", PROMPT, "--device", DEVICE, "--output", str(output)]
+    arguments = ["audit", "bundled", "--prompt", PROMPT, "--device", DEVICE, "--output", str(output)]
     replayed = run(app, arguments)
     assert (replayed.exit_code, "8 tokens" in replayed.stdout) == (0, True)
     fields = json.loads(written.stdout)

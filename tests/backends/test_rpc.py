@@ -117,10 +117,10 @@ def test_two_servers_write_what_one_writes(start: Callable[..., tuple[str, subpr
     (one, _), (two, _) = start(), start()
     texts = []
     for device, devices in ((f"rpc:{one}", 1), (f"rpc:{one},{two}", 2)):
-        with pystaged.load("house", device=device, policy=TREE) as engine:
+        with pystaged.load("bundled", device=device, policy=TREE) as engine:
             assert len(engine.model.devices) == devices
             texts.append(engine.generate(PROMPT, max_tokens=48).text)
-    with pystaged.load("house", device="ggml-cpu", policy=TREE, num_threads=1) as engine:
+    with pystaged.load("bundled", device="ggml-cpu", policy=TREE, num_threads=1) as engine:
         texts.append(engine.generate(PROMPT, max_tokens=48).text)
     assert texts[0] == texts[1] == texts[2]
 
@@ -262,7 +262,7 @@ def test_a_child_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_rpc
 def test_a_server_killed_in_mid_generation(start: Callable[..., tuple[str, subprocess.Popen[bytes]]]) -> None:
     (one, _), (two, process) = start(), start()
-    with pystaged.load("house", device=f"rpc:{one},{two}", policy=TREE) as engine:
+    with pystaged.load("bundled", device=f"rpc:{one},{two}", policy=TREE) as engine:
         stream = engine.stream(PROMPT, max_tokens=200)
         pieces = [next(stream) for _ in range(3)]
         process.kill()
@@ -284,14 +284,14 @@ def test_a_server_that_hangs(
     monkeypatch.setenv("PYSTAGED_RPC_TIMEOUT", "3")
     monkeypatch.setattr(rpc, "_CONNECT_SECONDS", 1.0)
     endpoint, process = start()
-    with pystaged.load("house", device=f"rpc:{endpoint}", policy=TREE) as engine:
+    with pystaged.load("bundled", device=f"rpc:{endpoint}", policy=TREE) as engine:
         stream = engine.stream(PROMPT, max_tokens=200)
         next(stream)
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(DeviceLostError, match="silent for 3 seconds"):
             stream.finish()
     with pytest.raises(DeviceError, match="does not answer within 1 seconds"):
-        pystaged.load("house", device=f"rpc:{endpoint}")
+        pystaged.load("bundled", device=f"rpc:{endpoint}")
 
 
 def impostor(answer: bytes) -> str:
@@ -322,14 +322,14 @@ def impostor(answer: bytes) -> str:
 )
 def test_who_else_may_answer(answer: bytes, message: str) -> None:
     with pytest.raises(DeviceError, match=message):
-        pystaged.load("house", device=f"rpc:{impostor(answer)}")
+        pystaged.load("bundled", device=f"rpc:{impostor(answer)}")
 
 
 @pytest.mark.rpc
 @needs_rpc
 def test_nobody_there() -> None:
     with pytest.raises(DeviceError, match="cannot be reached: Connection refused"):
-        pystaged.load("house", device=f"rpc:127.0.0.1:{free_port()}")
+        pystaged.load("bundled", device=f"rpc:127.0.0.1:{free_port()}")
 
 
 @pytest.mark.rpc
@@ -346,7 +346,7 @@ def test_a_port_that_is_taken() -> None:
 @pytest.mark.skipif(has_rpc(), reason="llama-cpp-python is built with RPC")
 def test_without_rpc() -> None:
     with pytest.raises(DeviceError, match="GGML_RPC=on"):
-        pystaged.load("house", device="rpc:127.0.0.1:50052")
+        pystaged.load("bundled", device="rpc:127.0.0.1:50052")
 
 
 @pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])

@@ -62,7 +62,7 @@ def quiet(doing: str, done: float, left: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_all_ways_write_the_same(sampling: SamplingConfig) -> None:
-    setup = {"model": "house", "draft": "house", "threads": 0, "n_ctx": 256, "accept": [0.9, 0.5]}
+    setup = {"model": "bundled", "draft": "bundled", "threads": 0, "n_ctx": 256, "accept": [0.9, 0.5]}
     runner = Runner(setup)
     prompt = list(range(100, 120))
     job = {"prompt": prompt, "sampling": sampling, "max_tokens": 24}
@@ -118,7 +118,7 @@ def memory_of(runner: Runner) -> bytes:
 
 
 def test_a_chain_is_a_chain() -> None:
-    runner = Runner({"model": "house", "draft": "house", "threads": 0, "n_ctx": 128})
+    runner = Runner({"model": "bundled", "draft": "bundled", "threads": 0, "n_ctx": 128})
     decoder = runner._decoder("chain")
     finish(decoder.start(np.arange(100, 110, dtype=np.int32)))
     for _ in range(10):
@@ -161,7 +161,7 @@ def test_a_chain_is_as_long_as_pays() -> None:
 
 
 def test_ways_stop_where_the_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Runner({"model": "house", "draft": "house", "threads": 0, "n_ctx": 128})
+    runner = Runner({"model": "bundled", "draft": "bundled", "threads": 0, "n_ctx": 128})
     job = {"prompt": list(range(100, 120)), "sampling": GREEDY, "max_tokens": 24}
     whole = runner.run(job | {"way": "plain"}).tokens
     end = whole[12]
@@ -427,26 +427,26 @@ def test_a_file_in_the_format_of_spec_bench(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_messages_are_written_by_the_template_of_the_model(
-    house_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundled_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else they are read as they stand; and a model that does not chat continues code by default."""
     path = tmp_path / "two.jsonl"
     path.write_text('{"category": "qa", "turns": ["Who?"]}\n{"prompt": "def f():"}\n')
-    tokenizer = Tokenizer(str(house_draft))
+    tokenizer = Tokenizer(str(bundled_draft))
 
     def texts() -> list[str]:
-        return [tokenizer.decode(each.tokens.tolist()) for each in prompts.choose(house_draft, path)[1]]
+        return [tokenizer.decode(each.tokens.tolist()) for each in prompts.choose(bundled_draft, path)[1]]
 
     assert texts() == ["Who?", "def f():"]
-    assert prompts.choose(house_draft, None, 5)[0].name == names.HOUSE_PROMPTS
-    assert len(prompts.choose(house_draft, None, 5)[1]) == 5
+    assert prompts.choose(bundled_draft, None, 5)[0].name == names.BUNDLED_PROMPTS
+    assert len(prompts.choose(bundled_draft, None, 5)[1]) == 5
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}|{% endfor %}"
     monkeypatch.setattr(prompts, "read_metadata", lambda _: {"tokenizer.chat_template": template})
     assert texts() == ["user: Who?|", "def f():"]
-    assert prompts.choose(house_draft, None, 5)[0] == prompts.OWN
+    assert prompts.choose(bundled_draft, None, 5)[0] == prompts.OWN
     path.write_text("")
     with pytest.raises(ValueError, match="has no prompts"):
-        prompts.choose(house_draft, path)
+        prompts.choose(bundled_draft, path)
 
 
 # ---- The command ----
@@ -475,7 +475,7 @@ def test_report(two_prompts: Path, tmp_path: Path) -> None:
             assert row.tokens_per_second > 0
             assert len(row.speedups) == 2
     conditions = report.conditions
-    assert conditions["model"]["sha256"] == worker_sha(names.resolve("house"))
+    assert conditions["model"]["sha256"] == worker_sha(names.resolve("bundled"))
     about = {"file": "two.jsonl", "sha256": worker_sha(two_prompts), "chosen": 2, "used": {"code": 2}}
     assert conditions["prompts"] == about
     page = report.markdown(["speedup.png"])
@@ -501,7 +501,7 @@ def worker_sha(path: Path) -> str:
 
 def command(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"NO_COLOR": "1"}
-    model = [] if "--model" in arguments else ["--model", "house"]
+    model = [] if "--model" in arguments else ["--model", "bundled"]
     return subprocess.Popen(
         [sys.executable, "-m", "pystaged", "bench", *map(str, arguments), *model],
         stdout=subprocess.PIPE,
@@ -607,10 +607,10 @@ def test_the_benchmark_is_a_module_too(two_prompts: Path) -> None:
 def test_what_each_part_that_drafts_brings(two_prompts: Path, tmp_path: Path) -> None:
     target = write(tmp_path / "target.gguf", RandomModel("llama"))
     head = write_head(tmp_path / "head.gguf", RandomHead(Tokenizer(target).fingerprint, list(range(200))))
-    alone = ["n-grams of the text", "and the memory"]
+    alone = ["n-grams of the text", "and recycled candidates"]
     of_model = ["shared noise", "n-grams below", "without shared noise"]
     for arguments, parts in (
-        (("house", "--limit", "1"), of_model),
+        (("bundled", "--limit", "1"), of_model),
         ((target, "--draft", head, "--limit", "1", "--warm", "1"), [*alone, "and the draft head"]),
         ((target, "--draft", "none"), alone),
     ):
@@ -661,11 +661,11 @@ TINY = {"width": 256, "layers": 2, "heads": 8, "kv_heads": 2, "head_dim": 32, "f
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["Q8_0", "Q4_K_M"])
 def test_random_llamas_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, house_draft: Path, quantization: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundled_draft: Path, quantization: str
 ) -> None:
-    """With the tokens of SmolLM2, for which the house draft stands in."""
+    """With the tokens of SmolLM2, for which the bundled draft stands in."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(names, "_smollm2", lambda: house_draft)
+    monkeypatch.setattr(names, "_smollm2", lambda: bundled_draft)
     monkeypatch.setitem(models.LLAMAS, "llama1b", TINY | {"vocab_size": 50300, "tie": True})
     path = models.find("llama1b", quantization)
     model = Model(str(path))
@@ -677,11 +677,11 @@ def test_random_llamas_by_name(
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["Q8_0", "Q4_K_M"])
 def test_a_grown_llama_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, house_draft: Path, quantization: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundled_draft: Path, quantization: str
 ) -> None:
     small = tmp_path / "small.gguf"
     shape = TINY | {"width": 128, "heads": 3, "kv_heads": 1}
-    write_random_llama(small, **shape, vocab_size=50257, quantization="F16", vocabulary=house_draft)
+    write_random_llama(small, **shape, vocab_size=50257, quantization="F16", vocabulary=bundled_draft)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(names, "_smollm2", lambda: small)
     grown = {"width": 256, "layers": 3, "heads": 8, "kv_heads": 2, "ffn_width": 256}
@@ -692,9 +692,9 @@ def test_a_grown_llama_by_name(
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_drafts_of_made_models(house_draft: Path) -> None:
-    assert models.find_draft("grown", "auto") == models.find_draft("house", "auto") == house_draft
-    assert models.find_draft("llama1b", "auto") is models.find_draft("house", None) is None
+def test_drafts_of_made_models(bundled_draft: Path) -> None:
+    assert models.find_draft("grown", "auto") == models.find_draft("bundled", "auto") == bundled_draft
+    assert models.find_draft("llama1b", "auto") is models.find_draft("bundled", None) is None
 
 
 def test_the_head_of_made_models() -> None:

@@ -123,7 +123,7 @@ def test_forged_turns_are_what_somebody_said(smollm2: pystaged.Engine) -> None:
 
 
 def test_without_a_template_it_warns() -> None:
-    with pystaged.load("house", draft=None) as engine:
+    with pystaged.load("bundled", draft=None) as engine:
         with pytest.warns(UserWarning, match="no chat template; conversations are written as ChatML") as warned:
             first = engine.chat([says("user", "a = 1")], max_tokens=8, stop="\n")
         assert [each.filename for each in warned] == [__file__]

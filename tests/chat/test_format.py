@@ -100,8 +100,8 @@ def test_without_a_template(tokenizer: Tokenizer) -> None:
     )
     assert chat.stop == ()
     # Where the mark is no token, the text is looked for.
-    house = Tokenizer(names.resolve("house"))
-    assert ChatFormat({}, house, said.append).stop == ("<|im_end|>",)
+    bundled = Tokenizer(names.resolve("bundled"))
+    assert ChatFormat({}, bundled, said.append).stop == ("<|im_end|>",)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ UNFILTERED = ("--top-k", "0", "--top-p", "1", "--min-p", "0")
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[pystaged.Engine]:
-    with pystaged.load("house", report=lambda _: None) as opened:
+    with pystaged.load("bundled", report=lambda _: None) as opened:
         yield opened
 
 
@@ -340,18 +340,18 @@ def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., 
 def test_answers_of_a_form(tmp_path: Path) -> None:
     grammar = tmp_path / "grammar.lark"
     grammar.write_text('start: "yes" | "no"')
-    done = run("chat", "house", "--grammar", grammar, stdin=b"Is it?")
+    done = run("chat", "bundled", "--grammar", grammar, stdin=b"Is it?")
     assert done.returncode == 0, done.stderr
     assert done.stdout in (b"yes\n", b"no\n")
-    done = run("chat", "house", "--regex", "7{3}", stdin=b"Which?")
+    done = run("chat", "bundled", "--regex", "7{3}", stdin=b"Which?")
     assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
-    assert_refused(run("chat", "house", "--regex", "(", stdin=b"Which?"), "regex cannot be used")
+    assert_refused(run("chat", "bundled", "--regex", "(", stdin=b"Which?"), "regex cannot be used")
 
 
 @pytest.mark.slow
 def test_a_sampling_that_no_answer_can_have_is_refused_at_the_start() -> None:
-    assert_refused(run("chat", "house", "--logit-bias", "no such token=1", stdin=b"Which?"), "tokens")
-    done = run("chat", "house", "--min-tokens", "200", "--regex", "7{3}", stdin=b"Which?")
+    assert_refused(run("chat", "bundled", "--logit-bias", "no such token=1", stdin=b"Which?"), "tokens")
+    done = run("chat", "bundled", "--min-tokens", "200", "--regex", "7{3}", stdin=b"Which?")
     assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
     done = run("generate", "--chat", "Which?", "--min-tokens", "200", "--max-tokens", "300", "--regex", "7{3}")
     assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
@@ -363,16 +363,16 @@ def test_a_sampling_that_no_answer_can_have_is_refused_at_the_start() -> None:
 def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
     question = "a = 1\nb ="
     expected = engine.chat([asks(question)], max_tokens=8).text
-    done = run("chat", "house", "--temperature", "0", "--max-tokens", "8", "--stats", stdin=f"{question}\n".encode())
+    done = run("chat", "bundled", "--temperature", "0", "--max-tokens", "8", "--stats", stdin=f"{question}\n".encode())
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
     assert "no chat template; conversations are written as ChatML" in done.stderr.decode()
     assert "per second" in done.stderr.decode()
-    done = run("chat", "--max-tokens", "2", "--model", "house", "--temperature", "0", stdin=question.encode())
+    done = run("chat", "--max-tokens", "2", "--model", "bundled", "--temperature", "0", stdin=question.encode())
     assert "cut at 2 tokens; --max-tokens allows more" in done.stderr.decode()
     assert done.stdout == b"<|\n"  # the beginning of a stop string that is not whole
-    done = run("chat", "house", "--temperature", "0", "--max-tokens", "2", "--stop", "|", stdin=question.encode())
+    done = run("chat", "bundled", "--temperature", "0", "--max-tokens", "2", "--stop", "|", stdin=question.encode())
     assert (done.returncode, done.stdout) == (0, b"<\n")
-    done = run("generate", question, "--chat", "--model", "house", "--temperature", "0", "--max-tokens", "8")
+    done = run("generate", question, "--chat", "--model", "bundled", "--temperature", "0", "--max-tokens", "8")
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
 
 
@@ -387,7 +387,7 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
         engine.chat([system, asks(question)], seed=seed, **options).tokens for question in questions for seed in (3, 4)
     ]
     given = ("--system", "Go on.", "--max-tokens", "8", "--temperature", "1", "--seed", "3", "--stop", "z", "--json")
-    given += ("--model", "house", *UNFILTERED)
+    given += ("--model", "bundled", *UNFILTERED)
     done = run("generate", "--chat", "--prompts", file, "--n", "2", *given)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
@@ -406,9 +406,9 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, b"")
     assert "line 1: the messages have a system message besides that of --system" in done.stderr.decode()
     # As many tokens as there is room for, and the stop string of models without a template.
-    done = run("generate", "--chat", "a = 1", "--model", "house", "--n-ctx", "192", "--temperature", "0", "--json")
+    done = run("generate", "--chat", "a = 1", "--model", "bundled", "--n-ctx", "192", "--temperature", "0", "--json")
     whole = json.loads(done.stdout)
-    with pystaged.load("house", n_ctx=192, report=lambda _: None) as short:
+    with pystaged.load("bundled", n_ctx=192, report=lambda _: None) as short:
         assert whole["tokens"] == short.chat([asks("a = 1")]).tokens
 
 
@@ -424,8 +424,8 @@ def test_options_of_a_chat_without_one(options: list[str]) -> None:
 def test_wrong_usage() -> None:
     assert_refused(run("chat", "nothing.gguf", stdin=b"x"), "there is no model file nothing.gguf")
     assert_refused(run("chat", "--model", "", stdin=b"x"), "the name of the model is empty; give the path")
-    assert_refused(run("chat", "house", stdin=b" \n\n"), "nothing is asked: standard input is empty")
-    assert_refused(run("chat", "house", stdin=b"\xff"), "standard input is not UTF-8")
+    assert_refused(run("chat", "bundled", stdin=b" \n\n"), "nothing is asked: standard input is empty")
+    assert_refused(run("chat", "bundled", stdin=b"\xff"), "standard input is not UTF-8")
 
 
 @pytest.mark.slow
@@ -436,7 +436,7 @@ def test_in_a_terminal(engine: pystaged.Engine, tmp_path: Path) -> None:
     question = "def f(x):\n    return x"
     expected = engine.chat([asks(question)], max_tokens=8)
     file = tmp_path / "talk.json"
-    window = terminal("chat", "house", "--temperature", "0", "--max-tokens", "8", "--stats", columns=200, lines=60)
+    window = terminal("chat", "bundled", "--temperature", "0", "--max-tokens", "8", "--stats", columns=200, lines=60)
     window.wait_for(b"> ")
     window.type(b'"""\n')
     for line in question.split("\n"):

@@ -375,7 +375,7 @@ def test_a_long_prompt(path: Path) -> None:
         ["tune", "--kv", "q4_0"],
         ["chat", "--max-tokens", "-3"],
         ["chat", "--stop", ""],
-        ["chat", "house", "x", "--model", "house"],
+        ["chat", "bundled", "x", "--model", "bundled"],
         ["chat", "--raw", "--min-p", "2"],
         ["chat", "--raw", "--system", "x"],
         ["generate", "x", "--threads", "99999999999"],
@@ -388,8 +388,8 @@ def test_a_long_prompt(path: Path) -> None:
         ["tune", "--device", "metal", "--kv", "q8_0"],
         ["quantize", "a", "b", "--type", "q1"],
         ["pull", "a/b", "--type", "q1"],
-        ["ngram", "build", "--model", "house-draft", "--temperature", "0"],
-        ["ngram", "build", "--model", "house-draft", "--seed", "-1"],
+        ["ngram", "build", "--model", "bundled-draft", "--temperature", "0"],
+        ["ngram", "build", "--model", "bundled-draft", "--seed", "-1"],
         ["bench", "--accept", "x"],
         ["bench", "--accept", "0.5,2"],
         ["bench", "--accept", "0.5", "--warm", "3"],
@@ -603,9 +603,9 @@ def test_info(path: Path) -> None:
         assert words in shown
     assert any(line.split() == ["model", str(path)] for line in shown.splitlines())
     assert "none of its own: n-grams draft" in shown
-    house = run("info", "house").stdout.decode()
-    assert "house target" in house
-    assert any(line.startswith("draft ") and line.endswith(".gguf") for line in house.splitlines())
+    bundled = run("info", "bundled").stdout.decode()
+    assert "house target" in bundled
+    assert any(line.startswith("draft ") and line.endswith(".gguf") for line in bundled.splitlines())
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ class Engine:
     def __init__(self, answers: Sequence[Sequence[int]], places: dict[str, Callable[[], None]] | None = None) -> None:
         self._answers = iter(answers)
         self._places = {} if places is None else places
-        self._own = Tokenizer(str(names.resolve("house")))
+        self._own = Tokenizer(str(names.resolve("bundled")))
         self.prompts: list[list[int]] = []
         self.tokenizer: Any = SimpleNamespace(token_bytes=self._own.token_bytes)
 
@@ -110,7 +110,7 @@ class Stream:
 
 @pytest.fixture
 def tokenizer() -> Tokenizer:
-    return Tokenizer(str(names.resolve("house")))
+    return Tokenizer(str(names.resolve("bundled")))
 
 
 @pytest.fixture

@@ -62,18 +62,18 @@ def piped(*arguments: str, stdin: str = "", **changes: str) -> subprocess.Comple
 
 @pytest.fixture(scope="module")
 def result() -> pystaged.GenerationResult:
-    return pystaged.generate(PROMPT, model="house", max_tokens=40)
+    return pystaged.generate(PROMPT, model="bundled", max_tokens=40)
 
 
 @pytest.fixture(scope="module")
 def long_text() -> str:
-    return pystaged.generate(PROMPT, model="house", max_tokens=900).text
+    return pystaged.generate(PROMPT, model="bundled", max_tokens=900).text
 
 
 @pytest.fixture(scope="module")
 def costs() -> dict[Path, str]:
     """Files of what the pair's passes cost, and what to write there for drafting to pay however busy the machine is."""
-    with pystaged.load("house") as engine:
+    with pystaged.load("bundled") as engine:
         engine.generate(PROMPT, max_tokens=8)
         files = {}
         for file in (Path(platformdirs.user_cache_dir("pystaged")) / "costs").iterdir():
@@ -100,7 +100,7 @@ def _drafting_pays(costs: dict[Path, str]) -> None:
 @pytest.mark.slow
 def test_each_token_has_its_stages_color(result: pystaged.GenerationResult) -> None:
     window = terminal(
-        "generate", PROMPT, "--model", "house", "--max-tokens", "40", "--color", "stages", columns=200, lines=60
+        "generate", PROMPT, "--model", "bundled", "--max-tokens", "40", "--color", "stages", columns=200, lines=60
     )
     assert window.finish() == 0
     lines = result.text.split("\n")
@@ -121,7 +121,7 @@ def test_each_token_has_its_stages_color(result: pystaged.GenerationResult) -> N
 
 @pytest.mark.slow
 def test_no_color_is_respected(result: pystaged.GenerationResult) -> None:
-    window = terminal("generate", PROMPT, "--model", "house", "--max-tokens", "40", "--color", "stages", NO_COLOR="1")
+    window = terminal("generate", PROMPT, "--model", "bundled", "--max-tokens", "40", "--color", "stages", NO_COLOR="1")
     assert window.finish() == 0
     assert not re.search(rb"\x1b\[[0-9;]*3\dm", window.output)
     assert result.text.rstrip().encode() in window.output.replace(b"\r\n", b"\n")
@@ -130,7 +130,7 @@ def test_no_color_is_respected(result: pystaged.GenerationResult) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [["--color", "stages"], ["--color", "stages", "--show-tree"], []], ids=str)
 def test_a_pipe_gets_the_text_alone(result: pystaged.GenerationResult, extra: list[str]) -> None:
-    done = piped("generate", PROMPT, "--model", "house", "--max-tokens", "40", *extra)
+    done = piped("generate", PROMPT, "--model", "bundled", "--max-tokens", "40", *extra)
     assert (done.returncode, done.stdout) == (0, result.text + "\n")
     assert "\x1b" not in done.stderr
     assert re.search(r"40 tokens, [\d.]+ per second( \(about [\d.]+x plain\))?, [\d.]+ per step", done.stderr)
@@ -139,7 +139,7 @@ def test_a_pipe_gets_the_text_alone(result: pystaged.GenerationResult, extra: li
 
 def test_text_that_lags_keeps_its_stages() -> None:
     """A stop string may hold text back, and a character may be spread over tokens."""
-    tokenizer = Tokenizer(str(names.resolve("house")))
+    tokenizer = Tokenizer(str(names.resolve("bundled")))
     tokens = tokenizer.encode("ab \U0001f600c").tolist()
     words = [tokenizer.token_bytes(token) for token in tokens]
     assert b"".join(words) == "ab \U0001f600c".encode()
@@ -198,10 +198,10 @@ def test_a_word_of_two_colors_is_one() -> None:
 
 @pytest.mark.slow
 def test_a_conversation_says_what_is_in_force_and_leaves_a_clean_line() -> None:
-    window = terminal("chat", "house", "--temperature", "0.5", "--max-tokens", "40", columns=40, lines=60)
+    window = terminal("chat", "bundled", "--temperature", "0.5", "--max-tokens", "40", columns=40, lines=60)
     window.wait_for(b"> ")
     shown = " ".join(window.shown)
-    assert "house: gpt2, 30 MB;" in shown
+    assert "bundled: gpt2, 30 MB;" in shown
     assert "temperature 0.5, top-k 40, top-p 0.95, min-p 0.05; 40 tokens at most; /help for help" in shown
     window.type(b"/set temperature 0\n")
     window.wait_for(b"temperature 0: always")
@@ -245,7 +245,7 @@ def test_a_bar_while_a_long_prompt_is_read(monkeypatch: pytest.MonkeyPatch, is_t
 @pytest.mark.parametrize("columns", [80, 24])
 def test_trees_and_text_stay(result: pystaged.GenerationResult, columns: int) -> None:
     window = terminal(
-        "generate", PROMPT, "--model", "house", "--max-tokens", "40", "--show-tree", columns=columns, lines=60
+        "generate", PROMPT, "--model", "bundled", "--max-tokens", "40", "--show-tree", columns=columns, lines=60
     )
     assert window.finish() == 0
     shown, wrapped = window.shown, list(wrap(result.text, columns))
@@ -262,7 +262,7 @@ def wrap(text: str, columns: int) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_a_window_that_changes_its_size() -> None:
-    window = terminal("generate", PROMPT, "--model", "house", "--max-tokens", "200", "--show-tree", lines=30)
+    window = terminal("generate", PROMPT, "--model", "bundled", "--max-tokens", "200", "--show-tree", lines=30)
     window.wait_for("\u2514".encode())
     window.resize(30, 12)
     window.wait_for(b" ")
@@ -276,7 +276,7 @@ def test_a_window_that_changes_its_size() -> None:
 @pytest.mark.parametrize("presses", [1, 3])
 @pytest.mark.parametrize("extra", [[], ["--color", "stages"], ["--show-tree"]], ids=str)
 def test_ctrl_c_leaves_cursor_and_text(long_text: str, extra: list[str], presses: int) -> None:
-    window = terminal("generate", PROMPT, "--model", "house", "--max-tokens", "900", *extra, lines=200, columns=300)
+    window = terminal("generate", PROMPT, "--model", "bundled", "--max-tokens", "900", *extra, lines=200, columns=300)
     # Stops in the middle: the first line of the text is there, the last is not.
     window.wait_for(long_text.split("\n")[1].strip().split()[-1].encode())
     window.type(b"\x03" * presses)
@@ -300,12 +300,12 @@ def test_ctrl_c_leaves_cursor_and_text(long_text: str, extra: list[str], presses
 
 @pytest.mark.slow
 def test_raw_text_by_pipe() -> None:
-    first = pystaged.generate("def f(x):", model="house", max_tokens=8).text
-    second = pystaged.generate("def f(x):" + first, model="house", max_tokens=8).text
+    first = pystaged.generate("def f(x):", model="bundled", max_tokens=8).text
+    second = pystaged.generate("def f(x):" + first, model="bundled", max_tokens=8).text
     told = "def f(x):" + first + second
     done = piped(
         "chat",
-        "house",
+        "bundled",
         "--raw",
         "--max-tokens",
         "8",
@@ -322,9 +322,9 @@ def test_raw_text_by_pipe() -> None:
 @pytest.mark.slow
 def test_raw_text_settings_and_long_lines() -> None:
     warm = {"temperature": 1.0, "seed": 5}
-    expected = pystaged.generate("a = 1\nb =", model="house", max_tokens=6, **warm).text  # type: ignore[arg-type]
+    expected = pystaged.generate("a = 1\nb =", model="bundled", max_tokens=6, **warm).text  # type: ignore[arg-type]
     lines = "/set temperature 1\n/set seed 5\n/set max_tokens 6\n/set top_p 7\n/set\na = 1\\\nb =\n"
-    done = piped("chat", "house", "--raw", stdin=lines)
+    done = piped("chat", "bundled", "--raw", stdin=lines)
     assert (done.returncode, done.stdout) == (0, expected + "\n")
     assert "error: top_p must be" in done.stderr
     assert "write /set NAME VALUE" in done.stderr
@@ -334,7 +334,7 @@ def test_raw_text_settings_and_long_lines() -> None:
 def test_ctrl_c_in_a_session_stops_the_turn_only(long_text: str) -> None:
     sentence = long_text.split("\n")[2].strip()
     # The slowest kernel, so that there is a turn left to stop.
-    window = terminal("chat", "house", "--raw", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
+    window = terminal("chat", "bundled", "--raw", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
     window.wait_for(b"> ")
     window.type(PROMPT.encode() + b"\n")
     window.wait_for(sentence.encode())
@@ -362,7 +362,7 @@ def press_until_prompted(window: Terminal) -> None:
 @pytest.mark.slow
 def test_bursts_of_ctrl_c_do_not_end_a_session(long_text: str) -> None:
     sentence = long_text.split("\n")[2].strip()
-    window = terminal("chat", "house", "--raw", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
+    window = terminal("chat", "bundled", "--raw", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
     window.wait_for(b"> ")
     window.type(PROMPT.encode() + b"\n")
     window.wait_for(sentence.encode())
@@ -399,7 +399,7 @@ def test_ctrl_c_between_turns_loses_nothing(tmp_path: Path, function: str, said:
     folders, armed = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), tmp_path / "armed"
     window = terminal(
         "chat",
-        "house",
+        "bundled",
         "--raw",
         "--max-tokens",
         "8",

@@ -1,4 +1,4 @@
-"""The logits are GPT-2's: against plain numpy on random models, against llama.cpp on the house target."""
+"""The logits are GPT-2's: against plain numpy on random models, against llama.cpp on the bundled target."""
 
 from __future__ import annotations
 
@@ -67,28 +67,28 @@ def test_quantized_files_against_llama_cpp(
 
 
 @pytest.fixture(scope="module")
-def windows(house_target: Path) -> list[list[int]]:
+def windows(bundled_target: Path) -> list[list[int]]:
     """Stretches of real code."""
-    text = "\n".join(question.text for question in load_questions(names.house(names.HOUSE_PROMPTS)))
-    tokens = _core.Tokenizer(str(house_target)).encode(text).tolist()
+    text = "\n".join(question.text for question in load_questions(names.bundled_file(names.BUNDLED_PROMPTS)))
+    tokens = _core.Tokenizer(str(bundled_target)).encode(text).tolist()
     return [tokens[start : start + WINDOW] for start in range(0, NUM_WINDOWS * WINDOW, WINDOW)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_0"])
-def test_house_target_against_llama_cpp(
-    house_target: Path,
+def test_bundled_target_against_llama_cpp(
+    bundled_target: Path,
     tmp_path: Path,
     windows: list[list[int]],
     quantization: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.ERROR, "llama-cpp-python")
-    path = house_target
+    path = bundled_target
     if quantization != "Q8_0":
-        path, shape = tmp_path / "target.gguf", _core.Model(str(house_target))
-        grow(house_target, path, width=shape.width, layers=shape.num_layers, quantization=quantization)
-    tokens = trained_tokens(house_target)
+        path, shape = tmp_path / "target.gguf", _core.Model(str(bundled_target))
+        grow(bundled_target, path, width=shape.width, layers=shape.num_layers, quantization=quantization)
+    tokens = trained_tokens(bundled_target)
     actual = np.concatenate([engine_logits(path, window) for window in windows])[:, tokens]
     expected = np.concatenate(llama_logits(path, windows))[:, tokens]
     assert np.abs(actual - expected).mean() <= 0.05

@@ -543,8 +543,8 @@ print("handled", len(refused) > 3)
 
 
 @pytest.mark.slow
-def test_signal_handler_that_uses_another_session_of_the_model(house_target: Path) -> None:
+def test_signal_handler_that_uses_another_session_of_the_model(bundled_target: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", HANDLED, str(house_target)], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", HANDLED, str(bundled_target)], capture_output=True, text=True, check=False, timeout=300
     )
     assert (done.stdout, done.stderr) == ("handled True\n", "")

@@ -164,11 +164,11 @@ def small(random_gguf: Callable[..., Path]) -> Row:
 
 
 @pytest.fixture(scope="module")
-def house(house_target: Path) -> Row:
-    return row_of(house_target, [4299, 277, 571, 261, 44456, 7, 77, 2599, 198])
+def bundled_file(bundled_target: Path) -> Row:
+    return row_of(bundled_target, [4299, 277, 571, 261, 44456, 7, 77, 2599, 198])
 
 
-@pytest.fixture(params=["small", "house"])
+@pytest.fixture(params=["small", "bundled"])
 def row(request: pytest.FixtureRequest) -> Row:
     found: Row = request.getfixturevalue(request.param)
     return found
@@ -265,10 +265,10 @@ def test_the_whole_vocabulary_can_be_candidates(row: Row) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.2, 0.8, 1.0, 1.5, 10.0, 1000.0])
-def test_pruning_never_loses_a_token(house: Row, temperature: float) -> None:
+def test_pruning_never_loses_a_token(bundled: Row, temperature: float) -> None:
     for seed in range(25):
         for k in (1, 8, 40):
-            house.check(SamplingConfig(temperature, seed=2**40 + seed), k)
+            bundled.check(SamplingConfig(temperature, seed=2**40 + seed), k)
 
 
 def test_scores_without_filters_are_normalized(row: Row) -> None:
@@ -507,30 +507,30 @@ class MaskedRow(Row):
         return int(fork.verify([LAST], [-1], native(sampling), masks=self.masks)[1][0])
 
 
-LAST = 198  # the house row's last token
+LAST = 198  # the bundled row's last token
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_a_mask_forbids_does_not_exist(house: Row, temperature: float, filters: dict[str, Any]) -> None:
+def test_what_a_mask_forbids_does_not_exist(bundled: Row, temperature: float, filters: dict[str, Any]) -> None:
     rng = np.random.default_rng(1)
-    size = len(house.logits)
+    size = len(bundled.logits)
     some = np.zeros(size, np.bool_)
     some[rng.choice(size, 9, replace=False)] = True
     runs = np.repeat(rng.random(-(-size // RUN)) < 0.5, RUN)[:size]
     words = -(-size // 32)
     for allowed, many in ((some, words), (rng.random(size) < 0.5, words), (runs, words // 2), (~some, words + 3)):
         for seed in range(2):
-            MaskedRow(house.session, house.logits, house.position, allowed, many).check(
+            MaskedRow(bundled.session, bundled.logits, bundled.position, allowed, many).check(
                 SamplingConfig(temperature, seed=seed, **filters), 12
             )
 
 
-def test_a_mask_of_one_token_decides_whatever_the_logits_are(house: Row) -> None:
-    size = len(house.logits)
-    for token in (0, 31, 32, 63, 64, size - 1, int(house.logits.argmin())):
-        row = MaskedRow(house.session, house.logits, house.position, np.arange(size) == token, -(-size // 32))
+def test_a_mask_of_one_token_decides_whatever_the_logits_are(bundled: Row) -> None:
+    size = len(bundled.logits)
+    for token in (0, 31, 32, 63, 64, size - 1, int(bundled.logits.argmin())):
+        row = MaskedRow(bundled.session, bundled.logits, bundled.position, np.arange(size) == token, -(-size // 32))
         for sampling in (SamplingConfig(), SamplingConfig(1.0, seed=3), SamplingConfig(0.7, top_p=0.5)):
             assert row.follow(sampling) == token
             tokens, scores = row.candidates(sampling, 3)

@@ -193,8 +193,8 @@ def test_commit_and_rewind(random_gguf: Callable[..., Path], shape: str, steps: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("model", ["target", "draft"])
-def test_house_trees(request: pytest.FixtureRequest, model: str, kernel: str) -> None:
-    path = request.getfixturevalue(f"house_{model}")
+def test_bundled_trees(request: pytest.FixtureRequest, model: str, kernel: str) -> None:
+    path = request.getfixturevalue(f"bundled_{model}")
     session = _core.Session(load(str(path), kernel))
     prefix = (50256, *PREFIX[:13])
     session.prefill(prefix)
@@ -213,8 +213,8 @@ def test_house_trees(request: pytest.FixtureRequest, model: str, kernel: str) ->
 @pytest.mark.parametrize(
     ("model", "kernel"), [("target", KERNELS[0]), *(("draft", kernel) for kernel in KERNELS)], ids=str
 )
-def test_house_chain_over_several_passes(request: pytest.FixtureRequest, model: str, kernel: str) -> None:
-    path = request.getfixturevalue(f"house_{model}")
+def test_bundled_chain_over_several_passes(request: pytest.FixtureRequest, model: str, kernel: str) -> None:
+    path = request.getfixturevalue(f"bundled_{model}")
     session = _core.Session(load(str(path), kernel))
     session.prefill(PREFIX[:10])
     # A side branch moves the second half of the chain off the cells of its positions.
@@ -228,12 +228,12 @@ def test_house_chain_over_several_passes(request: pytest.FixtureRequest, model: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_house_draft_up_to_the_end_of_its_context(house_draft: Path, kernel: str) -> None:
-    session = _core.Session(load(str(house_draft), kernel))
+def test_bundled_draft_up_to_the_end_of_its_context(bundled_draft: Path, kernel: str) -> None:
+    session = _core.Session(load(str(bundled_draft), kernel))
     session.prefill(PREFIX[:1016])
     tree = Tree([*PREFIX[1016:1024], 3, 3, 4], [-1, 0, 1, 2, 3, 4, 5, 6, 2, 8, 6])
     session.evaluate(tree.tokens, tree.parents)
-    assert_logits(session, house_draft, PREFIX[:1016], tree)
+    assert_logits(session, bundled_draft, PREFIX[:1016], tree)
     with pytest.raises(ContextFullError):
         session.evaluate([5], [7])
     session.commit(tree.rows_to(7))
@@ -243,7 +243,7 @@ def test_house_draft_up_to_the_end_of_its_context(house_draft: Path, kernel: str
             full()
     session.rewind(1023)
     session.evaluate(PREFIX[1023:], [-1])
-    np.testing.assert_array_equal(session.logits(0), sequential(house_draft)(*PREFIX))
+    np.testing.assert_array_equal(session.logits(0), sequential(bundled_draft)(*PREFIX))
 
 
 @pytest.mark.slow
@@ -548,8 +548,8 @@ def test_closed_session(random_gguf: Callable[..., Path], call: Callable[[_core.
 
 
 @pytest.mark.slow
-def test_two_sessions_at_once(house_draft: Path) -> None:
-    model, start = load(str(house_draft), num_threads=2), threading.Barrier(2)
+def test_two_sessions_at_once(bundled_draft: Path) -> None:
+    model, start = load(str(bundled_draft), num_threads=2), threading.Barrier(2)
 
     def decode(seed: int) -> list[Floats]:
         session, seen = _core.Session(model), []
@@ -569,8 +569,8 @@ def test_two_sessions_at_once(house_draft: Path) -> None:
         np.testing.assert_array_equal(together[seed - 1], decode(seed))
 
 
-def test_one_session_in_four_threads(house_draft: Path) -> None:
-    session = _core.Session(load(str(house_draft), num_threads=2))
+def test_one_session_in_four_threads(bundled_draft: Path) -> None:
+    session = _core.Session(load(str(bundled_draft), num_threads=2))
     session.prefill(PREFIX[:30])
 
     def hammer(seed: int) -> None:
@@ -585,11 +585,11 @@ def test_one_session_in_four_threads(house_draft: Path) -> None:
         assert list(pool.map(hammer, range(4))) == [None] * 4
     tree = random_tree(9, 0)
     session.evaluate(tree.tokens, tree.parents)
-    assert_logits(session, house_draft, PREFIX[:30], tree)
+    assert_logits(session, bundled_draft, PREFIX[:30], tree)
 
 
-def test_other_threads_run_during_a_prefill(house_target: Path) -> None:
-    session, ticks, done = _core.Session(load(str(house_target))), [0], threading.Event()
+def test_other_threads_run_during_a_prefill(bundled_target: Path) -> None:
+    session, ticks, done = _core.Session(load(str(bundled_target))), [0], threading.Event()
 
     def tick() -> None:
         while not done.is_set():
@@ -651,8 +651,8 @@ print("interrupted")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to send")
-def test_ctrl_c_during_a_prefill(house_target: Path) -> None:
-    done = run_python(INTERRUPTED, house_target)
+def test_ctrl_c_during_a_prefill(bundled_target: Path) -> None:
+    done = run_python(INTERRUPTED, bundled_target)
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
@@ -681,8 +681,8 @@ print("handled")
 """
 
 
-def test_signal_handler_that_touches_the_session(house_draft: Path) -> None:
-    done = run_python(HANDLED, house_draft)
+def test_signal_handler_that_touches_the_session(bundled_draft: Path) -> None:
+    done = run_python(HANDLED, bundled_draft)
     assert (done.stdout, done.stderr) == ("handled\n", "")
 
 
@@ -728,8 +728,8 @@ print(set(codes))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_has_workers_of_its_own(house_draft: Path) -> None:
-    done = run_python(FORKED, house_draft, PYTHONWARNINGS="ignore")
+def test_a_forked_child_has_workers_of_its_own(bundled_draft: Path) -> None:
+    done = run_python(FORKED, bundled_draft, PYTHONWARNINGS="ignore")
     assert (done.stdout, done.stderr) == ("{0}\n", "")
 
 

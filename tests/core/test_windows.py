@@ -207,16 +207,16 @@ def test_an_engine_writes_the_same_whatever_it_held(path_of: Callable[..., Path]
     base = TOKENS[:1200].tolist()
     prompts = [base, base[:1000] + base[:300], base[:300] + base[700:], base[:1190] + base[:5], base]
     options = {"max_tokens": 40, "temperature": 0.7, "seed": 4, "ignore_eos": True}
-    with pystaged.load(path, draft=None, memory=False) as engine:
+    with pystaged.load(path, draft=None, recycle=False) as engine:
         cold = [engine.generate(prompt, reuse=False, speculate=False, **options).tokens for prompt in prompts]
-    with pystaged.load(path, draft=None, memory=False) as engine:
+    with pystaged.load(path, draft=None, recycle=False) as engine:
         results = [engine.generate(prompt, **options) for prompt in [*prompts, base]]
     assert [result.tokens for result in results] == [*cold, cold[0]]
     assert [result.stats.reused_tokens for result in results] == [0, 1000, 0, 1190, 1190, 1199]
     # A crowd of them, with a draft that has windows, too, in room for about two.
     policy = pystaged.FixedPolicy(width=2, depth=3, budget=6)
     with (
-        pystaged.load(path, draft=path, memory=False, policy=policy, kv_memory=900_000) as engine,
+        pystaged.load(path, draft=path, recycle=False, policy=policy, kv_memory=900_000) as engine,
         ThreadPoolExecutor(5) as threads,
     ):
         for _ in range(2):

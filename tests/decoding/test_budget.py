@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pystaged.config import SamplingConfig
+from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.budget import LEAST, MOST, OPENING, PROMPT, SHARE, Budget, chain_speedup
 from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.requests import Clocks, Done, Requests, finish
@@ -299,7 +299,7 @@ def test_a_drafter_that_does_not_draft_is_scored_without_a_pass_of_the_target() 
 
 
 def test_what_is_learnt_is_kept_apart_by_sampling_and_returns_with_new_texts() -> None:
-    budget = Budget(FLAT, Crowd(), Meter(lambda: 0.0), [0.5])
+    budget = Budget(FLAT, BatchLoad(), Meter(lambda: 0.0), [0.5])
     machine = Machine()
     drafter = SimulatedDrafter(machine)
     rates = []
@@ -363,12 +363,12 @@ def test_the_meter_stands_still_while_others_work_and_counts_a_share_of_a_draft_
 
 
 def test_in_a_crowd_all_wait_for_what_one_drafts() -> None:
-    crowd = Crowd()
-    budget = Budget(PassCost(FLAT.seconds), crowd, Meter(lambda: 0.0), [0.5])
+    batch = BatchLoad()
+    budget = Budget(PassCost(FLAT.seconds), batch, Meter(lambda: 0.0), [0.5])
     drafter = SimulatedDrafter(Machine(), price=0.2)
     drafter.hit = None
     chosen = []
-    for crowd.texts in (1, 8):
+    for batch.sequences in (1, 8):
         finish(budget.open([drafter], 1, 0, True))
         budget.choose([drafter], 0)
         chosen.append(budget.chosen)

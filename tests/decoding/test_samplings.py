@@ -158,9 +158,9 @@ def test_a_text_in_a_crowd_is_the_same(engine: Engine, options: dict[str, Any]) 
     sampling = SamplingConfig(0.9, seed=2, **options)
     one: dict[str, Any] = {"max_tokens": 16, "sampling": sampling, "logprobs": 3}
     alone = [engine.generate(prompt, speculate=False, **one) for prompt in PROMPTS]
-    crowd = engine.generate(PROMPTS, **one)
+    batch = engine.generate(PROMPTS, **one)
     staged = [engine.generate(prompt, **one) for prompt in PROMPTS]
-    assert [told(each) for each in crowd] == [told(each) for each in alone] == [told(each) for each in staged]
+    assert [told(each) for each in batch] == [told(each) for each in alone] == [told(each) for each in staged]
 
 
 @pytest.mark.slow

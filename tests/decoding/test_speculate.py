@@ -32,10 +32,10 @@ PROMPT = "import os\nimport sys\n\nclass Stack:\n    def __init__(self"
 
 @pytest.fixture(scope="module", params=["n-grams", "draft model", "head"])
 def pair(
-    request: pytest.FixtureRequest, house_target: Path, house_draft: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, bundled_target: Path, bundled_draft: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Session, Drafter]]:
     """An engine, and a target with a drafter of the same kind."""
-    path, draft = house_target, house_draft
+    path, draft = bundled_target, bundled_draft
     if request.param == "head":
         path = write(tmp_path_factory.mktemp("head") / "target.gguf", RandomModel("llama"))
         draft = write_head(path.with_name("head.gguf"), RandomHead(Tokenizer(path).fingerprint, list(range(200))))
@@ -87,8 +87,8 @@ def test_the_acceptance_rule_is_the_sessions(pair: tuple[Engine, Session, Drafte
     assert max(lengths) > 1
 
 
-def test_a_full_context_and_an_early_end(house_target: Path) -> None:
-    model = Model(str(house_target))
+def test_a_full_context_and_an_early_end(bundled_target: Path) -> None:
+    model = Model(str(bundled_target))
     drafter = ngram_drafter(None, TREE, model.vocab_size)
     prompt = np.array([5, 6, 7, 5, 6, 7, 5], np.int32)
     whole = [token for step in speculate(Session(model, 20), drafter, prompt, SAMPLINGS[0], 99) for token in step]

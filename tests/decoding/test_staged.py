@@ -49,23 +49,23 @@ TREE, CHAIN = FixedPolicy(4, 5, 12), FixedPolicy(1, 6, 6, 1)
 
 
 @pytest.fixture(scope="module")
-def target(house_target: Path) -> Model:
-    return Model(str(house_target))
+def target(bundled_target: Path) -> Model:
+    return Model(str(bundled_target))
 
 
 @pytest.fixture(scope="module")
-def draft(house_draft: Path) -> Model:
-    return Model(str(house_draft))
+def draft(bundled_draft: Path) -> Model:
+    return Model(str(bundled_draft))
 
 
 @pytest.fixture(scope="module")
-def tokenizer(house_target: Path) -> Tokenizer:
-    return Tokenizer(str(house_target))
+def tokenizer(bundled_target: Path) -> Tokenizer:
+    return Tokenizer(str(bundled_target))
 
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
-    texts = [question.text for question in load_questions(names.house(names.HOUSE_PROMPTS))[::16]]
+    texts = [question.text for question in load_questions(names.bundled_file(names.BUNDLED_PROMPTS))[::16]]
     return [tokenizer.encode(text) for text in texts]
 
 
@@ -137,7 +137,7 @@ def test_guesses_from_below_save_passes(
 
 def test_max_tokens_inside_a_path() -> None:
     prompt = "import os\nimport sys\nimport os\nimport sys\n"
-    with pystaged.load("house", policy=CHAIN) as engine:
+    with pystaged.load("bundled", policy=CHAIN) as engine:
         plain = engine.generate(prompt, max_tokens=13, speculate=False)
         for max_tokens in range(1, 14):
             staged = engine.generate(prompt, max_tokens=max_tokens)
@@ -148,7 +148,7 @@ def test_max_tokens_inside_a_path() -> None:
 
 @pytest.mark.slow
 def test_stop_string_across_steps() -> None:
-    with pystaged.load("house", policy=TREE) as engine:
+    with pystaged.load("bundled", policy=TREE) as engine:
         whole = engine.generate("class Stack:\n    def __init__(self", max_tokens=40).text
         for start in range(0, len(whole) - 6, 3):
             stop = whole[start : start + 6]
@@ -237,10 +237,10 @@ def test_a_prompt_longer_than_the_context(target: Model) -> None:
         decoder.generate(np.zeros(17, np.int32), GREEDY, 1)
 
 
-def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], house_draft: Path) -> None:
+def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], bundled_draft: Path) -> None:
     small = random_gguf("F32")
     with pytest.raises(ValueError, match=r"vocabulary.*token \d+ is"):
-        pystaged.load(small, draft=house_draft)
+        pystaged.load(small, draft=bundled_draft)
     padded = Tokenizer(str(random_gguf("F32", vocab_size=300)))
     assert substitutes(padded, Tokenizer(str(small))) == {}
 
@@ -364,7 +364,7 @@ def test_own_policy_is_asked() -> None:
             return min(3, len(growth.scores))
 
     policy = Recorder()
-    with pystaged.load("house", policy=policy) as engine:
+    with pystaged.load("bundled", policy=policy) as engine:
         result = engine.generate("import os\n", max_tokens=20)
         assert result.tokens == engine.generate("import os\n", max_tokens=20, speculate=False).tokens
     assert policy.seen
@@ -373,7 +373,7 @@ def test_own_policy_is_asked() -> None:
 
 
 def test_stats_are_consistent() -> None:
-    with pystaged.load("house", policy=TREE) as engine:
+    with pystaged.load("bundled", policy=TREE) as engine:
         stats = engine.generate("import os\nimport sys\n", max_tokens=60).stats
     assert stats.steps == sum(stats.lengths.values())
     assert stats.accepted == sum(length * count for length, count in stats.lengths.items())

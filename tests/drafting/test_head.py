@@ -325,18 +325,18 @@ def test_heads_of_other_targets_are_refused(
 ) -> None:
     other = write(tmp_path / "vocabulary.gguf", random_head("another"))
     with pytest.raises(ValueError, match="another vocabulary"):
-        pystaged.load(target_path, draft=other, memory=False)
+        pystaged.load(target_path, draft=other, recycle=False)
     deeper = write(tmp_path / "deeper.gguf", random_head(vocabulary, taps=[4]))
     with pytest.raises(ValueError, match="from 1 to the model's 3"):
-        pystaged.load(target_path, draft=deeper, memory=False)
+        pystaged.load(target_path, draft=deeper, recycle=False)
     other_depth = write(tmp_path / "depth.gguf", random_head(vocabulary, target_layers=4))
     with pytest.raises(ValueError, match="another depth than 3 layers"):
-        pystaged.load(target_path, draft=other_depth, memory=False)
+        pystaged.load(target_path, draft=other_depth, recycle=False)
     wider = write(tmp_path / "wider.gguf", random_head(vocabulary, width=96))
     with pytest.raises(ValueError, match="96 wide, not 64"):
-        pystaged.load(target_path, draft=wider, memory=False)
+        pystaged.load(target_path, draft=wider, recycle=False)
     with pytest.raises(ValueError, match="choose the device cpu"):
-        pystaged.load(target_path, draft=head_path, device="ggml-cpu", memory=False)
+        pystaged.load(target_path, draft=head_path, device="ggml-cpu", recycle=False)
 
 
 # --- drafting ---
@@ -344,7 +344,7 @@ def test_heads_of_other_targets_are_refused(
 
 @pytest.fixture(scope="module")
 def engine(target_path: Path, head_path: Path) -> Engine:
-    return pystaged.load(target_path, draft=head_path, memory=True, policy=FixedPolicy(3, 4, 12))
+    return pystaged.load(target_path, draft=head_path, recycle=True, policy=FixedPolicy(3, 4, 12))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -454,7 +454,7 @@ def test_forced_tokens_are_taken_in_and_cost_no_lookups(target_path: Path, head_
     assert tree.stages[1:5].tolist() == [Stage.GRAMMAR] * 3 + [Stage.DRAFT]
     assert cost.lookup(1) == pytest.approx(1.0, rel=0.01)
     # With seconds for two steps alone, n-grams are left, which know nothing.
-    now[0], drafter.memory = 0.0, None
+    now[0], drafter.recycled = 0.0, None
     drafter.start(np.array([3, 4, 5, 6], np.int32))
     assert finish(drafter.draft(SamplingConfig(), 8, 1.5)).tokens.tolist() == [6, 10, 11, 12]
     assert now[0] <= 3
@@ -467,8 +467,8 @@ def test_heads_of_few_tokens_and_heads_that_overflow_draft_all_the_same(
     head = random_head(vocabulary)
     huge = {name: values * np.float32(1e30) for name, values in head.tensors().items()}
     overflowing = write(tmp_path / "overflowing.gguf", head, huge)
-    plain = pystaged.load(target_path, draft=None, memory=False).generate("a text", max_tokens=30)
-    with pystaged.load(target_path, draft=few, memory=False, policy=FixedPolicy(2, 3, 6)) as engine:
+    plain = pystaged.load(target_path, draft=None, recycle=False).generate("a text", max_tokens=30)
+    with pystaged.load(target_path, draft=few, recycle=False, policy=FixedPolicy(2, 3, 6)) as engine:
         assert engine.generate("a text", max_tokens=30).tokens == plain.tokens
     model = Model(target_path)
     broken = heads.load_head(overflowing, model, Tokenizer(target_path))
@@ -479,7 +479,7 @@ def test_heads_of_few_tokens_and_heads_that_overflow_draft_all_the_same(
 
 
 def test_a_head_learns_nothing_of_a_text_that_was_closed(target_path: Path, head_path: Path) -> None:
-    with pystaged.load(target_path, draft=head_path, memory=False, policy=FixedPolicy(2, 3, 6)) as engine:
+    with pystaged.load(target_path, draft=head_path, recycle=False, policy=FixedPolicy(2, 3, 6)) as engine:
         with engine.stream("a text", max_tokens=40) as stream:
             next(stream)
         again = engine.generate("a text and more", max_tokens=30)
@@ -494,7 +494,7 @@ def test_which_head_is_found(target_path: Path, head_path: Path, monkeypatch: py
     assert DecoderFactory(found).head_cost is not None
     assert Bundle(target_path, None, 1, lambda _: None).head is None
     assert Bundle(target_path, "auto", 1, lambda _: None, device="ggml-cpu").head is None
-    assert Bundle("house", "none", 1, lambda _: None).head is None
+    assert Bundle("bundled", "none", 1, lambda _: None).head is None
     told: list[str] = []
     damaged = target_path.with_name("damaged.gguf")
     damaged.write_bytes(head_path.read_bytes()[:-3000])
@@ -502,10 +502,10 @@ def test_which_head_is_found(target_path: Path, head_path: Path, monkeypatch: py
     assert Bundle(target_path, "auto", 1, told.append).head is None
     assert any("passed over" in line and "damaged.gguf" in line for line in told)
     monkeypatch.setattr(names, "heads", lambda: [head_path])
-    engine = pystaged.load(target_path, memory=False)
+    engine = pystaged.load(target_path, recycle=False)
     assert engine.draft is None
     assert engine.draft_name == "a random head"
-    kept = pystaged.load(target_path, memory=False, keep_packed=True, kv="q8_0")
+    kept = pystaged.load(target_path, recycle=False, weight_cache=True, kv="q8_0")
     assert kept.generate("a", max_tokens=20).tokens == kept.generate("a", max_tokens=20, speculate=False).tokens
 
 

@@ -505,7 +505,7 @@ def test_a_damaged_table_of_the_package_is_told_and_a_foreign_one_is_not(
 def test_a_model_whose_name_leaves_no_room_for_that_of_a_table_loads(draft: Path) -> None:
     longest = draft.rename(draft.with_name(f"{'x' * 250}.gguf"))
     report: list[str] = []
-    with pystaged.load(longest, draft=None, memory=False, report=report.append) as engine:
+    with pystaged.load(longest, draft=None, recycle=False, report=report.append) as engine:
         assert engine.generate("a", max_tokens=2).tokens
     assert not any("passed over" in line for line in report)
 
@@ -522,12 +522,12 @@ def test_smollm2_finds_its_table() -> None:
         pytest.skip(str(error))
     found = find_table(model, None, Tokenizer(os.fsencode(model)))
     assert found is not None
-    assert_same(found, NgramTable.load(names.house("smollm2.ngram.npz")))
+    assert_same(found, NgramTable.load(names.bundled_file("smollm2.ngram.npz")))
 
 
-def test_the_house_table_is_for_its_vocabulary(house_draft: Path, draft: Path) -> None:
-    tokenizer = Tokenizer(os.fsencode(house_draft))
-    found = find_table(house_draft, None, tokenizer)
+def test_the_bundled_table_is_for_its_vocabulary(bundled_draft: Path, draft: Path) -> None:
+    tokenizer = Tokenizer(os.fsencode(bundled_draft))
+    found = find_table(bundled_draft, None, tokenizer)
     assert found is not None
     assert found.vocab_hash == tokenizer.fingerprint
     again = find_table(draft, None, tokenizer)
@@ -566,7 +566,7 @@ def test_build_replaces_no_better_table(draft: Path, tmp_path: Path) -> None:
     done = interrupted(draft, is_early=False, tokens=300)
     assert done.returncode == 130
     assert (table.read_bytes() == counted) == (b"left " in done.stderr)
-    for name in ("smollm2", "house-draft"):
+    for name in ("smollm2", "bundled-draft"):
         done = run("ngram", "build", "--model", name, COLUMNS="200")
         assert done.returncode == 2
         assert b"name a file of your own with --out" in done.stderr
@@ -590,7 +590,7 @@ def chatting_by(template: str, path: Path) -> Path:
 @pytest.mark.slow
 def test_a_model_that_chats_is_counted_by_its_answers(chatting: Path) -> None:
     """Of each round of 64 questions those that are new, answered by sampling and greedily in turn."""
-    with pystaged.load(chatting, draft=None, memory=False, report=lambda _: None) as engine:
+    with pystaged.load(chatting, draft=None, recycle=False, report=lambda _: None) as engine:
         found = sample_answers(engine, 10**6, temperature=0.9, seed=2)
         known = {""}
         for seed in ((2 << 32), (2 << 32) + 128):
@@ -609,7 +609,7 @@ def test_a_model_that_chats_is_counted_by_its_answers(chatting: Path) -> None:
 
 @pytest.mark.slow
 def test_a_question_is_answered_once_and_a_model_with_no_other_is_refused(chatting: Path) -> None:
-    with pystaged.load(chatting, draft=None, memory=False, report=lambda _: None) as engine:
+    with pystaged.load(chatting, draft=None, recycle=False, report=lambda _: None) as engine:
         found = sample_answers(engine, 10**6, temperature=1e-6)
         assert len(next(found)) > 0
         with pytest.raises(ValueError, match="asks itself nothing new, or answers nothing; try"):
@@ -622,7 +622,7 @@ def test_build_of_a_model_that_chats(chatting: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = find_table(chatting, None, Tokenizer(os.fsencode(chatting)))
     assert found is not None
-    with pystaged.load(chatting, draft=None, memory=False, report=lambda _: None) as engine:
+    with pystaged.load(chatting, draft=None, recycle=False, report=lambda _: None) as engine:
         answers = list(sample_answers(engine, 500, temperature=1.0))
     assert found.num_tokens == sum(map(len, answers))
 

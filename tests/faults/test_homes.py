@@ -15,7 +15,7 @@ from support.random_models import write
 
 import pystaged
 from pystaged.loading import cache
-from pystaged.loading.kept import MEMORIES
+from pystaged.loading.kept import RECYCLED
 
 # Even root may then write only where it is allowed to, as everybody else.
 POWERLESS = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def said(model: Path, folder: Path, **home: str) -> bytes:
     """What is generated, in that folder and with no home but this. Nothing fails, and nothing is written there."""
-    options = ["--max-tokens", "8", "--keep-packed"]
+    options = ["--max-tokens", "8", "--weight-cache"]
     done = subprocess.run(
         [*POWERLESS, *PROGRAM, "generate", "the tree", "--model", model, *options],
         capture_output=True,
@@ -88,9 +88,9 @@ def test_a_user_whom_the_system_does_not_know(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda _: {}[0])
     monkeypatch.chdir(empty)
-    with pystaged.load(model, keep_packed=True, report=lambda _: None) as engine:
+    with pystaged.load(model, weight_cache=True, report=lambda _: None) as engine:
         assert engine.generate("the tree", max_tokens=8).text == text.decode().rstrip("\n")
-    assert cache.models() == MEMORIES.all() == []
+    assert cache.models() == RECYCLED.all() == []
     with pytest.raises(OSError, match="there is no home folder, set XDG_CACHE_HOME"):
         cache.save_link("some/one", "model.gguf", model)
     assert list(empty.iterdir()) == []
@@ -148,6 +148,6 @@ def test_clocks_that_jump(
     for change in (lambda: [copy], lambda: (tmp_path / "cache").rglob("*"), list):
         for path in change():
             os.utime(path, (seconds, seconds))
-        with pystaged.load(copy, keep_packed=True, report=lambda _: None) as engine:
+        with pystaged.load(copy, weight_cache=True, report=lambda _: None) as engine:
             assert engine.generate("the tree", max_tokens=8).text == text.decode().rstrip("\n")
             assert engine.model.is_mapped

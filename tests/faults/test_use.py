@@ -64,7 +64,7 @@ def test_a_file_that_changes_while_it_is_used(
     model: Path, change: Callable[[Path], object], device: str, keep: bool
 ) -> None:
     """The text goes on, and those after it are the same model's: nothing is read from the file any more."""
-    options = {"device": device, "keep_packed": keep, "policy": FixedPolicy(2, 2, 4), "report": lambda _: None}
+    options = {"device": device, "weight_cache": keep, "policy": FixedPolicy(2, 2, 4), "report": lambda _: None}
     with pystaged.load(model, **options) as engine:
         expected = engine.generate(PROMPT, max_tokens=24).text
         stream = engine.stream(PROMPT, max_tokens=24)

@@ -30,9 +30,9 @@ from pystaged.loading import cache, hub
 from pystaged.loading.convert import convert
 from pystaged.loading.costs import CostStore
 from pystaged.loading.kept import PACKED
-from pystaged.loading.memories import KeptMemory
 from pystaged.loading.packed import load_packed
 from pystaged.loading.quantize import quantize
+from pystaged.loading.recycled import KeptCandidates
 
 KEPT = RecycledCandidates.num_candidates
 
@@ -97,8 +97,8 @@ def costs(folder: Path) -> State:
     return sorted(found.seconds)
 
 
-def _memory(folder: Path) -> KeptMemory:
-    return KeptMemory(folder / "model.gguf", "v", 300)
+def _memory(folder: Path) -> KeptCandidates:
+    return KeptCandidates(folder / "model.gguf", "v", 300)
 
 
 def save_memory(folder: Path) -> None:

@@ -110,7 +110,7 @@ class Http(Target):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         path = write(folder / "model.gguf", replace(CASES["llama"], context=1024))
-        self._engine = pystaged.load(path, policy=FixedPolicy(2, 3, 6), memory=False, report=lambda _: None)
+        self._engine = pystaged.load(path, policy=FixedPolicy(2, 3, 6), recycle=False, report=lambda _: None)
         self._live = live(self._engine, defaults={"max_tokens": 8})
         self._server = self._live.__enter__()
 

@@ -20,9 +20,9 @@ from pystaged._core import RecycledCandidates
 from pystaged.decoding.cost import PassCost
 from pystaged.loading import cache
 from pystaged.loading.costs import CostStore
-from pystaged.loading.kept import MEMORIES, PACKED
-from pystaged.loading.memories import KeptMemory, _digest
+from pystaged.loading.kept import PACKED, RECYCLED
 from pystaged.loading.packed import load_packed
+from pystaged.loading.recycled import KeptCandidates, _digest
 
 KEPT = RecycledCandidates.num_candidates
 
@@ -98,13 +98,13 @@ class Memory(_Kept):
 
     def write(self) -> Path:
         self._model = named_model(self.folder, "llama")
-        memory = KeptMemory(self._model, "v", VOCAB)
+        memory = KeptCandidates(self._model, "v", VOCAB)
         r = np.random.default_rng(0)
         tokens = r.integers(0, VOCAB, (200, KEPT), dtype=np.int32)
         before, last = (r.integers(0, VOCAB, 200, dtype=np.int32) for _ in range(2))
         memory.candidates.learn(before, last, tokens, -np.sort(r.random((200, KEPT), np.float32), axis=1))
         memory.save()
-        return MEMORIES.path(self._model)
+        return RECYCLED.path(self._model)
 
     def damaged(self, r: random.Random, data: bytes) -> bytes:
         """With a digest that fits, or not."""
@@ -124,8 +124,8 @@ class Memory(_Kept):
         return head + _digest(payload) + b"\n" + payload
 
     def read(self) -> None:
-        MEMORIES.all()
-        candidates = KeptMemory(self._model, "v", VOCAB).candidates
+        RECYCLED.all()
+        candidates = KeptCandidates(self._model, "v", VOCAB).candidates
         for token in range(0, VOCAB, 5):
             chances, _ = candidates.chances(token, token)
             if not all(0 <= each < VOCAB and 0 <= chance <= 1 for each, chance in chances.items()):

@@ -143,9 +143,11 @@ def test_every_kernel_reads_what_another_wrote(llama: Path, kernel: str) -> None
 @pytest.mark.slow
 def test_an_engine() -> None:
     policy = pystaged.FixedPolicy(width=2, depth=2, budget=4)
-    expected = pystaged.generate("def f(x):", model="house", max_tokens=8, n_ctx=64, policy=policy)
+    expected = pystaged.generate("def f(x):", model="bundled", max_tokens=8, n_ctx=64, policy=policy)
     for _ in range(2):
-        found = pystaged.generate("def f(x):", model="house", max_tokens=8, n_ctx=64, policy=policy, keep_packed=True)
+        found = pystaged.generate(
+            "def f(x):", model="bundled", max_tokens=8, n_ctx=64, policy=policy, weight_cache=True
+        )
         assert found.tokens == expected.tokens
     assert len(PACKED.all()) == 2  # the draft's too
 
@@ -371,7 +373,7 @@ def test_what_info_says(llama: Path) -> None:
 def test_commands(tmp_path: Path, llama: Path) -> None:
     (tmp_path / ("long" * 30)).mkdir()
     other = write(tmp_path / ("long" * 30) / "other.gguf", RandomModel("llama", seed=1))
-    done = run("generate", "a", "--model", llama, "--max-tokens", "2", "--n-ctx", "32", "--keep-packed")
+    done = run("generate", "a", "--model", llama, "--max-tokens", "2", "--n-ctx", "32", "--weight-cache")
     assert done.returncode == 0, done.stderr
     assert loaded(llama).is_mapped
     loaded(other)

@@ -150,7 +150,7 @@ def test_a_draft_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_token = dict(zip(native.tokens.tolist(), chances.tolist(), strict=True))
     np.testing.assert_allclose(found[2][0], [by_token[token] for token in found[1][0].tolist()], atol=0.2)
     # It knows its target better than chance does.
-    with pystaged.load(target, draft=out, memory=False, policy=FixedPolicy(1, 3, 3)) as engine:
+    with pystaged.load(target, draft=out, recycle=False, policy=FixedPolicy(1, 3, 3)) as engine:
         drafted = engine.generate("a question", max_tokens=100)
         assert drafted.tokens == engine.generate("a question", max_tokens=100, speculate=False).tokens
         assert drafted.stats.drafters["draft"].passes > 0

@@ -16,7 +16,7 @@ from pystaged.engine import Engine
 @pytest.fixture(scope="module")
 def engine(random_gguf: Callable[..., Path]) -> Iterator[Engine]:
     path = random_gguf("F32", context=512)
-    with pystaged.load(path, policy=FixedPolicy(2, 3, 6), memory=False, report=lambda _: None) as engine:
+    with pystaged.load(path, policy=FixedPolicy(2, 3, 6), recycle=False, report=lambda _: None) as engine:
         yield engine
 
 

@@ -55,7 +55,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """A model with a chat template that knows tools."""
     model = RandomModel("llama", vocab_size=320, context=2048, vocabulary=_vocabulary)
     path = write(tmp_path_factory.mktemp("chats") / "chat.gguf", model)
-    with pystaged.load(path, policy=FixedPolicy(2, 3, 6), memory=False, report=lambda _: None) as engine:
+    with pystaged.load(path, policy=FixedPolicy(2, 3, 6), recycle=False, report=lambda _: None) as engine:
         yield engine
 
 
@@ -64,7 +64,7 @@ def plain(random_gguf: Callable[..., Path]) -> Iterator[Server]:
     """A model without a template."""
     path = random_gguf("F32", context=2048)
     policy = FixedPolicy(2, 3, 6)
-    with pystaged.load(path, policy=policy, memory=False, report=lambda _: None) as engine, live(engine) as server:
+    with pystaged.load(path, policy=policy, recycle=False, report=lambda _: None) as engine, live(engine) as server:
         yield server
 
 

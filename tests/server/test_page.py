@@ -29,8 +29,8 @@ ANSWER = "tell me <b>more</b>"
 
 
 @pytest.fixture(scope="module")
-def engine(house_target: Path) -> Iterator[Engine]:
-    with pystaged.load(house_target, draft="none", memory=False, report=lambda _: None) as engine:
+def engine(bundled_target: Path) -> Iterator[Engine]:
+    with pystaged.load(bundled_target, draft="none", recycle=False, report=lambda _: None) as engine:
         yield engine
 
 

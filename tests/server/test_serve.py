@@ -122,7 +122,7 @@ def test_memory_is_not_shared_unless_asked(path: str, monkeypatch: pytest.Monkey
     seen: list[bool] = []
 
     def stop(name: str, options: Any) -> None:
-        seen.append(options.given["memory"])
+        seen.append(options.given["recycle"])
         raise ValueError(json.dumps(name))
 
     monkeypatch.setattr(serve, "open_engine", stop)
@@ -130,6 +130,6 @@ def test_memory_is_not_shared_unless_asked(path: str, monkeypatch: pytest.Monkey
 
     from pystaged.cli import app  # noqa: PLC0415
 
-    for options in ([], ["--memory"]):
+    for options in ([], ["--recycle"]):
         CliRunner().invoke(app, ["serve", path, "--port", "0", *options])
     assert seen == [False, True]

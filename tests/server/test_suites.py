@@ -52,7 +52,7 @@ def run(module: str, *arguments: str, folder: Path | None = None, **environment:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[Engine]:
-    with pystaged.load(paths.smollm2(), n_ctx=1024, memory=False, report=lambda _: None) as engine:
+    with pystaged.load(paths.smollm2(), n_ctx=1024, recycle=False, report=lambda _: None) as engine:
         yield engine
 
 
@@ -98,7 +98,7 @@ for mode in (instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.
     # A small model does not keep to a schema that it is only told of.
     more = {"extra_body": {"response_format": schema}} if mode is instructor.Mode.JSON else {}
     found = client.chat.completions.create(
-        model="house", response_model=Answer, messages=asked, max_retries=0, temperature=0, max_tokens=100, **more
+        model="bundled", response_model=Answer, messages=asked, max_retries=0, temperature=0, max_tokens=100, **more
     )
     print(mode, found)
 """
@@ -260,7 +260,7 @@ def test_llama_cpp(tmp_path: Path) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--deselect", TWICE, *(f"unit/test_{name}.py" for name in FILES)]
     told: Any = {"defaults": {"max_tokens": 64, "seed": 42}, "metrics_prefix": "llamacpp:"}
     with (
-        pystaged.load(paths.smollm2(), n_ctx=256, memory=False, report=lambda _: None) as engine,
+        pystaged.load(paths.smollm2(), n_ctx=256, recycle=False, report=lambda _: None) as engine,
         live(engine, **told) as server,
     ):
         said = run("requests", "-m", "pytest", *options, folder=folder, DEBUG_EXTERNAL="1", PORT=str(server.port))

@@ -26,18 +26,18 @@ def is_idle(engine: Engine) -> bool:
 @contextmanager
 def held(engine: Engine) -> Iterator[None]:
     """No text goes on for as long as the context lasts."""
-    rounds, go_on, stands = engine.runtime.rounds, threading.Event(), threading.Event()
-    play = rounds.play
+    stepper, go_on, stands = engine.runtime.stepper, threading.Event(), threading.Event()
+    step = stepper.step
 
     def wait(sequences: Any) -> None:
         stands.set()
         assert go_on.wait(60)
-        play(sequences)
+        step(sequences)
 
-    rounds.play = wait  # type: ignore[method-assign]
+    stepper.step = wait  # type: ignore[method-assign]
     try:
         wait_until(lambda: is_idle(engine) or stands.is_set())
         yield
     finally:
-        rounds.play = play  # type: ignore[method-assign]
+        stepper.step = step  # type: ignore[method-assign]
         go_on.set()

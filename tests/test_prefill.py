@@ -82,7 +82,7 @@ def test_scores_so_far_while_another_thread_reads_the_prompt(engine: Engine) -> 
             return super().__iter__()
 
     sequence = engine.runtime.sequence([5] * 8, GenerationConfig(prompt_logprobs=0))
-    sequence._opening.logprobs = Growing([Logprobs(-1.0, [])])
+    sequence._prefill.logprobs = Growing([Logprobs(-1.0, [])])
     scores = sequence.result().prompt_logprobs
     assert scores is not None
     assert len(scores) == 2

@@ -21,19 +21,19 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.requests import MOST_ROWS, Clocks, Done, Read, Request, Verify, fulfil, resume
 from pystaged.stats import PassStats
 
-PROMPT_DELAY = 0.25  # seconds that a pass may take when it reads pieces of prompts, too
+PREFILL_BUDGET = 0.25  # seconds that a pass which also reads pieces of prompts may take
 _LEAST_PIECE = 8  # tokens of prompts that a pass reads, however long it takes
 _UNPRICED_PIECE = 32  # the same where no costs are known
 _DRAFT_PIECE = 64  # tokens of a prompt that a draft reads in one step of a batch of texts
 
 
-class Member:
+class BatchMember:
     """A sequence among others, as the passes that they share see it: a generator of requests and of steps.
 
     decoder: its context, from `begin` on; nobody else may use it meanwhile. request: what it asks a pass for. rows,
     gain: of its last verified tree, the root too, and the tokens that it was expected to gain.
 
-    `say` is called with each step, `ended` once, with the exception that ended it or None.
+    `on_step` is called with each step, `on_end` once, with the exception that ended it or None.
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class Member:
         """Begin in a context."""
         self.decoder, self._steps = decoder, steps
 
-    def say(self, step: Any) -> None:
+    def on_step(self, step: Any) -> None:
         raise NotImplementedError
 
-    def ended(self, error: BaseException | None) -> None:
+    def on_end(self, error: BaseException | None) -> None:
         raise NotImplementedError
 
     @property
@@ -58,7 +58,7 @@ class Member:
         """Whether it asks for a pass of something other than the target."""
         return bool(self.request and self.decoder and self.request.session is not self.decoder.target)
 
-    def go_on(self, answer: Done | BaseException | None) -> None:
+    def resume(self, answer: Done | BaseException | None) -> None:
         """Let it go on, with what came of its request, up to the next one or to what it says."""
         self.request = None
         try:
@@ -68,28 +68,28 @@ class Member:
             if isinstance(said, Request):
                 self.request = said
             else:
-                self.say(said)
+                self.on_step(said)
         except StopIteration:
             self.close()
         except BaseException as error:
             self.close(error)
 
-    def note_step(self) -> None:
+    def note_tree(self) -> None:
         """Remember the tree that is verified, for others to expect the like of."""
         if isinstance(self.request, Verify):
             self.rows, self.gain = self.request.num_rows, float(self.request.tree.scores.sum())
 
-    def see(self, steps: Sequence[Member]) -> None:
+    def note_batch(self, steps: Sequence[BatchMember]) -> None:
         """Tell it which sequences of the batch take steps now: they are expected to share its next pass, too."""
         if self.decoder:
             others = [member for member in steps if member is not self]
-            crowd = self.decoder.crowd
-            crowd.texts = 1 + len(others)
-            crowd.rows = sum(member.rows for member in others)
-            crowd.tokens = sum(member.gain for member in others)
+            batch = self.decoder.batch
+            batch.sequences = 1 + len(others)
+            batch.rows = sum(member.rows for member in others)
+            batch.tokens = sum(member.gain for member in others)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End it where it is; also for `say` to call. Where this raises, memory is short: it can be called again."""
+        """End it where it is; `on_step` may call this, too. Raises where memory is short, and can be called again."""
         if self.is_over:
             return
         self.request = None
@@ -98,7 +98,7 @@ class Member:
                 self._steps.close()
         except BaseException as other:
             error = error or other
-        self.ended(error)
+        self.on_end(error)
         self.is_over = True
 
     @property
@@ -106,12 +106,12 @@ class Member:
         return self._steps is not None and inspect.getgeneratorstate(self._steps) == inspect.GEN_RUNNING
 
 
-class Rounds:
+class Stepper:
     """Steps texts of one target together.
 
     Args:
         cost: seconds of a pass of the target; None verifies whatever was drafted.
-        prompt_delay: seconds that a pass may take because prompts ride along with it.
+        prefill_budget: longest time of a pass that also reads prompts, in seconds.
         make: does works in one pass, all or none, as run does.
         clocks: the wall's and the processor's.
     """
@@ -119,23 +119,23 @@ class Rounds:
     def __init__(
         self,
         cost: PassCost | None,
-        prompt_delay: float = PROMPT_DELAY,
+        prefill_budget: float = PREFILL_BUDGET,
         *,
         make: Callable[[list[Any]], list[Any]] = run,
         clocks: Clocks | None = None,
     ) -> None:
         self.passes = PassStats()  # of the target
         self._cost = cost
-        self._prompt_delay = prompt_delay
+        self._prefill_budget = prefill_budget
         self._make = make
         self._clocks = clocks or Clocks()
         self._last = self._clocks.processor()  # when the last pass of the target ended
 
-    def play(self, texts: Sequence[Member]) -> None:
+    def step(self, texts: Sequence[BatchMember]) -> None:
         """Step the batch: each text takes a step or reads a piece of its prompt, by one pass of the target."""
         for text in texts:
             if text.request is None and not text.is_over:
-                text.go_on(None)
+                text.resume(None)
         self._draft(texts)
         asking = [text for text in texts if text.request and not text.wants_draft]
         steps = [text for text in asking if isinstance(text.request, Verify)]
@@ -146,11 +146,11 @@ class Rounds:
         self._last = self._clocks.processor()
         self._count([text.request for text in asking if text.request], answers)
         for text in steps:
-            text.note_step()
+            text.note_tree()
         for text in asking:
-            text.see(steps)
+            text.note_batch(steps)
         for text, answer in zip(asking, answers, strict=True):
-            text.go_on(answer)
+            text.resume(answer)
 
     def _count(self, requests: Sequence[Request], answers: Sequence[Done | BaseException]) -> None:
         """Add what came of requests to the passes of the target that there were."""
@@ -167,9 +167,9 @@ class Rounds:
         )
         self.passes = self.passes.plus(more)
 
-    def _draft(self, texts: Sequence[Member]) -> None:
+    def _draft(self, texts: Sequence[BatchMember]) -> None:
         """Passes of the drafts for whoever asks, level by level; a draft that reads a text reads one piece of it."""
-        have_read: set[Member] = set()
+        have_read: set[BatchMember] = set()
         while drafting := [text for text in texts if text.wants_draft and text not in have_read]:
             for text in drafting:
                 if isinstance(text.request, Read):
@@ -177,7 +177,7 @@ class Rounds:
                     text.request.num_rows = min(len(text.request.tokens), most)
                     have_read.add(text)
             for text, answer in zip(drafting, self._pass(drafting), strict=True):
-                text.go_on(answer)
+                text.resume(answer)
 
     def _trim_trees(self, requests: Sequence[Verify]) -> None:
         """Decide how many nodes of each tree are verified."""
@@ -189,14 +189,14 @@ class Rounds:
             for request, kept in zip(requests, rows, strict=True):
                 request.tree = request.tree.head(kept)
 
-    def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[Member]) -> None:
+    def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[BatchMember]) -> None:
         """Decide how much of each prompt is read beside these steps."""
         room = MOST_ROWS
         beside = sum(text.request.num_rows for text in steps if text.request)
         if beside and requests:
             past = _mean_past(requests)
             room = _LEAST_PIECE if self._cost else _UNPRICED_PIECE
-            while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, past) <= self._prompt_delay:
+            while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, past) <= self._prefill_budget:
                 room += 1
         # Half for the oldest, so that none waits for ever, then for those that are soon done.
         asked = [(request, (room + 1) // 2) for request in requests[:1]]
@@ -208,7 +208,7 @@ class Rounds:
             request.num_rows += more
             room -= more
 
-    def _pass(self, texts: Sequence[Member]) -> list[Done | BaseException]:
+    def _pass(self, texts: Sequence[BatchMember]) -> list[Done | BaseException]:
         """Fulfil what these ask for by one pass; if it fails, by one for each, so that it fails for who is to blame."""
         requests = [text.request for text in texts if text.request]
         if len(requests) > 1 and all(request.can_share for request in requests):

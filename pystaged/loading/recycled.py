@@ -13,7 +13,7 @@ import numpy as np
 
 from pystaged._core import RecycledCandidates
 from pystaged.files import keep, read_small
-from pystaged.loading.kept import MEMORIES
+from pystaged.loading.kept import RECYCLED
 
 _KEPT = RecycledCandidates.num_candidates
 
@@ -22,7 +22,7 @@ _ENTRY_BYTES = 8 + 6 * _KEPT  # a key, and a token and a chance of each candidat
 _MOST_BYTES = 12_000_000
 
 
-class KeptMemory:
+class KeptCandidates:
     """Recycled candidates of a model, as they were kept, and their file: 10.2 MB at most.
 
     They begin empty where there is no file, or one that is damaged, of another model or of another version. Several
@@ -38,8 +38,8 @@ class KeptMemory:
         self, model: Path, vocabulary: str, vocab_size: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         info = model.stat()
-        self._head = MEMORIES.head(model, f"{info.st_size} {info.st_mtime_ns} {vocabulary}")
-        self._path, self._vocab_size, self._clock = MEMORIES.path(model), vocab_size, clock
+        self._head = RECYCLED.head(model, f"{info.st_size} {info.st_mtime_ns} {vocabulary}")
+        self._path, self._vocab_size, self._clock = RECYCLED.path(model), vocab_size, clock
         self.candidates = RecycledCandidates()
         self._load()
         self._saved, self._saved_at = 0, clock()
@@ -52,7 +52,7 @@ class KeptMemory:
             return
         if self.candidates.num_learnt != self._saved:
             # No daemon: a program that ends waits for it.
-            writer = threading.Thread(target=self._write, name="pystaged memory")
+            writer = threading.Thread(target=self._write, name="pystaged recycled")
             with suppress(RuntimeError):  # the system refuses threads, or the program ends
                 writer.start()
                 self._writer = writer

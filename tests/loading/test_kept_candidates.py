@@ -19,9 +19,9 @@ from support.commands import assert_refused, run
 import pystaged
 from pystaged._core import RecycledCandidates
 from pystaged.files import keep
-from pystaged.loading import memories
-from pystaged.loading.kept import MEMORIES
-from pystaged.loading.memories import KeptMemory
+from pystaged.loading import recycled
+from pystaged.loading.kept import RECYCLED
+from pystaged.loading.recycled import KeptCandidates
 
 KEPT = RecycledCandidates.num_candidates
 
@@ -35,7 +35,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept(model: Path, vocabulary: str = "v", vocab_size: int = 100, clock: Callable[[], float] = lambda: 0.0) -> Any:
-    return KeptMemory(model, vocabulary, vocab_size, clock)
+    return KeptCandidates(model, vocabulary, vocab_size, clock)
 
 
 def teach(candidates: RecycledCandidates, seed: int = 0, n: int = 13) -> None:
@@ -54,11 +54,11 @@ def test_what_was_saved_is_there_again(model: Path) -> None:
     memory = kept(model)
     assert len(memory.candidates.entries()[0]) == 0
     memory.save()
-    assert not MEMORIES.path(model).exists()  # nothing to keep
+    assert not RECYCLED.path(model).exists()  # nothing to keep
     teach(memory.candidates)
     memory.save()
     assert_same(kept(model).candidates, memory.candidates)
-    assert MEMORIES.path(model).stat().st_mode & 0o777 == 0o600
+    assert RECYCLED.path(model).stat().st_mode & 0o777 == 0o600
     # Of two writers the last wins, and nothing else is left.
     other = kept(model)
     teach(other.candidates, 1)
@@ -66,7 +66,7 @@ def test_what_was_saved_is_there_again(model: Path) -> None:
     other.save()
     memory.save()
     assert_same(kept(model).candidates, memory.candidates)
-    assert list(MEMORIES.folder().iterdir()) == [MEMORIES.path(model)]
+    assert list(RECYCLED.folder().iterdir()) == [RECYCLED.path(model)]
 
 
 def test_a_memory_that_is_full_is_small(model: Path) -> None:
@@ -77,13 +77,13 @@ def test_a_memory_that_is_full_is_small(model: Path) -> None:
     memory.candidates.restore(keys, np.broadcast_to(np.arange(KEPT, dtype=np.int32), shape), np.ones(shape, np.float32))
     teach(memory.candidates)
     memory.save()
-    assert 1e7 < MEMORIES.path(model).stat().st_size < 12e6
+    assert 1e7 < RECYCLED.path(model).stat().st_size < 12e6
     assert_same(kept(model, vocab_size=1 << 17).candidates, memory.candidates)
 
 
 def wait_for_writers() -> None:
     for thread in threading.enumerate():
-        if thread.name == "pystaged memory":
+        if thread.name == "pystaged recycled":
             thread.join()
 
 
@@ -94,15 +94,15 @@ def test_writes_are_rare_while_it_is_used(model: Path) -> None:
     now = 9.0
     memory.save_now_and_then()
     wait_for_writers()
-    assert not MEMORIES.path(model).exists()
+    assert not RECYCLED.path(model).exists()
     now = 10.0
     memory.save_now_and_then()
     wait_for_writers()
-    before = MEMORIES.path(model).stat().st_mtime_ns
+    before = RECYCLED.path(model).stat().st_mtime_ns
     now = 30.0
     memory.save_now_and_then()  # nothing new
     wait_for_writers()
-    assert MEMORIES.path(model).stat().st_mtime_ns == before
+    assert RECYCLED.path(model).stat().st_mtime_ns == before
     teach(memory.candidates, 1)
     memory.save_now_and_then()
     wait_for_writers()
@@ -110,12 +110,12 @@ def test_writes_are_rare_while_it_is_used(model: Path) -> None:
 
 
 class SlowDisk:
-    """Writers of memories, and what lets them go on."""
+    """Writers of recycled candidates, and what lets them go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.writers: list[threading.Thread] = []
         self.begun, self.go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr(memories, "keep", self._keep)
+        monkeypatch.setattr(recycled, "keep", self._keep)
 
     def _keep(self, path: Path, data: bytes) -> None:
         self.writers.append(threading.current_thread())
@@ -137,7 +137,7 @@ def test_who_uses_it_does_not_wait_for_the_disk(model: Path, monkeypatch: pytest
     disk.go_on.set()
     memory.save()  # the rest, after that
     assert_same(kept(model).candidates, memory.candidates)
-    assert list(MEMORIES.folder().iterdir()) == [MEMORIES.path(model)]
+    assert list(RECYCLED.folder().iterdir()) == [RECYCLED.path(model)]
 
 
 def test_a_child_of_fork_waits_for_no_writer_of_its_parent(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +170,9 @@ def test_a_program_that_ends_at_once_keeps_it(model: Path) -> None:
     code = f"""
 import numpy as np
 from pathlib import Path
-from pystaged.loading.memories import KeptMemory
+from pystaged.loading.recycled import KeptCandidates
 times = iter([0.0, 10.0, 10.0, 10.0])
-memory = KeptMemory(Path({str(model)!r}), "v", 100, lambda: next(times))
+memory = KeptCandidates(Path({str(model)!r}), "v", 100, lambda: next(times))
 one = np.ones(1, np.int32)
 memory.candidates.learn(one, one, np.ones((1, 1), np.int32), np.zeros((1, 1), np.float32))
 memory.save_now_and_then()
@@ -201,7 +201,7 @@ def test_damaged_files_are_as_good_as_none(model: Path, damage: Callable[[Path],
     memory = kept(model)
     teach(memory.candidates)
     memory.save()
-    damage(MEMORIES.path(model))
+    damage(RECYCLED.path(model))
     again = kept(model)
     assert len(again.candidates.entries()[0]) == 0
     teach(again.candidates)
@@ -224,37 +224,39 @@ def test_engines_remember_unless_they_are_told_not_to(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path, policy = random_gguf("Q8_0"), pystaged.FixedPolicy(1, 8, 8)
     prompt, texts = [5, 6, 7] * 6, []
-    for memory in (False, True, True):
-        with pystaged.load(path, draft=None, policy=policy, memory=memory) as engine:
+    for recycle in (False, True, True):
+        with pystaged.load(path, draft=None, policy=policy, recycle=recycle) as engine:
             texts.append(engine.generate(prompt, max_tokens=20))
-        assert [each.model for each in MEMORIES.all()] == ([str(path)] if memory else [])
+        assert [each.model for each in RECYCLED.all()] == ([str(path)] if recycle else [])
     assert texts[0].tokens == texts[1].tokens == texts[2].tokens
     assert texts[2].stats.steps < texts[0].stats.steps
     with pystaged.load(path, draft=None, policy=policy) as engine:
-        before = MEMORIES.path(path).stat().st_mtime_ns
+        before = RECYCLED.path(path).stat().st_mtime_ns
         engine.generate(prompt, max_tokens=20, speculate=False)
-    assert MEMORIES.path(path).stat().st_mtime_ns == before
+    assert RECYCLED.path(path).stat().st_mtime_ns == before
 
 
 @pytest.mark.slow
 def test_commands(random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = random_gguf("Q8_0")
-    done = run("generate", "abcabcabcabc", "--model", path, "--max-tokens", "4", "--no-memory")
+    done = run("generate", "abcabcabcabc", "--model", path, "--max-tokens", "4", "--no-recycle")
     assert done.returncode == 0, done.stderr
-    assert MEMORIES.all() == []
-    memory = KeptMemory(path, "v", 100)
+    assert RECYCLED.all() == []
+    memory = KeptCandidates(path, "v", 100)
     teach(memory.candidates)
     memory.save()
     listed = [line.split() for line in run("models").stdout.decode().splitlines()]
-    assert listed[listed.index(["memory", "of", "MB"]) + 1 :] == [[str(path), "0.0"]]
-    assert_refused(run("models", "remove", "--memory", tmp_path / "no"), "no memory of")
-    assert b"removed memory of 1 model," in run("models", "remove", "--memory").stderr
-    assert MEMORIES.all() == []
-    memory = KeptMemory(path, "v", 100)
+    assert listed[listed.index(["recycled", "candidates", "of", "MB"]) + 1 :] == [[str(path), "0.0"]]
+    assert_refused(run("models", "remove", "--recycled", tmp_path / "no"), "no recycled candidates of")
+    assert b"removed recycled candidates of 1 model," in run("models", "remove", "--recycled").stderr
+    assert RECYCLED.all() == []
+    memory = KeptCandidates(path, "v", 100)
     teach(memory.candidates)
     memory.save()
-    done = run("models", "remove", "--packed", "--memory", path)
-    assert (done.returncode, done.stderr) == (0, b"removed memory of 1 model, 0.0 MB freed\n")
-    assert_refused(run("models", "remove", "--packed", "--memory", path), "no packed weights and no memory of")
-    assert MEMORIES.all() == []
+    done = run("models", "remove", "--packed", "--recycled", path)
+    assert (done.returncode, done.stderr) == (0, b"removed recycled candidates of 1 model, 0.0 MB freed\n")
+    assert_refused(
+        run("models", "remove", "--packed", "--recycled", path), "no packed weights and no recycled candidates of"
+    )
+    assert RECYCLED.all() == []

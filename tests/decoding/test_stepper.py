@@ -21,14 +21,14 @@ from support.random_models import RandomModel, write
 from pystaged._core import Model, RecycledCandidates, Session, kernels
 from pystaged.bench.pairs import LyingDrafter, continuation
 from pystaged.config import SamplingConfig
+from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.crowd import Crowd
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
 from pystaged.decoding.requests import Clocks, Done, Read, Request, Requests, Verify
-from pystaged.decoding.rounds import Member, Rounds, best_rows
+from pystaged.decoding.stepper import BatchMember, Stepper, best_rows
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import ngram_drafter
@@ -114,18 +114,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return Alone(tmp_path_factory.mktemp("rounds"))
 
 
-class Text(Member):
+class Text(BatchMember):
     """Tells what it says, and how it ends."""
 
     def __init__(
         self,
         decoder: Decoder,
         steps: Generator[Any, Any, None],
-        say: Callable[[Any], object],
-        ended: Callable[[BaseException | None], object],
+        on_step: Callable[[Any], object],
+        on_end: Callable[[BaseException | None], object],
     ) -> None:
         super().__init__()
-        self.say, self.ended = say, ended  # type: ignore[assignment, method-assign]
+        self.on_step, self.on_end = on_step, on_end  # type: ignore[assignment, method-assign]
         self.begin(decoder, steps)
 
 
@@ -133,7 +133,7 @@ def decoder_of(
     kind: str, session: Session, draft: Model, cost: PassCost, memory: RecycledCandidates | None = None
 ) -> Decoder:
     """A context with a way of drafting."""
-    crowd, meter, vocab = Crowd(), Meter(), session.vocab_size
+    batch, meter, vocab = BatchLoad(), Meter(), session.vocab_size
     tree = FixedPolicy(width=3, depth=3, budget=10)
     drafters: list[Drafter] = []
     if kind == "draft":
@@ -143,14 +143,14 @@ def decoder_of(
     elif kind == "n-grams":
         drafters = [ngram_drafter(None, tree, vocab)]
     elif kind == "recycled":
-        return Decoder(session, ngram_drafter(None, tree, vocab, recycled=memory), crowd=crowd, meter=meter)
+        return Decoder(session, ngram_drafter(None, tree, vocab, recycled=memory), batch=batch, meter=meter)
     elif kind == "lies":
         drafters = [LyingDrafter(vocab)]
     elif kind == "by gain":
-        policy = GainPolicy(cost, cost, crowd=crowd)
+        policy = GainPolicy(cost, cost, batch=batch)
         drafters = [model_drafter(Session(draft, 512), policy, cost=cost, vocab_size=vocab, meter=meter)]
-        return Decoder(session, *drafters, cost=cost, rates=[0.6], crowd=crowd, meter=meter)
-    return Decoder(session, *drafters, crowd=crowd, meter=meter)
+        return Decoder(session, *drafters, cost=cost, rates=[0.6], batch=batch, meter=meter)
+    return Decoder(session, *drafters, batch=batch, meter=meter)
 
 
 @pytest.mark.slow
@@ -161,12 +161,12 @@ def decoder_of(
     st.sampled_from([0.0, 0.002, 1.0]),
     st.booleans(),
 )
-def test_every_text_of_a_crowd_is_what_it_is_alone(
+def test_every_text_of_a_batch_is_what_it_is_alone(
     alone: Alone, schedule: list[Arrival], num_threads: int, delay: float, trims: bool
 ) -> None:
     target, draft = (alone.model(which, num_threads) for which in (0, 1))
     cost = PassCost({1: 0.001, 8: 0.0015, 32: 0.004})
-    rounds = Rounds(cost if trims else None, delay)
+    stepper = Stepper(cost if trims else None, delay)
     live: list[Text] = []
     written: list[list[int]] = [[] for _ in schedule]
     errors: list[BaseException | None] = []
@@ -190,7 +190,7 @@ def test_every_text_of_a_crowd_is_what_it_is_alone(
         going = [text for text in live if not text.is_over]
         if not going and len(live) == len(schedule):
             break
-        rounds.play(going)
+        stepper.step(going)
     assert errors == [None] * len(schedule)
     for arrival, text, tokens in zip(schedule, live, written, strict=True):
         expected = alone.text(arrival.prompt, arrival.sampling)[: arrival.max_tokens]
@@ -210,7 +210,7 @@ def test_a_text_whose_end_fails_ends_nevertheless(alone: Alone) -> None:
 
     ends: list[BaseException | None] = []
     text = Text(Decoder(Session(alone.model(0, 1), 512)), steps(), lambda _: None, ends.append)
-    text.go_on(None)
+    text.resume(None)
     text.close()
     assert [type(end) for end in ends] == [SystemExit]
 
@@ -239,9 +239,9 @@ def test_a_text_that_fails_ends_alone(alone: Alone) -> None:
                 lambda error, i=i: ends.__setitem__(i, error),
             )
         )
-    rounds = Rounds(None)
+    stepper = Stepper(None)
     while going := [text for text in live if not text.is_over]:
-        rounds.play(going)
+        stepper.step(going)
     assert ends[0] is ends[3] is None
     assert str(ends[1]) == "mine"
     assert isinstance(ends[2], ValueError)
@@ -307,7 +307,7 @@ class Simulated:
 
     def __init__(self, machine: Machine, prompt: int, scores: Sequence[float] = ()) -> None:
         self.target: Any = SimulatedSession(machine)
-        self.crowd = Crowd(machine.clock)
+        self.batch = BatchLoad(machine.clock)
         self.prompt = prompt
         builder = TreeBuilder(0)
         for score in scores:
@@ -338,15 +338,15 @@ def clocks_of(machine: Machine) -> Clocks:
 CURVE = PassCost({1: 0.060, 4: 0.066, 8: 0.080, 32: 0.320})
 
 
-def test_a_long_prompt_delays_nobody_for_longer_than_was_chosen() -> None:
+def test_a_long_prefill_budgets_nobody_for_longer_than_was_chosen() -> None:
     machine = Machine(CURVE)
-    rounds = Rounds(CURVE, 0.25, make=machine.make, clocks=clocks_of(machine))
+    stepper = Stepper(CURVE, 0.25, make=machine.make, clocks=clocks_of(machine))
     texts = [simulated(machine, 5) for _ in range(4)]
     for _ in range(10):
-        rounds.play([text for text, _ in texts])
+        stepper.step([text for text, _ in texts])
     newcomer, said = simulated(machine, 4000)
     while not said:
-        rounds.play([*(text for text, _ in texts), newcomer])
+        stepper.step([*(text for text, _ in texts), newcomer])
     for _, times in texts:
         assert max(np.diff(times[1:])) <= 0.25 + 1e-9
     # All the room that the delay leaves is used.
@@ -355,23 +355,23 @@ def test_a_long_prompt_delays_nobody_for_longer_than_was_chosen() -> None:
 
 def test_prompts_share_the_rows_so_that_none_waits_for_ever() -> None:
     machine = Machine(CURVE)
-    rounds = Rounds(CURVE, 0.25, make=machine.make, clocks=clocks_of(machine))
+    stepper = Stepper(CURVE, 0.25, make=machine.make, clocks=clocks_of(machine))
     reader = simulated(machine, 1)
-    rounds.play([reader[0]])
+    stepper.step([reader[0]])
     long, short, middle = (simulated(machine, n) for n in (2000, 30, 200))
     texts = [reader[0], long[0], short[0], middle[0]]
     while not middle[1]:
-        rounds.play(texts)
+        stepper.step(texts)
     read = [request for each in machine.passes for request in each if isinstance(request, Read)]
     assert 0 < short[1][0] < middle[1][0]
     assert not long[1]
     of_long = [request.num_rows for request in read if request.session is long[0].decoder.target]
     assert sum(of_long) >= 200
     while not long[1]:
-        rounds.play(texts)
+        stepper.step(texts)
     # Prompts by themselves fill a pass.
     alone, _ = simulated(machine, 1000)
-    rounds.play([alone])
+    stepper.step([alone])
     assert machine.passes[-1][0].num_rows == 256
 
 
@@ -379,13 +379,13 @@ def test_guesses_fade_as_texts_come() -> None:
     shares = []
     for count in (1, 2, 4, 8, 16):
         machine = Machine(CURVE)
-        rounds = Rounds(CURVE, make=machine.make, clocks=clocks_of(machine))
+        stepper = Stepper(CURVE, make=machine.make, clocks=clocks_of(machine))
         texts = [simulated(machine, 1, (0.9, 0.6, 0.5, 0.3, 0.1))[0] for _ in range(count)]
         for _ in range(3):
-            rounds.play(texts)
+            stepper.step(texts)
         rows = sum(request.num_rows for request in machine.passes[-1])
         shares.append((rows - count) / count)
-        assert {text.decoder.crowd.texts for text in texts} == {count}
+        assert {text.decoder.batch.sequences for text in texts} == {count}
     # One text is not trimmed here: its own policy has chosen already.
     assert shares[0] == 5
     assert shares[1:] == sorted(shares[1:], reverse=True)
@@ -471,7 +471,7 @@ def on_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_plain_texts_of_a_crowd_are_as_fast_as_plain(count: int) -> None:
     machine = Machine(CURVE)
-    rounds = Rounds(CURVE, make=machine.make, clocks=clocks_of(machine))
+    stepper = Stepper(CURVE, make=machine.make, clocks=clocks_of(machine))
     live, figures, errors = [], [GenerationStats() for _ in range(count)], list[BaseException | None]()
     for stats in figures:
         session: Any = AcceptingSession(machine, 0.0, Random(0))
@@ -479,7 +479,7 @@ def test_plain_texts_of_a_crowd_are_as_fast_as_plain(count: int) -> None:
         text = decoder.text(np.zeros(3, np.int32), SAMPLINGS[0], 10**6, stats=stats)
         live.append(Text(decoder, text, lambda _: None, errors.append))
     for _ in range(300):
-        rounds.play(live)
+        stepper.step(live)
     assert not errors
     for stats in figures:
         assert stats.texts_per_pass == count
@@ -493,19 +493,19 @@ def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(count:
     def rate(curve: PassCost, chance: float, believed: float, drafts: bool) -> float:
         """Tokens per second of all texts."""
         machine, random, said = Machine(curve), Random(0), [0]
-        rounds = Rounds(PassCost(curve.seconds), make=machine.make, clocks=clocks_of(machine))
+        stepper = Stepper(PassCost(curve.seconds), make=machine.make, clocks=clocks_of(machine))
         live = []
         for _ in range(count):
-            cost, crowd = PassCost(curve.seconds), Crowd()
+            cost, batch = PassCost(curve.seconds), BatchLoad()
             session: Any = AcceptingSession(machine, chance, random)
-            drafter = Guesser(machine, believed, GainPolicy(cost, PassCost({1: 0.0002}), crowd=crowd))
+            drafter = Guesser(machine, believed, GainPolicy(cost, PassCost({1: 0.0002}), batch=batch))
             decoder = Decoder(
-                session, *[drafter] * drafts, cost=cost, rates=[0.5] * drafts, crowd=crowd, clocks=clocks_of(machine)
+                session, *[drafter] * drafts, cost=cost, rates=[0.5] * drafts, batch=batch, clocks=clocks_of(machine)
             )
             text = decoder.text(np.zeros(3, np.int32), SAMPLINGS[0], 10**6)
             live.append(Text(decoder, text, lambda step: said.append(len(step.tokens)), errors.append))
         for _ in range(500):
-            rounds.play(live)
+            stepper.step(live)
         return sum(said) / machine.now
 
     errors: list[BaseException | None] = []

@@ -17,7 +17,7 @@ _SCORED_ROWS = 64  # of a pass; each has logits
 
 
 @dataclass(slots=True)
-class Opening:
+class Prefill:
     """How the prompt of one text is read.
 
     reuse: begin with what the context holds already. prediction: tokens that drafters may expect after the prompt.

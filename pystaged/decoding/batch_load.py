@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Crowd:
+class BatchLoad:
     """The batch that a text is in. A text alone is a batch of one.
 
     texts: how many are stepped together, this one included. rows: how many rows the others' trees, roots included, have
     in the next pass of the target. tokens: how many the others are expected to gain by that pass.
     """
 
-    texts: int = 1
+    sequences: int = 1
     rows: int = 0
     tokens: float = 0.0
