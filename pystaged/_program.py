@@ -3,53 +3,21 @@
 from __future__ import annotations
 
 import io
-import itertools
 import os
-import signal
 import sys
-from types import FrameType
 
-INTERRUPTED = 130
+from pystaged import _ctrl_c
+
 NOBODY_READS = 141
-_BURST = 5  # presses of Ctrl-C that are one wish
-
-_patience = itertools.repeat(None, _BURST)
 
 
 def main() -> None:
     """Run the command line."""
-    # Else somebody wants interrupts ignored, as a shell does for what it runs in the background.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+    _ctrl_c.leave_at_once()
     _open_streams()
     from pystaged.cli import main as run  # noqa: PLC0415
 
     run()
-
-
-def let_tidy_up() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt, once: what ends then is not disturbed by the rest of a burst."""
-    if signal.getsignal(signal.SIGINT) is _leave:
-        signal.signal(signal.SIGINT, _interrupt)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Leave at once. While modules are imported there is nothing to tidy up, and an exception might get lost."""
-    del number, frame
-    os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    signal.signal(signal.SIGINT, _tidying)
-    raise KeyboardInterrupt
-
-
-def _tidying(number: int, frame: FrameType | None) -> None:
-    """Who keeps pressing does not want to wait."""
-    if next(_patience, _leave) is _leave:
-        _leave(number, frame)
 
 
 class _Output(io.FileIO):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged.decoding.tree import Stage
 from pystaged.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
-
-if TYPE_CHECKING:
-    from pystaged.result import GenerationResult, Score
+from pystaged.stats import GenerationStats
 
 # Behind the text, and translucent: readable on light pages and on dark ones.
 _BACKGROUNDS = {
@@ -29,40 +30,35 @@ _LINE_STYLE = "font-size:smaller;margin-top:.3em"
 _NO_MATH = "tex2jax_ignore mathjax_ignore"  # notebooks would typeset what is between dollars
 
 
-def result_html(result: GenerationResult) -> str:
+def result_html(
+    text: str, pieces: Iterable[bytes], stages: Iterable[Stage], stats: GenerationStats, figures: str
+) -> str:
     """A text in the colours of the stages, a legend, and a line of figures."""
-    spans = StageSpans().split(result.text, result.pieces, result.stages)
+    spans = StageSpans().split(text, pieces, stages)
     parts = []
     for stage, run in groupby(spans, key=lambda span: span[1]):
-        parts.append(_span("".join(text for text, _ in run), STAGE_NAMES[stage], _BACKGROUNDS[STAGE_COLORS[stage]]))
-    counts = result.stats.stages
+        parts.append(_span("".join(part for part, _ in run), STAGE_NAMES[stage], _BACKGROUNDS[STAGE_COLORS[stage]]))
+    counts = stats.stages
     legend = [
         _span(f"{STAGE_NAMES[stage]} {counts[stage.name.lower()].emitted}", "", _BACKGROUNDS[STAGE_COLORS[stage]])
-        for stage in shown_stages(result.stats)
+        for stage in shown_stages(stats)
     ]
-    figures = escape(f"{result.stats}; finish_reason {result.finish_reason!r}, seed {result.seed}")
-    return _shown(parts, f"{', '.join(legend)}; {figures}")
+    return _shown(parts, f"{', '.join(legend)}; {escape(figures)}")
 
 
-def results_html(results: Iterable[GenerationResult]) -> str:
-    """Several results, one below the other."""
-    return "<hr>".join(map(result_html, results))
-
-
-def score_html(score: Score) -> str:
-    """A text whose tokens are the redder the less likely they are, and what that comes to."""
+def score_html(pieces: Sequence[bytes], logprobs: NDArray[np.float64], total: float) -> str:
+    """A text whose tokens are the redder the less likely they are, and its log-probability and perplexity."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     parts = []
-    for i, (piece, logprob) in enumerate(zip(score.pieces, score.logprobs.tolist(), strict=True)):
-        text = decoder.decode(piece, final=i + 1 == len(score.pieces))
+    for i, (piece, logprob) in enumerate(zip(pieces, logprobs.tolist(), strict=True)):
+        text = decoder.decode(piece, final=i + 1 == len(pieces))
         known = not math.isnan(logprob)
         share = min(1.0, max(0.0, -logprob / _MOST_SURPRISING)) if known else 0.0
         title = f"log-probability {logprob:.3f}" if known else "the first token"
         parts.append(_span(text, title, _SURPRISING.format(0.6 * share) if share else ""))
-    counted = len(score.tokens) - 1
-    figures = f"{len(score.tokens)} tokens, log-probability {score.total:.2f}"
-    if counted > 0:
-        figures += f", perplexity {_perplexity(-score.total / counted)}"
+    figures = f"{len(pieces)} tokens, log-probability {total:.2f}"
+    if len(pieces) > 1:
+        figures += f", perplexity {_perplexity(-total / (len(pieces) - 1))}"
     return _shown(parts, escape(figures))
 
 

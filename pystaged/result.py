@@ -106,7 +106,7 @@ class Score:
     def _repr_html_(self) -> str:
         from pystaged.notebook import score_html  # noqa: PLC0415
 
-        return score_html(self)
+        return score_html(self.pieces, self.logprobs, self.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +168,12 @@ class GenerationResult:
     def _repr_html_(self) -> str:
         from pystaged.notebook import result_html  # noqa: PLC0415
 
-        return result_html(self)
+        figures = f"{self.stats}; finish_reason {self.finish_reason!r}, seed {self.seed}"
+        return result_html(self.text, self.pieces, self.stages, self.stats, figures)
 
 
 class Results(list[GenerationResult]):
     """Several generations: a list that notebooks show as they show each."""
 
     def _repr_html_(self) -> str:
-        from pystaged.notebook import results_html  # noqa: PLC0415
-
-        return results_html(self)
+        return "<hr>".join(each._repr_html_() for each in self)

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -44,6 +45,31 @@ def rooms(folder: Path) -> set[str]:
 @pytest.mark.parametrize("room", USES)
 def test_a_room_knows_those_below_it(room: str) -> None:
     assert rooms(SOURCE / room) <= USES[room]
+
+
+def test_no_file_is_in_a_circle() -> None:
+    """The package itself aside, which imports names when they are used."""
+    files = {name_of(file): file for file in SOURCE.rglob("*.py")}
+    graph = {
+        name: {each if each in files else each.rpartition(".")[0] for each in imported(file)} & files.keys() - {name}
+        for name, file in files.items()
+        if name != "pystaged"
+    }
+    TopologicalSorter(graph).prepare()
+
+
+def name_of(file: Path) -> str:
+    """How a file of the package is imported."""
+    return ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_nothing_reaches_into_private_parts_of_others() -> None:
+    """Of modules, and of what is called engine, runtime or scheduler."""
+    for file in SOURCE.rglob("*.py"):
+        own = ("_core", "_llama", "_ctrl_c", "_program", "__version__")
+        private = [name for name in imported(file) if name.startswith("pystaged.") and "._" in name]
+        assert not [name for name in private if name.split(".")[1] not in own], file
+        assert not re.search(r"\b(engine|runtime|scheduler|bundle|sequence|stream)\._[a-z]", file.read_text("utf-8")), file
 
 
 def test_every_room_is_named_here() -> None:

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 import pystaged
-from pystaged import _program
+from pystaged import _ctrl_c
 from pystaged.cli.command import Command, Group
 
 # Commands and their lines of `pystaged --help`. A command's module has its name and is imported when the command is
@@ -88,7 +88,7 @@ def _main(
 ) -> None:
     del version
     # The command's module has been imported.
-    _program.let_tidy_up()
+    _ctrl_c.let_tidy_up()
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def main() -> None:
         _run()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0
-        if status == _program.INTERRUPTED:
+        if status == _ctrl_c.INTERRUPTED:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             _say("interrupted", "yellow")
     except (OSError, ValueError, ImportError) as error:

@@ -130,7 +130,7 @@ class _Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         del request
-        text = self._state.metrics.text(self._state)
+        text = self._state.metrics.text(self._state.engine, self._state.gate)
         headers = {"Process-Start-Time-Unix": str(self._state.created)}  # as llama-server has it
         return PlainTextResponse(text, headers=headers, media_type="text/plain; version=0.0.4; charset=utf-8")
 

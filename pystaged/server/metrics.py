@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from pystaged.engine import Engine
+from pystaged.server.gate import Gate
 from pystaged.stats import GenerationStats
-
-if TYPE_CHECKING:
-    from pystaged.server.state import State
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)  # seconds
 
@@ -57,9 +55,9 @@ class Metrics:
             for bound in _FIRST_TOKEN:
                 self._first[bound] += first <= bound
 
-    def text(self, state: State) -> str:
-        """All of it."""
-        passes, counts, seconds = state.engine.passes, self._counts, self._seconds
+    def text(self, engine: Engine, gate: Gate) -> str:
+        """All metrics, the engine's and the gate's too."""
+        passes, counts, seconds = engine.passes, self._counts, self._seconds
         reading, writing = seconds["prompt_seconds_total"], seconds["tokens_predicted_seconds_total"]
         read_rate = counts["prompt_tokens_total"] / reading if reading else 0.0
         write_rate = counts["tokens_predicted_total"] / writing if writing else 0.0
@@ -76,8 +74,8 @@ class Metrics:
             ("gauge", "prompt_tokens_seconds", "Mean prompt tokens evaluated per second.", read_rate),
             ("gauge", "predicted_tokens_seconds", "Mean tokens generated per second and text.", write_rate),
             ("gauge", "n_busy_slots_per_decode", "Mean texts per pass.", passes.texts_per_pass),
-            ("gauge", "requests_processing", "Texts in progress.", state.gate.num_inside),
-            ("gauge", "requests_deferred", "Texts that wait.", state.gate.num_waiting),
+            ("gauge", "requests_processing", "Texts in progress.", gate.num_inside),
+            ("gauge", "requests_deferred", "Texts that wait.", gate.num_waiting),
             ("counter", "spec_decode_num_drafts_total", "Trees verified.", None),
             ("counter", "spec_decode_num_draft_tokens_total", "Drafted tokens verified.", None),
             ("counter", "spec_decode_num_accepted_tokens_total", "Drafted tokens accepted.", None),
@@ -85,7 +83,7 @@ class Metrics:
             ("counter", "guesses_total", "Rows of drafted tokens.", passes.guesses),
             ("counter", "pass_seconds_total", "Seconds in passes.", passes.seconds),
             ("gauge", "rows_per_pass", "Mean rows per pass.", passes.rows_per_pass),
-            ("gauge", "kv_memory_bytes", "Memory for keys and values.", state.engine.kv_memory),
+            ("gauge", "kv_memory_bytes", "Memory for keys and values.", engine.kv_memory),
         ):
             lines.add(kind, name, what, {"": known.get(name, 0) if value is None else value})
         accepted = {f'{{position="{position}"}}': self._accepted_at[position] for position in sorted(self._accepted_at)}

@@ -545,6 +545,7 @@ def test_help_imports_little(tmp_path: Path, arguments: list[str]) -> None:
     assert not modules & heavy
     assert {name for name in modules if name.startswith("pystaged")} == {
         "pystaged",
+        "pystaged._ctrl_c",
         "pystaged._program",
         "pystaged.cli",
         "pystaged.cli.command",
