@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from anyio.to_thread import run_sync
 
@@ -41,6 +41,7 @@ class Answer(ABC):
         num_prompts: how many there are.
     """
 
+    described: ClassVar[Any]  # the type of the whole answer
     mark = b"data: [DONE]\n\n"  # the end of a stream
     names_events = False
     prefix: str  # of its id

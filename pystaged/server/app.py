@@ -7,7 +7,8 @@ import json
 import re
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import anyio
 from anyio.to_thread import run_sync
@@ -21,30 +22,39 @@ from starlette.routing import Route
 import pystaged
 from pystaged.elsewhere import ADDRESSES
 from pystaged.engine import Engine
-from pystaged.server import chats, completions, messages, native, responses, settings, tokens
-from pystaged.server.answer_types import ModelCard
+from pystaged.server import about, chats, completions, messages, native, responses, settings, tokens
+from pystaged.server.answer import Answer
 from pystaged.server.errors import ApiError, ending, explained, refusal
-from pystaged.server.messages import MessageRequest
 from pystaged.server.openapi import describe
 from pystaged.server.options import renamed
 from pystaged.server.page import page
 from pystaged.server.reply import Reply, Sender, encoded
-from pystaged.server.request_types import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ModelRequest,
-    NativeRequest,
-    TextRequest,
-    TokenizeRequest,
-)
-from pystaged.server.responses import ResponseRequest
+from pystaged.server.request_types import ModelRequest, TextRequest
 from pystaged.server.security import Guard
 from pystaged.server.settings import Settings
 from pystaged.server.state import State
 from pystaged.validation import plainly
 
 R = TypeVar("R", bound=BaseModel)
+# What answers a path. /openapi.json describes requests and answers by the annotations of these functions.
+_GIVEN: dict[str, Callable[[State], Any]] = {
+    "/v1/models": about.models,
+    "/health": about.health,
+    "/props": about.properties,
+    "/tokenizer_info": about.tokenizer_info,
+}
+_COMPUTED: dict[str, Callable[[State, Any], Any]] = {
+    "/v1/messages/count_tokens": messages.count,
+    "/tokenize": tokens.tokenize,
+    "/detokenize": tokens.detokenize,
+}
+_WRITTEN: dict[str, Callable[[State, Any], Answer]] = {
+    "/v1/completions": completions.begin,
+    "/v1/chat/completions": chats.begin,
+    "/v1/responses": responses.begin,
+    "/v1/messages": messages.begin,
+    "/completion": native.begin,
+}
 _FORMS = ("grammar", "json_schema", "response_format", "text", "tools")  # members that constrain a text
 _MOST_FORMS = 4  # requests with such members that are checked at once
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
@@ -53,27 +63,27 @@ _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 def application(engine: Engine, settings: Settings) -> Starlette:
     """The ASGI application of an engine."""
     server = _Endpoints(State(engine, settings))
-    both = [
-        ("/models", server.models, "GET"),
-        ("/models/{name:path}", server.model, "GET"),
-        ("/health", server.health, "GET"),
-        ("/completions", server.completions, "POST"),
-        ("/chat/completions", server.chats, "POST"),
-        ("/responses", server.responses, "POST"),
-        ("/messages", server.messages, "POST"),
-        ("/messages/count_tokens", server.count_tokens, "POST"),
-    ]
-    routes = [Route(prefix + path, run, methods=[method]) for path, run, method in both for prefix in ("/v1", "")]
-    routes += [
+    routes = [
+        *(Route(path, partial(server.given, answer)) for path, answer in _GIVEN.items()),
+        *(
+            Route(path, partial(server.computed, answer, _request_of(answer)), methods=["POST"])
+            for path, answer in _COMPUTED.items()
+        ),
+        *(
+            Route(path, partial(server.written, begin, _request_of(begin)), methods=["POST"])
+            for path, begin in _WRITTEN.items()
+        ),
         Route("/", server.page),
-        Route("/props", server.props),
         Route("/metrics", server.metrics),
-        Route("/tokenizer_info", server.tokenizer_info),
-        Route("/completion", server.native, methods=["POST"]),
-        Route("/tokenize", server.tokenize, methods=["POST"]),
-        Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/openapi.json", server.openapi),
+        Route("/v1/models/{name:path}", server.model),
     ]
+    routes += [
+        Route(route.path.removeprefix("/v1"), route.endpoint, methods=route.methods)
+        for route in routes
+        if route.path.startswith("/v1")
+    ]
+    routes.append(Route("/v1/health", partial(server.given, about.health)))
     return Starlette(
         routes=routes,
         middleware=[Middleware(Guard, settings=settings)],
@@ -86,7 +96,7 @@ class _Endpoints:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._openapi = encoded(describe(pystaged.__version__))
+        self._openapi = encoded(describe(pystaged.__version__, _GIVEN, _COMPUTED, _WRITTEN))
         self._page = page()
         self._forms = anyio.CapacityLimiter(_MOST_FORMS)
 
@@ -94,39 +104,9 @@ class _Endpoints:
         del request
         return self._page
 
-    async def models(self, request: Request) -> Response:
+    async def openapi(self, request: Request) -> Response:
         del request
-        return _json({"object": "list", "data": [self._card()]})
-
-    async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != self._state.settings.name:
-            raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
-        return _json(self._card())
-
-    def _card(self) -> ModelCard:
-        engine = self._state.engine
-        return {
-            "id": self._state.settings.name,
-            "object": "model",
-            "created": self._state.created,
-            "owned_by": "pystaged",
-            "meta": {
-                "n_vocab": engine.tokenizer.num_tokens,
-                "n_ctx": engine.n_ctx,
-                "n_ctx_train": engine.model.max_context,
-                "n_embd": engine.model.width,
-                "size": engine.model.file_bytes,
-            },
-        }
-
-    async def health(self, request: Request) -> Response:
-        del request
-        return _json({"status": "ok"})
-
-    async def props(self, request: Request) -> Response:
-        del request
-        return _json(tokens.properties(self._state))
+        return Response(self._openapi, media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
         del request
@@ -134,47 +114,23 @@ class _Endpoints:
         headers = {"Process-Start-Time-Unix": str(self._state.created)}  # as llama-server has it
         return PlainTextResponse(text, headers=headers, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def tokenizer_info(self, request: Request) -> Response:
+    async def model(self, request: Request) -> Response:
+        return _json(about.model(self._state, request.path_params["name"]))
+
+    async def given(self, answer: Callable[[State], Any], request: Request) -> Response:
         del request
-        return _json(tokens.tokenizer_info(self._state))
+        return _json(answer(self._state))
 
-    async def openapi(self, request: Request) -> Response:
-        del request
-        return Response(self._openapi, media_type="application/json")
-
-    async def tokenize(self, request: Request) -> Response:
-        asked = await self._read(request, TokenizeRequest)
-        return await run_sync(lambda: _json(tokens.tokenize(self._state, asked)))
-
-    async def detokenize(self, request: Request) -> Response:
-        asked = await self._read(request, DetokenizeRequest)
-        return await run_sync(lambda: _json(tokens.detokenize(self._state, asked)))
-
-    async def completions(self, request: Request) -> Reply:
-        return await self._text(request, CompletionRequest, completions.begin)
-
-    async def native(self, request: Request) -> Reply:
-        return await self._text(request, NativeRequest, native.begin)
-
-    async def chats(self, request: Request) -> Reply:
-        return await self._text(request, ChatRequest, chats.begin)
-
-    async def responses(self, request: Request) -> Reply:
-        return await self._text(request, ResponseRequest, responses.begin)
-
-    async def messages(self, request: Request) -> Reply:
-        return await self._text(request, MessageRequest, messages.begin)
-
-    async def count_tokens(self, request: Request) -> Response:
-        asked = await self._read(request, MessageRequest)
+    async def computed(self, answer: Callable[[State, Any], Any], kind: type[R], request: Request) -> Response:
+        asked = await self._read(request, kind)
         try:
-            return _json(await run_sync(messages.count, self._state, asked))
+            return await run_sync(lambda: _json(answer(self._state, asked)))
         except (ValueError, TypeError) as error:
             raise refusal(error) from None
 
-    async def _text(self, request: Request, kind: type[Any], begin: Callable[[State, Any], Any]) -> Reply:
+    async def written(self, begin: Callable[[State, Any], Answer], kind: type[R], request: Request) -> Reply:
         path, begun = request.scope["path"], time.monotonic()
-        answers: list[Any] = []
+        answers: list[Answer] = []
 
         def over(status: int) -> None:
             self._state.metrics.request_over(path, status)
@@ -184,7 +140,7 @@ class _Endpoints:
                 self._state.settings.log(f"{path} {status or 'left'} {took:.2f} s{words}")
 
         try:
-            asked = await self._read(request, kind)
+            asked: Any = await self._read(request, kind)
         except ApiError as error:
             over(error.status)
             raise
@@ -239,6 +195,11 @@ class _Endpoints:
         except ClientDisconnect:
             raise ApiError(400, "the request was not finished") from None
         return bytes(body)
+
+
+def _request_of(answer: Callable[[State, Any], Any]) -> Any:
+    """The type of the requests that a function answers."""
+    return get_type_hints(answer)["request"]
 
 
 def _no_number(name: str) -> NoReturn:

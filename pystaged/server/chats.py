@@ -13,7 +13,7 @@ from pystaged.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
 from pystaged.sequence import Sequence as Text
 from pystaged.server.answer import Answer, ended
-from pystaged.server.answer_types import Call, Delta
+from pystaged.server.answer_types import Call, ChatCompletion, Delta
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import of_chat
 from pystaged.server.options import begun, checked, text_options
@@ -107,6 +107,7 @@ def _schema(request: ChatRequest) -> dict[str, Any] | None:
 class ChatAnswer(Answer):
     """Answers of a conversation."""
 
+    described = ChatCompletion
     prefix, whole_kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, state: State, request: ChatRequest, sequences: list[Text], seed: int, has_tools: bool) -> None:

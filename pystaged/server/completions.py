@@ -8,6 +8,7 @@ from pystaged.decoding.tree import Stage
 from pystaged.result import GenerationResult, Piece
 from pystaged.sequence import Sequence as Text
 from pystaged.server.answer import Answer, ended
+from pystaged.server.answer_types import Completion
 from pystaged.server.answer_types import CompletionLogprobs as Found
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import CompletionLogprobs, joined
@@ -76,6 +77,7 @@ def _prompts(request: CompletionRequest) -> list[Prompt]:
 class CompletionAnswer(Answer):
     """Completions of prompts."""
 
+    described = Completion
     prefix, whole_kind, part_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(

@@ -111,6 +111,7 @@ def _chat(request: MessageRequest) -> ChatRequest:
 class MessageAnswer(EventAnswer):
     """Sends an answer of /v1/messages."""
 
+    described = Message
     request: MessageRequest
     prefix = "msg"
 

@@ -8,6 +8,7 @@ from pystaged.recommended import ANSWER_TOKENS
 from pystaged.result import GenerationResult, Piece, TokenLogprob
 from pystaged.sequence import Sequence as Text
 from pystaged.server.answer import Answer
+from pystaged.server.answer_types import Native
 from pystaged.server.completions import texts
 from pystaged.server.figures import timings
 from pystaged.server.logprobs import number
@@ -24,6 +25,7 @@ def begin(state: State, request: NativeRequest) -> NativeAnswer:
 class NativeAnswer(Answer):
     """An answer of /completion."""
 
+    described = list[Native] | Native
     mark = b""
     prefix = whole_kind = part_kind = "completion"
 

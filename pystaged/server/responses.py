@@ -151,6 +151,7 @@ def begin(state: State, request: ResponseRequest) -> ResponseAnswer:
 class ResponseAnswer(EventAnswer):
     """Sends an answer of /v1/responses."""
 
+    described = Response
     request: ResponseRequest
     prefix = "resp"
     _sent = 0
