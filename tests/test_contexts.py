@@ -610,7 +610,7 @@ def cold(engine: Engine, prompt: str, count: int, sampling: SamplingConfig) -> l
 
 
 @pytest.fixture(params=["draft", "n-grams"])
-def bundled_file(request: pytest.FixtureRequest) -> Iterator[Engine]:
+def bundled(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with pystaged.load("bundled", draft="auto" if request.param == "draft" else "none") as engine:
         yield engine
 
