@@ -119,7 +119,8 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[pystaged.Engine]:
-    with pystaged.load("bundled", report=lambda _: None) as engine:
+    policy = pystaged.FixedPolicy(2, 3, 6)  # drafts however busy the machine is
+    with pystaged.load("bundled", policy=policy, report=lambda _: None) as engine:
         yield engine
 
 
