@@ -146,7 +146,7 @@ def test_colours_and_figures_are_those_of_the_text(engine: pystaged.Engine) -> N
     assert sum(counts.values()) == 60
     assert line.startswith(", ".join(f"{name} {count}" for name, count in counts.items()))
     assert str(result.stats) in line
-    assert re.search(r"; 60 tokens, [\d.]+ per second .*per step; finish_reason 'length', seed 0$", line)
+    assert re.search(r"; 60 tokens, [\d.]+ per second.* per step; finish_reason 'length', seed 0$", line)
     # A stage has one colour, in text and legend, and the target has none.
     legend = {words.split()[0]: attributes.get("style") for words, attributes in page.spans[-3:]}
     for words, attributes in page.spans[:-3]:
