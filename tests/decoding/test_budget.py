@@ -64,7 +64,7 @@ class SimulatedDrafter:
     overshoot: what the last of its operations took beyond its price.
     """
 
-    memory = None
+    recycled = None
     prediction: Sequence[int] = ()
 
     def __init__(self, machine: Machine, price: float = 0.1, lag: float = 0.0, true_lag: float | None = None) -> None:
