@@ -16,8 +16,9 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import Requests, finish
-from pystaged.drafting.lookups import ngram_drafter
-from pystaged.drafting.model import ModelProposer, model_drafter
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.lookups import lookups
+from pystaged.drafting.model import ModelProposer
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
 from pystaged.stats import GenerationStats
@@ -96,25 +97,21 @@ class Runner:
             return Decoder(target)
         if way == "n-grams":
             policy = GainPolicy(self._factory.target_cost(), self._factory.ngram_cost.lookup)
-            drafter = ngram_drafter(bundle.table, policy, vocab_size, recycled=bundle.recycled)
-            return _Ready(target, drafter)
+            return _Ready(target, TreeDrafter(lookups(bundle.table, bundle.recycled), policy, vocab_size))
         draft, draft_cost, target_cost = bundle.draft, self._factory.draft_cost(), self._factory.target_cost()
         if way == "synthetic":
             proposer = None
             if draft and draft_cost:
                 session = Session(draft, self._n_ctx)
-                proposer = ModelProposer(session, vocab_size=vocab_size, substitutes=bundle.substitutes)
+                proposer = ModelProposer(session, substitutes=bundle.substitutes)
             return _Ready(
                 target, ScriptedDrafter(self._accept, proposer, target_cost, draft_cost or (lambda _: 0.0), vocab_size)
             )
         if draft is None or draft_cost is None:
             raise ValueError(f"{way} needs a draft")
         policy = GainPolicy(target_cost, draft_cost, children={"tree": 4, "chain": 1}[way])
-        session = Session(draft, self._n_ctx)
-        return _Ready(
-            target,
-            model_drafter(session, policy, cost=draft_cost, vocab_size=vocab_size, substitutes=bundle.substitutes),
-        )
+        proposer = ModelProposer(Session(draft, self._n_ctx), draft_cost, bundle.substitutes)
+        return _Ready(target, TreeDrafter([proposer], policy, vocab_size))
 
     def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
         prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()

@@ -17,13 +17,13 @@ from pystaged.decoding.policy import FixedPolicy, TreePolicy
 from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.head import head_drafter
-from pystaged.drafting.lookups import ngram_drafter
+from pystaged.drafting.head import HeadProposer
+from pystaged.drafting.lookups import lookups
 from pystaged.drafting.mixing import CONTEXT
-from pystaged.drafting.model import ModelProposer, model_drafter
+from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 from pystaged.drafting.table import NgramTable
-from pystaged.drafting.third_stage import guided_model_drafter
+from pystaged.drafting.third_stage import GuidedModelProposer
 from pystaged.loading.bundle import Bundle
 from pystaged.stats import GenerationStats
 
@@ -39,7 +39,7 @@ class _LyingProposer(Proposer):
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
         yield from ()
         found = self._random.integers(self._vocab_size, size=(len(nodes), tree.num_candidates)).tolist()
-        return [Proposal(dict.fromkeys(tokens, 1 / len(tokens)), CONTEXT + 1) for tokens in found]
+        return [Proposal(dict.fromkeys(tokens, 1 / len(tokens)), CONTEXT[1]) for tokens in found]
 
 
 class LyingDrafter(TreeDrafter):
@@ -70,27 +70,26 @@ def parts(bundle: Bundle, session: Session, budget: int) -> Mapping[str, Drafter
 
 def _of_model(bundle: Bundle, draft: Model, budget: int) -> dict[str, TreeDrafter]:
     tree, vocab_size = FixedPolicy(width=4, depth=8, budget=budget), bundle.target.vocab_size
-    substitutes = bundle.substitutes
-    unshared = ModelProposer(Session(draft), vocab_size=vocab_size, substitutes=substitutes)
+    shared, unshared = (ModelProposer(Session(draft), substitutes=bundle.substitutes) for _ in range(2))
+    guided = GuidedModelProposer(Session(draft), lookups(bundle.table), substitutes=bundle.substitutes)
     return {
-        "shared noise": model_drafter(Session(draft), tree, vocab_size=vocab_size, substitutes=substitutes),
-        "n-grams below": guided_model_drafter(Session(draft), tree, bundle.table, vocab_size, substitutes=substitutes),
+        "shared noise": TreeDrafter([shared], tree, vocab_size),
+        "n-grams below": TreeDrafter([guided], tree, vocab_size),
         "without shared noise": UnsharedDrafter([unshared], tree, vocab_size),
     }
 
 
 def _of_ngrams(bundle: Bundle, session: Session, budget: int) -> dict[str, TreeDrafter]:
-    tree, vocab_size = FixedPolicy(width=1, depth=budget, budget=budget), bundle.target.vocab_size
-    ways = {"n-grams of the text": ngram_drafter(None, tree, vocab_size)}
-    if bundle.table:
-        ways["and of a table"] = ngram_drafter(bundle.table, tree, vocab_size)
-    ways["and recycled candidates"] = ngram_drafter(bundle.table, tree, vocab_size, recycled=RecycledCandidates())
+    table = bundle.table
+    ways: dict[str, list[Proposer]] = {"n-grams of the text": [*lookups()]}
+    if table:
+        ways["and of a table"] = [*lookups(table)]
+    ways["and recycled candidates"] = [*lookups(table, RecycledCandidates())]
     if bundle.head:
-        memory = RecycledCandidates()
-        ways["and the draft head"] = head_drafter(
-            bundle.head, bundle.target, session, bundle.table, tree, vocab_size, recycled=memory
-        )
-    return ways
+        head = HeadProposer(bundle.head, bundle.target, session)
+        ways["and the draft head"] = [*lookups(table, RecycledCandidates()), head]
+    tree = FixedPolicy(width=1, depth=budget, budget=budget)
+    return {name: TreeDrafter(proposers, tree, bundle.target.vocab_size) for name, proposers in ways.items()}
 
 
 def drafters(
@@ -109,15 +108,16 @@ def drafters(
 
     def model(policy: TreePolicy) -> TreeDrafter:
         assert draft is not None
-        return model_drafter(Session(draft), policy, vocab_size=vocab_size, substitutes=substitutes)
+        return TreeDrafter([ModelProposer(Session(draft), substitutes=substitutes)], policy, vocab_size)
 
     def guided(policy: TreePolicy) -> TreeDrafter:
         assert draft is not None
-        return guided_model_drafter(Session(draft), policy, table, vocab_size, substitutes=substitutes)
+        proposer = GuidedModelProposer(Session(draft), lookups(table), substitutes=substitutes)
+        return TreeDrafter([proposer], policy, vocab_size)
 
     ways: dict[str, Drafter] = {
-        "n-grams alone": ngram_drafter(table, tree, vocab_size),
-        "n-grams of the context alone": ngram_drafter(None, tree, vocab_size),
+        "n-grams alone": TreeDrafter(lookups(table), tree, vocab_size),
+        "n-grams of the context alone": TreeDrafter(lookups(), tree, vocab_size),
         "lying": LyingDrafter(vocab_size),
     }
     if draft:

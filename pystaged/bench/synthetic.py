@@ -16,7 +16,7 @@ from pystaged.decoding.tree import Stage
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.mixing import DRAFT
 from pystaged.drafting.model import ModelProposer
-from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
+from pystaged.drafting.proposer import Candidates, GrowingTree, Proposer
 
 
 class _FreeProposer(Proposer):
@@ -24,10 +24,10 @@ class _FreeProposer(Proposer):
 
     stage = Stage.DRAFT
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Candidates]]:
         del tree
         yield from ()
-        return [Proposal({}, DRAFT) for _ in nodes]
+        return [Candidates({}, DRAFT) for _ in nodes]
 
 
 class ScriptedDrafter(TreeDrafter):
@@ -72,10 +72,10 @@ class ScriptedDrafter(TreeDrafter):
     def most_levels(self) -> float:
         return min(super().most_levels(), self.length, len(self.script) - (self._length - self._prompt_length))
 
-    def _add(self, tree: GrowingTree, node: int, proposal: Proposal) -> None:
-        del proposal
+    def _add(self, tree: GrowingTree, node: int, candidates: Candidates) -> None:
+        del candidates
         rest, path = self.script[self._length - self._prompt_length :], tree.path(node)
         token = rest[len(path)]
         if path != list(rest[: len(path)]) or self._random.random() >= self._accept[len(path)]:
             token = (token + self._random.randrange(1, self._vocab_size)) % self._vocab_size
-        super()._add(tree, node, Proposal({token: 0.0}, DRAFT, is_ranked=True))
+        super()._add(tree, node, Candidates({token: 0.0}, DRAFT))

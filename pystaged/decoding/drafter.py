@@ -29,7 +29,7 @@ class Drafter(Protocol):
     """Learns from every row of the trees that this drafter proposed; None where it learns nothing."""
 
     hit: bool | None
-    """Whether its first guess for the token after the last root was right; None where it made none."""
+    """Whether its first guess for the token after the last root was right; None where it was asked for none."""
 
     def work(self) -> dict[str, DrafterStats]:
         """What it has done so far, by name."""

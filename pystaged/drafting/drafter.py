@@ -6,11 +6,12 @@ import math
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import RecycledCandidates, Session
+from pystaged._core import Session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import CERTAIN, Constraint
 from pystaged.decoding.cost import PassCost
@@ -20,23 +21,22 @@ from pystaged.decoding.policy import MAX_EXPANDED, MAX_NODES, CheckedPolicy, Gro
 from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.drafting.mixing import Calibration, mix, rank
-from pystaged.drafting.proposer import TAIL, GrowingTree, Proposal, Proposer
+from pystaged.drafting.proposer import TAIL, Candidates, GrowingTree, Proposal, Proposer
 from pystaged.stats import DrafterStats
 
-CANDIDATES = 6  # per node; even where fewer become children, the others tell how sure the first one is
+_CANDIDATES = 6  # per node; even where fewer become children, the others tell how sure the first one is
 
 
 class TreeDrafter:
     """Grows a tree: the policy says how many of the best leaves come next, proposers say what may follow them.
 
     Args:
-        proposers: in the order in which they are mixed, see mixing.py.
+        proposers: a draft model alone; or lookups, and perhaps a draft head, in the order of mixing.SHARES.
         policy: decides how the tree grows.
-        vocab_size: tokens from here on are never proposed.
+        vocab_size: the target's; tokens from here on are never proposed.
         cost: processor seconds of expanding so many leaves, beyond the passes that proposers ask for; refined here.
             None for none.
-        recycled: learns from every row of the trees that are verified.
-        meter: what drafting costs.
+        meter: of what drafting costs; the decoder's, where that keeps an account.
     """
 
     def __init__(
@@ -46,21 +46,20 @@ class TreeDrafter:
         vocab_size: int,
         *,
         cost: PassCost | None = None,
-        recycled: RecycledCandidates | None = None,
         meter: Meter | None = None,
     ) -> None:
         self.stats = DrafterStats()
-        self.recycled = recycled
+        self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
         self.hit: bool | None = None
         self.prediction: Sequence[int] = ()
         self._proposers = proposers
+        self._meter = meter or Meter()
         for proposer in proposers:
-            proposer.stats = self.stats
+            proposer.stats, proposer.meter = self.stats, self._meter
         self._stage = min(proposer.stage for proposer in proposers)
         self._policy = CheckedPolicy(policy)
         self._vocab_size = vocab_size
         self._cost = cost
-        self._meter = meter or Meter()
         self._calibrations = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
         self._calibration = self._calibrations[True]
         self._children = 0  # of a node
@@ -110,8 +109,9 @@ class TreeDrafter:
     def lag(self) -> float:
         return sum(proposer.lag() for proposer in self._proposers)
 
-    def price(self) -> float:
-        return self._price(1)
+    def price(self, num_leaves: int = 1) -> float:
+        own = self._cost(num_leaves) if self._cost else 0.0
+        return own + sum(proposer.price(num_leaves) for proposer in self._proposers)
 
     def catch_up(self, seconds: float = math.inf) -> Requests[None]:
         begin = self._meter()
@@ -126,8 +126,15 @@ class TreeDrafter:
         self._asked = False
         max_depth = int(min(max_depth, self.most_levels()))
         self._children = self._policy.children
-        candidates = max(CANDIDATES, self._children)
-        tree = GrowingTree(self._tail, self._length, max_depth, candidates, sampling, self._constraint)
+        tree = GrowingTree(
+            self._tail,
+            self._length,
+            max_depth,
+            max(_CANDIDATES, self._children),
+            sampling,
+            self._constraint,
+            self._vocab_size,
+        )
         for proposer in self._proposers:
             if max_depth >= 1 and not proposer.is_ready:
                 yield from proposer.catch_up(seconds - (self._meter() - begin))
@@ -174,14 +181,10 @@ class TreeDrafter:
         for proposer in self._proposers:
             proposer.discard()
 
-    def _price(self, num_leaves: int) -> float:
-        own = self._cost(num_leaves) if self._cost else 0.0
-        return own + sum(proposer.price(num_leaves) for proposer in self._proposers)
-
     def _affordable(self, width: int, seconds: float) -> int:
         """How many leaves, at most `width`, can be expanded in so many seconds."""
         if seconds < math.inf:
-            while width > 0 and self._price(width) > seconds:
+            while width > 0 and self.price(width) > seconds:
                 width -= 1
         return width
 
@@ -206,27 +209,31 @@ class TreeDrafter:
         for proposer in self._proposers:
             said.append((yield from proposer.propose(tree, nodes)))
         for node, *proposals in zip(nodes, *said, strict=True):
-            self._add(tree, node, mix(proposals))
+            self._add(tree, node, self._candidates(tree, node, proposals))
 
-    def _add(self, tree: GrowingTree, node: int, proposal: Proposal) -> None:
-        """Add a node's candidates, best first, as its children."""
-        chances, depth, believed = proposal.chances, tree.nodes[node].depth, tree.nodes[node].score
-        if proposal.is_ranked:
-            tokens, scores = list(chances), list(chances.values())
-        else:
-            chances = tree.allowed(chances, tree.path(node) if tree.constraint else (), self._vocab_size)
-            tokens, scores = rank(chances, tree.sampling, tree.length + depth, tree.num_candidates)
-        if not tokens:
+    def _candidates(self, tree: GrowingTree, node: int, said: Sequence[Proposal | Candidates]) -> Candidates:
+        """What proposers say of a node: the candidates of the only one, or the best of what they propose together."""
+        if isinstance(said[0], Candidates):
+            return said[0]
+        mixed = mix([proposal for proposal in said if isinstance(proposal, Proposal)])
+        allowed = tree.allowed(mixed.chances, tree.path(node) if tree.constraint else ())
+        scores = rank(allowed, tree.sampling, tree.length + tree.nodes[node].depth, tree.num_candidates)
+        return Candidates(scores, mixed.source)
+
+    def _add(self, tree: GrowingTree, node: int, candidates: Candidates) -> None:
+        """Add a node's candidates as its children."""
+        if not candidates.scores:
             return
-        cells = self._calibration.cells(proposal.source, scores)
+        depth, believed = tree.nodes[node].depth, tree.nodes[node].score
+        cells = self._calibration.cells(candidates.source, list(candidates.scores.values()))
         rates = self._calibration.rates
-        for token, cell in zip(tokens[: self._children], cells, strict=False):
+        for token, cell in islice(zip(candidates.scores, cells, strict=True), self._children):
             score = believed * rates[cell]
             child = tree.add(node, token, score, self._stage, cell)
             insort(self._ranked, (-score, child))
-            if token in proposal.following:
+            if token in candidates.following:
                 tree.nodes[child].stage = Stage.NGRAM
-                self._add(tree, child, proposal.following[token])
+                self._add(tree, child, candidates.following[token])
             elif depth + 1 < tree.max_depth:
                 insort(self._leaves, (-score, child))
 

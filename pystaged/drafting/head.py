@@ -8,17 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import DraftHead, Model, ModelError, RecycledCandidates, Session
+from pystaged._core import DraftHead, Model, ModelError, Session
 from pystaged.decoding.cost import PassCost, measure
-from pystaged.decoding.meter import Meter
-from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import Stage
-from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.lookups import NgramCost, lookups
+from pystaged.drafting.lookups import NgramCost
 from pystaged.drafting.mixing import HEAD
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
-from pystaged.drafting.table import NgramTable
 
 _CANDIDATES = 16  # per node
 _MEASURED_ROWS = 8
@@ -31,28 +27,26 @@ class HeadProposer(Proposer):
         head: made for the target.
         model: the target, which hands out the states that the head reads.
         target: its session, between steps.
-        meter: what drafting costs.
     """
 
     stage = Stage.DRAFT
 
-    def __init__(self, head: DraftHead, model: Model, target: Session, meter: Meter | None = None) -> None:
+    def __init__(self, head: DraftHead, model: Model, target: Session) -> None:
         head.check(model)
         self._head, self._model, self._target = head, model, target
-        self._meter = meter or Meter()
         self._num_candidates = min(_CANDIDATES, len(head.tokens))
         self._states: dict[int, NDArray[np.float32]] = {}  # behind each node, float32[width]; -1 is before the root
 
     def begin(self, tree: GrowingTree, node: int, seconds: float) -> Requests[None]:
         yield from ()
         self._states = {}
-        states, begin = self._target.states, self._meter()
+        states, begin = self._target.states, self.meter()
         if len(states) == 0:
             return
         self._states[-1] = self._head.begin(self._model, states[-1])
         # Tokens that a grammar forces before the first guess are taken in, and nothing is asked.
         for forced in range(node):
-            if self._meter() - begin > seconds:
+            if self.meter() - begin > seconds:
                 self._states = {}
                 return
             self._step(tree, [forced], 0)
@@ -77,24 +71,6 @@ class HeadProposer(Proposer):
         self.stats.weight_bytes += self._head.weight_bytes
         said = zip(candidates.tolist(), np.exp(logprobs).tolist(), strict=True)
         return [Proposal(dict(zip(*each, strict=True)), HEAD) for each in said]
-
-
-def head_drafter(
-    head: DraftHead,
-    model: Model,
-    target: Session,
-    table: NgramTable | None,
-    policy: TreePolicy,
-    vocab_size: int,
-    *,
-    recycled: RecycledCandidates | None = None,
-    cost: NgramCost | None = None,
-    meter: Meter | None = None,
-) -> TreeDrafter:
-    """A drafter by a head and lookups, mixed. Arguments as in HeadProposer and ngram_drafter; the cost is of both."""
-    proposers = [*lookups(table, vocab_size, recycled, cost, meter), HeadProposer(head, model, target, meter)]
-    expand = cost.lookup if cost else None
-    return TreeDrafter(proposers, policy, vocab_size, cost=expand, recycled=recycled, meter=meter)
 
 
 def measure_head(head: DraftHead, model: Model, ngrams: NgramCost) -> NgramCost:

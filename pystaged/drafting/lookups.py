@@ -12,11 +12,8 @@ from numpy.typing import NDArray
 
 from pystaged._core import RecycledCandidates
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.meter import Meter
-from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.requests import Requests
 from pystaged.drafting.context import ContextNgrams
-from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.mixing import CONTEXT, RECYCLED, TABLE
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 from pystaged.drafting.table import NgramTable
@@ -41,19 +38,21 @@ class Lookup(Proposer):
 class RecycledProposer(Lookup):
     """What the target has said of its tokens in all texts so far."""
 
+    recycled: RecycledCandidates
+
     def __init__(self, recycled: RecycledCandidates) -> None:
-        self._recycled = recycled
+        self.recycled = recycled
 
     def after(self, tail: list[int]) -> Proposal:
-        chances, known = self._recycled.chances(tail[-2] if len(tail) > 1 else -1, tail[-1])
-        return Proposal(chances, RECYCLED + known)
+        chances, known = self.recycled.chances(tail[-2] if len(tail) > 1 else -1, tail[-1])
+        return Proposal(chances, RECYCLED[known])
 
 
 class TableProposer(Lookup):
     """A Katz trigram of the draft's text (Spector & Ré 2023)."""
 
-    def __init__(self, table: NgramTable, vocab_size: int) -> None:
-        self._vocab_size = min(vocab_size, table.vocab_size)
+    def __init__(self, table: NgramTable) -> None:
+        self._vocab_size = table.vocab_size
         k = min(_CANDIDATES, table.max_successors)
 
         @lru_cache(_KEPT_LOOKUPS)
@@ -72,13 +71,11 @@ class ContextProposer(Lookup):
     """What followed the longest n-gram in the text itself, and in what is predicted of it.
 
     Args:
-        read: processor seconds of taking in so many tokens, refined here; None for none.
-        meter: what drafting costs.
+        read: processor seconds of reading so many tokens, refined here; None for none.
     """
 
-    def __init__(self, read: PassCost | None = None, meter: Meter | None = None) -> None:
+    def __init__(self, read: PassCost | None = None) -> None:
         self._read = read
-        self._meter = meter or Meter()
         self._grams = ContextNgrams()
         self._text: list[int] = []  # what is predicted, then the text
 
@@ -102,19 +99,21 @@ class ContextProposer(Lookup):
 
     def catch_up(self, seconds: float = math.inf) -> Requests[None]:
         yield from ()
-        begin, unread = self._meter(), self._unread
+        known, unread = len(self._grams), self._unread
         if self._read and seconds < math.inf:
             unread = min(unread, int(seconds / self._read(1)))
         if unread <= 0:
             return
-        known = len(self._grams)
+        if self._read is None or unread < _TIMED_TEXT:
+            self._grams.extend(self._text[known : known + unread])
+            return
+        begin = self.meter()
         self._grams.extend(self._text[known : known + unread])
-        if self._read and unread >= _TIMED_TEXT:
-            self._read.observe(unread, 0, self._meter() - begin)
+        self._read.observe(unread, 0, self.meter() - begin)
 
     def after(self, tail: list[int]) -> Proposal:
         chances, order = self._grams.chances(tail, _CANDIDATES)
-        return Proposal(chances, CONTEXT + order)
+        return Proposal(chances, CONTEXT[order])
 
     @property
     def _unread(self) -> int:
@@ -134,30 +133,12 @@ class NgramCost:
 
 
 def lookups(
-    table: NgramTable | None,
-    vocab_size: int,
-    recycled: RecycledCandidates | None = None,
-    cost: NgramCost | None = None,
-    meter: Meter | None = None,
+    table: NgramTable | None = None, recycled: RecycledCandidates | None = None, cost: NgramCost | None = None
 ) -> list[Lookup]:
-    """All that can be looked up, in the order in which it is mixed."""
+    """All that can be looked up, in the order in which it is mixed: what is None is left out, n-grams of the text are
+    always there. Without a cost, reading the text is taken to be free."""
     return [
         *([RecycledProposer(recycled)] if recycled else []),
-        *([TableProposer(table, vocab_size)] if table else []),
-        ContextProposer(cost.read if cost else None, meter),
+        *([TableProposer(table)] if table else []),
+        ContextProposer(cost.read if cost else None),
     ]
-
-
-def ngram_drafter(
-    table: NgramTable | None,
-    policy: TreePolicy,
-    vocab_size: int,
-    *,
-    recycled: RecycledCandidates | None = None,
-    cost: NgramCost | None = None,
-    meter: Meter | None = None,
-) -> TreeDrafter:
-    """A drafter by lookups alone. What is None is left out; without a cost lookups are taken to be free."""
-    proposers = lookups(table, vocab_size, recycled, cost, meter)
-    lookup = cost.lookup if cost else None
-    return TreeDrafter(proposers, policy, vocab_size, cost=lookup, recycled=recycled, meter=meter)

@@ -18,29 +18,30 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.tree import Cell
 from pystaged.drafting.proposer import Proposal
 
-# A mixture of lookups has the highest of their sources.
+# Sources. What lookups say together has the highest of their sources.
+NOBODY = 0
 DRAFT = 1
 TABLE = 2
-RECYCLED = 2  # + 1 or 2: the tokens that the candidates are known after
-CONTEXT = 4  # + 1 to 4: the tokens of the n-gram
-HEAD = 16  # added where a head speaks
+RECYCLED = (NOBODY, 3, 4)  # by how many tokens the candidates are known after
+CONTEXT = (NOBODY, 5, 6, 7, 8)  # by how many tokens the n-gram has
+HEAD = 16  # alone; added to the source of the lookups that it is mixed with
 
-# The share of a proposer, by the source of what was said before it: the larger, the more of the text it goes by. Where
-# nothing was said before it, it is 1.
+# The share of a proposer, by the source of what the ones before it say. Where they say nothing, it is 1. The longer the
+# n-gram of the text, the more it counts.
 SHARES: dict[int, dict[int, float]] = {
-    TABLE: {RECYCLED + 1: 0.5, RECYCLED + 2: 0.2},
-    CONTEXT + 1: {TABLE: 0.25, RECYCLED + 1: 0.6, RECYCLED + 2: 0.6},
-    CONTEXT + 2: {TABLE: 0.5, RECYCLED + 1: 0.8, RECYCLED + 2: 0.8},
-    CONTEXT + 3: {TABLE: 0.75, RECYCLED + 1: 0.9, RECYCLED + 2: 0.9},
-    CONTEXT + 4: {TABLE: 0.9, RECYCLED + 1: 0.95, RECYCLED + 2: 0.95},
+    TABLE: {RECYCLED[1]: 0.5, RECYCLED[2]: 0.2},
+    CONTEXT[1]: {TABLE: 0.25, RECYCLED[1]: 0.6, RECYCLED[2]: 0.6},
+    CONTEXT[2]: {TABLE: 0.5, RECYCLED[1]: 0.8, RECYCLED[2]: 0.8},
+    CONTEXT[3]: {TABLE: 0.75, RECYCLED[1]: 0.9, RECYCLED[2]: 0.9},
+    CONTEXT[4]: {TABLE: 0.9, RECYCLED[1]: 0.95, RECYCLED[2]: 0.95},
     HEAD: {
         TABLE: 0.8,
-        RECYCLED + 1: 0.8,
-        RECYCLED + 2: 0.65,
-        CONTEXT + 1: 0.7,
-        CONTEXT + 2: 0.5,
-        CONTEXT + 3: 0.3,
-        CONTEXT + 4: 0.1,
+        RECYCLED[1]: 0.8,
+        RECYCLED[2]: 0.65,
+        CONTEXT[1]: 0.7,
+        CONTEXT[2]: 0.5,
+        CONTEXT[3]: 0.3,
+        CONTEXT[4]: 0.1,
     },
 }
 
@@ -48,34 +49,30 @@ SHARES: dict[int, dict[int, float]] = {
 def mix(proposals: Sequence[Proposal]) -> Proposal:
     """What several proposers, in the order of their kinds above, say of one node."""
     said = [proposal for proposal in proposals if proposal.chances]
-    if len(said) < 2:
-        return said[0] if said else Proposal({}, 0)
+    if not said:
+        return Proposal({}, NOBODY)
     mixed, source = said[0].chances, said[0].source
     for proposal in said[1:]:
-        chances = proposal.chances
         share = SHARES[proposal.source][source]
         rest = 1 - share
         mixed = {token: rest * chance for token, chance in mixed.items()}
-        for token, chance in chances.items():
+        for token, chance in proposal.chances.items():
             mixed[token] = mixed.get(token, 0.0) + share * chance
         source = source + HEAD if proposal.source == HEAD else max(source, proposal.source)
     return Proposal(mixed, source)
 
 
-def rank(chances: dict[int, float], sampling: SamplingConfig, position: int, k: int) -> tuple[list[int], list[float]]:
-    """The k best tokens at a position of a text, under its noise, with their scores, best first.
-
-    A score is log p / temperature + noise, log p where the text is greedy; ties go to the lowest token.
-    """
+def rank(chances: dict[int, float], sampling: SamplingConfig, position: int, k: int) -> dict[int, float]:
+    """The scores of the k best tokens at a position of a text, as in Candidates; ties go to the lowest token."""
     if sampling.is_greedy or not chances:
-        best = sorted([(-chance, token) for token, chance in chances.items()])[:k]
-        return [token for _, token in best], [math.log(-chance) for chance, _ in best]
+        likeliest = sorted([(-chance, token) for token, chance in chances.items()])[:k]
+        return {token: math.log(-chance) for chance, token in likeliest}
     noise = gumbel(sampling.seed, position, np.array(list(chances), np.int32)).tolist()
     cold = -1 / sampling.temperature
     ranked = sorted(
         [(cold * math.log(chance) - g, token) for (token, chance), g in zip(chances.items(), noise, strict=True)]
     )[:k]
-    return [token for _, token in ranked], [-score for score, _ in ranked]
+    return {token: -score for score, token in ranked}
 
 
 _EDGES = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23, 0.31, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.975, 0.99)
@@ -84,8 +81,7 @@ _TEMPERATURE = 1.25  # of the softmax; tells hits from misses best on the bundle
 _RANKS = 6
 _MEMORY = 500.0  # observations after which the older ones fade
 _WEIGHT = 12.0  # observations that the prior is worth
-_TRUST = {0: 1.0, DRAFT: 0.9}  # in a share before anything is learnt, by source
-_TRUST_OF_OTHERS = 0.6
+_TRUST_IN_DRAFT, _TRUST = 0.9, 0.6  # how often a share comes true, before anything is learnt: a draft's, any other's
 
 
 class Rates(dict[Cell, float]):
@@ -93,7 +89,7 @@ class Rates(dict[Cell, float]):
 
     def __missing__(self, cell: Cell) -> float:
         source, _, column = cell
-        rate = self[cell] = _TRUST.get(source, _TRUST_OF_OTHERS) * _CENTRES[column]
+        rate = self[cell] = (_TRUST_IN_DRAFT if source == DRAFT else _TRUST) * _CENTRES[column]
         return rate
 
 

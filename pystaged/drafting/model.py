@@ -12,13 +12,10 @@ from pystaged._core import Session
 from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.cost import PassCost, surprise
 from pystaged.decoding.drafter import common_prefix
-from pystaged.decoding.meter import Meter
-from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.requests import Propose, Read, Requests
 from pystaged.decoding.tree import Stage
-from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.mixing import DRAFT
-from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
+from pystaged.drafting.proposer import Candidates, GrowingTree, Proposer
 
 _LONGEST_PREFIX_ROWS = 16  # rows it catches up on together with the root, rather than in passes of their own
 _PIECE = 32  # tokens read at once while it is not known how long reading takes
@@ -31,30 +28,20 @@ class ModelProposer(Proposer):
 
     Args:
         session: the draft's own context.
-        cost: processor seconds of a pass, refined here.
-        vocab_size: the target's; tokens from here on are never proposed.
+        cost: processor seconds of a pass, refined here; None for none.
         substitutes: what the draft reads in place of the target's tokens that it lacks or that mean something else to
             it; those are never proposed.
-        meter: what drafting costs.
     """
 
     stage = Stage.DRAFT
     spare_rows = 0  # of a pass, for guesses
 
     def __init__(
-        self,
-        session: Session,
-        *,
-        cost: PassCost | None = None,
-        vocab_size: int,
-        substitutes: Mapping[int, int] | None = None,
-        meter: Meter | None = None,
+        self, session: Session, cost: PassCost | None = None, substitutes: Mapping[int, int] | None = None
     ) -> None:
         self.session = session
         self._cost = cost
-        self._vocab_size = vocab_size
         self._substitutes = substitutes or {}
-        self._meter = meter or Meter()
         self._pace = 1.0  # of reading, to what passes of a piece each would take
         self._length = 0  # tokens committed in the session
         self._missing: list[int] = []  # tokens of the text before the root that the session has not seen
@@ -106,22 +93,22 @@ class ModelProposer(Proposer):
         return self._reading(self._cost, missing)
 
     def catch_up(self, seconds: float = math.inf) -> Requests[None]:
-        begin = self._meter()
+        begin = self.meter()
         if len(self._missing) > self.session.n_ctx - self._length:
             return
         while self._missing:
             piece = len(self._missing)
             if self._cost and seconds < math.inf:
                 # Where not all can be read, a piece tells how long the rest will really take.
-                left = seconds - (self._meter() - begin)
+                left = seconds - (self.meter() - begin)
                 if self._reading(self._cost, piece) > left:
                     piece = min(_PIECE, piece)
                 if self._reading(self._cost, piece) > left:
                     return
             yield from self._read(piece)
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
-        begin = self._meter()
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Candidates]]:
+        begin = self.meter()
         paths = [tuple(tree.path(node)) for node in nodes]
         tokens: list[int] = []
         parents: list[int] = []
@@ -145,26 +132,25 @@ class ModelProposer(Proposer):
         judged = len(paths) + len(guesses)
         masks = self._masks(tree.constraint, [*paths, *guessed]) if tree.constraint else None
         k, sampling = tree.num_candidates, tree.sampling.native
-        done = yield from self._meter.draft(
+        done = yield from self.meter.draft(
             Propose(self.session, self._length, tokens, parents, judged, k, sampling, masks)
         )
         self._num_rows += len(tokens)
         self.stats.native_seconds += done.share * done.seconds
         self.stats.weight_bytes += round(done.share * self.session.weight_bytes)
-        found = [self._proposal(*each) for each in zip(*done.result, strict=True)]
-        proposals, deeper = found[: len(paths)], found[len(paths) :]
+        found = [self._candidates(tree.vocab_size, *each) for each in zip(*done.result, strict=True)]
         self.stats.guessed += len(guesses)
-        last = proposals[0]
-        for token, proposal in zip(guesses, deeper, strict=True):
-            if token not in last.chances:
+        last = found[0]
+        for token, after in zip(guesses, found[len(paths) :], strict=True):
+            if token not in last.scores:
                 break
-            last.following[token] = proposal
-            last = proposal
+            last.following[token] = after
+            last = after
             self.stats.confirmed += 1
         if self._cost:
             others = (1 - done.share) * done.processor_seconds
-            self._cost.observe(done.num_rows, done.past, self._meter() - begin + others, done.share)
-        return proposals
+            self._cost.observe(done.num_rows, done.past, self.meter() - begin + others, done.share)
+        return found[: len(paths)]
 
     def advance(self, tokens: Sequence[int]) -> None:
         emitted = self._spelled([self._root, *tokens])
@@ -188,14 +174,14 @@ class ModelProposer(Proposer):
         del tree, node
         return []
 
-    def _proposal(self, tokens: list[int], scores: list[float]) -> Proposal:
+    def _candidates(self, vocab_size: int, tokens: list[int], scores: list[float]) -> Candidates:
         # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.
         good = {
             token: score
             for token, score in zip(tokens, scores, strict=True)
-            if 0 <= token < self._vocab_size and token not in self._substitutes
+            if 0 <= token < vocab_size and token not in self._substitutes
         }
-        return Proposal(good, DRAFT, is_ranked=True)
+        return Candidates(good, DRAFT)
 
     def _masks(self, constraint: Constraint, paths: Sequence[Path]) -> NDArray[np.uint32]:
         """What may follow each path, uint32[paths, words]. What follows a forbidden one does not matter, nor what the
@@ -217,7 +203,7 @@ class ModelProposer(Proposer):
         return self._pace * cost(_PIECE, self._length + tokens // 2) * tokens / _PIECE
 
     def _read(self, piece: int) -> Requests[None]:
-        done = yield from self._meter.draft(Read(self.session, self._length, np.array(self._missing[:piece], np.int32)))
+        done = yield from self.meter.draft(Read(self.session, self._length, np.array(self._missing[:piece], np.int32)))
         piece = done.result
         if self._cost and piece >= _PIECE:
             seconds, believed = done.share * done.processor_seconds, self._reading(self._cost, piece)
@@ -232,17 +218,3 @@ class ModelProposer(Proposer):
     def _spelled(self, tokens: list[int]) -> list[int]:
         """The same for the draft to read."""
         return [self._substitutes.get(token, token) for token in tokens] if self._substitutes else tokens
-
-
-def model_drafter(
-    session: Session,
-    policy: TreePolicy,
-    *,
-    cost: PassCost | None = None,
-    vocab_size: int,
-    substitutes: Mapping[int, int] | None = None,
-    meter: Meter | None = None,
-) -> TreeDrafter:
-    """A drafter by a draft model alone, which lookups hardly ever help. Arguments as in ModelProposer."""
-    proposer = ModelProposer(session, cost=cost, vocab_size=vocab_size, substitutes=substitutes, meter=meter)
-    return TreeDrafter([proposer], policy, vocab_size, meter=meter)

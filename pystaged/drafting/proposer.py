@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Session
+from pystaged._core import RecycledCandidates, Session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import Constraint, allows
+from pystaged.decoding.meter import Meter
 from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import Stage, TreeBuilder
 from pystaged.stats import DrafterStats
@@ -29,6 +30,7 @@ class GrowingTree(TreeBuilder):
         num_candidates: wanted of each node.
         sampling: the text's.
         constraint: what the text must be, None for anything.
+        vocab_size: tokens from here on are never proposed.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class GrowingTree(TreeBuilder):
         num_candidates: int,
         sampling: SamplingConfig,
         constraint: Constraint | None,
+        vocab_size: int,
     ) -> None:
         super().__init__(tail[-1])
         self.length = length
@@ -46,6 +49,7 @@ class GrowingTree(TreeBuilder):
         self.num_candidates = num_candidates
         self.sampling = sampling
         self.constraint = constraint
+        self.vocab_size = vocab_size
         self._tails = {0: list(tail)}
 
     def tail(self, node: int) -> list[int]:
@@ -56,43 +60,56 @@ class GrowingTree(TreeBuilder):
             found = self._tails[node] = [*self.tail(guess.parent)[1 - TAIL :], guess.token]
         return found
 
-    def allowed(self, chances: dict[int, float], path: Sequence[int], vocab_size: int) -> dict[int, float]:
+    def allowed(self, chances: dict[int, float], path: Sequence[int]) -> dict[int, float]:
         """What may be proposed after a path below the root, which matters to a constraint alone."""
+        possible = {token: chance for token, chance in chances.items() if token < self.vocab_size and chance > 0}
         if not self.constraint:
-            return {token: chance for token, chance in chances.items() if token < vocab_size and chance > 0}
+            return possible
         mask = self.constraint.mask(path)
-        if mask is None:
-            return {}
-        return {t: chance for t, chance in chances.items() if t < vocab_size and chance > 0 and allows(mask, t)}
+        return {} if mask is None else {t: chance for t, chance in possible.items() if allows(mask, t)}
 
 
 @dataclass(slots=True)
 class Proposal:
-    """What may follow a node.
+    """What may follow a node, by one proposer; the proposals of several are mixed.
 
     chances: the probability of each token. source: who says so and on what grounds, see mixing.py.
-    is_ranked: `chances` are instead scores under the text's noise, best first, as Session.candidates gives them.
-    following: what may follow some of these tokens, where that is known already.
     """
 
     chances: dict[int, float]
     source: int
-    is_ranked: bool = False
-    following: dict[int, Proposal] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Candidates:
+    """The best tokens after a node under the text's noise, best first.
+
+    scores: log p / temperature + noise, log p where the text is greedy. source: as in Proposal.
+    following: the candidates after some of these tokens, where they are known already.
+    """
+
+    scores: dict[int, float]
+    source: int
+    following: dict[int, Candidates] = field(default_factory=dict)
 
 
 class Proposer:
     """Says what may follow the nodes of a tree. All but `propose` have defaults, those of a lookup without a state.
 
     What may need passes is a generator of requests for them; the session of such passes is the proposer's own.
+
+    stage: what its tokens count as. recycled: what it looks up and the target's rows teach, None for nothing.
+    stats, meter: of the drafter that it belongs to, which sets them.
     """
 
-    stage = Stage.NGRAM  # what its tokens count as
-    stats: DrafterStats  # of the drafter it belongs to
+    stage = Stage.NGRAM
+    recycled: RecycledCandidates | None = None
+    stats: DrafterStats
+    meter: Meter
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
-        """A proposal for each node, of `num_candidates` tokens or more where it can. Each node is asked for once,
-        after its parent."""
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[Sequence[Proposal | Candidates]]:
+        """What may follow each node, `num_candidates` tokens or more where it can; Candidates of a proposer that is the
+        drafter's only one. Each node is asked for once, after its parent."""
         raise NotImplementedError
 
     def price(self, num_nodes: int) -> float:

@@ -7,21 +7,18 @@ and no time, so nobody is given it without asking.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Session
-from pystaged.decoding.policy import TreePolicy
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.requests import finish
-from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.lookups import Lookup, lookups
+from pystaged.drafting.lookups import Lookup
 from pystaged.drafting.mixing import mix, rank
 from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.proposer import TAIL, GrowingTree
-from pystaged.drafting.table import NgramTable
 
 _GUESSES = 3  # tokens for each pass
 
@@ -31,13 +28,19 @@ class GuidedModelProposer(ModelProposer):
 
     Args:
         below: lookups, whose guesses they are.
-        options: as in ModelProposer.
+        session, cost, substitutes: as in ModelProposer.
     """
 
     spare_rows = _GUESSES
 
-    def __init__(self, session: Session, below: Sequence[Lookup], **options: Any) -> None:
-        super().__init__(session, **options)
+    def __init__(
+        self,
+        session: Session,
+        below: Sequence[Lookup],
+        cost: PassCost | None = None,
+        substitutes: Mapping[int, int] | None = None,
+    ) -> None:
+        super().__init__(session, cost, substitutes)
         self._below = below
 
     def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
@@ -61,18 +64,10 @@ class GuidedModelProposer(ModelProposer):
             finish(lookup.catch_up())
         while len(guesses) < _GUESSES and len(path) < tree.max_depth - 1:
             found = mix([lookup.after(tail) for lookup in self._below])
-            allowed = tree.allowed(found.chances, path, self._vocab_size)
-            token = next(iter(rank(allowed, tree.sampling, tree.length + len(path), 1)[0]), None)
+            allowed = tree.allowed(found.chances, path)
+            token = next(iter(rank(allowed, tree.sampling, tree.length + len(path), 1)), None)
             if token is None or token in self._substitutes:
                 break
             guesses.append(token)
             path, tail = [*path, token], [*tail[1 - TAIL :], token]
         return guesses
-
-
-def guided_model_drafter(
-    session: Session, policy: TreePolicy, table: NgramTable | None, vocab_size: int, **options: Any
-) -> TreeDrafter:
-    """A drafter by a draft model with n-grams below it. Arguments as in model_drafter, and as in ngram_drafter."""
-    proposer = GuidedModelProposer(session, lookups(table, vocab_size), vocab_size=vocab_size, **options)
-    return TreeDrafter([proposer], policy, vocab_size, meter=options.get("meter"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pystaged._core import DraftHead, Model, RecycledCandidates, Session
+from collections.abc import Sequence
+
+from pystaged._core import Model, Session
 from pystaged.backends.devices import open_session
 from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.cost import PassCost
@@ -11,9 +13,10 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import GainPolicy, TreePolicy
 from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.head import head_drafter, measure_head
-from pystaged.drafting.lookups import NgramCost, ngram_drafter
-from pystaged.drafting.model import model_drafter
+from pystaged.drafting.head import HeadProposer, measure_head
+from pystaged.drafting.lookups import NgramCost, lookups
+from pystaged.drafting.model import ModelProposer
+from pystaged.drafting.proposer import Proposer
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.costs import DRAFT_RATE, HEAD_RATE, NGRAM_RATE
 
@@ -62,74 +65,37 @@ class DecoderFactory:
 
     def _free(self, target: Session, draft: Session | None, policy: TreePolicy) -> Decoder:
         """A decoder whose one drafter is always asked."""
+        bundle = self._bundle
+        proposers: list[Proposer] = [*lookups(bundle.table, bundle.recycled)]
         if draft:
-            return Decoder(target, self._by_draft(draft, policy))
-        if self._bundle.head:
-            return Decoder(target, self._by_head(self._bundle.head, target, policy))
-        return Decoder(target, self._by_ngrams(policy, self._bundle.recycled))
+            proposers = [ModelProposer(draft, substitutes=bundle.substitutes)]
+        elif bundle.head:
+            proposers.append(HeadProposer(bundle.head, bundle.target, target))
+        return Decoder(target, TreeDrafter(proposers, policy, bundle.target.vocab_size))
 
     def _priced(self, target: Session, draft: Session | None) -> Decoder:
         """A decoder that asks the drafter that gains most, if any does."""
-        target_cost, draft_cost = self.target_cost(), self.draft_cost()
+        bundle, target_cost, draft_cost = self._bundle, self.target_cost(), self.draft_cost()
         batch, meter = BatchLoad(), Meter()
 
-        def policy(cost: PassCost) -> TreePolicy:
-            return GainPolicy(target_cost, cost, batch=batch)
+        def drafter(proposers: Sequence[Proposer], expanding: PassCost, own: PassCost | None) -> TreeDrafter:
+            policy = GainPolicy(target_cost, expanding, batch=batch)
+            return TreeDrafter(proposers, policy, bundle.target.vocab_size, cost=own, meter=meter)
+
+        def by_lookups(cost: NgramCost, *more: Proposer) -> TreeDrafter:
+            found = lookups(bundle.table, bundle.recycled, cost)
+            return drafter([*found, *more], cost.lookup, cost.lookup)
 
         drafters: dict[Drafter, float] = {}
         if draft and draft_cost:
-            drafters[self._by_draft(draft, policy(draft_cost), draft_cost, meter)] = DRAFT_RATE
-        elif self._bundle.head and self.head_cost:
-            by_head = policy(self.head_cost.lookup)
-            drafters[self._by_head(self._bundle.head, target, by_head, self.head_cost, meter)] = HEAD_RATE
+            # A draft model drafts alone: lookups hardly ever help it.
+            by_draft = ModelProposer(draft, draft_cost, bundle.substitutes)
+            drafters[drafter([by_draft], draft_cost, None)] = DRAFT_RATE
+        elif bundle.head and self.head_cost:
+            drafters[by_lookups(self.head_cost, HeadProposer(bundle.head, bundle.target, target))] = HEAD_RATE
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.
-        by_ngrams = policy(self.ngram_cost.lookup)
-        drafters[self._by_ngrams(by_ngrams, self._bundle.recycled, self.ngram_cost, meter)] = NGRAM_RATE
+        drafters[by_lookups(self.ngram_cost)] = NGRAM_RATE
         return Decoder(target, *drafters, cost=target_cost, rates=list(drafters.values()), batch=batch, meter=meter)
-
-    def _by_ngrams(
-        self,
-        policy: TreePolicy,
-        recycled: RecycledCandidates | None = None,
-        cost: NgramCost | None = None,
-        meter: Meter | None = None,
-    ) -> TreeDrafter:
-        bundle = self._bundle
-        return ngram_drafter(bundle.table, policy, bundle.target.vocab_size, recycled=recycled, cost=cost, meter=meter)
-
-    def _by_head(
-        self,
-        head: DraftHead,
-        target: Session,
-        policy: TreePolicy,
-        cost: NgramCost | None = None,
-        meter: Meter | None = None,
-    ) -> TreeDrafter:
-        bundle = self._bundle
-        return head_drafter(
-            head,
-            bundle.target,
-            target,
-            bundle.table,
-            policy,
-            bundle.target.vocab_size,
-            recycled=bundle.recycled,
-            cost=cost,
-            meter=meter,
-        )
-
-    def _by_draft(
-        self, draft: Session, policy: TreePolicy, cost: PassCost | None = None, meter: Meter | None = None
-    ) -> TreeDrafter:
-        bundle = self._bundle
-        return model_drafter(
-            draft,
-            policy,
-            cost=cost,
-            vocab_size=bundle.target.vocab_size,
-            substitutes=bundle.substitutes,
-            meter=meter,
-        )
 
 
 def _begin(model: Model, n_ctx: int, source: Session | None, length: int) -> Session:

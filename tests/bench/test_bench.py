@@ -131,7 +131,7 @@ def test_a_chain_is_a_chain() -> None:
 def test_scripted_acceptance_comes_true(random_gguf: Callable[..., Path], with_draft: bool) -> None:
     target = Model(str(random_gguf(context=640)))
     rates = [0.9, 0.5, 0.7]
-    draft = ModelProposer(Session(target), vocab_size=target.vocab_size) if with_draft else None
+    draft = ModelProposer(Session(target)) if with_draft else None
     drafter = ScriptedDrafter(
         rates, draft, lambda rows: 1.0 + 0.001 * rows, lambda rows: 0.001 * rows, target.vocab_size, seed=1
     )

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from pystaged import SamplingConfig, _core
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.drafting.model import model_drafter
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.model import ModelProposer
 from pystaged.stats import GenerationStats
 
 Doubles = npt.NDArray[np.float64]
@@ -389,7 +390,7 @@ def test_drafted_tokens_are_drawn_by_their_probability(
     )
     # The draft knows nothing of the target; one that is the target would show a bias towards what it proposes.
     for model in (draft, target):
-        drafter = model_drafter(_core.Session(model), FixedPolicy(2, 1, 2, 2), vocab_size=257)
+        drafter = TreeDrafter([ModelProposer(_core.Session(model))], FixedPolicy(2, 1, 2, 2), 257)
         decoder, stats, counts = Decoder(_core.Session(target), drafter), GenerationStats(), np.zeros(257)
         for seed in range(DRAWS // 2):
             steps = decoder.generate(prompt, SamplingConfig(temperature, seed=seed, **filters), 2, stats=stats)

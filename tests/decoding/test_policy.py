@@ -15,7 +15,8 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost, measure
 from pystaged.decoding.policy import MAX_EXPANDED, MAX_NODES, FixedPolicy, GainPolicy, Growth, TreePolicy
 from pystaged.decoding.requests import finish
-from pystaged.drafting.lookups import ngram_drafter
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.lookups import lookups
 from pystaged.drafting.mixing import Calibration
 from pystaged.loading.costs import CostStore
 
@@ -256,7 +257,7 @@ class Nonsense:
 )
 def test_a_policy_that_answers_nonsense_is_named(member: str, answer: object, error: type[Exception]) -> None:
     policy = Nonsense(**{member: answer})
-    drafter = ngram_drafter(None, policy, 300)  # type: ignore[arg-type]
+    drafter = TreeDrafter(lookups(), policy, 300)  # type: ignore[arg-type]
     drafter.start(np.array([1, 2, 1, 2, 1], np.int32))
     with pytest.raises(error, match=rf"Nonsense\.{member} must be"):
         finish(drafter.draft(SamplingConfig(), 20))
@@ -268,7 +269,7 @@ def test_a_policy_that_answers_nonsense_is_named(member: str, answer: object, er
     ids=["for ever", "all", "keep", "children"],
 )
 def test_a_policy_is_cut_to_the_budget_of_an_engine(policy: TreePolicy) -> None:
-    drafter = ngram_drafter(None, policy, 300)
+    drafter = TreeDrafter(lookups(), policy, 300)
     text = np.random.default_rng(0).integers(0, 3, 400).astype(np.int32)
     drafter.start(text)
     tree = finish(drafter.draft(SamplingConfig(), 10**9))

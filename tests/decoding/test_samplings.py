@@ -21,7 +21,8 @@ from pystaged import Engine, FixedPolicy, GenerationResult, SamplingConfig
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench.pairs import continuation, drafters
 from pystaged.decoding.loop import Decoder
-from pystaged.drafting.model import model_drafter
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.table import NgramTable
 from pystaged.sampling import bind
 from pystaged.stats import GenerationStats
@@ -128,7 +129,7 @@ def test_the_target_as_its_own_draft_accepts_everything(
     options: dict[str, Any], target: Model, prompts: list[NDArray[np.int32]], tokenizer: Tokenizer
 ) -> None:
     """A draft ranks under the same rules, with the text along its own nodes."""
-    drafter = model_drafter(Session(target), FixedPolicy(1, 6, 6, 1), vocab_size=target.vocab_size)
+    drafter = TreeDrafter([ModelProposer(Session(target))], FixedPolicy(1, 6, 6, 1), target.vocab_size)
     decoder, stats = Decoder(Session(target), drafter), GenerationStats()
     for prompt, sampling in bound_runs(options, prompts, tokenizer):
         for _ in decoder.generate(prompt, sampling, 24, stats=stats):

@@ -19,9 +19,10 @@ from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import finish
 from pystaged.decoding.speculate import follow, speculate
-from pystaged.drafting.head import head_drafter
-from pystaged.drafting.lookups import ngram_drafter
-from pystaged.drafting.model import model_drafter
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.head import HeadProposer
+from pystaged.drafting.lookups import lookups
+from pystaged.drafting.model import ModelProposer
 from pystaged.loading.heads import load_head
 from pystaged.loading.tables import find_table
 
@@ -41,15 +42,15 @@ def pair(
         draft = write_head(path.with_name("head.gguf"), RandomHead(Tokenizer(path).fingerprint, list(range(200))))
     model, tokenizer = Model(str(path)), Tokenizer(str(path))
     if request.param == "n-grams":
-        drafter = ngram_drafter(find_table(path, None, tokenizer), TREE, model.vocab_size)
+        drafter = TreeDrafter(lookups(find_table(path, None, tokenizer)), TREE, model.vocab_size)
         engine, session = pystaged.load(path, draft=None), Session(model, 512)
     elif request.param == "draft model":
-        drafter = model_drafter(Session(Model(str(draft))), TREE, vocab_size=model.vocab_size)
+        drafter = TreeDrafter([ModelProposer(Session(Model(str(draft))))], TREE, model.vocab_size)
         engine, session = pystaged.load(path, draft=draft), Session(model, 512)
     else:
         head = load_head(draft, model, tokenizer)  # the target's sessions hand out hidden states from here on
         session = Session(model, 128)
-        drafter = head_drafter(head, model, session, None, TREE, model.vocab_size)
+        drafter = TreeDrafter([*lookups(), HeadProposer(head, model, session)], TREE, model.vocab_size)
         engine = pystaged.load(path, draft=draft)
     with engine:
         yield engine, session, drafter
@@ -89,7 +90,7 @@ def test_the_acceptance_rule_is_the_sessions(pair: tuple[Engine, Session, Drafte
 
 def test_a_full_context_and_an_early_end(bundled_target: Path) -> None:
     model = Model(str(bundled_target))
-    drafter = ngram_drafter(None, TREE, model.vocab_size)
+    drafter = TreeDrafter(lookups(), TREE, model.vocab_size)
     prompt = np.array([5, 6, 7, 5, 6, 7, 5], np.int32)
     whole = [token for step in speculate(Session(model, 20), drafter, prompt, SAMPLINGS[0], 99) for token in step]
     assert len(whole) == 20 - len(prompt) + 1

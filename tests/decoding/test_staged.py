@@ -27,8 +27,8 @@ from pystaged.decoding.policy import FixedPolicy, Growth
 from pystaged.decoding.requests import Clocks, Requests, Verify, finish, fulfil
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.lookups import ContextProposer, NgramCost, ngram_drafter
-from pystaged.drafting.model import model_drafter
+from pystaged.drafting.lookups import ContextProposer, NgramCost, lookups
+from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.proposer import Proposal
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
@@ -83,7 +83,7 @@ def test_no_memory_changes_the_text_and_it_guesses_what_was_said_before(
     plain = [continuation(Decoder(session), prompt, sampling, 24) for prompt in prompts[:2]]
     steps = []
     for _ in range(2):
-        drafter = ngram_drafter(None, FixedPolicy(1, 12, 12), target.vocab_size, recycled=memory)
+        drafter = TreeDrafter(lookups(recycled=memory), FixedPolicy(1, 12, 12), target.vocab_size)
         decoder = Decoder(session, drafter)
         texts = [list(decoder.generate(prompt, sampling, 24)) for prompt in prompts[:2]]
         assert [[token for step in text for token in step.tokens] for text in texts] == plain
@@ -93,7 +93,7 @@ def test_no_memory_changes_the_text_and_it_guesses_what_was_said_before(
 
 def test_what_fails_or_is_plain_teaches_nothing(random_gguf: Callable[..., Path]) -> None:
     target, memory = Model(str(random_gguf("Q8_0"))), RecycledCandidates()
-    drafter = ngram_drafter(None, FixedPolicy(1, 4, 4), target.vocab_size, recycled=memory)
+    drafter = TreeDrafter(lookups(recycled=memory), FixedPolicy(1, 4, 4), target.vocab_size)
     decoder = Decoder(Session(target), drafter)
     prompt = np.array([3, 5, 7, 3, 5, 7, 3, 5], np.int32)
     text = decoder.text(prompt, GREEDY, 4, speculate=False)
@@ -115,7 +115,7 @@ def test_what_fails_or_is_plain_teaches_nothing(random_gguf: Callable[..., Path]
 def test_a_vocabulary_may_be_smaller_than_what_is_remembered_of_a_token(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", RandomModel("llama", vocab_size=KEPT - 4, vocabulary=lambda *_: None))
     target, memory = Model(str(tmp_path / "m.gguf")), RecycledCandidates()
-    drafter = ngram_drafter(None, FixedPolicy(1, 4, 4), target.vocab_size, recycled=memory)
+    drafter = TreeDrafter(lookups(recycled=memory), FixedPolicy(1, 4, 4), target.vocab_size)
     prompt = np.array([3, 5, 7, 3, 5], np.int32)
     plain = continuation(Decoder(Session(target)), prompt, GREEDY, 12)
     assert continuation(Decoder(Session(target), drafter), prompt, GREEDY, 12) == plain
@@ -220,7 +220,7 @@ def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
     expected = continuation(Decoder(Session(target)), prompts[1], GREEDY, 30)
     sessions = {"target": Session(target), "draft": Session(draft)}
     wrapped: dict[str, object] = {**sessions, which: Fragile(sessions[which])}
-    drafter = model_drafter(wrapped["draft"], TREE, vocab_size=target.vocab_size)  # type: ignore[arg-type]
+    drafter = TreeDrafter([ModelProposer(wrapped["draft"])], TREE, target.vocab_size)  # type: ignore[arg-type]
     decoder = Decoder(wrapped["target"], drafter)  # type: ignore[arg-type]
     if (call == "verify") == (which == "target"):
         with pytest.raises(KeyboardInterrupt):
@@ -302,7 +302,7 @@ def test_tokens_of_the_target_alone_are_not_proposed(kin: dict[int, Path], size:
     target, draft = Model(str(kin[0])), Model(str(kin[size]))
     found = substitutes(Tokenizer(str(kin[0])), Tokenizer(str(kin[size])))
     session = Session(draft, 256)
-    drafter = model_drafter(session, FixedPolicy(8, 2, 31, 8), vocab_size=target.vocab_size, substitutes=found)
+    drafter = TreeDrafter([ModelProposer(session, substitutes=found)], FixedPolicy(8, 2, 31, 8), target.vocab_size)
     sampling = SamplingConfig(temperature=1.5, seed=3)
     prompt = np.array([280, 65, 309, 281], np.int32)
     text, after = prompt.tolist(), 0
@@ -321,7 +321,7 @@ def test_a_draft_agrees_where_vocabularies_do(kin: dict[int, Path]) -> None:
     """With the same weights all it proposes is right, unless the target writes one of the two tokens it lacks."""
     target, draft = Model(str(kin[0])), Model(str(kin[310]))
     found = substitutes(Tokenizer(str(kin[0])), Tokenizer(str(kin[310])))
-    drafter = model_drafter(Session(draft, 256), CHAIN, vocab_size=310, substitutes=found)
+    drafter = TreeDrafter([ModelProposer(Session(draft, 256), substitutes=found)], CHAIN, 310)
     sampling, stats = SamplingConfig(temperature=1.0, seed=1), GenerationStats()
     prompt = np.array([65, 66, 67], np.int32)
     text = continuation(Decoder(Session(target, 256)), prompt, sampling, 30)
@@ -440,7 +440,7 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
 def test_the_token_loop_ends_at_max_tokens_at_the_end_of_text_and_in_a_full_context(
     target: Model, draft: Model, prompts: list[NDArray[np.int32]]
 ) -> None:
-    decoder = Decoder(Session(target), model_drafter(Session(draft), TREE, vocab_size=target.vocab_size))
+    decoder = Decoder(Session(target), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
     prompt, stats = prompts[0], GenerationStats()
     steps = list(decoder.generate(prompt, GREEDY, 30, stats=stats))
     whole = [token for step in steps for token in step.tokens]
@@ -456,7 +456,7 @@ def test_the_token_loop_ends_at_max_tokens_at_the_end_of_text_and_in_a_full_cont
     assert steps[-1].finish_reason == "stop"
     assert all(len(step.tokens) == len(step.stages) for step in steps)
     room = len(prompt) + 12
-    short = Decoder(Session(target, room), model_drafter(Session(draft), TREE, vocab_size=target.vocab_size))
+    short = Decoder(Session(target, room), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
     steps = list(short.generate(prompt, GREEDY, 99))
     assert [token for step in steps for token in step.tokens] == whole[:13]
     assert steps[-1].finish_reason == "length"
@@ -468,7 +468,7 @@ def test_the_token_loop_ends_at_max_tokens_at_the_end_of_text_and_in_a_full_cont
 def test_a_token_loop_that_is_left_early_leaves_the_context_usable(
     target: Model, draft: Model, prompts: list[NDArray[np.int32]]
 ) -> None:
-    decoder = Decoder(Session(target), model_drafter(Session(draft), TREE, vocab_size=target.vocab_size))
+    decoder = Decoder(Session(target), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
     expected = continuation(Decoder(Session(target)), prompts[1], GREEDY, 30)
     stats = GenerationStats()
     steps = decoder.generate(prompts[0], GREEDY, 30, stats=stats)
@@ -535,7 +535,9 @@ def test_a_step_whose_policy_fails_can_be_made_again(
 ) -> None:
     expected = continuation(Decoder(Session(target)), prompts[0], GREEDY, 40)
     session = Session(draft)
-    decoder = Decoder(Session(target), model_drafter(session, Stumbling(member, answer), vocab_size=target.vocab_size))
+    decoder = Decoder(
+        Session(target), TreeDrafter([ModelProposer(session)], Stumbling(member, answer), target.vocab_size)
+    )
     finish(decoder.start(prompts[0]))
     written: list[int] = []
     with pytest.raises((TypeError, ValueError, RuntimeError), match=rf"mine|Stumbling.{member} must be"):
@@ -566,7 +568,7 @@ def test_a_step_that_fails_while_verifying_or_telling_can_be_followed_by_others(
 
     sessions = [Session(target), Session(draft)]
     wrapped = [Failing(session) for session in sessions]
-    drafter = model_drafter(wrapped[1], TREE, vocab_size=target.vocab_size)  # type: ignore[arg-type]
+    drafter = TreeDrafter([ModelProposer(wrapped[1])], TREE, target.vocab_size)  # type: ignore[arg-type]
     decoder = Decoder(wrapped[0], drafter)  # type: ignore[arg-type]
     finish(decoder.start(prompts[0]))
     failed = 0
@@ -611,11 +613,10 @@ class SlowSession:
 def test_a_draft_stops_where_the_next_pass_would_not_fit(draft: Model, seconds: float) -> None:
     session = SlowSession(Session(draft))
     cost = PassCost({1: 1.0, 32: 1.0})
-    drafter = model_drafter(
-        session,  # type: ignore[arg-type]
+    drafter = TreeDrafter(
+        [ModelProposer(session, cost)],  # type: ignore[arg-type]
         CHAIN,
-        cost=cost,
-        vocab_size=draft.vocab_size,
+        draft.vocab_size,
         meter=Meter(session.clock),
     )
     drafter.start(np.arange(5, dtype=np.int32))
@@ -631,11 +632,10 @@ def test_a_draft_stops_where_the_next_pass_would_not_fit(draft: Model, seconds: 
 def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
     session = SlowSession(Session(draft))
     # Reading is believed to take a second for a token.
-    drafter = model_drafter(
-        session,  # type: ignore[arg-type]
+    drafter = TreeDrafter(
+        [ModelProposer(session, PassCost({1: 1.0, 32: 32.0}))],  # type: ignore[arg-type]
         CHAIN,
-        cost=PassCost({1: 1.0, 32: 32.0}),
-        vocab_size=draft.vocab_size,
+        draft.vocab_size,
         meter=Meter(session.clock),
     )
     text = (np.arange(201) % 50).astype(np.int32)
@@ -670,16 +670,15 @@ def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft:
 
     session = SlowSession(Session(draft))
     policy = Watching(width=1, depth=2, budget=2, children=1)
-    model = model_drafter(
-        session,  # type: ignore[arg-type]
+    model = TreeDrafter(
+        [ModelProposer(session, Fixed({1: 1.0, 32: 32.0}, {1: 2.0, 32: 64.0}))],  # type: ignore[arg-type]
         policy,
-        cost=Fixed({1: 1.0, 32: 32.0}, {1: 2.0, 32: 64.0}),
-        vocab_size=draft.vocab_size,
+        draft.vocab_size,
         meter=Meter(session.clock),
     )
     for length in (11, 501):
         text = (np.arange(length) % 10).astype(np.int32)
-        for drafter in (model, ngram_drafter(None, policy, draft.vocab_size)):
+        for drafter in (model, TreeDrafter(lookups(), policy, draft.vocab_size)):
             seen.clear()
             drafter.start(text)
             finish(drafter.catch_up(), Clocks(session.clock, session.clock))
@@ -699,8 +698,8 @@ def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft:
     assert 2 * model.lag() < whole
 
 
-@pytest.mark.parametrize("lookups", [0, 1, 3])
-def test_lookups_stop_where_the_next_one_would_not_fit(lookups: int) -> None:
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_lookups_stop_where_the_next_one_would_not_fit(number: int) -> None:
     now = [0.0]
 
     class Ticking(ContextProposer):
@@ -709,18 +708,18 @@ def test_lookups_stop_where_the_next_one_would_not_fit(lookups: int) -> None:
             return super().after(tail)
 
     meter = Meter(lambda: now[0])
-    proposer = Ticking(PassCost({1: 0.01}), meter)
+    proposer = Ticking(PassCost({1: 0.01}))
     drafter = TreeDrafter([proposer], CHAIN, 300, cost=PassCost({1: 1.0}), meter=meter)
     drafter.start(np.array([1, 2, 3] * 20, np.int32))
     assert (drafter.lag(), drafter.price()) == (pytest.approx(0.6), 1.0)
-    tree = finish(drafter.draft(GREEDY, 20, 0.7 + lookups))
-    assert drafter.stats.passes == now[0] == len(tree) - 1 == lookups
+    tree = finish(drafter.draft(GREEDY, 20, 0.7 + number))
+    assert drafter.stats.passes == now[0] == len(tree) - 1 == number
 
 
 def test_costs_of_lookups_are_refined_where_they_are_made() -> None:
     cost = NgramCost()
     lookup, read = cost.lookup(1), cost.read(1)
-    drafter = ngram_drafter(None, CHAIN, 300, cost=cost)
+    drafter = TreeDrafter(lookups(cost=cost), CHAIN, 300, cost=cost.lookup)
     drafter.start(np.array([1, 2, 3] * 40, np.int32))
     finish(drafter.draft(GREEDY, 20))
     assert cost.lookup(1) != lookup

@@ -31,10 +31,10 @@ from pystaged.decoding.requests import Clocks, Done, Read, Request, Requests, Ve
 from pystaged.decoding.stepper import BatchMember, Stepper, best_rows
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.lookups import ngram_drafter
-from pystaged.drafting.model import model_drafter
+from pystaged.drafting.lookups import lookups
+from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.proposer import Proposer
-from pystaged.drafting.third_stage import guided_model_drafter
+from pystaged.drafting.third_stage import GuidedModelProposer
 from pystaged.stats import GenerationStats
 
 # Of random schedules; more by PYSTAGED_SCHEDULES.
@@ -137,18 +137,18 @@ def decoder_of(
     tree = FixedPolicy(width=3, depth=3, budget=10)
     drafters: list[Drafter] = []
     if kind == "draft":
-        drafters = [model_drafter(Session(draft, 512), tree, vocab_size=vocab, meter=meter)]
+        drafters = [TreeDrafter([ModelProposer(Session(draft, 512))], tree, vocab, meter=meter)]
     elif kind == "draft and n-grams":
-        drafters = [guided_model_drafter(Session(draft, 512), tree, None, vocab, meter=meter)]
+        drafters = [TreeDrafter([GuidedModelProposer(Session(draft, 512), lookups())], tree, vocab, meter=meter)]
     elif kind == "n-grams":
-        drafters = [ngram_drafter(None, tree, vocab)]
+        drafters = [TreeDrafter(lookups(), tree, vocab)]
     elif kind == "recycled":
-        return Decoder(session, ngram_drafter(None, tree, vocab, recycled=memory), batch=batch, meter=meter)
+        return Decoder(session, TreeDrafter(lookups(recycled=memory), tree, vocab), batch=batch, meter=meter)
     elif kind == "lies":
         drafters = [LyingDrafter(vocab)]
     elif kind == "by gain":
         policy = GainPolicy(cost, cost, batch=batch)
-        drafters = [model_drafter(Session(draft, 512), policy, cost=cost, vocab_size=vocab, meter=meter)]
+        drafters = [TreeDrafter([ModelProposer(Session(draft, 512), cost)], policy, vocab, meter=meter)]
         return Decoder(session, *drafters, cost=cost, rates=[0.6], batch=batch, meter=meter)
     return Decoder(session, *drafters, batch=batch, meter=meter)
 

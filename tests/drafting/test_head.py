@@ -24,8 +24,9 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import MOST_ROWS, finish
-from pystaged.drafting.head import head_drafter
-from pystaged.drafting.lookups import NgramCost
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.head import HeadProposer
+from pystaged.drafting.lookups import NgramCost, lookups
 from pystaged.loading import heads, names
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
@@ -373,7 +374,7 @@ def test_what_the_head_says_becomes_the_tree(target_path: Path, head_path: Path,
     model = Model(target_path)
     head = heads.load_head(head_path, model, Tokenizer(target_path))
     session = Session(model)
-    drafter = head_drafter(head, model, session, None, FixedPolicy(1, 3, 3, 1), model.vocab_size)
+    drafter = TreeDrafter([*lookups(), HeadProposer(head, model, session)], FixedPolicy(1, 3, 3, 1), model.vocab_size)
     decoder = Decoder(session, drafter)
     slow = SlowHead(random_head(vocabulary), tensor(target_path, "token_embd.weight"))
     seen, before = 0, np.zeros((2, 64), np.float32)
@@ -431,14 +432,11 @@ def test_forced_tokens_are_taken_in_and_cost_no_lookups(target_path: Path, head_
 
     cost = NgramCost(PassCost({1: 1.0, 2: 1.0}), PassCost({1: 1e-9}))
     slow_head: Any = Slow()
-    drafter = head_drafter(
-        slow_head,
-        model,
-        session,
-        None,
+    drafter = TreeDrafter(
+        [*lookups(cost=cost), HeadProposer(slow_head, model, session)],
         FixedPolicy(1, 2, 6, 1),
         model.vocab_size,
-        cost=cost,
+        cost=cost.lookup,
         meter=Meter(lambda: now[0]),
     )
     drafter.start(np.array([3, 4, 5, 6], np.int32))
@@ -454,7 +452,7 @@ def test_forced_tokens_are_taken_in_and_cost_no_lookups(target_path: Path, head_
     assert tree.stages[1:5].tolist() == [Stage.GRAMMAR] * 3 + [Stage.DRAFT]
     assert cost.lookup(1) == pytest.approx(1.0, rel=0.01)
     # With seconds for two steps alone, n-grams are left, which know nothing.
-    now[0], drafter.recycled = 0.0, None
+    now[0] = 0.0
     drafter.start(np.array([3, 4, 5, 6], np.int32))
     assert finish(drafter.draft(SamplingConfig(), 8, 1.5)).tokens.tolist() == [6, 10, 11, 12]
     assert now[0] <= 3
@@ -473,7 +471,8 @@ def test_heads_of_few_tokens_and_heads_that_overflow_draft_all_the_same(
     model = Model(target_path)
     broken = heads.load_head(overflowing, model, Tokenizer(target_path))
     session = Session(model)
-    decoder = Decoder(session, head_drafter(broken, model, session, None, FixedPolicy(2, 3, 6), model.vocab_size))
+    proposers = [*lookups(), HeadProposer(broken, model, session)]
+    decoder = Decoder(session, TreeDrafter(proposers, FixedPolicy(2, 3, 6), model.vocab_size))
     prompt = Tokenizer(target_path).encode("a text")
     assert [token for step in decoder.generate(prompt, SamplingConfig(), 30) for token in step.tokens] == plain.tokens
 

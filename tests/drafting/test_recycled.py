@@ -14,7 +14,8 @@ from pystaged._core import RecycledCandidates, gumbel
 from pystaged.config import SamplingConfig
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import finish
-from pystaged.drafting.lookups import ngram_drafter
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.lookups import lookups
 
 KEPT = RecycledCandidates.num_candidates
 NEW_WEIGHT, PAIR_WEIGHT = 0.35, 0.7  # of what is seen beside what was known, of a pair beside its last token
@@ -106,7 +107,7 @@ def test_the_newer_of_two_keys_has_a_slot() -> None:
 
 
 def drafted(memory: RecycledCandidates | None, context: list[int], sampling: SamplingConfig) -> list[int]:
-    drafter = ngram_drafter(None, FixedPolicy(1, 1, KEPT, KEPT), VOCAB, recycled=memory)
+    drafter = TreeDrafter(lookups(recycled=memory), FixedPolicy(1, 1, KEPT, KEPT), VOCAB)
     drafter.start(np.array(context, np.int32))
     return finish(drafter.draft(sampling, 1)).tokens.tolist()[1:]
 
