@@ -165,7 +165,7 @@ def small(random_gguf: Callable[..., Path]) -> Row:
 
 
 @pytest.fixture(scope="module")
-def bundled_file(bundled_target: Path) -> Row:
+def bundled(bundled_target: Path) -> Row:
     return row_of(bundled_target, [4299, 277, 571, 261, 44456, 7, 77, 2599, 198])
 
 
