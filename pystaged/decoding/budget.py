@@ -1,25 +1,23 @@
 """Whether a step drafts, and who drafts: the account of a text.
 
+The bound: beyond what the texts before it gained, a text may lose to drafting at most the time of so many tokens of
+plain decoding: 4 for the first text of a context, 1 for each later one (OPENING, LEAST; greedy texts and others apart),
+or 3 ms where those take less; beside them half a percent of its length, a quarter of the time that the target took to
+read its prompt, and what the operation that used up the credit took beyond its price.
+
 Everything is counted in tokens of plain decoding, each of which takes a pass over one row, T(1). A drafted step costs
 
     price = (T(n) - T(1) + drafting) / T(1)
 
 and gains the tokens beyond its first. T(n) is what passes over n rows cost, as measured and as seen since; `drafting`
 is the time that proposing the tree and learning from it took. All are processor time: what other programs take of the
-machine is charged to nobody.
-
-The first text of a context begins with a credit of OPENING, others with what the one before left, LEAST at least,
-counted apart for greedy texts and others; steps take from it what they cost, and add what they gain, up to MOST. A
-drafter is used only while the credit covers the least that it can do, and a tree is cut to what the credit covers. So,
-whatever the drafters do:
-
-    The texts of a context, greedy or not, fall behind plain decoding by OPENING + LEAST for each at most, and by SHARE
-    of their length, PROMPT of what the target took to read their prompts, and what the operation that used up a credit
-    took beyond its price.
+machine is charged to nobody. A text begins with a credit. Steps take from it what they cost and add what they gain. A
+drafter is used only while the credit covers the least that it can do, and a tree is cut to what the credit covers. What
+is left of the credit goes to the next text.
 
 The drafter whose guesses bring most tokens per second drafts. Every drafter is scored by how often its first guess for
-the next token was right, when it drafts, and else now and then by a guess that is made and not verified (full
-information, arXiv 2510.20064), for which half of SHARE is spent. None drafts where even the best would not gain.
+the next token was right: when it drafts, and else now and then by a guess that is made and not verified (full
+information, arXiv 2510.20064). None drafts where even the best would not gain.
 
 Where several texts share passes, a plain step is a pass over one row of each, and all of them wait for what one of them
 drafts: T(1) is T(texts), and a price counts once for each text.
@@ -29,6 +27,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -39,8 +39,9 @@ from pystaged.decoding.meter import Meter
 from pystaged.decoding.requests import Done, Requests
 from pystaged.decoding.tree import Stage, TokenTree
 
-OPENING = 4.0  # tokens that drafting may lose before it has gained anything
-LEAST = 1.0  # tokens that each later text may lose, so that none is given up for what another one was
+OPENING = 4.0  # tokens of credit for the first text of a context
+LEAST = 1.0  # for each later one, whatever the texts before it lost
+LEAST_SECONDS = 0.003  # for any: of a tiny target a token takes less than a single hiccup of the machine
 SHARE = 0.005  # of a text's length that it may lose beyond that
 MOST = 16.0  # tokens of credit that are kept: what turned wrong must end soon
 PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to read it
@@ -51,6 +52,19 @@ _RETURN = 0.05  # by how much each new text draws what is believed of a drafter 
 _READ = 32  # rows of a pass, whose cost tells what reading a prompt takes
 _DEEPEST = 8  # of the chains by which drafters are compared
 _BLEND = 0.05  # weight of a new observation of Python's time
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is learnt of greedy texts, or of others.
+
+    rates: of each drafter, how often its first guess is right. scored: how many guesses that goes by.
+    left: tokens of credit that the next text may have.
+    """
+
+    rates: list[float]
+    scored: list[int]
+    left: float = OPENING
 
 
 class Budget:
@@ -64,28 +78,25 @@ class Budget:
     """
 
     def __init__(self, cost: PassCost | None, batch: BatchLoad, meter: Meter, rates: Sequence[float]) -> None:
-        self.credit = self._before = OPENING  # tokens, and what they were before the last step
+        self.credit = OPENING  # tokens
         self.chosen: int | None = None  # the drafter of the step in hand
-        self.shadow: int | None = None  # the drafter that is scored in it without drafting
+        self.shadow: tuple[int, float] | None = None  # the drafter that is scored beside it, and the seconds for that
         self._cost, self._batch, self._meter = cost, batch, meter
         self._first = list(rates)
-        self._rates = {greedy: self._first.copy() for greedy in (True, False)}
-        self._scored = {greedy: [_PRIOR] * len(self._first) for greedy in (True, False)}  # guesses
-        self._greedy = True
+        self._kinds = {greedy: _Known(self._first.copy(), [_PRIOR] * len(self._first)) for greedy in (True, False)}
+        self._known = self._kinds[True]  # of the text's kind
         self._past = 0  # tokens in front of the step's rows
-        self._extras: dict[int, float] = {}  # tokens that passes of the step cost beyond a plain one, by their rows
         self._scoring = 0.0  # tokens that may be spent for scoring
-        self._last_shadow, self._shadow_credit = 0, 0.0
+        self._last_shadow = 0
         self._python = 0.0  # seconds of a step that are neither the pass nor drafting
-        self._begin = self._drafted = 0.0
-        self._is_settled = True  # False in the middle of a step
-        self._left = dict.fromkeys((True, False), OPENING)  # what each kind's last text left, but for the present one
+        self._begin = self._drafted = 0.0  # when the step began, and when its tree was drafted
 
     def inherit(self, other: Budget) -> None:
         """Believe what another one, of the same target and drafters, has learnt."""
-        self._rates = {greedy: rates.copy() for greedy, rates in other._rates.items()}
-        self._scored = {greedy: scored.copy() for greedy, scored in other._scored.items()}
-        self._left = {greedy: min(other._rest(greedy), OPENING) for greedy in (True, False)}
+        for greedy, known in other._kinds.items():
+            left = min(known.left, OPENING)
+            self._kinds[greedy] = _Known(known.rates.copy(), known.scored.copy(), left)
+        self._known = self._kinds[True]
         self._python = other._python
 
     def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: int, greedy: bool) -> Requests[None]:
@@ -96,24 +107,23 @@ class Budget:
             read: how many tokens of the prompt the target had to read.
             greedy: whether its tokens are the likeliest ones: what is learnt is kept apart.
         """
-        self._left[self._greedy] = self._rest(self._greedy)
-        self.credit = self._before = max(LEAST, self._left[greedy])
-        self._is_settled = True
-        self._scoring, self.chosen, self._greedy = _FIRST_SCORING, None, greedy
+        known = self._known = self._kinds[greedy]
+        self.credit = max(LEAST, known.left)
+        self._scoring, self.chosen = _FIRST_SCORING, None
         if self._cost is None or not drafters:
             return
         self._past = prompt_tokens - 1
-        self._extras.clear()
-        rates = self._rates[greedy]
+        self.credit = max(self.credit, LEAST_SECONDS / self._cost(1, self._past))
+        known.left = 0.0  # until the account is settled: what an interrupted operation took is charged to nobody
         for i, first in enumerate(self._first):
-            rates[i] += _RETURN * (first - rates[i])
-        best = self._best([self._tokens(drafter.price()) for drafter in drafters], range(len(drafters)))
+            known.rates[i] += _RETURN * (first - known.rates[i])
+        best = self._best([drafter.price() / self._token for drafter in drafters], range(len(drafters)))
         if best is not None:
             allowance = PROMPT * self._cost(_READ, self._past // 2) / _READ * read
-            begin, self._is_settled = self._meter(), False
-            yield from drafters[best].catch_up(allowance + self._seconds(self.credit / 2))
-            self.credit -= self._tokens(max(0.0, self._meter() - begin - allowance))
-            self._is_settled = True
+            begin = self._meter()
+            yield from drafters[best].catch_up(allowance + self.credit / 2 * self._token)
+            self.credit -= max(0.0, self._meter() - begin - allowance) / self._token
+        known.left = self.credit
 
     def choose(self, drafters: Sequence[Drafter], past: int) -> None:
         """Begin a step: choose a drafter for it, and one that is scored beside it.
@@ -127,21 +137,20 @@ class Budget:
             self.chosen = 0 if drafters else None
             return
         self._past = past
-        self._extras.clear()
         if self.credit <= 0:
             return
-        self._is_settled = False
-        prices = [self._tokens(drafter.price()) for drafter in drafters]
-        least = [self._tokens(drafter.lag()) + price for drafter, price in zip(drafters, prices, strict=True)]
+        self._known.left = 0.0
+        token = self._token
+        prices = [drafter.price() / token for drafter in drafters]
+        least = [drafter.lag() / token + price for drafter, price in zip(drafters, prices, strict=True)]
         verifying = self._extra(2)
         self.chosen = self._best(prices, [i for i, price in enumerate(least) if price + verifying <= self.credit])
         most = min(self.credit, self._scoring)
         for turn in range(1, len(drafters) + 1):
             i = (self._last_shadow + turn) % len(drafters)
             if i != self.chosen and least[i] <= most:
-                self.shadow = self._last_shadow = i
+                self.shadow, self._last_shadow = (i, most * token), i
                 self._scoring -= least[i]
-                self._shadow_credit = most
                 break
 
     @property
@@ -149,39 +158,25 @@ class Budget:
         """Seconds that the step's drafter may use: what is left when verifying one node is paid."""
         if self._cost is None:
             return math.inf
-        return self._seconds(self.credit - self._extra(2)) - (self._meter() - self._begin)
-
-    @property
-    def shadow_seconds(self) -> float:
-        """Seconds that the drafter which is only scored may use."""
-        return self._seconds(self._shadow_credit)
+        return (self.credit - self._extra(2)) * self._token - (self._meter() - self._begin)
 
     def trim(self, tree: TokenTree) -> TokenTree:
         """The part of what was drafted that costs no more than the credit still covers."""
         self._drafted = self._meter()
-        self._extras.clear()  # others may have come or gone
         if self._cost is None:
             return tree
-        left = self.credit - self._tokens(self._drafted - self._begin)
-        rows, forced = len(tree), _forced(tree)
-        while rows > 1 + forced and self._guessing(rows, forced) > left:
+        left = self.credit - (self._drafted - self._begin) / self._token
+        rows, certain = len(tree), _certain_rows(tree)
+        while rows > certain and self._extra(rows, certain) > left:
             rows -= 1
         return tree.head(rows)
 
-    def record(
-        self,
-        drafters: Sequence[Drafter],
-        tree: TokenTree,
-        num_tokens: int,
-        verified: Done,
-        telling: float,
-        certain: int,
-    ) -> float:
-        """End the step: what it verified and wrote.
+    def record(self, drafters: Sequence[Drafter], verified: Done, telling: float, certain: int) -> float:
+        """End the step.
 
         Args:
-            tree: what it verified. num_tokens: that it wrote; certain: how many of them nobody had to guess.
-            verified: the pass. telling: seconds of telling the drafters.
+            verified: the pass, as Verify has it. telling: seconds of telling the drafters.
+            certain: how many of its tokens nobody had to guess.
 
         Returns:
             How many times as fast this was as plain decoding of the same tokens, in the same batch, by the measured
@@ -189,77 +184,61 @@ class Budget:
         """
         if self._cost is None:
             return 0.0
+        tree, _, tokens, *_ = verified.result
         self._cost.observe(verified.num_rows, verified.past, verified.processor_seconds, verified.share)
-        self._extras.clear()
         # Telling drafters that did not draft is next to free.
         drafting = self._drafted - self._begin + telling if self.chosen is not None or self.shadow is not None else 0.0
-        price = self._tokens(drafting) + self._guessing(len(tree), _forced(tree))
-        gain = max(0, num_tokens - certain - 1) - price
-        guessed, self._before = max(1, num_tokens - certain), self.credit
-        self.credit = min(self.credit + gain + SHARE * guessed, MOST)
+        price = drafting / self._token + self._extra(len(tree), _certain_rows(tree))
+        guessed, before = max(1, len(tokens) - certain), self.credit
+        self.credit = min(before + guessed - 1 - price + SHARE * guessed, MOST)
+        # What the last step gained may lie behind the end of its text.
+        self._known.left = min(before, self.credit)
         self._scoring = min(self._scoring + _SCORING * guessed, _MOST_SCORING)
         for i, drafter in enumerate(drafters):
             if drafter.hit is not None:
                 self._score(i, drafter.hit)
             elif i == self.chosen and not certain:
                 self._score(i, hit=False)  # it was to guess and did not
-        self._is_settled = True
         python = max(0.0, self._meter() - self._begin - drafting)
         self._python += _BLEND * (python - self._python)
         texts = self._batch.sequences
         seconds = self._cost(texts, self._past)
-        return num_tokens / (1 + price * seconds / (seconds + texts * self._python))
-
-    def _rest(self, greedy: bool) -> float:
-        """Tokens of credit that the last text of the kind left."""
-        if greedy != self._greedy:
-            return self._left[greedy]
-        # What an interrupted step took is charged to nobody, so nothing is left then; nor is what a last step gained,
-        # whose tokens may lie behind the end of its text.
-        return min(self.credit, self._before) if self._is_settled else 0.0
+        return len(tokens) / (1 + price * seconds / (seconds + texts * self._python))
 
     def _score(self, i: int, hit: bool) -> None:
-        rates, scored = self._rates[self._greedy], self._scored[self._greedy]
-        scored[i] = min(scored[i] + 1, _MEMORY)
-        rates[i] += (hit - rates[i]) / scored[i]
+        known = self._known
+        known.scored[i] = min(known.scored[i] + 1, _MEMORY)
+        known.rates[i] += (hit - known.rates[i]) / known.scored[i]
 
     def _best(self, prices: Sequence[float], among: Sequence[int]) -> int | None:
         """The drafter of most tokens per second, by the tokens that a guess of each costs; None where none is faster
         than plain decoding."""
-        rates, best, most = self._rates[self._greedy], None, 1.0
+        extra = cache(self._extra)  # each drafter asks for the same few
+        best, most = None, 1.0
         for i in among:
-            speedup = chain_speedup(rates[i], prices[i], self._extra)
+            speedup = chain_speedup(self._known.rates[i], prices[i], extra)
             if speedup > most:
                 best, most = i, speedup
         return best
 
-    def _guessing(self, num_rows: int, forced: int) -> float:
-        """Tokens that the guesses of so many rows cost, beside rows that a grammar forces."""
-        return max(0.0, self._extra(num_rows) - self._extra(1 + forced)) if num_rows > 1 + forced else 0.0
-
-    def _extra(self, num_rows: int) -> float:
-        """Tokens that a verify pass over so many rows of this text costs beyond a plain step."""
-        extra = self._extras.get(num_rows)
-        if extra is None:
-            assert self._cost is not None
-            # What has been learnt of a few rows may have made them dearer than more of them.
-            others = self._batch.rows
-            more = self._cost(others + num_rows, self._past) - self._cost(others + 1, self._past)
-            extra = self._extras[num_rows] = self._tokens(max(0.0, more))
-        return extra
-
-    def _tokens(self, seconds: float) -> float:
-        """Seconds of drafting as tokens of plain decoding that all texts wait for."""
+    @property
+    def _token(self) -> float:
+        """Seconds of a token of plain decoding: while one text drafts, all of the batch wait."""
         assert self._cost is not None
-        return self._batch.sequences * seconds / self._cost(self._batch.sequences, self._past)
+        return self._cost(self._batch.sequences, self._past) / self._batch.sequences
 
-    def _seconds(self, tokens: float) -> float:
+    def _extra(self, num_rows: int, certain: int = 1) -> float:
+        """Tokens that a pass over so many rows of this text costs beyond one over those that nobody has to guess."""
         assert self._cost is not None
-        return tokens * self._cost(self._batch.sequences, self._past) / self._batch.sequences
+        others = self._batch.rows
+        more = self._cost(others + num_rows, self._past) - self._cost(others + certain, self._past)
+        # What has been learnt of a few rows may have made them dearer than more of them.
+        return max(0.0, more) / self._token
 
 
-def _forced(tree: TokenTree) -> int:
-    return int(np.count_nonzero(tree.stages == Stage.GRAMMAR))
+def _certain_rows(tree: TokenTree) -> int:
+    """The root's, and those of tokens that a grammar forces."""
+    return 1 + int(np.count_nonzero(tree.stages == Stage.GRAMMAR))
 
 
 def chain_speedup(rate: float, price: float, extra: Callable[[int], float]) -> float:

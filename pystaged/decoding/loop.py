@@ -202,7 +202,7 @@ class Decoder:
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
         self._tell(tokens)
         telling, certain = self._meter() - begin, stages.count(Stage.GRAMMAR)
-        speedup = self.budget.record(self._drafting, tree, len(tokens), verified, telling, certain)
+        speedup = self.budget.record(self._drafting, verified, telling, certain)
         return Step(
             tokens,
             stages,
@@ -319,7 +319,8 @@ class Decoder:
         shadow = self.budget.shadow
         # What a grammar forces nobody has to guess.
         if shadow is not None and not (self._constraint and self._constraint.forced()):
-            yield from drafters[shadow].draft(sampling, 1, self.budget.shadow_seconds)
+            scored, seconds = shadow
+            yield from drafters[scored].draft(sampling, 1, seconds)
         chosen, tree = self.budget.chosen, TokenTree.root(self._root)
         if chosen is not None:
             tree = yield from drafters[chosen].draft(sampling, max_depth, self.budget.seconds)

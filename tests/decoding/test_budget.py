@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pystaged.config import SamplingConfig
 from pystaged.decoding.batch_load import BatchLoad
-from pystaged.decoding.budget import LEAST, MOST, OPENING, PROMPT, SHARE, Budget, chain_speedup
+from pystaged.decoding.budget import LEAST, LEAST_SECONDS, MOST, OPENING, PROMPT, SHARE, Budget, chain_speedup
 from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
@@ -198,9 +198,10 @@ class Text:
             over = max((drafter.overshoot for drafter in self.drafters), default=0.0)
             overshoot = max(overshoot, (over + behaviour.telling * len(self.drafters)) / plain)
             bound = SHARE * self.tokens + prompt + overshoot + 1e-6 * (1 + abs(self._lost + self.lost))
-            assert self.lost <= (MOST if self._bound else OPENING) + bound
-            assert self._lost + self.lost <= self._bound + (LEAST if self._bound else OPENING) + bound
-        self._lost, self._bound = self._lost + self.lost, self._bound + (LEAST if self._bound else OPENING) + bound
+            least = max(LEAST if self._bound else OPENING, LEAST_SECONDS / cost(1))
+            assert self.lost <= (MOST if self._bound else least) + bound
+            assert self._lost + self.lost <= self._bound + least + bound
+        self._lost, self._bound = self._lost + self.lost, self._bound + least + bound
 
 
 FLAT = PassCost({1: 1.0, 32: 1.0})
@@ -265,6 +266,15 @@ def test_a_text_that_was_unlucky_for_twenty_steps_drafts_again_within_64() -> No
         assert text.used[120:].count(0) > 75
 
 
+def test_a_hiccup_does_not_end_the_drafting_of_a_tiny_target() -> None:
+    """The first step of a later text, for which the ones before left nothing, takes longer than a token."""
+    text = Text(PassCost({1: 9e-4, 32: 9e-4}), [(9e-5,)], [0.5])
+    text.write([Behaviour([9e-5] * 3)] * 300)
+    assert text.used[-1] is None
+    text.write([Behaviour([1e-3])] + [Behaviour([9e-5] * 3, accept=2)] * 60)
+    assert text.used == [0] * 61
+
+
 def test_what_other_programs_take_of_the_machine_is_charged_to_nobody() -> None:
     """The same with and without interruptions, each of which takes as long as a hundred passes."""
     runs = []
@@ -305,7 +315,7 @@ def test_what_is_learnt_is_kept_apart_by_sampling_and_returns_with_new_texts() -
     rates = []
     for greedy in (True, False, True):
         finish(budget.open([drafter], 1, 0, greedy))
-        rates.append(budget._rates[greedy][0])
+        rates.append(budget._kinds[greedy].rates[0])
         for _ in range(100):
             budget._score(0, hit=False)
     assert rates[0] == rates[1] == 0.5
