@@ -704,13 +704,14 @@ def test_what_was_learnt_is_inherited() -> None:
                 calibration, source = cast(Any, drafter)._calibrations[greedy], cast(Any, other)._calibrations[greedy]
                 assert vars(calibration) == vars(source)
                 assert calibration.rates is not source.rates
-        learnt, source = vars(begun.budget), vars(old.budget)
-        for name in ("_rates", "_scored", "_python"):
-            assert learnt[name] == source[name]
-        assert learnt["_rates"] is not source["_rates"]
-        # It is not where one begins.
         new = engine.runtime.decoders.decoder(0, None)
-        assert vars(new.budget)["_rates"] != learnt["_rates"]
+        learnt, source, first = (
+            [(known.rates, known.scored) for known in each.budget._kinds.values()] for each in (begun, old, new)
+        )
+        assert learnt == source != first
+        assert all(mine[0] is not other[0] for mine, other in zip(learnt, source, strict=True))
+        assert begun.budget._python == old.budget._python
+        # It is not where one begins.
         assert vars(cast(Any, new.drafters[0])._calibrations[False]) != vars(
             cast(Any, old.drafters[0])._calibrations[False]
         )
