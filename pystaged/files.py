@@ -123,7 +123,7 @@ def open_regular(path: Path) -> BinaryIO:
         OSError: it cannot be opened.
         ValueError: it is no regular file.
     """
-    # Prefill a pipe would wait for its writer, and a device need not end.
+    # Opening a pipe would wait for its writer, and a device need not end.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -150,13 +150,13 @@ class Child:
             answered, good, value = -1, False, None
             self._is_asked = True
             try:
-                self._connection.send((number, name, args))
+                self._transfer(self._connection.send, (number, name, args))
                 # Signs of life, and answers to calls that were interrupted, are passed over.
                 while answered != number:
                     if not self._connection.poll(timeout):
                         self._end()
                         raise ChildSilentError(f"gave no answer within {timeout:g} s")
-                    answered, good, value = self._connection.recv()
+                    answered, good, value = self._transfer(self._connection.recv)
             except (EOFError, OSError):
                 how = self._describe_end()
                 self._end()
@@ -166,6 +166,14 @@ class Child:
         if isinstance(value, BaseException) and not good:
             raise value
         return value
+
+    def _transfer(self, transfer: Callable[..., Any], *message: object) -> Any:
+        """Send or receive a message. What comes after one that was cut off, by Ctrl-C, could not be understood."""
+        try:
+            return transfer(*message)
+        except KeyboardInterrupt:
+            self._end()
+            raise
 
     def kill(self) -> None:
         """End the process, from another thread than the one that uses it: that one gets ChildKilledError."""

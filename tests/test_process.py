@@ -196,6 +196,22 @@ def test_a_worker_that_owes_an_answer_is_ended(workers: process.Workers, monkeyp
         os.kill(first, 0)
 
 
+def test_after_an_answer_that_was_cut_off_a_child_is_ended(
+    workers: process.Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(connection: Connection) -> None:
+        os.read(connection.fileno(), 2)
+        raise KeyboardInterrupt
+
+    with workers.turn() as worker:
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "recv", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                worker.call("pid", timeout=60)
+        with pytest.raises(process.ChildError, match="crashed: it was ended"):
+            worker.call("pid", timeout=60)
+
+
 FORKS = """
 import os, sys
 from pystaged.process import Workers

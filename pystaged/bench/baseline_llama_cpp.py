@@ -92,14 +92,11 @@ class Server:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         command = [*command, "--host", "127.0.0.1", "--port", str(port)]
         self.process = subprocess.Popen(command, stdout=output, stderr=output)
-        deadline = time.monotonic() + _SECONDS_TO_LOAD
-        while not self._ready():
-            if self.process.poll() is not None:
-                raise RuntimeError(f"{name} ended with {self.process.returncode} while loading")
-            if time.monotonic() > deadline:
-                self.close()
-                raise RuntimeError(f"{name} does not become ready")
-            time.sleep(0.1)
+        try:
+            self._wait()
+        except BaseException:  # Ctrl-C too
+            self.close()
+            raise
 
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
         """Post a completion. Raises RuntimeError where it is refused, the server ends, or the answer is not JSON."""
@@ -134,6 +131,15 @@ class Server:
         """End it."""
         self.process.kill()
         self.process.wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + _SECONDS_TO_LOAD
+        while not self._ready():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{self._name} ended with {self.process.returncode} while loading")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self._name} does not become ready")
+            time.sleep(0.1)
 
     def _ready(self) -> bool:
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pystaged._core import DraftHead, Model, ModelError, Tokenizer
+from pystaged._core import DeviceError, DraftHead, Model, ModelError, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model
 from pystaged.decoding.budget import chain_speedup
 from pystaged.drafting.lookups import NgramCost
@@ -71,8 +71,15 @@ class Bundle:
 
         def load(path: Path, tokenizer: Tokenizer, device: str) -> dict[str, Model]:
             """A model on each device that it may run on."""
-            kept = report if weight_cache else None
-            return {name: _load(path, tokenizer, num_threads, name, kv, kept) for name in candidates(device, kv)}
+            kept, loaded = report if weight_cache else None, dict[str, Model]()
+            for name in candidates(device, kv):
+                try:
+                    loaded[name] = _load(path, tokenizer, num_threads, name, kv, kept)
+                except DeviceError as error:
+                    if device != "auto":
+                        raise
+                    report(f"passed over: {error}")
+            return loaded
 
         targets = load(self.path, self.tokenizer, device)
         drafts: dict[str, Model] = {}

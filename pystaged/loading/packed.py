@@ -32,7 +32,7 @@ def load_packed(path: Path, kernel: str, num_threads: int, report: Callable[[str
     try:
         if model.packed_problem:
             report(f"packed again: {model.packed_problem}")
-            target.unlink()
+            target.unlink(missing_ok=True)  # another process may have done so just now
         target.parent.mkdir(parents=True, exist_ok=True)
         check_room(target.parent, model.matrix_bytes)
         with part_file(target) as part:

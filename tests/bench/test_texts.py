@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import pystaged
+from pystaged.bench.baseline_llama_cpp import Server
 from pystaged.bench.texts import SERVED, Figures, LeftOut, Ours, TextsReport, Written, _summary
 from pystaged.cli import app
 from pystaged.config import GenerationConfig
@@ -152,6 +154,19 @@ def test_a_server_that_fails_is_a_row_with_its_reason(
         assert f"2 texts, {way} takes no part" in done.stderr
     report = TextsReport(found["conditions"], [], [LeftOut(**each) for each in found["left_out"]])
     assert [table.row_count for table in report.tables()] == [2]
+
+
+def test_a_server_ends_when_whoever_waits_for_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(server: Server) -> bool:
+        begun.append(server.process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "_ready", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Server([sys.executable, "-c", "import time; time.sleep(600)"])
+    assert begun[0].poll() is not None
 
 
 def test_a_server_that_tells_no_tokens_has_figures(path: Path, prompts: Path, tmp_path: Path) -> None:
