@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import sys
@@ -85,7 +86,7 @@ class Benchmark:
             "ngram_table": table.num_tokens if table else 0,  # tokens that were counted
             "prompts": {
                 "file": file.name,
-                "sha256": conditions.sha256(file),
+                "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
                 "chosen": len(chosen),
                 "used": dict(Counter(chosen[prompt].category for prompt in sorted(used))),
             },

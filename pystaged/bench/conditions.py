@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pystaged.files import update
+from pystaged.loading.seen import SeenModel
 
 _ABOUT = {
     "grown": "grown from the bundled target: it costs what GPT-2 Large costs and says what the small model says",
@@ -35,36 +35,24 @@ def versions() -> dict[str, str]:
     """Of the packages that take part."""
     found = {}
     for name in ("pystaged", "llama-cpp-python", "numpy", "openvino-genai"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def model_file(path: Path, named: str = "") -> dict[str, Any]:
-    """A model's file.
+    """A model's file, or all files of one in parts.
 
     Args:
         named: what the user called it.
     """
-    about = _ABOUT.get(named, "")
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path), "about": about}
-
-
-def sha256(path: Path) -> str:
-    """Of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        update(digest, file)
-    return digest.hexdigest()
+    seen = SeenModel.now(path)
+    return {"name": path.name, "bytes": seen.size, "sha256": seen.sha256(), "about": _ABOUT.get(named, "")}
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or "unknown"

@@ -60,8 +60,10 @@ class Bundle:
         check(device, kv)
         check(draft_device)
         self.costs = Costs(report)
-        found = names.resolve_bundle(model, draft, announced(report))
-        self.path, self.draft_path, head_path = found.target, found.draft, found.head
+        progress = announced(report)
+        self.path, found = names.resolve(model, progress), names.resolve_draft(model, draft, progress)
+        head_path = found if found and is_head(found) else None
+        self.draft_path = None if head_path else found
         self.file = SeenModel.now(self.path)
         self.tokenizer = _tokenizer(self.path)
         self.vocabulary = self.tokenizer.fingerprint

@@ -197,14 +197,9 @@ def shard_names(index: Path) -> list[str]:
         raise ValueError(f"{index} is damaged: it has no weight_map")
     names = sorted(set(weight_map.values()))
     for name in names:
-        if not is_plain_name(name) or not name.endswith(".safetensors"):
+        if not name.endswith(".safetensors") or re.search(r"[/\\:\0]", name):
             raise ValueError(f"{index} names the file {name!r}, which is no safetensors file in its folder")
     return names
-
-
-def is_plain_name(name: str) -> bool:
-    """Whether a name stays in its folder on every system."""
-    return bool(name) and name not in (".", "..") and not re.search(r"[/\\:\0]", name)
 
 
 def _write_metadata(writer: GGUFWriter, shape: Shape, num_rows: int, file_type: int) -> None:

@@ -131,11 +131,6 @@ class CostStore:
         return self._folder / f"{name}.json"
 
 
-def _can_take(seconds: float) -> bool:
-    """Whether a pass can."""
-    return _LEAST_SECONDS <= seconds <= _MOST_SECONDS
-
-
 def _is_believable(seconds: dict[int, float], slopes: dict[int, float]) -> bool:
     """Whether passes over so many rows can take so long, and a thousand cells add so much."""
     return (
@@ -150,8 +145,6 @@ def _is_believable(seconds: dict[int, float], slopes: dict[int, float]) -> bool:
 
 def _rises_believably(seconds: dict[int, float]) -> bool:
     values = [seconds[n] for n in sorted(seconds)]
-    return (
-        all(map(_can_take, values))
-        and all(value / seconds[1] / _MOST_RISE <= n for n, value in seconds.items())
-        and all(more >= _LEAST_RISE * fewer for fewer, more in itertools.pairwise(values))
-    )
+    return all(
+        _LEAST_SECONDS <= value <= min(_MOST_SECONDS, n * seconds[1] * _MOST_RISE) for n, value in seconds.items()
+    ) and all(more >= _LEAST_RISE * fewer for fewer, more in itertools.pairwise(values))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from pystaged.elsewhere import meant, renamed
 from pystaged.files import expanded
 from pystaged.loading import cache
 from pystaged.loading.hub import HUB_ID, pull
-from pystaged.loading.metadata import is_head
 from pystaged.loading.progress import Progress
 
 SMOLLM2 = "smollm2"
@@ -108,27 +106,6 @@ def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progres
     if draft == "bundled" or (draft == "auto" and model == "bundled"):
         return bundled_file(BUNDLED_DRAFT)
     return None if draft in (None, "none", "auto") else resolve(draft, progress)
-
-
-@dataclass(frozen=True, slots=True)
-class BundleFiles:
-    """The GGUF files of a target and of its draft model or draft head."""
-
-    target: Path
-    draft: Path | None = None
-    head: Path | None = None
-
-
-def resolve_bundle(model: str | Path, draft: str | Path | None, progress: Progress = lambda *_: None) -> BundleFiles:
-    """The files of a target and of what drafts for it; arguments and errors as in resolve and resolve_draft.
-
-    Raises:
-        ModelError: what is named as draft is no GGUF file.
-    """
-    target, drafting = resolve(model, progress), resolve_draft(model, draft, progress)
-    if drafting and is_head(drafting):
-        return BundleFiles(target, head=drafting)
-    return BundleFiles(target, drafting)
 
 
 def here() -> list[Path]:

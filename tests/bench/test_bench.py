@@ -527,19 +527,8 @@ def test_command_with_synthetic_acceptance(two_prompts: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path) -> None:
-    child = command(
-        "--prompts",
-        two_prompts,
-        "--max-tokens",
-        "700",
-        "--minutes",
-        "60",
-        "--baselines",
-        "none",
-        "--out",
-        tmp_path,
-        start_new_session=True,
-    )
+    options = ["--max-tokens", "700", "--minutes", "60", "--baselines", "none"]
+    child = command("--prompts", two_prompts, *options, "--out", tmp_path, start_new_session=True)
     # It says nothing in a pipe until the end. Its first workers try each way out; the one that measures lives on.
     seen: dict[int, float] = {}
     while child.poll() is None:
@@ -579,28 +568,6 @@ def test_refusals(arguments: list[str], words: str) -> None:
     assert (child.returncode, said) == (1, "")
     assert words in errors
     assert "Traceback" not in errors
-
-
-@pytest.mark.slow
-def test_the_benchmark_is_a_module_too(two_prompts: Path) -> None:
-    ask = [
-        sys.executable,
-        "-m",
-        "pystaged.bench",
-        "lossless",
-        "--prompts",
-        two_prompts,
-        "--max-tokens",
-        "6",
-        "--seeds",
-        "1",
-    ]
-    done = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "texts that differ from plain decoding" in done.stdout
-    rows = [line.split() for line in done.stdout.splitlines() if line.strip()][2:]
-    assert rows
-    assert all(row[-3:] == ["0"] * 3 for row in rows), "in a pipe a row is a line"
 
 
 @pytest.mark.slow
@@ -659,18 +626,14 @@ TINY = {"width": 256, "layers": 2, "heads": 8, "kv_heads": 2, "head_dim": 32, "f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["Q8_0", "Q4_K_M"])
-def test_random_llamas_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundled_draft: Path, quantization: str
-) -> None:
+def test_random_llamas_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundled_draft: Path) -> None:
     """With the tokens of SmolLM2, for which the bundled draft stands in."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(names, "_smollm2", lambda: bundled_draft)
     monkeypatch.setitem(models.LLAMAS, "llama1b", TINY | {"vocab_size": 50300, "tie": True})
-    path = models.find("llama1b", quantization)
+    path = models.find("llama1b", "Q4_K_M")
     model = Model(str(path))
     assert (model.architecture, model.width, model.num_kv_heads, model.vocab_size) == ("llama", 256, 2, 50300)
-    assert path == models.find("llama1b", quantization)
     assert "random weights" in conditions.model_file(path, "llama1b")["about"]
 
 
@@ -710,25 +673,14 @@ def test_the_head_of_made_models() -> None:
 
 def test_lossless_without_a_draft(random_gguf: Callable[..., Path], two_prompts: Path) -> None:
     path = str(random_gguf(vocab_size=300, context=512))
-    arguments = [
-        "bench",
-        "lossless",
-        "--model",
-        path,
-        "--prompts",
-        str(two_prompts),
-        "--max-tokens",
-        "6",
-        "--seeds",
-        "1",
-    ]
-    alone = CliRunner().invoke(app, arguments)
-    assert alone.exit_code == 0, alone.output
-    assert "n-grams alone" in alone.output
-    assert "tree over n-grams" not in alone.output
-    with_itself = CliRunner().invoke(app, [*arguments, "--draft", path])
-    assert with_itself.exit_code == 0, with_itself.output
-    assert "tree over n-grams" in with_itself.output
+    options = ["--model", path, "--prompts", str(two_prompts), "--max-tokens", "6", "--seeds", "1"]
+    for draft, has_tree in (("auto", False), (path, True)):
+        done = CliRunner().invoke(app, ["bench", "lossless", *options, "--draft", draft])
+        assert done.exit_code == 0, done.output
+        rows = [line for line in done.stdout.splitlines() if line.strip()][2:]
+        assert all(row.split()[-3:] == ["0"] * 3 for row in rows), "in a pipe a row is a line"
+        assert any("n-grams alone" in row for row in rows)
+        assert any("tree over n-grams" in row for row in rows) == has_tree
 
 
 # ---- Baselines ----

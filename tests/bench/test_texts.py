@@ -128,21 +128,8 @@ def server(folder: Path, fails: str = "") -> Path:
 def test_a_server_that_fails_is_a_row_with_its_reason(
     path: Path, prompts: Path, tmp_path: Path, fails: str, reason: str
 ) -> None:
-    done = run(
-        "--model",
-        path,
-        "--draft",
-        path,
-        "--prompts",
-        prompts,
-        "--texts",
-        "2",
-        "--max-tokens",
-        "9",
-        "--llama-cpp",
-        server(tmp_path, fails),
-        "--json",
-    )
+    options = ("--draft", path, "--texts", "2", "--max-tokens", "9", "--json")
+    done = run("--model", path, "--prompts", prompts, "--llama-cpp", server(tmp_path, fails), *options)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [each["way"] for each in found["figures"]] == ["plain", "drafted"]

@@ -189,8 +189,7 @@ def test_half_precision_checkpoints(tmp_path: Path, expected: Floats, dtype: str
     assert 0 < np.abs(found - expected).max() <= tolerance
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate-head"])
+@pytest.mark.parametrize(("kind", "tied"), [("F32", True), ("F16", False), ("BF16", True)])
 def test_every_float_type_loads_everywhere(tmp_path: Path, kind: str, tied: bool) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=tied)
     out = tmp_path / "model.gguf"

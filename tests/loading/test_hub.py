@@ -114,14 +114,13 @@ def test_pull_a_checkpoint(tiny: Repository, online: Hub, tmp_path: Path, shards
     assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
-def test_pull_a_checkpoint_of_another_family(online: Hub, tmp_path: Path, model_type: str) -> None:
-    folder = write_family(tmp_path / "checkpoint", model_type, shards=2, num_hidden_layers=7)
+def test_pull_a_checkpoint_of_another_family(online: Hub, tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "checkpoint", "gemma3_text", shards=2, num_hidden_layers=7)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    online.repositories[TINY] = Repository(files_of(folder), about={"config": {"model_type": model_type}})
+    online.repositories[TINY] = Repository(files_of(folder), about={"config": {"model_type": "gemma3_text"}})
     path = hub.pull(TINY, "q4_k_m")
     fields = GGUFReader(path).fields
-    assert fields["general.architecture"].contents() == model_type.removesuffix("_text")
+    assert fields["general.architecture"].contents() == "gemma3"
     assert fields["tokenizer.chat_template"].contents() == "{{ messages }}"
     assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
 
@@ -149,6 +148,9 @@ def test_a_second_pull_does_nothing(online: Hub) -> None:
     assert hub.pull(TINY) == path
     assert path.stat().st_mtime_ns == before
     assert [request.path.partition("?")[0] for request in online.requests] == [f"/api/models/{TINY}"]
+    # Another type is made of what is here.
+    assert hub.pull(TINY, "F16").name == "tiny.F16.gguf"
+    assert downloads(online) == []
 
 
 @pytest.mark.slow
@@ -157,15 +159,6 @@ def test_a_new_commit_is_pulled_anew(tiny: Repository, tmp_path: Path) -> None:
     write_weights(tmp_path, checkpoint_weights(checkpoint_config(), seed=1))
     tiny.files["model.safetensors"] = (tmp_path / "model.safetensors").read_bytes()
     assert hub.pull(TINY).read_bytes() != first
-
-
-@pytest.mark.usefixtures("tiny")
-def test_another_type_downloads_nothing_again(online: Hub) -> None:
-    hub.pull(TINY)
-    online.requests.clear()
-    path = hub.pull(TINY, "F16")
-    assert path.name == "tiny.F16.gguf"
-    assert downloads(online) == []
 
 
 @pytest.mark.parametrize(
@@ -340,13 +333,6 @@ def test_a_hostile_index(tiny: Repository, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"names the file '\.\./\.\./\.\./secret\.safetensors'"):
         hub.pull(TINY)
     assert leftovers(tmp_path) == []
-
-
-def test_a_malformed_checkpoint_leaves_nothing(tiny: Repository) -> None:
-    tiny.files["model.safetensors"] = tiny.files["model.safetensors"][:-50]
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
-        hub.pull(TINY)
-    assert cache.models() == []
 
 
 @pytest.mark.usefixtures("ggufs")
@@ -623,14 +609,3 @@ def test_importing_asks_nobody_and_is_light(online: Hub) -> None:
     done = subprocess.run(command, check=True, env=dict(os.environ), capture_output=True, text=True)
     assert done.stdout.strip() == ""
     assert online.requests == []
-
-
-def test_the_hub_of_these_tests(online: Hub, ggufs: Repository) -> None:
-    """Ranges and checksums are what they should be, or the tests above would show little."""
-    from urllib.request import Request, urlopen  # noqa: PLC0415
-
-    data = ggufs.files["tiny.Q8_0.gguf"]
-    url = f"{online.url}/{GGUFS}/resolve/main/tiny.Q8_0.gguf"
-    with urlopen(Request(url, headers={"Range": "bytes=100-"})) as answer:
-        assert (answer.status, answer.read()) == (206, data[100:])
-        assert answer.url.endswith(hashlib.sha256(data).hexdigest())
