@@ -183,7 +183,6 @@ def swap(path: Path, first: bytes, second: bytes) -> None:
         (lambda path: path.chmod(0), "cannot open"),
         (lambda path: (path.unlink(), os.mkfifo(path)), "no packed weights"),
     ],
-    ids="cut half headless empty longer last-bit first-bit after-the-text text version forbidden pipe".split(),
 )
 def test_damage(llama: Path, spoil: Callable[[Path], object], reason: str) -> None:
     expected = logits(loaded(llama))
