@@ -16,6 +16,7 @@ from typing import Any
 from pystaged.bench.worker import Measurement, peak_bytes
 
 _SECONDS_TO_LOAD = 300.0
+_LONGEST_SILENCE = 600.0  # seconds in which a prompt is surely read
 _SAMPLERS = ["top_k", "top_p", "min_p", "temperature"]
 
 
@@ -105,21 +106,24 @@ class Server:
             return found
 
     def stream(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The same piece by piece, for a request that asks for that."""
-        with self._post(request) as response:
+        """The same piece by piece, for a request that asks for that; also where none comes for a long time."""
+        with self._post(request, _LONGEST_SILENCE) as response:
             for line in response:
                 if line.startswith(b"data: {"):
                     yield json.loads(line.removeprefix(b"data: "))
 
     @contextlib.contextmanager
-    def _post(self, request: dict[str, Any]) -> Iterator[Any]:
+    def _post(self, request: dict[str, Any], timeout: float | None = None) -> Iterator[Any]:
         data = json.dumps(request).encode()
         headers = {"Content-Type": "application/json"}
         try:
-            with self._opener.open(urllib.request.Request(f"{self._url}/completion", data, headers)) as response:
+            asked = urllib.request.Request(f"{self._url}/completion", data, headers)
+            with self._opener.open(asked, timeout=timeout) as response:
                 yield response
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{self._name} refused: {error.read().decode('utf-8', 'replace')[:200]}") from error
+        except TimeoutError:
+            raise RuntimeError(f"{self._name} was silent for {timeout:g} seconds") from None
         except (urllib.error.URLError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)

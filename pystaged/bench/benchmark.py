@@ -57,7 +57,7 @@ class Benchmark:
             ValueError: prompts too long for the model, or none; no such baseline.
         """
         path = models.find(self.model, self.quantization, lambda what: progress(what, 0.0, 0.0))
-        draft = models.find_draft(self.model, self.draft)
+        draft = models.find_draft(self.model, self.draft, lambda what: progress(what, 0.0, 0.0))
         most = None if self.limit is None else self.warm + self.limit
         file, found_prompts = prompts.choose(path, self.prompts, most)
         warm, chosen = found_prompts[: self.warm], found_prompts[self.warm :]

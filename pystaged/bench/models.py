@@ -16,6 +16,7 @@ from pystaged.files import cache_folder
 from pystaged.loading import names
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.heads import find_head
+from pystaged.loading.progress import announced
 from pystaged.loading.quantize import quantize
 
 WIDTH, LAYERS, HEADS, CONTEXT = 1280, 36, 20, 1024  # of GPT-2 Large
@@ -58,14 +59,14 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
             bundled target says, "llama1b" and "llama8b" for Llamas of random weights, "grown-smollm2" for one of 1.2
             billion weights that says what SmolLM2 says; else as in names.resolve.
         quantization: type of a model to be made: F32, F16, Q8_0, Q4_0 (random also BF16; Llamas also Q4_K and Q4_K_M).
-        report: told before one is made, which takes minutes.
+        report: told before one is made, which takes minutes, or downloaded.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a type that cannot be made.
     """
     if model not in MADE:
-        return names.resolve(model)
+        return names.resolve(model, announced(report))
     source = names.resolve("smollm2" if model in LLAMAS or model == "grown-smollm2" else "bundled")
     folder = cache_folder() / "bench"
     name = f"gpt2-large-{model}" if model in ("grown", "random") else model
@@ -91,13 +92,14 @@ def check_type(model: str, quantization: str) -> None:
         raise ValueError(f"{model} cannot be made in the type {quantization!r}: choose from {', '.join(types)}")
 
 
-def find_draft(model: str, draft: str | Path | None) -> Path | None:
+def find_draft(model: str, draft: str | Path | None, report: Callable[[str], None] = lambda _: None) -> Path | None:
     """The file of a draft as in names.resolve_draft, where "auto" is the bundled draft for all that speak like it, or
     the draft head that fits."""
-    found = names.resolve_draft("bundled" if model in ("grown", "random") else model, draft)
+    progress = announced(report)
+    found = names.resolve_draft("bundled" if model in ("grown", "random") else model, draft, progress)
     if found or draft != "auto" or model in LLAMAS:
         return found
-    path = names.resolve("smollm2" if model == "grown-smollm2" else model)
+    path = names.resolve("smollm2" if model == "grown-smollm2" else model, progress)
     return find_head(Tokenizer(os.fsencode(path)))
 
 

@@ -125,7 +125,7 @@ def bench(
         raise typer.BadParameter("--accept measures nothing that remembers; leave --warm out")
     _check_type(model, quantization)
     found_draft = draft_name(draft)
-    setup = {"draft": models.find_draft(model, found_draft)}
+    setup = {"draft": models.find_draft(model, found_draft, report)}
     with usage():
         methods.baselines(setup, llama_cpp or [], baselines)
     benchmark = Benchmark(
@@ -245,7 +245,7 @@ def texts(
     _, chosen = choose(path, prompts, max(numbers))
     found = texts_bench.measure(
         path,
-        models.find_draft(model, draft_name(draft)),
+        models.find_draft(model, draft_name(draft), report),
         [prompt.tokens for prompt in chosen],
         numbers,
         max_tokens=max_tokens,
@@ -357,7 +357,7 @@ def _open(
 ) -> tuple[Bundle, list[NDArray[np.int32]]]:
     """A target with its draft, and the tokens of the prompts."""
     path = _model_file(model, quantization)
-    bundle = Bundle(path, models.find_draft(model, draft_name(draft)), 0, report)
+    bundle = Bundle(path, models.find_draft(model, draft_name(draft), report), 0, report)
     return bundle, [prompt.tokens for prompt in choose(path, prompts, limit)[1]]
 
 

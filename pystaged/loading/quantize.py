@@ -14,7 +14,7 @@ from collections import deque
 from pathlib import Path
 
 from pystaged import process
-from pystaged.files import destination, part_file, whole_file
+from pystaged.files import destination, open_regular, part_file, whole_file
 from pystaged.loading.file_types import FILE_TYPES, UNQUANTIZED
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.progress import Progress
@@ -57,8 +57,7 @@ def quantize(
         OSError: a file cannot be read or written.
     """
     quantization = check_type(quantization)
-    with source.open("rb"):
-        pass
+    open_regular(source).close()
     stored = read_metadata(source).get("general.file_type", "")
     if not allow_requantize and stored.isdecimal() and int(stored) not in UNQUANTIZED:
         raise _requantizing(source, next((name for name, number in FILE_TYPES.items() if str(number) == stored), ""))

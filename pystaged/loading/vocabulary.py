@@ -176,16 +176,24 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ValueError: naming the file, where it holds no JSON object.
+        ValueError: naming the file, where it holds no JSON object, or more than 256 MiB.
         OSError: the file cannot be read.
     """
+    text = _text(path)
     try:
-        found = json.loads(read_small(path, _MOST_BYTES).decode("utf-8"))
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}; get it again") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")
     return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_small(path, _MOST_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: {error}; get it again") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -265,10 +273,7 @@ def _vocab_and_merges(folder: Path) -> _Model:
             raise ValueError(
                 f"{folder} has no tokenizer: neither tokenizer.json nor {SENTENCEPIECE} nor vocab.json with merges.txt"
             )
-    try:
-        lines = merges.read_text("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{merges} is damaged: {error}; get it again") from None
+    lines = _text(merges).split("\n")
     return _Model(
         vocab, "gpt-2", read_json(vocab), [line for line in lines if line and not line.startswith("#version")]
     )
@@ -444,10 +449,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | list[dict[st
     found = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
     path = folder / "chat_template.jinja"
     if not found and path.is_file():
-        try:
-            found = read_small(path, _MOST_BYTES).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is damaged: {error}; get it again") from None
+        found = _text(path)
     several = isinstance(found, list) and all(
         isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
         for entry in found

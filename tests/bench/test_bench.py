@@ -44,6 +44,7 @@ from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import finish
 from pystaged.drafting.model import ModelProposer
 from pystaged.loading import names
+from pystaged.loading.progress import Progress
 from pystaged.stats import GenerationStats
 
 GREEDY = SamplingConfig()
@@ -658,6 +659,17 @@ def test_a_grown_llama_by_name(
 def test_drafts_of_made_models(bundled_draft: Path) -> None:
     assert models.find_draft("grown", "auto") == models.find_draft("bundled", "auto") == bundled_draft
     assert models.find_draft("llama1b", "auto") is models.find_draft("bundled", None) is None
+
+
+def test_what_is_downloaded_is_told(bundled_draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pull(name: str, progress: Progress) -> Path:
+        progress(f"downloading {name}", 0, 1)
+        return bundled_draft
+
+    monkeypatch.setattr(names, "pull", pull)
+    said: list[str] = []
+    assert models.find("some/one", "Q8_0", said.append) == models.find_draft("bundled", "some/draft", said.append)
+    assert said == ["downloading some/one", "downloading some/draft"]
 
 
 def test_the_head_of_made_models() -> None:

@@ -13,13 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 import pystaged
+from pystaged.bench import baseline_llama_cpp
 from pystaged.bench.baseline_llama_cpp import Server
 from pystaged.bench.texts import SERVED, Figures, LeftOut, Ours, TextsReport, Written, _summary
 from pystaged.cli import app
 from pystaged.config import GenerationConfig
 
 SERVER = """#!{python}
-import json, sys
+import json, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 arguments = sys.argv
 print("what nobody reads")
@@ -38,6 +39,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_error(500)
         self.send_response(200)
         self.end_headers()
+        if "{fails}" == "silence":
+            time.sleep(60)
         if "{fails}" == "tokens":
             return self.wfile.write(b'data: {{"stop": true, "content": ""}}\\n\\n')
         if "{fails}" == "words":
@@ -123,11 +126,14 @@ def server(folder: Path, fails: str = "") -> Path:
         ("tokens", "answered 2 of 2 texts without a token"),
         ("words", "answers oddly"),
         ("kinds", "answers oddly: its tokens are 5"),
+        ("silence", "was silent for 0.2 seconds"),
     ],
 )
 def test_a_server_that_fails_is_a_row_with_its_reason(
-    path: Path, prompts: Path, tmp_path: Path, fails: str, reason: str
+    path: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, reason: str
 ) -> None:
+    if fails == "silence":
+        monkeypatch.setattr(baseline_llama_cpp, "_LONGEST_SILENCE", 0.2)
     options = ("--draft", path, "--texts", "2", "--max-tokens", "9", "--json")
     done = run("--model", path, "--prompts", prompts, "--llama-cpp", server(tmp_path, fails), *options)
     assert done.exit_code == 0, done.output

@@ -102,6 +102,12 @@ def test_a_truncated_file(source: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source.gguf"]
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "source.gguf")
+    with pytest.raises(ValueError, match=r"source\.gguf is no regular file"):
+        quantize(tmp_path / "source.gguf", tmp_path / "out.gguf", "q8_0")
+
+
 def test_missing_files(source: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="none"):
         quantize(tmp_path / "none.gguf", tmp_path / "out.gguf", "q8_0")
