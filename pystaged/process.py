@@ -99,7 +99,7 @@ class ChildKilledError(ChildError):
 
 
 class ChildSilentError(ChildError):
-    """A child is silent."""
+    """A child has not answered in time."""
 
 
 class Child:
@@ -210,8 +210,8 @@ class Child:
 
 
 class Workers:
-    """Children that answer calls, so many at once; each begins when it is needed, and goes when it owes an answer that
-    nobody waits for. What fork() makes of this process has its own.
+    """A pool of children that answer calls. Each is started when it is needed, and ended when its caller has not waited
+    for an answer. A process made by fork() has a pool of its own.
 
     Args:
         module: as in Child.
@@ -270,9 +270,8 @@ def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection, l
 
 @contextmanager
 def limits(seconds: float, room: int) -> Iterator[None]:
-    """In a child, of a piece of work: it is killed when that takes so many seconds of processor time, and has no more
-    than so many bytes of addresses besides those it had. The latter only where the system has /proc, which macOS has
-    not."""
+    """In a child, bound a piece of work: after so many seconds of processor time the child is killed, and beyond so
+    many bytes of addresses more than it had it gets MemoryError; the latter not on macOS, which has no /proc."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     had = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:  # noqa: PTH123  imports little

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 from fuzz import driver
 
-from pystaged import Receipt
-from pystaged._core import RecycledCandidates
-
 CASES = 25  # of each target
 FAILING = """
 import os, time
@@ -59,25 +56,6 @@ def test_cases_are_the_same_in_each_folder(tmp_path: Path, monkeypatch: pytest.M
         target = driver.make(name, folder)
         sizes.append([target.case(random.Random(k)).size for k in range(40)])
     assert sizes[0] == sizes[1]
-
-
-@pytest.mark.slow
-def test_damaged_memories_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not all of them are refused by their digest or a range: what the rest says is looked at."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    target, read = driver.make("memory", tmp_path), []
-    honest = RecycledCandidates.restore
-    monkeypatch.setattr(RecycledCandidates, "restore", lambda *args: read.append(args) or honest(*args))
-    for k in range(60):
-        target.case(random.Random(k)).use()
-    assert 10 < len(read) < 50
-
-
-def test_a_receipt_that_is_read_but_not_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = driver.make("receipt", tmp_path)
-    monkeypatch.setattr(Receipt, "to_json", lambda _: "{}")
-    with pytest.raises(AssertionError, match="cannot be written and read again"):
-        next(target.sound()).use()
 
 
 @pytest.mark.slow

@@ -41,10 +41,8 @@ def test_a_child_of_a_parent_that_has_ended_does_nothing(tmp_path: Path) -> None
     assert (done.returncode, list(tmp_path.iterdir())) == (1, [])
 
 
-def test_large_blocks_go_back_at_once() -> None:
-    """glibc would keep a block as large as one that was freed before."""
-    code = """
-import ctypes, sys
+HEAPS = """
+import ctypes, sys, threading
 from pystaged.process import bound_heaps
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -58,24 +56,6 @@ libc.free(libc.malloc(1 << 24))
 before = libc.mallinfo2().hblkhd
 libc.malloc(1 << 20)
 print(libc.mallinfo2().hblkhd - before >= 1 << 20)
-"""
-    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
-        process.bound_heaps()  # does nothing
-        pytest.skip("not glibc")
-    for how, mapped in (("usual", "False"), ("bound", "True")):
-        done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == mapped
-
-
-def test_threads_share_two_heaps() -> None:
-    """glibc would give each thread one of its own, up to eight for each core."""
-    code = """
-import ctypes, sys, threading
-from pystaged.process import bound_heaps
-if sys.argv[1] == "bound":
-    bound_heaps()
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 all_there = threading.Barrier(7)
 def allocate():
     all_there.wait()
@@ -88,14 +68,20 @@ all_there.wait()
 all_there.wait()
 libc.malloc_stats()
 """
-    if not hasattr(ctypes.CDLL(None), "malloc_stats"):
+
+
+def test_large_blocks_go_back_at_once_and_threads_share_two_heaps() -> None:
+    """glibc would keep a block as large as one that was freed, and give each thread a heap, up to eight a core."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        process.bound_heaps()  # does nothing
         pytest.skip("not glibc")
-    heaps = []
-    for how in ("usual", "bound"):
-        done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True, timeout=60)
-        heaps.append(done.stderr.count("Arena "))
-    assert heaps[0] >= 6
-    assert heaps[1] == 2
+    usual, bound = (
+        subprocess.run([sys.executable, "-c", HEAPS, how], capture_output=True, text=True, check=True, timeout=60)
+        for how in ("usual", "bound")
+    )
+    assert [usual.stdout.strip(), bound.stdout.strip()] == ["False", "True"]
+    assert usual.stderr.count("Arena ") >= 6
+    assert bound.stderr.count("Arena ") == 2
 
 
 def test_a_server_bounds_its_heaps_before_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ class Benchmark:
 
     accept: of a draft that one does not have: how often its guess at depth 1, 2, ... is right; empty for the usual
         benchmark.
-    warm: prompts of the file that are continued first, without being measured; what drafts remembers them.
+    warm: prompts of the file that are continued first, unmeasured, to fill the recycled candidates.
     """
 
     model: str = "bundled"

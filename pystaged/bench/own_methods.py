@@ -23,7 +23,7 @@ from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
 from pystaged.stats import GenerationStats
 
-_DRAFTING = "staged", "n-grams"  # the methods that remember
+_DRAFTING = "staged", "n-grams"  # the methods that use recycled candidates
 
 
 class _Ready(Decoder):
@@ -40,9 +40,9 @@ class Runner:
     """Decodes by the methods of Spector & Ré's Table 2, and some more.
 
     Args:
-        setup: model, draft (path or None), threads, n_ctx; accept: acceptance at depth of "synthetic"; warm:
-            prompts, lists of tokens, that what drafts has continued before, by max_tokens each, and remembers; without
-            any it has no memory.
+        setup: model, draft (path or None), threads, n_ctx; accept: acceptance at depth of "synthetic"; warm: prompts,
+            lists of tokens, which are continued first, by max_tokens each, to fill the recycled candidates; without any
+            there are no recycled candidates.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class Runner:
         self._warm, self._warm_tokens = setup.get("warm", []), setup.get("max_tokens", 0)
         # Rates of acceptance learnt under one sampling do not help another.
         self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
-        # What all that draft share, and as it was before the first prompt measured.
+        # Recycled candidates of all that draft, and a copy from before the first prompt that is measured.
         self._recycled: tuple[RecycledCandidates, RecycledCandidates] | None = None
         # Now, not while another method is being timed.
         self._factory.target_cost()
@@ -74,7 +74,7 @@ class Runner:
         self._recycled = self._bundle.recycled = None
 
     def _remember(self) -> None:
-        """The recycled candidates as the prompts of `warm` leave it, which the methods that draft continue in turn."""
+        """Fill the recycled candidates with the prompts of `warm`, or put back what those left in them."""
         if self._recycled is None:
             recycled = self._bundle.recycled = RecycledCandidates()
             keys = list(product(_DRAFTING, SAMPLINGS.values()))

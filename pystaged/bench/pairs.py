@@ -60,7 +60,7 @@ class UnsharedDrafter(TreeDrafter):
 
 def parts(bundle: Bundle, session: Session, budget: int) -> Mapping[str, Drafter]:
     """Drafting with trees of `budget` nodes: with a draft model, and then without one of its parts; or of n-grams, and
-    then with one source more each time. A memory is the drafter's own, and empty.
+    then with one source more each time. Recycled candidates are each drafter's own, and begin empty.
 
     Args:
         session: of the target, which the decoders of all of them step.

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ _LONGEST = 8  # times the tokens asked for, which a text may write until all oth
 
 Tokens = Sequence[int] | NDArray[np.int32]
 _LeaveOut = Callable[[int, str, RuntimeError], None]
+Way: TypeAlias = Union["Ours", "Slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +89,6 @@ class LeftOut:
     texts: int
     way: str
     reason: str
-
-
-class Way(Protocol):
-    """Something that writes texts together."""
-
-    name: str
-
-    def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
-        """Continue prompts, all from the same moment on, time 0, until each text has as many tokens as are asked for:
-        who begins early writes on. A newcomer's is opened when all others have begun, and its text is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +335,8 @@ class Ours:
         self.name, self._engine, self._config, self._least = name, engine, config, least
 
     def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
-        """As Way.write."""
+        """Continue prompts, all from the same moment on, time 0, until each text has as many tokens as are asked for:
+        who begins early writes on. A newcomer's is opened when all others have begun, and its text is the last."""
         engine = self._engine
         # No way finds a part of a prompt in a context.
         engine.runtime.contexts.forget()
@@ -402,7 +394,7 @@ class Slots:
         self._server = Server(told, subprocess.DEVNULL, name.partition(",")[0])
 
     def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
-        """As Way.write."""
+        """As Ours.write."""
         texts = [Written([], []) for _ in prompts]
         is_done = threading.Event()
         begin = time.perf_counter()

@@ -39,7 +39,7 @@ class Bundle:
         vocabulary: fingerprint of the target's vocabulary.
         draft, head: what drafts besides n-grams; at most one of them is there.
         substitutes: as in the function of that name.
-        recycled: what the target said of its tokens, None where nothing is kept.
+        recycled: the target's likeliest tokens after those it has seen; None where none are kept.
         costs: of passes, measured or kept.
     """
 
@@ -68,7 +68,7 @@ class Bundle:
         self.tokenizer = _tokenizer(self.path)
         self.vocabulary = self.tokenizer.fingerprint
         if head_path and device == "auto":
-            report(f"on the cpu, where {head_path.name} can draft")
+            report(f"the model runs on the cpu, because draft heads such as {head_path.name} need that")
             device = "cpu"
 
         def load(path: Path, tokenizer: Tokenizer, device: str) -> dict[str, Model]:
@@ -112,17 +112,17 @@ class Bundle:
         return [model for model in (self.target, self.draft) if model is not None]
 
     def free_memory(self) -> int:
-        """Bytes that are free on this machine beside the weights, about."""
+        """About how many bytes are free for contexts on this machine."""
         # What is mapped from a file counts as free.
         return max(available_memory() - sum(model.matrix_bytes for model in self.models if model.is_mapped), 0)
 
     def text_over(self) -> None:
-        """Keep what the target said of its tokens, now and then."""
+        """Called when a text has ended: save recycled candidates, but not more than once in ten seconds."""
         if self._kept:
             self._kept.save_now_and_then()
 
     def close(self) -> None:
-        """Keep what was learnt of costs and tokens, and hang up on RPC servers."""
+        """Save costs and recycled candidates, and hang up on RPC servers."""
         self.costs.save()
         if self._kept:
             self._kept.save()
@@ -167,7 +167,7 @@ def _tokenizer(path: Path) -> Tokenizer:
 def _load(
     path: Path, tokenizer: Tokenizer, num_threads: int, device: str, kv: str, kept: Callable[[str], None] | None
 ) -> Model:
-    """The model of a file; its weights are mapped from the cache where `kept` is there to be told of that."""
+    """The model of a file; with `kept`, which is told of trouble, its weights are mapped from the weight cache."""
     kernel = os.environ.get("PYSTAGED_KERNEL", "")
     if kept and device == "cpu":
         model = load_packed(path, kernel, num_threads, kept, kv)
@@ -181,7 +181,7 @@ def _load(
 
 
 def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
-    """What a draft reads in place of the target's tokens that it lacks or that mean something else to it: a line's end.
+    """By tokens of the target that the draft lacks or numbers otherwise: what the draft reads instead, a line's end.
 
     Models of a family differ in a few tokens, such as the marks of a chat, and in padding.
 

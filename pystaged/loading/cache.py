@@ -105,7 +105,7 @@ def models() -> list[CachedModel]:
 
 
 def remove(name: str) -> int:
-    """Remove a model, its packed weights, its memory, and the n-gram table of its name; returns the bytes freed.
+    """Remove a model, its packed weights, recycled candidates and n-gram table; returns the bytes freed.
 
     Of a link, what it leads to is removed too if it was downloaded for it into Hugging Face's cache and no other
     snapshot there has it.

@@ -12,7 +12,7 @@ from pystaged.loading.metadata import HEAD
 
 
 def load_head(path: Path, target: Model, tokenizer: Tokenizer) -> DraftHead:
-    """The draft head of a file, whose target from now on hands out what it reads.
+    """The draft head of a file; its target returns, from now on, the hidden states that it reads.
 
     A target may be wider than the head, which then reads the first numbers of its states, as in a model that was grown.
 

@@ -1,4 +1,4 @@
-"""What is kept in the user's cache folder for models: a file for each, which says whose it is."""
+"""Files that are kept in the user's cache folder, one for each model, which it names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KeptFile:
 
 
 class KeptFiles:
-    """Those of one kind.
+    """Kept files of one kind.
 
     Args:
         kind: the name of their folder, and the end of theirs.
@@ -42,16 +42,16 @@ class KeptFiles:
         self._model = re.compile(self._title + rb"(.*)\nwhose content is ", re.DOTALL)
 
     def folder(self) -> Path:
-        """Where they are."""
+        """The folder that they lie in."""
         return cache_folder() / self._kind
 
     def path(self, model: Path) -> Path:
-        """Where that of a model's file is kept."""
+        """Where the file kept for a model lies."""
         key = hashlib.sha256(os.fsencode(model.absolute())).hexdigest()[:16]
         return self.folder() / f"{model.stem[:40]}.{key}.{self._kind}"
 
     def head(self, model: Path, content: str) -> bytes:
-        """What that of a model's file begins with.
+        """The first lines of the file kept for a model.
 
         Args:
             content: names what the model's file holds.
@@ -59,12 +59,12 @@ class KeptFiles:
         return self._title + os.fsencode(model.absolute()) + f"\nwhose content is {content}\n".encode()
 
     def all(self) -> list[KeptFile]:
-        """All there are."""
+        """All of this kind, by name."""
         found = [self._describe(path) for path in sorted(self.folder().glob(f"*.{self._kind}")) if self._is_ours(path)]
         return [each for each in found if each]
 
     def remove(self, path: Path) -> int:
-        """Remove one, if it is there; returns the bytes freed. Who has it mapped keeps it till then."""
+        """Remove one, if it is there; returns the bytes freed, which those who have it mapped keep as long."""
         try:
             if not self._is_ours(path):
                 return 0

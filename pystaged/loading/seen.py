@@ -1,4 +1,4 @@
-"""A model's files as they were when somebody looked, so that it can be told whether they are still the same."""
+"""A model's files as they were at one time, to tell later whether they are still the same."""
 
 from __future__ import annotations
 

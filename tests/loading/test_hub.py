@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -183,15 +182,6 @@ def test_gguf_files_are_taken_as_they_are(
     assert len(downloads(online)) == 1
 
 
-def test_other_tools_find_the_download(ggufs: Repository, online: Hub) -> None:
-
-    hub.pull(GGUFS)
-    online.requests.clear()
-    found = Path(hf_hub_download(GGUFS, "tiny.Q8_0.gguf", endpoint=online.url))
-    assert found.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
-    assert downloads(online) == []
-
-
 @pytest.mark.usefixtures("tiny", "ggufs")
 def test_loading_downloads_what_is_named() -> None:
     lines: list[str] = []
@@ -234,16 +224,6 @@ def test_an_interrupted_run_leaves_nothing(ggufs: Repository, tmp_path: Path) ->
     assert path.read_bytes() == data
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (len(data), len(data))
-
-
-def test_the_unfinished_download_of_another_is_left_alone(ggufs: Repository, tmp_path: Path) -> None:
-    data = ggufs.files["tiny.Q8_0.gguf"]
-    blobs = tmp_path / "cache" / "huggingface" / "hub" / f"models--{GGUFS.replace('/', '--')}" / "blobs"
-    blobs.mkdir(parents=True)
-    other = blobs / f"{hashlib.sha256(data).hexdigest()}.incomplete"
-    other.write_bytes(b"written by another process" * 10)
-    assert hub.pull(GGUFS).read_bytes() == data
-    assert other.read_bytes() == b"written by another process" * 10
 
 
 def test_a_wrong_checksum(ggufs: Repository, online: Hub, tmp_path: Path) -> None:
