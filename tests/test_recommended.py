@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
 from support.commands import run
+from support.convert import convert
 from support.server import live
 
 import pystaged
 from pystaged import FixedPolicy, SamplingConfig
 from pystaged._core import metadata
 from pystaged.loading import names
-from pystaged.loading.convert import convert
 from pystaged.loops import LoopFinder
 from pystaged.receipt import Receipt
 from pystaged.recommended import described, recommended_sampling, sampling_keys

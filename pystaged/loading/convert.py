@@ -16,8 +16,9 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from safetensors import SafetensorError, safe_open
 
-from pystaged.files import check_room, whole_file
+from pystaged.files import check_room
 from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.metadata import About
 from pystaged.loading.progress import Progress
 from pystaged.loading.shapes import Floats, Shape, Wanted, language_part
 from pystaged.loading.vocabulary import read_json, read_vocabulary
@@ -95,49 +96,21 @@ class Tensor:
             yield quants.quantize(values, self.quantization)
 
 
-def convert(
-    folder: Path,
-    out: Path,
-    *,
-    quantization: str = "F32",
-    name: str = "",
-    license_name: str = "",
-    source_url: str = "",
-    progress: Progress = lambda *_: None,
-) -> None:
+def write_gguf(folder: Path, out: Path, quantization: str, about: About, progress: Progress) -> None:
     """Write a checkpoint as a GGUF file that llama.cpp loads too.
 
     Args:
         folder: with config.json, model.safetensors or its index and shards, and the tokenizer's files; what a
             generation_config.json recommends for sampling goes into the file, too.
-        out: written under a temporary name beside it, and moved there when whole.
-        quantization: F32, F16 or BF16, for the matrices; positions, norms and biases stay F32.
-        name: of the model, the folder's by default.
-        license_name: put into the file where given, and likewise source_url.
+        out: may be left half written.
+        quantization: of TYPES, for the matrices; "" for the smallest that loses nothing. Positions, norms and biases
+            stay F32.
         progress: called with bytes.
 
     Raises:
         ValueError: a checkpoint that is damaged, incomplete, or of a family that is not supported.
         OSError: a file cannot be read or written.
     """
-    about = {"name": name, "license_name": license_name, "source_url": source_url}
-    with whole_file(out) as part:
-        write_gguf(folder, part, quantization=quantization, progress=progress, **about)
-
-
-def write_gguf(
-    folder: Path,
-    out: Path,
-    *,
-    quantization: str,
-    name: str,
-    license_name: str,
-    source_url: str,
-    progress: Progress,
-) -> None:
-    """The same into a file that may be left half written; without a type, in the smallest that loses nothing."""
-    if quantization not in ("", *TYPES):
-        raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(TYPES)}")
     config_path = folder / CONFIG
     if not config_path.is_file():
         raise ValueError(f"{folder} holds no checkpoint: it has no {CONFIG}")
@@ -150,11 +123,12 @@ def write_gguf(
     vocabulary = read_vocabulary(folder, num_rows, config)
     total = sum(tensor.nbytes for tensor in tensors)
     check_room(out.parent, total)
-    about = {"add_name": name or folder.resolve().name, "add_license": license_name, "add_source_url": source_url}
     with closing(GGUFWriter(out, shape.family.architecture)) as writer:
-        for method, value in about.items():
-            if value:
-                getattr(writer, method)(value)
+        writer.add_name(about.name or folder.resolve().name)
+        if about.license:
+            writer.add_license(about.license)
+        if about.source_url:
+            writer.add_source_url(about.source_url)
         _write_metadata(writer, shape, num_rows, FILE_TYPES[quantization.lower()])
         for key, number in sampling.items():
             if isinstance(number, int):

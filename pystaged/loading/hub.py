@@ -17,6 +17,7 @@ from pystaged.files import check_room, update
 from pystaged.loading import cache
 from pystaged.loading.families import ARCHITECTURES, MODEL_TYPES
 from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.metadata import About
 from pystaged.loading.progress import Progress
 from pystaged.loading.quantize import DEFAULT_TYPE, check_type, quantize_checkpoint
 
@@ -106,15 +107,8 @@ def _convert(repository: _Repository, kind: str) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.is_symlink():  # to a file of that name that the repository had before
         out.unlink()
-    quantize_checkpoint(
-        config.parent,
-        out,
-        kind,
-        name=stem,
-        license_name=repository.license,
-        source_url=f"{_endpoint()}/{name}",
-        progress=repository.progress,
-    )
+    about = About(stem, repository.license, f"{_endpoint()}/{name}")
+    quantize_checkpoint(config.parent, out, kind, about=about, progress=repository.progress)
     cache.save_source(out, repository.revision, repository.license)
     return out
 

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a file that is made says about its model; nothing where a text is empty, but for the name, which is then
+    the checkpoint's folder."""
+
+    name: str = ""
+    license: str = ""
+    source_url: str = ""
+
 
 HEAD = "draft-head"  # the architecture of draft heads
 

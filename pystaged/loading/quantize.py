@@ -16,7 +16,7 @@ from pathlib import Path
 from pystaged import process
 from pystaged.files import destination, open_regular, part_file, whole_file
 from pystaged.loading.file_types import FILE_TYPES, UNQUANTIZED
-from pystaged.loading.metadata import read_metadata
+from pystaged.loading.metadata import About, read_metadata
 from pystaged.loading.progress import Progress
 
 DEFAULT_TYPE = "q8_0"
@@ -99,26 +99,19 @@ def _requantizing(source: Path, kind: str) -> ValueError:
 
 
 def quantize_checkpoint(
-    folder: Path,
-    out: Path,
-    quantization: str,
-    *,
-    name: str = "",
-    license_name: str = "",
-    source_url: str = "",
-    progress: Progress = lambda *_: None,
+    folder: Path, out: Path, quantization: str, *, about: About | None = None, progress: Progress = lambda *_: None
 ) -> None:
-    """Convert a checkpoint to a GGUF file of any type; arguments and errors as in convert and quantize."""
-    from pystaged.loading import convert  # noqa: PLC0415  imports gguf and safetensors
+    """Make a GGUF file of any type of a checkpoint; arguments and errors as in write_gguf and quantize."""
+    from pystaged.loading.convert import TYPES, write_gguf  # noqa: PLC0415  imports gguf and safetensors
 
-    quantization = check_type(quantization)
-    about = {"name": name, "license_name": license_name, "source_url": source_url}
-    if quantization.upper() in convert.TYPES:
-        convert.convert(folder, out, quantization=quantization.upper(), progress=progress, **about)
+    quantization, about = check_type(quantization), about or About()
+    if quantization.upper() in TYPES:
+        with whole_file(out) as part:
+            write_gguf(folder, part, quantization.upper(), about, progress)
         return
     out = destination(out)
     with part_file(out) as floats:
-        convert.write_gguf(folder, floats, quantization="", progress=progress, **about)
+        write_gguf(folder, floats, "", about, progress)
         quantize(floats, out, quantization, progress=progress)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFReader
 from support.checkpoints import write_family
+from support.convert import convert
 from support.families import CASES
 from support.random_models import write
 
@@ -27,7 +28,6 @@ from pystaged.decoding.cost import PassCost
 from pystaged.drafting.table import NgramTable
 from pystaged.files import leftovers
 from pystaged.loading import cache, hub
-from pystaged.loading.convert import convert
 from pystaged.loading.costs import CostStore
 from pystaged.loading.kept import PACKED
 from pystaged.loading.packed import load_packed

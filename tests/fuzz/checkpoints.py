@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from support.checkpoints import sentencepiece_model, write_checkpoint, write_family, write_tokenizer
+from support.convert import convert
 
 from fuzz.mutate import damage, damage_json, damage_value, spelled
 from fuzz.target import Case, Target, short
 from pystaged import _core
-from pystaged.loading.convert import convert
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
 FAMILIES: dict[str, dict[str, Any]] = {

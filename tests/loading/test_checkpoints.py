@@ -27,13 +27,13 @@ from support.checkpoints import (
     write_tokenizer_json,
     write_weights,
 )
-from support.convert import change_json, llama_tokens, write_bfloat16
+from support.convert import change_json, convert, llama_tokens, write_bfloat16
 from support.logits import engine_logits, llama_pass
 from support.paths import DATA
 
 from pystaged import _core
-from pystaged.loading.convert import convert
 from pystaged.loading.families import ARCHITECTURES, FAMILIES
+from pystaged.loading.metadata import About
 from pystaged.loading.quantize import quantize, quantize_checkpoint
 from pystaged.loading.shapes import Shape
 from pystaged.loading.vocabulary import read_vocabulary
@@ -176,7 +176,7 @@ def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, cas
 def test_shards_and_half_precision(transformers: Any, tmp_path: Path) -> None:
     for folder, size in {"whole": "1GB", "shards": "50KB"}.items():
         save(transformers, tmp_path / folder, "qwen3", max_shard_size=size)
-        convert(tmp_path / folder, tmp_path / f"{folder}.gguf", name="tiny")
+        convert(tmp_path / folder, tmp_path / f"{folder}.gguf", about=About("tiny"))
     assert not (tmp_path / "shards" / "model.safetensors").exists()
     assert (tmp_path / "shards.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
@@ -209,12 +209,12 @@ def test_architectures_are_those_of_the_engine(tmp_path: Path) -> None:
 
 def test_the_text_of_a_model_of_pictures(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "text", "gemma3_text", num_hidden_layers=7)
-    convert(folder, tmp_path / "text.gguf", name="tiny")
+    convert(folder, tmp_path / "text.gguf", about=About("tiny"))
     config = json.loads((folder / "config.json").read_text())
     arrays = family_weights(config, prefix="model.language_model.")
     (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}))
     write_weights(folder, arrays | {"model.vision_tower.embedding.weight": np.zeros((2, 2), np.float32)})
-    convert(folder, tmp_path / "pictures.gguf", name="tiny")
+    convert(folder, tmp_path / "pictures.gguf", about=About("tiny"))
     assert (tmp_path / "pictures.gguf").read_bytes() == (tmp_path / "text.gguf").read_bytes()
 
 
@@ -224,9 +224,9 @@ def test_quantizing_loses_nothing_on_the_way(tmp_path: Path, kind: str) -> None:
     folder = write_family(tmp_path / "llama", "llama", hidden_size=256, head_dim=64)
     arrays = family_weights(json.loads((folder / "config.json").read_text()))
     write_bfloat16(folder / "model.safetensors", arrays)
-    convert(folder, tmp_path / "f32.gguf", name="tiny")
+    convert(folder, tmp_path / "f32.gguf", about=About("tiny"))
     quantize(tmp_path / "f32.gguf", tmp_path / "expected.gguf", kind)
-    quantize_checkpoint(folder, tmp_path / "model.gguf", kind, name="tiny")
+    quantize_checkpoint(folder, tmp_path / "model.gguf", kind, about=About("tiny"))
     expected = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "expected.gguf").tensors}
     for tensor in GGUFReader(tmp_path / "model.gguf").tensors:
         assert tensor.tensor_type == expected.pop(tensor.name).tensor_type
@@ -244,7 +244,13 @@ def test_large_tensors_are_converted_in_pieces(
     write_checkpoint(folder) if model_type == "gpt2" else write_family(folder, model_type)
     steps: dict[str, list[int]] = {"whole": [], "pieces": []}
     for name, seen in steps.items():
-        convert(folder, tmp_path / name, quantization="F16", name="tiny", progress=lambda *step, s=seen: s.append(step))
+        convert(
+            folder,
+            tmp_path / name,
+            quantization="F16",
+            about=About("tiny"),
+            progress=lambda *step, s=seen: s.append(step),
+        )
         monkeypatch.setattr("pystaged.loading.convert._CHUNK", 1000)
     assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
     assert len(steps["pieces"]) > 1.5 * len(steps["whole"])

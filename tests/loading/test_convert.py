@@ -21,13 +21,13 @@ from support.checkpoints import (
     write_tokenizer_json,
     write_weights,
 )
-from support.convert import change_json, header, llama_tokens, write_bfloat16
+from support.convert import change_json, convert, header, llama_tokens, write_bfloat16
 from support.logits import engine_logits, llama_logits
 from support.paths import DATA
 from support.reference import Gpt2Reference
 
 from pystaged import _core
-from pystaged.loading.convert import convert
+from pystaged.loading.metadata import About
 from pystaged.loading.quantize import quantize_checkpoint
 
 Floats = npt.NDArray[np.float32]
@@ -193,7 +193,7 @@ def test_half_precision_checkpoints(tmp_path: Path, expected: Floats, dtype: str
 def test_every_float_type_loads_everywhere(tmp_path: Path, kind: str, tied: bool) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=tied)
     out = tmp_path / "model.gguf"
-    convert(folder, out, quantization=kind, name="tiny", license_name="mit", source_url="https://example.org/tiny")
+    convert(folder, out, quantization=kind, about=About("tiny", "mit", "https://example.org/tiny"))
     types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(out).tensors}
     assert types["blk.1.attn_qkv.weight"] == types["token_embd.weight"] == kind
     assert ("output.weight" in types) != tied

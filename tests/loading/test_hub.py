@@ -17,11 +17,11 @@ from support.checkpoints import config as checkpoint_config
 from support.checkpoints import weights as checkpoint_weights
 from support.checkpoints import write_checkpoint, write_family, write_weights
 from support.commands import assert_refused, run
+from support.convert import convert
 from support.hub_server import TOKEN, Fault, Hub, Repository
 
 import pystaged
 from pystaged.loading import cache, hub, names
-from pystaged.loading.convert import convert
 
 TINY = "someone/tiny"
 GGUFS = "someone/tiny-GGUF"

@@ -17,10 +17,10 @@ import pytest
 from gguf import GGUFReader, LlamaFileType
 from support.checkpoints import config, weights, write_checkpoint, write_weights
 from support.commands import assert_refused, run
+from support.convert import convert
 from support.logits import engine_logits, llama_logits
 from support.reference import Gpt2Reference
 
-from pystaged.loading.convert import convert
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.quantize import quantize, quantize_checkpoint
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 from support.checkpoints import config, weights, write_checkpoint, write_weights
+from support.convert import convert
 from support.logits import engine_logits, llama_logits
 from support.random_models import RandomModel, add_vocabulary, write
 from support.reference import Gpt2Reference
@@ -19,7 +20,6 @@ from support.reference import Gpt2Reference
 import pystaged
 from pystaged._core import DraftHead, Model
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.loading.convert import convert
 
 REPOSITORY = Path(__file__).parents[2]
 CHATML = (

@@ -12,6 +12,13 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from pystaged.loading.quantize import quantize_checkpoint
+
+
+def convert(folder: Path, out: Path, quantization: str = "F32", **options: Any) -> None:
+    """A checkpoint as a GGUF file of floats."""
+    quantize_checkpoint(folder, out, quantization, **options)
+
 
 def llama_tokens(path: Path, text: str) -> list[int]:
     """The tokens of a text as llama-cpp-python sees them in a GGUF file."""
