@@ -57,8 +57,15 @@ Executor::Executor(const Model& model)
       samplers_(model.num_threads(), Sampler(model.kernel())),
       spare_(std::make_shared<Spare>()) {}
 
+std::mutex& Executor::making() {
+    struct Making {
+        std::mutex mutex;
+    };
+    return OfProcess<Making>::get().mutex;
+}
+
 std::shared_ptr<Executor> Executor::of(const Model& model) {
-    const std::lock_guard<std::mutex> lock(model.executor_mutex_);
+    const std::lock_guard<std::mutex> lock(making());
     std::shared_ptr<Executor> executor = model.executor_.lock();
     if (!executor || !executor->is_of(getpid())) {
         // Destroying that of a process we were forked from would wait for threads that are not here.

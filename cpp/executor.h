@@ -46,6 +46,8 @@ public:
     // The model's own, made when the first session asks for it and gone with the last; of this process, not of the one
     // that it was forked from.
     static std::shared_ptr<Executor> of(const Model& model);
+    // Held while a model's executor is looked for and made. A child of fork() has another one.
+    static std::mutex& making();
 
     // While it lives, whoever has it computes alone. They are served in the order they came, so that a long prompt
     // does not starve others. Throws std::runtime_error where this very thread is in a pass.

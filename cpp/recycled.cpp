@@ -145,13 +145,14 @@ void RecycledCandidates::blend(int64_t key, int k, const int32_t* candidates, co
 
 void RecycledCandidates::restore(std::vector<Entry> entries) {
     for (Entry& entry : entries) {
-        float sum = 0;
+        float sum = 0, least = 0;
         for (int j = 0; j < kKept; ++j) {
             entry.chances[j] = entry.tokens[j] < 0 ? 0 : entry.chances[j];
             sum += entry.chances[j];
+            least = std::min(least, entry.chances[j]);
         }
-        if (entry.key < 0 || !(sum > 0) || !std::isfinite(sum)) {
-            throw std::invalid_argument("an entry needs a key that is not negative, and candidates with chances");
+        if (entry.key < 0 || least < 0 || !(sum > 0) || !std::isfinite(sum)) {
+            throw std::invalid_argument("an entry needs a key and chances that are not negative, and candidates");
         }
         for (int j = 0; j < kKept; ++j) {
             // Chances that were too small for how they were kept are 0.

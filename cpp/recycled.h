@@ -46,8 +46,8 @@ public:
     Known chances(int32_t before, int32_t token) const;
 
     const std::vector<Entry>& slots() const { return slots_; }
-    // Takes in entries that another one had. Throws std::invalid_argument, and takes in none, for a negative key, or
-    // where the chances of an entry's candidates sum to nothing.
+    // Takes in entries that another one had. Throws std::invalid_argument, and takes in none, for a negative key or
+    // chance, or where the chances of an entry's candidates sum to nothing.
     void restore(std::vector<Entry> entries);
 
 private:

@@ -415,6 +415,7 @@ void Session::stretch(int length) {
         throw std::invalid_argument("cannot stretch " + std::to_string(committed) + " tokens to " +
                                     std::to_string(length) + " of " + std::to_string(context_));
     }
+    committed_.reserve(length);
     state_->stretch(committed, length);
     hidden_ = {};
     committed_.resize(length, committed_.back());

@@ -6,7 +6,6 @@
 #include <fstream>
 #include <set>
 #include <sstream>
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -58,8 +57,8 @@ void ThreadPool::grow(int num_workers) {
             std::thread([this, worker] { work(worker); }).detach();
             num_workers_ = worker;
         }
-    } catch (const std::system_error&) {
-        // The system has no thread to give; those we have do the work.
+    } catch (const std::exception&) {
+        // The system has no thread or no memory to give; those we have do the work.
     }
 }
 

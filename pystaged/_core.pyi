@@ -363,7 +363,8 @@ class RecycledCandidates:
         """All that is known: keys int64[n], candidates int32[n, num_candidates], -1 for none, and their chances
         float32[n, num_candidates]; those of tokens first."""
     def restore(self, keys: NDArray[np.int64], candidates: NDArray[np.int32], chances: NDArray[np.float32]) -> None:
-        """Take in what `entries` gave. Raises ValueError, and takes in nothing, for a negative key or no candidates."""
+        """Take in what `entries` gave. Raises ValueError, and takes in nothing, for negative keys or chances or no
+        candidates."""
 
 class DraftHead:
     """A draft head: a small recurrent network that goes on from a target's hidden state, a token at a time (ReDrafter,

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "error.h"
+#include "executor.h"
 #include "model/loaders.h"
 #include "model/manifest.h"
 #include "pass/packed_pass.h"
@@ -199,7 +200,7 @@ void Model::tap(std::vector<int> layers, bool all_rows) {
                                         std::to_string(numbers_.num_layers));
         }
     }
-    const std::lock_guard<std::mutex> lock(executor_mutex_);
+    const std::lock_guard<std::mutex> lock(Executor::making());
     if (!executor_.expired()) {
         throw std::invalid_argument(
             "layers are tapped before the first session is opened, and this model has sessions");

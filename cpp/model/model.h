@@ -4,7 +4,6 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -122,7 +121,6 @@ private:
     bool taps_all_rows_ = false;
 
     friend class Executor;  // for Executor::of()
-    mutable std::mutex executor_mutex_;
     mutable std::weak_ptr<Executor> executor_;
 };
 

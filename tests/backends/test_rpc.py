@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.random_models import RandomModel, write
 
 import pystaged
 from pystaged import DeviceError, DeviceLostError, FixedPolicy, SamplingConfig, _core
@@ -156,32 +155,6 @@ def test_a_remote_session_is_a_session(
         assert len(mine.tokens) == 82
         mine.close()
         assert mine.closed
-
-
-@pytest.mark.rpc
-@needs_rpc
-@pytest.mark.parametrize(
-    "model",
-    [
-        RandomModel("llama", quantization="Q4_0", layers=4),
-        RandomModel("qwen3", quantization="Q8_0", layers=4, head_dim=32),
-    ],
-    ids=lambda model: model.family,
-)
-def test_other_families_over_servers(
-    start: Callable[..., tuple[str, subprocess.Popen[bytes]]], tmp_path: Path, model: RandomModel
-) -> None:
-    (one, _), (two, _) = start(), start()
-    path = str(write(tmp_path / "model.gguf", model))
-    remote = open_session(load_model(path.encode(), "", 1, f"rpc:{one},{two}"))
-    local = Session(Model(path, device="ggml-cpu", num_threads=1))
-    logits = []
-    for session in (remote, local):
-        session.prefill(np.arange(40, dtype=np.int32))
-        session.evaluate([7, 8, 9], [-1, 0, 0])
-        logits.append(np.stack([session.logits(row) for row in range(3)]))
-        session.close()
-    np.testing.assert_array_equal(logits[0], logits[1])
 
 
 @pytest.fixture

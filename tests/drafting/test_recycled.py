@@ -176,6 +176,7 @@ def test_what_cannot_be_is_refused() -> None:
     refused(memory, "restore", np.array([-1]), ids, chances)
     refused(memory, "restore", np.array([3]), ids, 0 * chances)
     refused(memory, "restore", np.array([3]), ids, chances * np.inf)
+    refused(memory, "restore", np.array([3]), ids, np.where(np.arange(KEPT) == 0, -1, chances))
     refused(memory, "restore", np.array([3]), ids - 1, chances)
     refused(memory, "restore", np.array([3, -1]), np.tile(ids, (2, 1)), np.tile(chances, (2, 1)))
     refused(memory, "learn", np.full_like(before, 2**31 - 1), tokens, candidates, logits)

@@ -1086,6 +1086,12 @@ void test_pool() {
         }
     }
     CHECK(physical_cores() >= 1);
+    // Where there is no memory for another worker, those there are do the work.
+    int calls = 0;
+    allocations_left = 0;
+    pool.run(2, ThreadPool::kMaxThreads, [&](int, int worker) { calls += worker >= 0; });
+    allocations_left = -1;
+    CHECK(calls == 2);
 }
 
 // A task that throws, on the caller and on workers: its exception arrives when none is running, and the pool goes on.
