@@ -59,23 +59,13 @@ RowOrder stacked(RowOrder order, const RowOrder& next) {
 }
 
 PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* source, uint8_t* storage, int num_threads)
-    : PackedMatrix(type, cols, {{source, rows}}, in_order(rows), storage, num_threads) {}
-
-PackedMatrix::PackedMatrix(ggml_type type, int cols, const std::vector<Tensor>& sources, const RowOrder& order,
-                           uint8_t* storage, int num_threads)
     : PackedMatrix(
           type, cols,
-          [&](int first, int count, uint8_t* rows) {
+          [&](int first, int count, uint8_t* out) {
               const size_t row_bytes = ggml_row_size(type, cols);
-              for (const Tensor& source : sources) {
-                  const int here = std::clamp(source.rows - first, 0, count);
-                  std::memcpy(rows, source.data + std::min(first, source.rows) * row_bytes, here * row_bytes);
-                  rows += here * row_bytes;
-                  count -= here;
-                  first = std::max(first - source.rows, 0);
-              }
+              std::memcpy(out, source + first * row_bytes, count * row_bytes);
           },
-          order, storage, num_threads) {}
+          in_order(rows), storage, num_threads) {}
 
 PackedMatrix::PackedMatrix(ggml_type type, int cols, const RowReader& read, const RowOrder& order, uint8_t* storage,
                            int num_threads)

@@ -23,12 +23,6 @@ RowOrder gate_in_turns(int rows);
 // `order`, and then the rows of another tensor.
 RowOrder stacked(RowOrder order, const RowOrder& next);
 
-// A matrix as a file holds it.
-struct Tensor {
-    const uint8_t* data = nullptr;
-    int rows = 0;
-};
-
 // Brings `count` rows of the sources, the first of them row `first`, as the file has them. Called by several threads.
 using RowReader = std::function<void(int first, int count, uint8_t* rows)>;
 
@@ -37,9 +31,6 @@ public:
     PackedMatrix() = default;
     // Packs `source`, a [rows][cols] matrix of ggml `type`, into `storage` of size packed_bytes().
     PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* source, uint8_t* storage, int num_threads);
-    // Packs order.size() rows of `sources`.
-    PackedMatrix(ggml_type type, int cols, const std::vector<Tensor>& sources, const RowOrder& order, uint8_t* storage,
-                 int num_threads);
     // Packs order.size() rows as they are read, kLanes at a time by each thread, so that a row goes from the file
     // through that thread's cache to its place.
     PackedMatrix(ggml_type type, int cols, const RowReader& read, const RowOrder& order, uint8_t* storage,

@@ -6,7 +6,6 @@
 #include <condition_variable>
 #include <functional>
 #include <mutex>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -251,17 +250,10 @@ bool Session::largest_of_shortlist(int row, int k, int32_t* tokens, float* logit
         return false;
     }
     const Row& judged = judged_row(row);
-    const size_t first = judged.slot * size_t(size);
-    const int32_t* ids = &judged.logits->shortlist[first];
-    const float* values = &judged.logits->shortlist_values[first];
-    std::vector<int> order(size);
-    std::iota(order.begin(), order.end(), 0);
-    std::partial_sort(order.begin(), order.begin() + k, order.end(), [&](int a, int b) {
-        return values[a] > values[b] || (values[a] == values[b] && ids[a] < ids[b]);
-    });
-    for (int i = 0; i < k; ++i) {
-        tokens[i] = ids[order[i]];
-        logits[i] = values[order[i]];
+    const LogitsRow shortlist = executor_->shortlisted_row(*judged.logits, judged.slot, size);
+    for (const Candidate& found : executor_->sampler(0).largest(shortlist, k)) {
+        *tokens++ = found.token;
+        *logits++ = found.score;
     }
     return true;
 }

@@ -31,16 +31,20 @@ Masks to_masks(const MaskArray& array) {
     return {{array->data(), array->data() + array->size()}, static_cast<int>(array->shape(1))};
 }
 
-void check_k(const Session& session, int k) {
-    if (k < 1 || k > session.model().numbers().vocab_size) {
-        throw py::value_error("k must be between 1 and the size of the vocabulary");
+void check_count(const Session& session, const char* name, int least, int count) {
+    if (count < least || count > session.model().numbers().vocab_size) {
+        throw py::value_error(std::string(name) + " must be between " + std::to_string(least) +
+                              " and the size of the vocabulary");
     }
 }
 
-void check_num_candidates(const Session& session, int num_candidates) {
-    if (num_candidates < 0 || num_candidates > session.model().numbers().vocab_size) {
-        throw py::value_error("num_candidates must be between 0 and the size of the vocabulary");
-    }
+// A property that waits for its turn without the interpreter.
+template <class T>
+auto waiting(T (Session::*get)()) {
+    return [get](Session& self) {
+        const py::gil_scoped_release release;
+        return (self.*get)();
+    };
 }
 
 // float32[rows, width].
@@ -48,11 +52,6 @@ py::array to_matrix(const HiddenRows& hidden) {
     const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(hidden.rows.size()),
                                          static_cast<py::ssize_t>(hidden.width)};
     return py::array_t<float>(shape, hidden.values().data());
-}
-
-HiddenRows hidden_of(Session& session) {
-    const py::gil_scoped_release release;
-    return session.hidden();
 }
 
 // The path, the tokens, and the log-probabilities where there are any: of the tokens, and of the k likeliest in place
@@ -183,7 +182,7 @@ void add_sessions(py::module_& m) {
                 const std::vector<Sampling> samplings = to_samplings(sampling);
                 const Masks allowed = to_masks(masks);
                 const std::vector<int32_t> indices = to_ints(rows, "rows");
-                check_k(self, k);
+                check_count(self, "k", 1, k);
                 py::array_t<int32_t> tokens({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
                 py::array_t<float> scores({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
                 int32_t* token_data = tokens.mutable_data();
@@ -211,7 +210,7 @@ void add_sessions(py::module_& m) {
             [](Session& self, const py::object& tokens, const py::object& parents, const Sampling& sampling,
                int num_candidates, const MaskArray& masks) {
                 const std::vector<int32_t> ids = to_ints(tokens, "tokens"), before = to_ints(parents, "parents");
-                check_num_candidates(self, num_candidates);
+                check_count(self, "num_candidates", 0, num_candidates);
                 const Masks allowed = to_masks(masks);
                 Outcome outcome;
                 {
@@ -247,24 +246,16 @@ void add_sessions(py::module_& m) {
                 return out;
             },
             py::arg("row"))
-        .def_property_readonly("tokens",
-                               [](Session& self) {
-                                   std::vector<int32_t> tokens;
-                                   {
-                                       const py::gil_scoped_release release;
-                                       tokens = self.tokens();
-                                   }
-                                   return to_array(tokens);
-                               })
+        .def_property_readonly("tokens", [](Session& self) { return to_array(waiting(&Session::tokens)(self)); })
         .def_property_readonly("states",
                                [](Session& self) {
                                    const py::ssize_t width = self.model().numbers().width;
                                    const auto taps = static_cast<py::ssize_t>(self.model().taps().size());
-                                   const HiddenRows rows = hidden_of(self);
+                                   const HiddenRows rows = waiting<HiddenRows>(&Session::hidden)(self);
                                    const auto n = static_cast<py::ssize_t>(rows.rows.size());
                                    return to_matrix(rows).reshape({n, taps, width});
                                })
-        .def_property_readonly("hidden", &hidden_of)
+        .def_property_readonly("hidden", waiting<HiddenRows>(&Session::hidden))
         .def(
             "hidden_of",
             [](Session& self, const py::object& rows) {
@@ -273,23 +264,11 @@ void add_sessions(py::module_& m) {
                 return self.hidden(ids);
             },
             py::arg("rows"))
-        .def_property_readonly("num_pending",
-                               [](Session& self) {
-                                   const py::gil_scoped_release release;
-                                   return self.num_pending();
-                               })
-        .def_property_readonly("closed",
-                               [](Session& self) {
-                                   const py::gil_scoped_release release;
-                                   return self.closed();
-                               })
+        .def_property_readonly("num_pending", waiting(&Session::num_pending))
+        .def_property_readonly("closed", waiting(&Session::closed))
         .def_property_readonly("n_ctx", &Session::context)
         .def_property_readonly("on_device", [](const Session& self) { return self.model().device_memory() != nullptr; })
-        .def_property_readonly("num_bytes",
-                               [](Session& self) {
-                                   const py::gil_scoped_release release;
-                                   return self.num_bytes();
-                               })
+        .def_property_readonly("num_bytes", waiting(&Session::num_bytes))
         .def_property_readonly("cell_bytes", [](const Session& self) { return self.model().cell_bytes(); })
         .def_property_readonly("windowed_cell_bytes",
                                [](const Session& self) { return self.model().windowed_cell_bytes(); })
@@ -309,7 +288,7 @@ void add_sessions(py::module_& m) {
             "verify",
             [](Session& session, const py::object& tokens, const py::object& parents, const Sampling& sampling,
                int num_candidates, const MaskArray& masks) {
-                check_num_candidates(session, num_candidates);
+                check_count(session, "num_candidates", 0, num_candidates);
                 return Work::verify(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), sampling,
                                     num_candidates, to_masks(masks));
             },
@@ -319,7 +298,7 @@ void add_sessions(py::module_& m) {
             "propose",
             [](Session& session, const py::object& tokens, const py::object& parents, int num_judged, int k,
                const Samplings& sampling, const MaskArray& masks, const std::optional<HiddenRows>& hidden) {
-                check_k(session, k);
+                check_count(session, "k", 1, k);
                 return Work::propose(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), num_judged, k,
                                      to_samplings(sampling), to_masks(masks), hidden.value_or(HiddenRows()));
             },

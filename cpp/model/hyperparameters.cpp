@@ -193,6 +193,10 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
 
 }  // namespace
 
+float Hyperparameters::query_scale(int position) const {
+    return static_cast<float>(1 + temperature_scale * own_log(position / original_context + 1));
+}
+
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* lender) {
     const Keys keys(file, family);
     Hyperparameters h;

@@ -39,6 +39,8 @@ struct Hyperparameters {
     std::vector<LayerNumbers> layers;
     Rope rope, windowed_rope;
 
+    // What queries at a position are multiplied by.
+    float query_scale(int position) const;
     int q_width() const { return num_heads * head_dim; }
     int kv_width() const { return num_kv_heads * head_dim; }
     int padded_width() const { return padded(width, kBlock); }

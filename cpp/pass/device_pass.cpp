@@ -6,7 +6,6 @@
 
 #include "error.h"
 #include "ggml-cpu.h"
-#include "own_math.h"
 #include "pass/transformer.h"
 #include "product.h"
 #include "thread_pool.h"
@@ -391,8 +390,7 @@ void DevicePass::set_inputs(const Pass& pass) {
             }
         }
         if (h.temperature_scale != 0) {
-            const double stretched = own_log(pass.positions[i] / h.original_context + 1);
-            row_scales[i] = static_cast<float>(1 + h.temperature_scale * stretched);
+            row_scales[i] = h.query_scale(pass.positions[i]);
         }
     }
     // Inputs that no operation reads have no memory.

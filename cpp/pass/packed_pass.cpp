@@ -4,7 +4,6 @@
 #include <cmath>
 #include <set>
 
-#include "own_math.h"
 #include "pass/transformer.h"
 #include "product.h"
 #include "thread_pool.h"
@@ -120,8 +119,7 @@ void PackedPass::compute(const Pass& pass) {
     texts_apart_ = texts.size() == pass.segments.size();
     row_scales_.clear();
     for (int i = 0; h.temperature_scale != 0 && i < pass.num_rows; ++i) {
-        const double stretched = own_log(pass.positions[i] / h.original_context + 1);
-        row_scales_.push_back(static_cast<float>(1 + h.temperature_scale * stretched));
+        row_scales_.push_back(h.query_scale(pass.positions[i]));
     }
     pass_ = &pass;
     run_transformer(*this, model_, pass.num_rows, pass.num_logits);

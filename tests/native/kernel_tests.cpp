@@ -227,6 +227,13 @@ struct RandomWeights : Array<uint8_t> {
     }
 };
 
+// The rows of `source` as a file would bring them.
+RowReader reader(const Array<uint8_t>& source, size_t row_bytes) {
+    return [&source, row_bytes](int first, int count, uint8_t* out) {
+        std::memcpy(out, source.data() + first * row_bytes, count * row_bytes);
+    };
+}
+
 // Many rows at once, whose weights are unpacked once for all of them, against each row alone.
 void test_many_rows(ggml_type type) {
     constexpr int kMost = 140, rows = 304;
@@ -258,14 +265,14 @@ void test_many_rows(ggml_type type) {
 // Gate and up in turns, against one after the other.
 void test_gated(ggml_type type, int rows, int cols) {
     constexpr int kMost = 9;
-    const RandomWeights gate_source(type, rows, cols), up_source(type, rows, cols);
+    const RandomWeights source(type, 2 * rows, cols);
+    const size_t row_bytes = ggml_row_size(type, cols);
     const RowOrder order = gate_in_turns(rows);
     const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, static_cast<int>(order.size()), cols));
     const Array<uint8_t> gate_storage(PackedMatrix::packed_bytes(type, rows, cols)), up_storage(gate_storage.size());
-    const PackedMatrix both(type, cols, {{gate_source.data(), rows}, {up_source.data(), rows}}, order, storage.data(),
-                            2);
-    const PackedMatrix gate(type, rows, cols, gate_source.data(), gate_storage.data(), 1);
-    const PackedMatrix up(type, rows, cols, up_source.data(), up_storage.data(), 1);
+    const PackedMatrix both(type, cols, reader(source, row_bytes), order, storage.data(), 2);
+    const PackedMatrix gate(type, rows, cols, source.data(), gate_storage.data(), 1);
+    const PackedMatrix up(type, rows, cols, source.data() + rows * row_bytes, up_storage.data(), 1);
     CHECK(both.bytes() == storage.size());
 
     const int width = both.padded_cols(), stride = up.padded_rows();
@@ -384,16 +391,15 @@ void test_orders() {
     CHECK(stacked(gate_in_turns(2), in_order(1)).back() == 4);
     const int cols = 32;
     for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_Q8_0}) {
-        const RandomWeights first(type, 20, cols), second(type, 3, cols);
+        const RandomWeights weights(type, 23, cols);
+        const size_t row_bytes = ggml_row_size(type, cols);
         const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, 23, cols));
-        const PackedMatrix matrix(type, cols, {{first.data(), 20}, {second.data(), 3}}, order, storage.data(), 1);
+        const PackedMatrix matrix(type, cols, reader(weights, row_bytes), order, storage.data(), 1);
         Array<float> row(cols), source(cols);
         for (int i = 0; i < 23; ++i) {
             matrix.row(i, row.data());
-            const Array<uint8_t>& tensor = order[i] < 20 ? first : second;
             const Array<uint8_t> alone(PackedMatrix::packed_bytes(type, 1, cols));
-            PackedMatrix(type, 1, cols, &tensor[order[i] % 20 * ggml_row_size(type, cols)], alone.data(), 1)
-                .row(0, source.data());
+            PackedMatrix(type, 1, cols, &weights[order[i] * row_bytes], alone.data(), 1).row(0, source.data());
             CHECK(row.same(source));
         }
     }
@@ -418,12 +424,12 @@ void test_layout() {
         const int cols =
             type < GGML_TYPE_Q4_0 || type == GGML_TYPE_BF16 ? 33 : 3 * static_cast<int>(ggml_blck_size(type));
         std::mt19937 bits(1);  // the same everywhere, which distributions are not
-        const Array<uint8_t> source(46 * ggml_row_size(type, cols));
+        const size_t row_bytes = ggml_row_size(type, cols);
+        const Array<uint8_t> source(46 * row_bytes);
         std::generate_n(source.data(), source.size(), [&] { return static_cast<uint8_t>(bits() >> 24); });
         const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, static_cast<int>(order.size()), cols));
         std::fill_n(storage.data(), storage.size(), uint8_t(255));
-        PackedMatrix(type, cols, {{source.data(), 20}, {source.data() + 20 * ggml_row_size(type, cols), 26}}, order,
-                     storage.data(), 2);
+        const PackedMatrix matrix(type, cols, reader(source, row_bytes), order, storage.data(), 2);
         CHECK(digest(storage.data(), storage.size()) == layout);
     }
 }
