@@ -14,12 +14,12 @@
 
 namespace pystaged {
 
-// What a pass says about the rows that are judged in it, whichever texts' they are.
+// The logits of the rows that a pass judges, of whichever texts.
 struct Logits {
     int num_rows = 0;
     Lines<float> values;  // [rows][logits stride]
     Lines<float> maxima;  // [rows][logits stride / kRun]
-    // On devices that bring back no more at first, [rows][shortlist size].
+    // [rows][shortlist size]: all that devices bring back at first.
     std::vector<int32_t> shortlist;
     std::vector<float> shortlist_values;
 };
@@ -49,8 +49,8 @@ public:
     // Held while a model's executor is looked for and made. A child of fork() has another one.
     static std::mutex& making();
 
-    // While it lives, whoever has it computes alone. They are served in the order they came, so that a long prompt
-    // does not starve others. Throws std::runtime_error where this very thread is in a pass.
+    // While it lives, its thread alone computes. Threads are served in the order they came, so that a long prompt does
+    // not starve others. Throws std::runtime_error where this thread is in a pass already.
     class Turn {
     public:
         explicit Turn(Executor& executor);

@@ -9,8 +9,7 @@
 //                scales and of the minima
 //   Q6_K, Q3_K   8-bit scales[2][lane] of the halves, quants; before every eighth block F16 scales of the scales
 //   Q2_K         scales (low four bits) and minima (high) [2][lane] of the halves, quants; before every eighth block
-//   F16
-//                scales of the scales and of the minima
+//                F16 scales of the scales and of the minima
 //   IQ4_NL       F16 scales[lane], indices
 //   IQ4_XS       8-bit scales[lane], indices; before every eighth block F16 scales of the scales
 //   MXFP4        exponents[lane], indices

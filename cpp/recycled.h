@@ -29,10 +29,10 @@ public:
     // Room for so many pairs, a power of two, and half as many tokens.
     explicit RecycledCandidates(size_t slots);
 
-    // Takes in n verified rows. Of those of one call with the same slot the first has it, because it is the nearest to
-    // the root; of two calls the newer one. before: the token before each row's, -1
-    // for none; tokens: each row's own; candidates, logits: [n][k], the tokens of the largest logits after each row,
-    // best first. Throws std::invalid_argument for tokens that are negative, and for more candidates than are kept.
+    // Takes in n verified rows. Where rows of one call have the same slot, the first one gets it, which is the nearest
+    // to the root; a later call's row takes it over. before: the token before each row's, -1 for none; tokens: each
+    // row's own; candidates, logits: [n][k], the tokens of the largest logits after each row, best first. Throws
+    // std::invalid_argument for tokens that are negative, and for more candidates than are kept.
     void learn(size_t n, const int32_t* before, const int32_t* tokens, int k, const int32_t* candidates,
                const float* logits);
     // Rows that were learnt.

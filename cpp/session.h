@@ -20,7 +20,7 @@
 
 namespace pystaged {
 
-// Where a tree was followed to.
+// The path that the model's own tokens take through a tree.
 struct Followed {
     std::vector<int32_t> path;    // pending rows, the root first
     std::vector<int32_t> tokens;  // the model's own token after each row of the path; the last is the bonus token
@@ -28,12 +28,13 @@ struct Followed {
     std::vector<std::vector<Candidate>> logprobs;
 };
 
-// What came of a piece of work.
+// The result of a Work; see work.h.
 struct Outcome {
     Followed followed;  // of a tree that was verified
-    // Of rows, best first, [rows][k]: what was proposed, or of a verified tree the tokens of the largest logits.
+    // [rows][k], best first: the candidates after each judged row of a proposal, or the tokens of the largest logits of
+    // each row of a verified tree.
     std::vector<int32_t> tokens;
-    std::vector<float> scores;  // theirs, or these logits
+    std::vector<float> scores;  // of the candidates, or these logits
 };
 
 class Session {
@@ -150,14 +151,13 @@ private:
     bool largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const;
     LogitsRow row_to_choose_from(const Sampling& sampling, bool masked, int row);
 
-    // The process in which it is somebody's turn, 0 for nobody's. One word, so that a child of fork() finds whole turns
-    // or none.
+    // The process in which a thread has its turn, or 0. One word, so that a child of fork() finds a whole turn or none.
     std::atomic<int> process_{0};
     std::atomic<std::thread::id> caller_{};  // whose turn it is
     std::shared_ptr<const Model> model_;
     int context_;
     std::shared_ptr<Executor> executor_;
-    std::unique_ptr<TextState> state_;  // none once closed
+    std::unique_ptr<TextState> state_;  // null once closed
     std::vector<int32_t> committed_;
     std::vector<Row> pending_;
     HiddenRows hidden_;

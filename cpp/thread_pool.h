@@ -23,16 +23,14 @@ template <class T>
 class OfProcess {
 public:
     static T& get() {
-        static const int registered = pthread_atfork(nullptr, nullptr, [] { current() = new T; });
-        (void)registered;
-        return *current();
+        (void)registered_;
+        return *current_;
     }
 
 private:
-    static std::atomic<T*>& current() {
-        static std::atomic<T*> own{new T};
-        return own;
-    }
+    // Made when the library is loaded: a child of fork() would wait for ever for a thread that was just making it.
+    static inline std::atomic<T*> current_{new T};
+    static inline const int registered_ = pthread_atfork(nullptr, nullptr, [] { current_ = new T; });
 };
 
 class ThreadPool {

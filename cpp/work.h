@@ -1,4 +1,4 @@
-// What texts ask of a pass, and passes that several of them share: pieces of prompts, trees to verify, trees to grow.
+// What a text asks of a pass: to read a piece of its prompt, to verify a tree, to grow one. Several texts share a pass.
 #pragma once
 
 #include <functional>

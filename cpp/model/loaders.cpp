@@ -154,7 +154,8 @@ Attention PackedLoader::attention() {
 
 void PackedLoader::pack_qkv(Attention& attention) {
     const int q = numbers_.q_width(), kv = numbers_.kv_width();
-    // Our kernel turns (i, i + half), and the order of a head's numbers is nobody's business but queries' and keys'.
+    // Our kernel turns pairs (i, i + half). A score is the same in any order of a head's numbers that queries and keys
+    // share.
     const auto turned = [&](int rows) {
         return family_.rope == Pairs::adjacent ? halves_of_pairs(rows, numbers_.head_dim, numbers_.rope.dims)
                                                : in_order(rows);

@@ -12,13 +12,14 @@ namespace pystaged {
 
 class KeptCells {
 public:
-    // As many as a pass reads: who waits until another text has read what both begin with can still copy it.
+    // As many as a pass reads, so that a text which waits while another one reads what both begin with can still copy
+    // that.
     static constexpr int kSlack = 256;
 
     // `window` positions, the row's own included; 0 keeps all cells.
     explicit KeptCells(int window) : window_(window) {}
 
-    // As many as a text ever has, while passes of kSlack rows read it.
+    // The most cells that a text has, if passes of kSlack rows at most read it.
     static int64_t most(int window) { return 2 * (int64_t(window) + kSlack + kStep) + kSlack; }
 
     // Kept are [read_first(), read_end()), perhaps none, and from first() on.
@@ -50,7 +51,7 @@ public:
             first_ = std::max(first_, begin);
             return changes;
         }
-        // What was read keeps all of its window until the other one is beyond it.
+        // The window of what was read stays whole until the other window lies beyond it.
         if (begin <= std::max(first_, read_to_)) {
             return false;
         }

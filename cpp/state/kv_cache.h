@@ -48,7 +48,7 @@ private:
     int num_heads_, head_dim_;
     size_t num_cells_, key_bytes_, value_bytes_;  // of a cell and head
     Memory memory_;
-    std::vector<uint8_t> moved_;  // memory for a key
+    std::vector<uint8_t> moved_;  // the key in hand of move()
 };
 
 }  // namespace pystaged

@@ -48,7 +48,7 @@ public:
     void stretch(int length, int longer) override;
     size_t num_bytes(int length) const override;
 
-    // Rows up to here are about to be written.
+    // Rows up to `end` are about to be written.
     void touch(int end) { touched_ = std::max(touched_, end); }
     LayerState& layer(int index) { return layers_[index]; }
     // Of rotary positions, in layers without a window and with one.

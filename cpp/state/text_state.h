@@ -1,4 +1,4 @@
-// What a backend remembers of one text, whatever the mixers of its layers carry on from row to row.
+// The state of one text in a backend: what the mixers of its layers carry from row to row.
 //
 // Rows that are committed come first; behind them lie pending rows, numbered from 0 in the order they were evaluated.
 #pragma once
