@@ -40,6 +40,11 @@ class PrefillProgress:
         self.progress(self.tokens, self.of)
 
 
+# CPython has 16 MemoryErrors for when memory is short, and aborts when all are kept: sequences share those of no words
+# of their own.
+_OUT_OF_MEMORY = {words: MemoryError(*words) for words in ((), ("std::bad_alloc",))}
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """The last thing that a sequence says: the exception that ended it, or None."""
@@ -190,6 +195,9 @@ class Sequence(BatchMember):
         except BaseException as fault:  # this text's, and no other one's
             lost = lost or fault
         self.decoder = self._steps = None
+        if isinstance(lost, MemoryError) and lost.args in _OUT_OF_MEMORY:
+            lost = _OUT_OF_MEMORY[lost.args]
+            lost.__traceback__ = lost.__context__ = None
         return lost
 
     def _piece(self, step: Step) -> Piece:

@@ -770,19 +770,23 @@ def test_memory_is_flat_over_many_short_texts(random_gguf: Callable[..., Path]) 
     assert after - before < 8 << 20
 
 
-def test_what_n_grams_know_goes_with_their_text(bundled: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_n_grams_know_goes_with_their_text(
+    random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pystaged.scheduler, "MOST_UNREAD", 1)
-    bundled.generate("a", max_tokens=4)
-    tracemalloc.start()
-    try:
-        stream = bundled.stream(GREETING * 4, max_tokens=60)
-        next(stream)
-        wait_until(lambda: bundled.runtime.scheduler._is_waiting)
-        during = taken_by_ngrams()
-        stream.finish()
-        after = taken_by_ngrams()
-    finally:
-        tracemalloc.stop()
+    with pystaged.load(random_gguf("F32", context=512), policy=FixedPolicy(2, 3, 6)) as engine:
+        prompt = [i * i % 251 for i in range(400)]
+        engine.generate("a", max_tokens=4)
+        tracemalloc.start()
+        try:
+            stream = engine.stream(prompt, max_tokens=60)
+            next(stream)
+            wait_until(lambda: engine.runtime.scheduler._is_waiting)
+            during = taken_by_ngrams()
+            stream.finish()
+            after = taken_by_ngrams()
+        finally:
+            tracemalloc.stop()
     assert during > 10_000
     assert after < 1_000
 
