@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class BatchLoad:
     """The batch that a text is in. A text alone is a batch of one.
 
-    texts: how many are stepped together, this one included. rows: how many rows the others' trees, roots included, have
-    in the next pass of the target. tokens: how many the others are expected to gain by that pass.
+    sequences: how many are stepped together, this one included. rows: of the others' trees, roots included, in the next
+    pass of the target. tokens: that the others are expected to gain by that pass.
     """
 
     sequences: int = 1
