@@ -147,7 +147,7 @@ def test_streams_and_event_loops(engine: Engine, sampled: Receipt) -> None:
 
 
 @pytest.mark.parametrize(
-    "load", [{"weight_cache": True}, {"memory": True}, {"draft": "self"}, {"kv_memory": 1}], ids=str
+    "load", [{"weight_cache": True}, {"recycle": True}, {"draft": "self"}, {"kv_memory": 1}], ids=str
 )
 def test_what_is_kept_and_what_drafts(path: Path, sampled: Receipt, load: dict[str, Any]) -> None:
     load = load | {"draft": path} if "draft" in load else load

@@ -218,4 +218,4 @@ def test_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names.default_model(said.append) == "bundled"
     assert "this is the bundled pair" in said[0]
     with pytest.warns(UserWarning, match="bundled pair"), pystaged.load() as engine:
-        assert repr(engine) == "Engine(model='pystaged bundled target', draft='pystaged bundled draft')"
+        assert repr(engine) == "Engine(model='pystaged house target', draft='pystaged house draft')"
