@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -24,6 +25,7 @@ from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_weights import write_random_gpt2
+from support.children import forks, in_child
 from support.kernels import KERNELS
 
 from pystaged import ContextFullError, _core, _llama
@@ -605,6 +607,34 @@ print(set(codes))
 def test_a_forked_child_has_workers_of_its_own(bundled_draft: Path) -> None:
     done = run_python(FORKED, bundled_draft, PYTHONWARNINGS="ignore")
     assert (done.stdout, done.stderr) == ("{0}\n", "")
+
+
+@pytest.mark.slow
+@forks
+@pytest.mark.parametrize("calls", ["session", "executor"])
+def test_a_forked_child_waits_for_no_thread_of_its_parent(bundled_draft: Path, calls: str) -> None:
+    model = _core.Model(str(bundled_draft), num_threads=2)
+    # An executor is made for a session, and let go with the last one.
+    session, stop = _core.Session(model, 64) if calls == "session" else None, threading.Event()
+
+    def call() -> bool:
+        with suppress(RuntimeError):  # the process forked while the session was in a call
+            (session or _core.Session(model, 64)).discard()
+        return True
+
+    def work() -> None:
+        while not stop.is_set():
+            call()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert all(in_child(call) for _ in range(50))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 V1 = {"proc/self/cgroup": "3:cpuset:/\n2:cpu,cpuacct:/jobs/one\n1:name=systemd:/\n"}
