@@ -214,6 +214,7 @@ class Stepper:
         if len(requests) > 1 and all(request.can_share for request in requests):
             with suppress(Exception):
                 return self._share(requests)
+            return [MemoryError() if _was_made(request) else fulfil(request, self._clocks) for request in requests]
         return [fulfil(request, self._clocks) for request in requests]
 
     def _share(self, requests: Sequence[Request]) -> list[Done | BaseException]:
@@ -251,6 +252,14 @@ def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], sp
     for _, _, tree in guesses[:best]:
         rows[tree] += 1
     return rows
+
+
+def _was_made(request: Request) -> bool:
+    """Whether a pass that failed was made, and memory was short for what came of it: twice would be another text."""
+    try:
+        return isinstance(request, (Read, Verify)) and len(request.session.tokens) != request.past
+    except (ValueError, RuntimeError, OSError):  # it is closed, in a call, or its device lost: it says so when asked
+        return False
 
 
 def _mean_past(requests: Sequence[Request]) -> float:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.random_models import RandomModel, write
 
-from pystaged._core import Model, RecycledCandidates, Session, kernels
+from pystaged._core import Model, RecycledCandidates, Session, kernels, run
 from pystaged.bench.pairs import LyingDrafter, continuation
 from pystaged.config import SamplingConfig
 from pystaged.decoding.batch_load import BatchLoad
@@ -247,6 +247,33 @@ def test_a_text_that_fails_ends_alone(alone: Alone) -> None:
     assert isinstance(ends[2], ValueError)
     for i in (0, 3):
         assert written[i] == alone.text(i, i)
+
+
+def test_a_pass_is_not_made_twice(alone: Alone) -> None:
+    """Where memory is short for what came of it, its texts end."""
+    passes = 0
+
+    def make(works: list[Any]) -> list[Any]:
+        nonlocal passes
+        passes += 1
+        found = run(works)
+        if passes == 5:
+            raise MemoryError
+        return found
+
+    written: list[list[int]] = [[], []]
+    ends: list[BaseException | None] = []
+    live = []
+    for i, said in enumerate(written):
+        decoder = Decoder(Session(alone.model(0, 2), 512))
+        text = decoder.text(PROMPTS[i], SAMPLINGS[i], MOST_TOKENS)
+        live.append(Text(decoder, text, lambda step, said=said: said.extend(step.tokens), ends.append))
+    stepper = Stepper(None, make=make)
+    while going := [text for text in live if not text.is_over]:
+        stepper.step(going)
+    assert [type(end) for end in ends] == [MemoryError] * 2
+    for i, said in enumerate(written):
+        assert said == alone.text(i, i)[: len(said)] != []
 
 
 # ---- On a simulated machine ----
