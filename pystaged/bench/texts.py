@@ -130,23 +130,6 @@ class TextsReport:
                 beside.add_row(each.way, f"{1e3 * each.newcomer_seconds:.0f}", f"{1e3 * each.newcomer_gap_seconds:.0f}")
         if beside.row_count:
             yield beside
-        yield from self._served()
-
-    def _served(self) -> Iterator[Table]:
-        """The server beside the engine in this process and llama-server, by texts at once."""
-        table = Table(title=f"{SERVED}, over HTTP", box=None)
-        for heading in ("texts", "tokens/s", "% of drafted here", "x llama-server's", "first ms", "llama-server's"):
-            table.add_column(heading)
-        alone = {(each.texts, each.way): each for each in self.figures if each.newcomer_seconds is None}
-        for (count, way), each in alone.items():
-            if way == SERVED:
-                here, baseline = alone[count, "drafted"], alone.get((count, _BASELINE))
-                share = f"{100 * each.tokens_per_second / here.tokens_per_second:.1f}"
-                gain = f"{each.tokens_per_second / baseline.tokens_per_second:.2f}" if baseline else "-"
-                first = [f"{1e3 * one.first_token_seconds:.0f}" if one else "-" for one in (each, baseline)]
-                table.add_row(str(count), f"{each.tokens_per_second:.1f}", share, gain, *first)
-        if table.row_count:
-            yield table
 
 
 def _shared(passes: dict[str, float] | None) -> tuple[str, str]:

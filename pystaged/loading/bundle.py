@@ -91,7 +91,7 @@ class Bundle:
             self.substitutes = substitutes(self.tokenizer, tokenizer)
             drafts = load(self.draft_path, tokenizer, draft_device)
         self.table = find_table(self.draft_path or self.path, ngrams, self.tokenizer, report)
-        self.device, self.draft_device = self._fastest(targets, drafts)
+        self.device, self.draft_device = self._fastest(targets, drafts, report)
         self.target = targets[self.device]
         self.draft = drafts[self.draft_device] if drafts else None
         if draft == "auto" and self.device == "cpu" and not self.draft_path:
@@ -129,7 +129,9 @@ class Bundle:
         for model in self.models:
             close_model(model)
 
-    def _fastest(self, targets: dict[str, Model], drafts: dict[str, Model]) -> tuple[str, str]:
+    def _fastest(
+        self, targets: dict[str, Model], drafts: dict[str, Model], report: Callable[[str], None]
+    ) -> tuple[str, str]:
         """The devices of target and draft that promise the most tokens per second by what passes cost on them."""
         pairs = list(itertools.product(targets, drafts or ["cpu"]))
         if len(pairs) == 1:
@@ -149,7 +151,14 @@ class Bundle:
 
             return max(1.0, *(chain_speedup(right, seconds / plain, extra) for right, seconds in guesses)) / plain
 
-        return max(pairs, key=rate)
+        def rate_if_there_is_room(pair: tuple[str, str]) -> float:
+            try:
+                return rate(pair)
+            except DeviceError as error:
+                report(f"passed over: {error}")
+                return 0.0
+
+        return max(pairs, key=rate_if_there_is_room)
 
 
 def _tokenizer(path: Path) -> Tokenizer:

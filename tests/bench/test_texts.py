@@ -187,7 +187,7 @@ def test_command(path: Path, prompts: Path, tmp_path: Path) -> None:
         assert (each.passes is not None) == (each.way in ways[:2])
         assert (each.different == 0) == (each.way in ways[:3])
     assert [each.newcomer_seconds is not None for each in report.figures] == [False] * 8 + [True] * 4
-    assert [table.row_count for table in report.tables()] == [8, 4, 2]
+    assert [table.row_count for table in report.tables()] == [8, 4]
     assert "our texts are the plain ones" in str(next(report.tables()).caption)
 
 
