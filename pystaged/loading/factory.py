@@ -57,7 +57,9 @@ class DecoderFactory:
         bundle = self._bundle
         begun = iter(source.sessions if source and length else [])
         target = _begin(bundle.target, n_ctx, next(begun, None), length)
-        draft = _begin(bundle.draft, 0, next(begun, None), length) if bundle.draft else None
+        draft = None
+        if bundle.draft:
+            draft = _begin(bundle.draft, min(target.n_ctx, bundle.draft.max_context), next(begun, None), length)
         decoder = self._priced(target, draft) if policy is None else self._free(target, draft, policy)
         if source:
             decoder.inherit(source)

@@ -1,4 +1,4 @@
-"""What an engine is made of."""
+"""What an engine is made of, and its contexts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from pystaged import DeviceError
 from pystaged._core import Model
 from pystaged.decoding.cost import PassCost
+from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import bundle
 from pystaged.loading.costs import Costs
+from pystaged.loading.factory import DecoderFactory
 
 
 def test_auto_does_without_a_device_that_the_model_does_not_fit(
@@ -40,3 +42,11 @@ def test_auto_does_without_a_device_that_has_no_room_for_a_context(
     said: list[str] = []
     assert bundle.Bundle(random_gguf("Q8_0"), None, 1, said.append, device="auto").device == "cpu"
     assert said == ["passed over: no room on ggml-cpu"]
+
+
+def test_a_draft_has_as_long_a_context_as_its_target(random_gguf: Callable[..., Path]) -> None:
+    long, short = random_gguf("Q8_0", context=9000), random_gguf("Q8_0", context=96)
+    for draft, n_ctx in ((long, 8500), (short, 96)):
+        made = bundle.Bundle(long, draft, 1, lambda _: None)
+        decoder = DecoderFactory(made).decoder(8500, FixedPolicy(2, 2, 4))
+        assert [session.n_ctx for session in decoder.sessions] == [8500, n_ctx]
