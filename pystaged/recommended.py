@@ -10,7 +10,7 @@ from pystaged.config import SamplingConfig
 from pystaged.options import SAMPLING
 
 ANSWER_TOKENS = 2048  # of an answer at most
-LOOP_WORDS = "ended where it repeats itself; --no-stop-loops lets it go on"
+LOOP_WORDS = "ended where it repeats itself; {} lets it go on"
 
 SamplingFields = dict[str, float | int]
 """Fields of SamplingConfig."""

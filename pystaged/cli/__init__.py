@@ -46,6 +46,15 @@ class _Commands(Group):
         for name in _FORMER:
             self.add_command(TyperCommand(name, hidden=True))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click's; `help COMMAND` and `version` are words of other programs."""
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        elif args == ["version"]:
+            args = ["--version"]
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name, the real one."""
         name, listed, rest = super().resolve_command(ctx, args)
@@ -83,7 +92,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", "-v", callback=_version, is_eager=True, help="Show the version and leave.")
     ] = False,
 ) -> None:
     del version

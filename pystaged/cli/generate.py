@@ -176,7 +176,7 @@ def generate(
         return
     errors.print(summary(result.stats, color))
     if result.finish_reason == "loop":
-        report(LOOP_WORDS)
+        report(LOOP_WORDS.format("--no-stop-loops"))
     elif chat and max_tokens is None and result.finish_reason == "length":
         report(f"cut at {len(result.tokens)} tokens; --max-tokens allows more")
     if verbose:

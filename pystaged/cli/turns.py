@@ -31,15 +31,18 @@ _QUOTES = '"""'
 _SETTABLE: dict[str, Any] = {
     name: option.kind
     for name, option in ALL.items()
-    if name in {*SAMPLING, "max_tokens"}
-    if option.kind in (int, float)
+    if name in {*SAMPLING, "max_tokens", "stop_loops"}
+    if option.kind in (int, float, bool)
 }
+
+_SWITCH = {"on": True, "off": False}
 
 _HELP = '''Lines between """ and """ are one; a line that ends with \\ goes on with the next one. Only the former may
 begin with /. Ctrl-C ends the model's turn and keeps what it wrote.
 /clear         begin again              /undo   take the last turn back
 /retry         the last turn again, with the next seed          /seed N  same seed, same turn; -1 draws one
-/set NAME VALUE   temperature, top_k, repeat_penalty, ..., as the options; max_tokens
+/set NAME VALUE   temperature, top_k, repeat_penalty, ..., as the options; max_tokens; stop_loops on, off
+/show          what is set
 /text          show what was said and written
 /save FILE     keep that                /load FILE   go on with what was kept
 /stats         what each stage did in the last turn; on, off: a line on speed after each one
@@ -52,8 +55,8 @@ class Turns(ABC):
 
     Args:
         engine: stays open.
-        sampling, max_tokens: until /set changes them; 0 tokens for as many as the context has room for.
-        color, show_tree, stop, stop_loops: as in generate.
+        sampling, max_tokens, stop_loops: until /set changes them; 0 tokens for as many as the context has room for.
+        color, show_tree, stop: as in generate.
         interrupts: entered.
         stats: whether a line with its speed follows each turn.
         constraint: what each turn must be, as Engine.generate takes it.
@@ -99,6 +102,7 @@ class Turns(ABC):
             "/text": lambda _: typer.echo(self._text()),
             "/seed": self._seed,
             "/set": lambda words: self._set(words.split()),
+            "/show": lambda _: self._show(),
             "/save": self._save,
             "/load": self._load,
             "/stats": self._stats,
@@ -178,7 +182,7 @@ class Turns(ABC):
         with reading_bar() as progress:
             stream = self._stream(self._begun(said), self._options(progress))
             result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, wrap=True)
-        self._tell(result, "--max-tokens")
+        self._tell(result, "--max-tokens", "--no-stop-loops")
 
     def _turn(self, said: str) -> None:
         """The user's text, then the model's turn."""
@@ -254,12 +258,17 @@ class Turns(ABC):
         """The settings that a greedy turn depends on."""
         return self._max_tokens, self._sampling.changed(seed=0).given
 
-    def _tell(self, result: GenerationResult, allows_more: str = "/set max_tokens") -> None:
+    def _tell(
+        self,
+        result: GenerationResult,
+        allows_more: str = "/set max_tokens",
+        allows_loops: str = "/set stop_loops off",
+    ) -> None:
         """Show the speed of a turn if asked to, and why it was cut."""
         if self._shows_stats:
             errors.print(speed(result.stats, self._color))
         if result.finish_reason == "loop":
-            report(LOOP_WORDS)
+            report(LOOP_WORDS.format(allows_loops))
         if result.finish_reason != "length":
             return
         if len(result.tokens) == self._max_tokens:
@@ -324,7 +333,15 @@ class Turns(ABC):
             raise ValueError("write /seed N, a number; -1 draws one")
         self._set(["seed", words])
 
+    def _show(self) -> None:
+        loops = "on" if self._stop_loops else "off"
+        report(described(self._config(self._sampling)))
+        report(f"max_tokens {self._max_tokens}, stop_loops {loops}; a context of {self._engine.n_ctx} tokens")
+
     def _set(self, words: list[str]) -> None:
+        if words[:1] == ["system"] and "/system" in self._commands:
+            self._commands["/system"](" ".join(words[1:]))
+            return
         if len(words) != 2:
             raise ValueError("write /set NAME VALUE, such as /set temperature 0.8")
         name, value = words
@@ -332,11 +349,16 @@ class Turns(ABC):
             raise ValueError(f"there is nothing called {name}; did you mean {likely}?")
         if name not in _SETTABLE:
             raise ValueError(f"there is nothing called {name}; what can be set is {', '.join(_SETTABLE)}")
+        kind = _SETTABLE[name]
         try:
-            number = _SETTABLE[name](value)
-        except ValueError:
-            wanted = "an integer" if _SETTABLE[name] is int else "a number"
+            number = _SWITCH[value] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            wanted = {int: "an integer", float: "a number", bool: "on or off"}[kind]
             raise ValueError(f"{name} must be {wanted}, not {value}") from None
+        if name == "stop_loops":
+            self._stop_loops = number
+            report(f"stop_loops {value}")
+            return
         if name == "max_tokens":
             if not self._least_tokens <= number < 2**31:
                 raise ValueError(f"max_tokens must be at least {self._least_tokens} and below 2**31, not {value}")

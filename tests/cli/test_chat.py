@@ -187,6 +187,7 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
         ("/set zzz 0.3", "there is nothing called zzz; what can be set is temperature, "),
         ("/set top_k 5.5", "top_k must be an integer, not 5.5"),
         ("/set top_p x", "top_p must be a number, not x"),
+        ("/set stop_loops maybe", "stop_loops must be on or off, not maybe"),
         ("/set max_tokens -1", "max_tokens must be at least 0 and below"),
     ],
 )
@@ -206,6 +207,26 @@ def test_a_system_message_can_be_taken_back(session: Callable[..., Chat], capsys
     capsys.readouterr()
     made.take("/system")
     assert capsys.readouterr().err == "there is no system message\n"
+
+
+def test_what_is_set_is_shown(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+    made = session()
+    for line in (
+        "/set temperature 1",
+        "/set top_k 7",
+        "/set max_tokens 31",
+        "/set stop_loops on",
+        "/set ignore_eos on",
+        "/set system Hi.",
+    ):
+        made.take(line)
+    capsys.readouterr()
+    made.take("/show")
+    made.take("/system")
+    shown = capsys.readouterr()
+    assert "top-k 7" in shown.err
+    assert "max_tokens 31, stop_loops on" in shown.err
+    assert shown.out == "Hi.\n"
 
 
 def test_nothing_in_quotes_is_a_command(session: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -533,6 +533,11 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
 
 
+def test_help_is_also_a_word() -> None:
+    assert run("help").stdout == run("--help").stdout
+    assert run("help", "pull").stdout == run("pull", "--help").stdout
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], []], ids=str)
 def test_help_imports_little(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -683,6 +688,7 @@ def test_unknown_kernel(path: Path, command: list[str]) -> None:
 
 def test_version() -> None:
     done = run("--version")
+    assert run("version").stdout == run("-v").stdout == done.stdout
     assert (done.returncode, done.stdout.decode()) == (0, f"pystaged {pystaged.__version__}\n")
 
 
