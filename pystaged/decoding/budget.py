@@ -12,8 +12,8 @@ Everything is counted in tokens of plain decoding, each of which takes a pass ov
 and gains the tokens beyond its first. T(n) is what passes over n rows cost, as measured and as seen since; `drafting`
 is the time that proposing the tree and learning from it took. All are processor time: what other programs take of the
 machine is charged to nobody. A text begins with a credit. Steps take from it what they cost and add what they gain. A
-drafter is used only while the credit covers the least that it can do, and a tree is cut to what the credit covers. What
-is left of the credit goes to the next text.
+drafter is used only while the credit covers the least that it can do, which it then may do; a tree is cut to its first
+guess and what the credit covers. What is left of the credit goes to the next text.
 
 The drafter whose guesses bring most tokens per second drafts. Every drafter is scored by how often its first guess for
 the next token was right: when it drafts, and else now and then by a guess that is made and not verified (full
@@ -86,6 +86,7 @@ class Budget:
         self._kinds = {greedy: _Known(self._first.copy(), [_PRIOR] * len(self._first)) for greedy in (True, False)}
         self._known = self._kinds[True]  # of the text's kind
         self._past = 0  # tokens in front of the step's rows
+        self._least = 0.0  # seconds that its drafter needs at least
         self._scoring = 0.0  # tokens that may be spent for scoring
         self._last_shadow = 0
         self._python = 0.0  # seconds of a step that are neither the pass nor drafting
@@ -145,7 +146,9 @@ class Budget:
         least = [drafter.lag() / token + price for drafter, price in zip(drafters, prices, strict=True)]
         verifying = self._extra(2)
         self.chosen = self._best(prices, [i for i, price in enumerate(least) if price + verifying <= self.credit])
-        most = min(self.credit, self._scoring)
+        self._least = least[self.chosen] * token if self.chosen is not None else 0.0
+        # Scoring must not eat the credit for which a drafter could come back.
+        most = min(self.credit - min(least, default=0.0) - verifying, self._scoring)
         for turn in range(1, len(drafters) + 1):
             i = (self._last_shadow + turn) % len(drafters)
             if i != self.chosen and least[i] <= most:
@@ -155,19 +158,22 @@ class Budget:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the step's drafter may use: what is left when verifying one node is paid."""
+        """Seconds that the step's drafter may use: what is left when verifying one node is paid, and the least that it
+        was chosen for."""
         if self._cost is None:
             return math.inf
-        return (self.credit - self._extra(2)) * self._token - (self._meter() - self._begin)
+        left = (self.credit - self._extra(2)) * self._token - (self._meter() - self._begin)
+        return max(left, self._least)
 
     def trim(self, tree: TokenTree) -> TokenTree:
-        """The part of what was drafted that costs no more than the credit still covers."""
+        """The part of what was drafted that costs no more than the credit still covers; of guesses the first one at
+        least, for which the drafter was chosen."""
         self._drafted = self._meter()
         if self._cost is None:
             return tree
         left = self.credit - (self._drafted - self._begin) / self._token
         rows, certain = len(tree), _certain_rows(tree)
-        while rows > certain and self._extra(rows, certain) > left:
+        while rows > certain + 1 and self._extra(rows, certain) > left:
             rows -= 1
         return tree.head(rows)
 

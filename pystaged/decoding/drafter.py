@@ -72,8 +72,9 @@ class Drafter(Protocol):
         ...
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
-        """A tree below the root, at most max_depth deep, with what it has when the next pass would not fit into the
-        seconds any more; the root alone where there is nothing to propose."""
+        """A tree below the root, at most max_depth deep: what it has when the next pass would not fit into the seconds
+        any more, but the first pass is always made; the root alone where reading the text does not fit, or there is
+        nothing to propose."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:

@@ -148,7 +148,7 @@ class TreeDrafter:
             # The root is always expanded; then the policy is asked.
             growth, width = self._growth(passes, self._meter() - begin), 1
             seconds -= self.lag()  # of what is read together with the root
-            while (width := self._affordable(width, seconds - growth.seconds)) > 0:
+            while width > 0:
                 yield from self._expand(tree, width)
                 passes += 1
                 expanded += width
@@ -157,6 +157,7 @@ class TreeDrafter:
                     self._cost.observe(width, 0, spent - before)
                 growth = self._growth(passes, spent)
                 width = min(self._policy.expand(growth), MAX_EXPANDED - expanded) if self._leaves else 0
+                width = self._affordable(width, seconds - growth.seconds)
             kept = self._policy.keep(growth)
         except BaseException:
             self._discard()

@@ -257,13 +257,14 @@ def test_drafters_that_are_always_wrong_are_given_up(rate: float, steps: int) ->
         assert text.used[-50:].count(None) >= 45
 
 
-def test_a_text_that_was_unlucky_for_twenty_steps_drafts_again_within_64() -> None:
-    for price in (0.02, 0.05, 0.1):
-        bad, good = Behaviour([price] * 3), Behaviour([price] * 3, accept=3)
-        text = Text(FLAT, [(price,)], [0.5])
-        text.write([bad] * 20 + [good] * 200)
-        assert 0 in text.used[20:84]
-        assert text.used[120:].count(0) > 75
+@pytest.mark.parametrize("drafters", [1, 2])
+@pytest.mark.parametrize("price", [0.02, 0.05, 0.1])
+def test_a_text_that_was_unlucky_for_twenty_steps_drafts_again_within_64(drafters: int, price: float) -> None:
+    bad, good = Behaviour([price] * 3), Behaviour([price] * 3, accept=3)
+    text = Text(rising([0.05, 0.15, 0.3, 0.6]), [(price, 0.02, 0.02)] * drafters, [0.5] * drafters)
+    text.write([bad] * 20 + [good] * 200)
+    assert text.used[20:84] != [None] * 64
+    assert text.used[120:].count(None) < 25
 
 
 def test_a_hiccup_does_not_end_the_drafting_of_a_tiny_target() -> None:

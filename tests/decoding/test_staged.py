@@ -432,8 +432,8 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
     for prompt in prompts[:2]:
         finish(decoder.start(prompt))
         sizes.append(len(finish(decoder.step(GREEDY, 50)).tree))
-    # A tree that came so late is not worth verifying.
-    assert sizes[0] == 1 < sizes[1]
+    # Of a tree that came so late only the first guess is verified.
+    assert sizes[0] == 2 < sizes[1]
     decoder.close()
 
 
@@ -622,8 +622,8 @@ def test_a_draft_stops_where_the_next_pass_would_not_fit(draft: Model, seconds: 
     drafter.start(np.arange(5, dtype=np.int32))
     assert drafter.price() == 1.0
     tree = finish(drafter.draft(GREEDY, 20, seconds), Clocks(session.clock, session.clock))
-    assert session.now <= seconds
-    assert drafter.stats.passes == len(tree) - 1 == min(int(seconds), 6)
+    assert session.now <= max(seconds, 1.0)
+    assert drafter.stats.passes == len(tree) - 1 == min(max(int(seconds), 1), 6)
     # What was not read is read with the next pass.
     drafter.advance([7])
     assert len(finish(drafter.draft(GREEDY, 20))) == 7
@@ -713,7 +713,7 @@ def test_lookups_stop_where_the_next_one_would_not_fit(number: int) -> None:
     drafter.start(np.array([1, 2, 3] * 20, np.int32))
     assert (drafter.lag(), drafter.price()) == (pytest.approx(0.6), 1.0)
     tree = finish(drafter.draft(GREEDY, 20, 0.7 + number))
-    assert drafter.stats.passes == now[0] == len(tree) - 1 == number
+    assert drafter.stats.passes == now[0] == len(tree) - 1 == max(number, 1)
 
 
 def test_costs_of_lookups_are_refined_where_they_are_made() -> None:
