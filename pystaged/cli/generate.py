@@ -166,7 +166,7 @@ def generate(
             if as_json:
                 _write_json(stream, asked[0], chat=chat)
             else:
-                show(stream, engine.tokenizer, color, show_tree=show_tree)
+                show(stream, engine.tokenizer, color, show_tree=show_tree, wrap=chat)
         result = stream.result
         if receipt:
             result.receipt.save(receipt)

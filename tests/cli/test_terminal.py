@@ -197,6 +197,22 @@ def test_a_word_of_two_colors_is_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("extra", "lines"),
+    [(["--chat"], ["spoken words keep", "their whole letters"]), ([], ["spoken words keep th", "eir whole letters"])],
+    ids=["answer", "text"],
+)
+def test_answers_break_between_words_and_texts_do_not(extra: list[str], lines: list[str]) -> None:
+    text = "spoken words keep their whole letters"
+    arguments = ("generate", "Which?", "--model", "bundled", "--regex", text, *extra)
+    window = terminal(*arguments, columns=20, lines=40)
+    assert window.finish() == 0
+    begin = window.shown.index(lines[0])
+    assert window.shown[begin : begin + len(lines)] == lines
+    assert piped(*arguments, COLUMNS="20").stdout == text + "\n"
+
+
+@pytest.mark.slow
 def test_a_conversation_says_what_is_in_force_and_leaves_a_clean_line() -> None:
     window = terminal("chat", "bundled", "--temperature", "0.5", "--max-tokens", "40", columns=40, lines=60)
     window.wait_for(b"> ")
