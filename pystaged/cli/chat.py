@@ -138,7 +138,8 @@ class Chat(Turns):
     Arguments as in Turns; system: the system message; think: whether models that can think do.
     """
 
-    _about = """A line you type is asked, and the model answers.
+    _leaving = ("exit", "quit", "bye")
+    _about = """A line you type is asked, and the model answers; exit, quit or bye alone leaves, as /bye does.
 /system TEXT   say how the model is to answer, @FILE reads it; "" takes that back, without TEXT it is shown
 """
 

@@ -63,6 +63,7 @@ class Turns(ABC):
     """
 
     _about: str  # what a line does, for /help
+    _leaving: tuple[str, ...] = ()  # lines without / that say to leave
     _least_tokens = 0
     _keeps_unanswered = False  # whether the user's text stays where the model wrote nothing
 
@@ -117,6 +118,8 @@ class Turns(ABC):
             ValueError, TypeError, OSError: it cannot be done.
         """
         command, _, words = line.strip().partition(" ")
+        if line.strip() in self._leaving:
+            return False
         if not line.startswith("/"):
             self.say(line)
         elif command in ("/bye", "/exit", "/quit"):

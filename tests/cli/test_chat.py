@@ -229,12 +229,15 @@ def test_what_is_set_is_shown(session: Callable[..., Chat], capsys: pytest.Captu
     assert shown.out == "Hi.\n"
 
 
-def test_nothing_in_quotes_is_a_command(session: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", ["/bye", "exit", "quit", "bye "])
+def test_nothing_in_quotes_is_a_command(
+    session: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
     made = session(max_tokens=2)
-    lines = ['"""/bye', 'x"""', '"""/etc/hosts"""', '"""', '"""', "/bye", "never"]
+    lines = ['"""/bye', 'x"""', '"""/etc/hosts"""', '"""', '"""', '"""exit"""', "exit how?", end, "never"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     turns.take_lines(made, made._interrupts)
-    assert [message["content"] for message in made._so_far[::2]] == ["/bye\nx", "/etc/hosts"]
+    assert [message["content"] for message in made._so_far[::2]] == ["/bye\nx", "/etc/hosts", "exit", "exit how?"]
 
 
 def test_a_cut_answer_says_so(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
