@@ -17,6 +17,7 @@ from pystaged.chat.messages import marked_messages
 from pystaged.cli.console import open_engine, read_prompt, report
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import (
+    LIMIT_HELP,
     Color,
     Colors,
     GrammarOptions,
@@ -66,8 +67,8 @@ def chat(
         typer.Option(
             "--max-tokens",
             "-n",
-            min=0,
-            help="New tokens at most; 0 for as many as the context has room for; 2048 unless given, 64 with --raw.",
+            min=-1,
+            help=f"{LIMIT_HELP}; 2048 unless given, 64 with --raw.",
             show_default=False,
         ),
     ] = None,
@@ -105,7 +106,7 @@ def chat(
         raise typer.BadParameter(f"{model!r} is no model; a question comes after one: chat smollm2 {model!r}")
     if raw and (system or think is not None):
         raise typer.BadParameter("--system and --think are of messages, which --raw has none of")
-    limit = (64 if raw else ANSWER_TOKENS) if max_tokens is None else max_tokens
+    limit = (64 if raw else ANSWER_TOKENS) if max_tokens is None else max(max_tokens, 0)
     with usage():
         GenerationConfig(max_tokens=limit or NO_LIMIT, sampling=sampling.config(), stop=stop or (), **constraint)
     name = either(model, named)

@@ -16,6 +16,7 @@ import pystaged
 from pystaged.chat.format import begin
 from pystaged.cli.console import errors, open_engine, reading_bar, report
 from pystaged.cli.options import (
+    LIMIT_HELP,
     Color,
     Colors,
     GrammarOptions,
@@ -30,6 +31,7 @@ from pystaged.cli.options import (
     Think,
     grouped,
     spelled,
+    token_limit,
     usage,
 )
 from pystaged.cli.painting import show, summary
@@ -65,7 +67,8 @@ def generate(
     ] = None,
     model: ModelName = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", help="New tokens at most; 128, or 2048 with --chat.")
+        int | None,
+        spelled("max_tokens", min=-1, callback=token_limit, help=f"{LIMIT_HELP}; 128 unless given, 2048 with --chat."),
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a question; ask it by the model's chat template.")

@@ -34,6 +34,13 @@ def check(value: Any) -> Any:
     return value
 
 
+def token_limit(tokens: int | None) -> int | None:
+    """--max-tokens; 0, and llama.cpp's -1, are as many as a context has room for."""
+    from pystaged.config import NO_LIMIT  # noqa: PLC0415
+
+    return NO_LIMIT if check(tokens) in (0, -1) else tokens
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address is reached from this machine only."""
     try:
@@ -148,6 +155,7 @@ def spelled(name: str, **settings: Any) -> Any:
     return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
 
 
+LIMIT_HELP = "New tokens at most; 0 or -1 for as many as the context has room for"
 MODEL_HELP = "Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'bundled'."
 DEFAULT_MODEL = "smollm2; bundled where that is not installed"  # names.default_model
 ModelName = Annotated[
@@ -161,7 +169,7 @@ ModelName = Annotated[
 ]
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=DEFAULT_MODEL)]
 ModelToo = Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.", show_default=False)]
-MaxTokens = Annotated[int, spelled("max_tokens", min=1)]
+MaxTokens = Annotated[int, spelled("max_tokens", min=-1, callback=token_limit)]
 Stop = Annotated[list[str] | None, spelled("stop")]
 StopLoops = Annotated[bool | None, spelled("stop_loops", show_default="on for answers")]
 Threads = Annotated[int, spelled("num_threads")]

@@ -17,7 +17,6 @@ class Raw(Turns):
     """The tokens so far, which each turn continues. Arguments as in Turns."""
 
     _about = "A line you type is added to the text, which the model then continues; an empty line only continues it.\n"
-    _least_tokens = 1
     _keeps_unanswered = True
 
     def say(self, text: str) -> None:

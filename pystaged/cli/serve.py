@@ -22,6 +22,7 @@ from pystaged.cli.options import (
     either,
     grouped,
     is_loopback,
+    token_limit,
     usage,
 )
 from pystaged.config import SamplingConfig
@@ -126,8 +127,9 @@ def serve(
         typer.Option(
             "--max-tokens",
             "-n",
-            min=1,
-            help="Default and limit of a request's max_tokens; unless given the default is 2048.",
+            min=-1,
+            callback=token_limit,
+            help="Default and limit of a request's max_tokens, 0 or -1 for none; unless given the default is 2048.",
         ),
     ] = None,
     stop_loops: StopLoops = None,

@@ -64,7 +64,6 @@ class Turns(ABC):
 
     _about: str  # what a line does, for /help
     _leaving: tuple[str, ...] = ()  # lines without / that say to leave
-    _least_tokens = 0
     _keeps_unanswered = False  # whether the user's text stays where the model wrote nothing
 
     def __init__(
@@ -363,9 +362,9 @@ class Turns(ABC):
             report(f"stop_loops {value}")
             return
         if name == "max_tokens":
-            if not self._least_tokens <= number < 2**31:
-                raise ValueError(f"max_tokens must be at least {self._least_tokens} and below 2**31, not {value}")
-            self._max_tokens = int(number)
+            if not -1 <= number < 2**31:
+                raise ValueError(f"max_tokens must be at least -1 and below 2**31, not {value}")
+            self._max_tokens = max(int(number), 0)
             report(f"max_tokens {value}")
             return
         sampling = self._sampling.changed(**{name: number})

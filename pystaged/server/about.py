@@ -61,6 +61,7 @@ def properties(state: State) -> Properties:
     engine, tokenizer = state.engine, state.engine.tokenizer
     answers = {"max_tokens": min(ANSWER_TOKENS, engine.n_ctx), "stop_loops": True}
     params = answers | engine.recommended_sampling | state.settings.defaults
+    params["max_tokens"] = min(params["max_tokens"], engine.n_ctx)
     return {
         "default_generation_settings": {"n_ctx": engine.n_ctx, "params": params},
         "total_slots": state.settings.parallel,

@@ -159,9 +159,10 @@ def test_stats_and_color(session: Callable[..., Chat], capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_a_full_context_is_said(random_gguf: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("limit", [[], ["-n", "-1"]], ids=str)
+def test_a_full_context_is_said(random_gguf: Callable[..., Path], limit: list[str]) -> None:
     model = random_gguf(context=96)
-    done = run("chat", model, "--draft", "none", stdin=b"x")
+    done = run("chat", model, "--draft", "none", *limit, stdin=b"x")
     assert done.returncode == 0, done.stderr
     assert "the context of 96 tokens is full: /clear begins again, --n-ctx allows more" in done.stderr.decode()
 
@@ -188,7 +189,7 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
         ("/set top_k 5.5", "top_k must be an integer, not 5.5"),
         ("/set top_p x", "top_p must be a number, not x"),
         ("/set stop_loops maybe", "stop_loops must be on or off, not maybe"),
-        ("/set max_tokens -1", "max_tokens must be at least 0 and below"),
+        ("/set max_tokens -2", "max_tokens must be at least -1 and below"),
     ],
 )
 def test_what_cannot_be_set(session: Callable[..., Chat], line: str, words: str) -> None:
@@ -224,6 +225,9 @@ def test_what_is_set_is_shown(session: Callable[..., Chat], capsys: pytest.Captu
     made.take("/show")
     made.take("/system")
     shown = capsys.readouterr()
+    made.take("/set max_tokens -1")  # no limit
+    made.take("/show")
+    assert "max_tokens 0," in capsys.readouterr().err
     assert "top-k 7" in shown.err
     assert "max_tokens 31, stop_loops on" in shown.err
     assert shown.out == "Hi.\n"

@@ -350,6 +350,15 @@ def test_a_line_that_is_no_text_does_not_end_a_session(path: Path) -> None:
     assert b"utf-8" in done.stderr.lower()
 
 
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_no_limit_of_tokens(path: Path, number: str) -> None:
+    done = run("generate", "e", "--model", path, "-n", number, "--ignore-eos", "--no-stop-loops", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["stats"]["prompt_tokens"] + len(found["tokens"]) == 97  # the last one is not read
+    assert b"the context of 96 tokens is full" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_long_prompt(path: Path) -> None:
     assert_refused(run("generate", "-", "--model", path, stdin=b"a b " * 250_000), "tokens", "96")
@@ -364,7 +373,7 @@ def test_a_long_prompt(path: Path) -> None:
         ["generate", "x", "--n", "2", "--show-tree"],
         ["generate", "x", "--n", "2", "--color", "stages"],
         ["generate", "x", "--max-tokens", "few"],
-        ["generate", "x", "--max-tokens", "0"],
+        ["generate", "x", "--max-tokens", "-2"],
         ["generate", "x", "--temperature", "-1"],
         ["generate", "x", "--top-p", "2"],
         ["generate", "x", "--seed", "-5"],
