@@ -9,12 +9,10 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, add_sentencepiece, write
@@ -29,7 +27,6 @@ from pystaged import (
     FixedPolicy,
     GenerationResult,
     Growth,
-    ModelError,
     Piece,
     SamplingConfig,
     _core,
@@ -125,18 +122,6 @@ def test_result(engine: Engine, path: Path, options: dict[str, Any]) -> None:
     assert stats.to_dict()["new_tokens"] == len(result.tokens)
 
 
-@pytest.mark.slow
-def test_bundled_model(bundled_target: Path) -> None:
-    options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.5, "seed": 2}
-    prompt = "def fibonacci(n):\n"
-    result = pystaged.generate(prompt, model="bundled", **options)
-    assert result.tokens == plain_tokens(bundled_target, prompt, 24, temperature=0.5, seed=2)
-    assert pystaged.generate(prompt, model=str(bundled_target), **options).text == result.text
-    assert pystaged.generate(prompt, model="bundled", **options).text == result.text
-    with pystaged.stream(prompt, model="bundled", **options) as stream:
-        assert "".join(stream) == result.text
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_three_ways_agree(engine: Engine, path: Path, options: dict[str, Any]) -> None:
     result = engine.generate(PROMPT, max_tokens=30, **options)
@@ -202,20 +187,25 @@ def test_max_tokens(engine: Engine, count: int, options: dict[str, Any]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_stop_strings_anywhere(engine: Engine, options: dict[str, Any]) -> None:
-    whole = engine.generate(PROMPT, max_tokens=60, **options)
-    for start in range(0, len(whole.text) - 6, 5):
-        for length in (1, 2, 5):
-            stop = whole.text[start : start + length]
-            result = engine.generate(PROMPT, max_tokens=60, stop=stop, **options)
-            assert result.text == whole.text[: whole.text.index(stop)]
-            assert result.tokens == whole.tokens[: len(result.tokens)]
-            assert result.finish_reason == "stop"
-            assert result.stats.new_tokens == len(result.tokens)
-            assert sum(stage.emitted for stage in result.stats.stages.values()) == len(result.tokens)
-            stream = engine.stream(PROMPT, max_tokens=60, stop=(stop,), **options)
-            assert "".join(stream) == result.text
-            assert stream.result.tokens == result.tokens
+def test_stop_strings_anywhere(path: Path, options: dict[str, Any]) -> None:
+    """Also across steps of several tokens, of which there are some."""
+    accepted = 0
+    with pystaged.load(path, policy=FixedPolicy(4, 5, 12)) as engine:
+        whole = engine.generate(PROMPT, max_tokens=60, **options)
+        for start in range(0, len(whole.text) - 6, 5):
+            for length in (1, 2, 5):
+                stop = whole.text[start : start + length]
+                result = engine.generate(PROMPT, max_tokens=60, stop=stop, **options)
+                assert result.text == whole.text[: whole.text.index(stop)]
+                assert result.tokens == whole.tokens[: len(result.tokens)]
+                assert result.finish_reason == "stop"
+                assert result.stats.new_tokens == len(result.tokens)
+                assert sum(stage.emitted for stage in result.stats.stages.values()) == len(result.tokens)
+                stream = engine.stream(PROMPT, max_tokens=60, stop=(stop,), **options)
+                assert "".join(stream) == result.text
+                assert stream.result.tokens == result.tokens
+                accepted += result.stats.accepted
+    assert accepted > 20
 
 
 def test_a_stop_string_across_tokens(engine: Engine) -> None:
@@ -388,13 +378,6 @@ def test_what_goes_on_with_another_text(tmp_path: Path) -> None:
         assert engine.encode("\nthe", add_special=False).tolist() == engine.encode("\nthe").tolist()[2:]
 
 
-def test_a_closed_engine_scores_nothing(path: Path) -> None:
-    with pystaged.load(path) as closed:
-        assert isinstance(closed.score(PROMPT), pystaged.Score)
-    with pytest.raises(ValueError, match="the engine is closed"):
-        closed.score(PROMPT)
-
-
 def test_a_scored_text_counts_as_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
     with pystaged.load(path, kv_memory=1) as engine:
@@ -448,15 +431,10 @@ def test_prompts_that_are_none(engine: Engine) -> None:
     ("options", "error", "message"),
     [
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, not 0"),
-        ({"max_tokens": -3}, ValueError, "max_tokens must be at least 1"),
         ({"max_tokens": 1.5}, TypeError, "max_tokens must be an integer"),
         ({"max_tokens": True}, TypeError, "max_tokens must be an integer"),
         ({"max_tokens": None}, TypeError, "max_tokens must be an integer"),
         ({"temperature": -1.0}, ValueError, "temperature"),
-        ({"top_k": -1}, ValueError, "top_k"),
-        ({"top_p": 0.0}, ValueError, "top_p"),
-        ({"min_p": 1.0}, ValueError, "min_p"),
-        ({"seed": -1}, ValueError, "seed"),
         ({"seed": "1"}, TypeError, "seed"),
         ({"stop": ""}, ValueError, "a stop string must not be empty"),
         ({"stop": ("a", "")}, ValueError, "a stop string must not be empty"),
@@ -495,9 +473,6 @@ def test_models(tmp_path: Path, path: Path) -> None:
             pystaged.load(model)
     with pytest.raises(IsADirectoryError, match=r"is a folder; .* pystaged quantize"):
         pystaged.load(tmp_path)
-    (tmp_path / "bad.gguf").write_text("no model")
-    with pytest.raises(ModelError, match=r"bad\.gguf"):
-        pystaged.load(tmp_path / "bad.gguf")
     for n_ctx in (-1, CONTEXT + 1):
         with pytest.raises(ValueError, match=f"n_ctx must be between 1 and the model's {CONTEXT}, not {n_ctx}"):
             pystaged.load(path, n_ctx=n_ctx)
@@ -510,23 +485,12 @@ def test_closed_engine(path: Path) -> None:
     engine = pystaged.load(path, report=lambda _: None)
     engine.close()
     engine.close()
-    with pytest.raises(ValueError, match="the engine is closed"):
-        engine.generate(PROMPT)
-    with engine, pytest.raises(ValueError, match="the engine is closed"):
-        engine.stream(PROMPT)
-    with pytest.raises(ValueError, match="the engine is closed"):
-        engine.stream_chat([{"role": "user", "content": PROMPT}])
-
-
-def test_closing_under_a_stream(path: Path) -> None:
-    expected = alone(path, PROMPT, max_tokens=20)
-    engine = pystaged.load(path)
-    stream = engine.stream(PROMPT, max_tokens=20)
-    first = next(stream)
-    engine.close()
-    assert first + "".join(stream) == expected.text
-    with pytest.raises(ValueError, match="the engine is closed"):
-        engine.generate(PROMPT)
+    for use in (
+        *(lambda: engine.generate(PROMPT), lambda: engine.generate([PROMPT, "a"]), lambda: engine.stream(PROMPT)),
+        *(lambda: engine.score(PROMPT), lambda: engine.stream_chat([{"role": "user", "content": PROMPT}])),
+    ):
+        with engine, pytest.raises(ValueError, match="the engine is closed"):
+            use()  # type: ignore[no-untyped-call]
 
 
 # ---- Seeds ----
@@ -538,12 +502,6 @@ def test_seeds(engine: Engine) -> None:
     assert len(set(texts)) == 3
     greedy = {engine.generate(PROMPT, max_tokens=20, seed=seed).text for seed in (1, 2)}
     assert len(greedy) == 1
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_threads_do_not_matter(path: Path, num_threads: int) -> None:
-    with pystaged.load(path, num_threads=num_threads) as engine:
-        assert engine.generate(PROMPT, max_tokens=40, **WARM).text == alone(path, PROMPT, max_tokens=40, **WARM).text
 
 
 # ---- What one generation leaves for the next ----
@@ -561,13 +519,6 @@ def test_a_closed_stream(engine: Engine, path: Path, pieces: int, options: dict[
         assert (
             engine.generate(prompt, max_tokens=40, **options).text == alone(path, prompt, max_tokens=40, **options).text
         )
-
-
-def test_a_stream_left_behind(engine: Engine, path: Path) -> None:
-    stream = engine.stream(PROMPT, max_tokens=40)
-    first = next(stream)
-    assert engine.generate(PROMPT, max_tokens=40, **WARM).text == alone(path, PROMPT, max_tokens=40, **WARM).text
-    assert first + "".join(stream) == alone(path, PROMPT, max_tokens=40).text
 
 
 class Interrupting:
@@ -620,31 +571,6 @@ def test_reuse_changes_nothing(engine: Engine, path: Path, options: dict[str, An
     assert again.stats.reused_tokens == again.stats.prompt_tokens - 1 > 0
     continued = engine.generate(prompts[-1] + " once", max_tokens=30, **options)
     assert 0 < continued.stats.reused_tokens < continued.stats.prompt_tokens
-
-
-@pytest.mark.slow
-def test_two_threads(engine: Engine, path: Path) -> None:
-    prompts = [PROMPT, "her hat "]
-    expected = [[alone(path, p, max_tokens=50, temperature=0.8, seed=s).text for s in range(5)] for p in prompts]
-    found: list[list[str]] = [[], []]
-
-    def work(i: int) -> None:
-        for seed in range(5):
-            found[i].append(engine.generate(prompts[i], max_tokens=50, temperature=0.8, seed=seed).text)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == expected
-
-
-def test_streams_take_turns(engine: Engine, path: Path) -> None:
-    streams = [engine.stream(PROMPT, max_tokens=25, temperature=1.0, seed=seed) for seed in range(4)]
-    rounds = zip_longest(*streams, fillvalue="")
-    texts = ["".join(pieces) for pieces in zip(*rounds, strict=True)]
-    assert texts == [alone(path, PROMPT, max_tokens=25, temperature=1.0, seed=seed).text for seed in range(4)]
 
 
 # ---- Prompts and options in other forms ----
@@ -709,29 +635,6 @@ def test_results_can_be_pickled_and_copied(engine: Engine) -> None:
 
 
 # ---- Streams that end early ----
-
-
-@pytest.mark.slow
-def test_dropped_streams_neither_hang_nor_grow(engine: Engine) -> None:
-    process = psutil.Process()
-
-    def drop(count: int) -> None:
-        for i in range(count):
-            stream = engine.stream(PROMPT, max_tokens=64)
-            next(stream)
-            if i % 4 == 0:
-                # Only the collector can free this one, at any moment, in the middle of anything.
-                holder: list[object] = [stream]
-                holder.append(holder)
-
-    drop(200)
-    gc.collect()
-    before = process.memory_info().rss
-    drop(2000)
-    gc.collect()
-    assert process.memory_info().rss - before < 32 << 20
-    engine.generate(PROMPT, max_tokens=2)
-    assert len(engine.runtime.contexts._at_rest) <= 4
 
 
 def test_what_many_dropped_streams_leave_is_bounded(engine: Engine) -> None:

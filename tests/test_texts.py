@@ -128,7 +128,6 @@ def test_more_texts_than_are_stepped_at_once(plain: Engine, path: Path, monkeypa
         (["the", [1] * 513], {}, ContextFullError, "513 tokens"),
         (["the"], {"n": 0}, ValueError, "n must be at least 1, not 0"),
         ("the", {"n": 1.5}, TypeError, "n must be an integer"),
-        ("the", {"n": -1}, ValueError, "n must be at least 1, not -1"),
         (["the"], {"max_tokens": 0}, ValueError, "max_tokens"),
     ],
     ids=str,
@@ -158,22 +157,6 @@ def test_figures_of_the_whole(engine: Engine) -> None:
 
 
 # ---- Threads ----
-
-
-def test_threads_join(engine: Engine, path: Path) -> None:
-    together, found = threading.Barrier(4), dict[int, list[Any]]()
-
-    def read(i: int) -> None:
-        streams = [engine.stream(PROMPTS[i], max_tokens=40, temperature=1.0, seed=i)]
-        together.wait(SECONDS)
-        found[i] = [told(stream.finish()) for stream in streams]
-
-    threads = [threading.Thread(target=read, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert found == {i: [alone(path, PROMPTS[i], max_tokens=40, temperature=1.0, seed=i)] for i in range(4)}
 
 
 # ---- Ends ----
@@ -207,24 +190,12 @@ def rest(engine: Engine) -> int:
     return len(engine.runtime.contexts._lent)
 
 
-def test_what_ends_a_text_cancels_its_batch_and_no_neighbour(path: Path) -> None:
+def test_what_ends_a_text_cancels_its_batch(path: Path) -> None:
     policy = Failing(25, fail)
     with pystaged.load(path, draft=None, policy=policy) as engine:
         with pytest.raises(LookupError, match="the policy failed"):
             engine.generate(PROMPTS, max_tokens=400)
         assert rest(engine) == 0
-        policy.left = 25
-        streams = [engine.stream(prompt, max_tokens=30) for prompt in PROMPTS]
-        found, failed = [], 0
-        for stream in streams:
-            try:
-                found.append(told(stream.finish()))
-            except LookupError:
-                failed += 1
-        assert failed == 1
-        assert {tuple(map(str, each)) for each in found} < {
-            tuple(map(str, alone(path, prompt, max_tokens=30))) for prompt in PROMPTS
-        }
         assert [told(each) for each in engine.generate(PROMPTS, max_tokens=9)] == [
             alone(path, prompt, max_tokens=9) for prompt in PROMPTS
         ]
@@ -241,40 +212,6 @@ def test_ctrl_c_in_a_batch(path: Path) -> None:
         assert [told(each) for each in engine.generate(PROMPTS, max_tokens=9)] == [
             alone(path, prompt, max_tokens=9) for prompt in PROMPTS
         ]
-
-
-def test_a_policy_may_generate_several(path: Path) -> None:
-    """In the middle of a step, where nobody else could step them."""
-    found: list[Any] = []
-    policy = Failing(6, lambda: found.extend(engine.generate(PROMPTS, max_tokens=6)))
-    with pystaged.load(path, draft=None, policy=policy) as engine:
-        results = engine.generate(PROMPTS, max_tokens=12)
-    assert [told(each) for each in found] == [alone(path, prompt, max_tokens=6) for prompt in PROMPTS]
-    assert [told(each) for each in results] == [alone(path, prompt, max_tokens=12) for prompt in PROMPTS]
-
-
-@pytest.mark.slow
-def test_dropped_streams_that_shared_passes_end(plain: Engine, path: Path) -> None:
-    streams = [plain.stream(prompt, max_tokens=400) for prompt in PROMPTS]
-    for stream in streams:
-        next(stream)
-    sequences = [stream.sequence for stream in streams]
-    gc.collect()
-    gc.disable()
-    try:
-        del stream, streams
-        assert told(plain.generate(PROMPTS[1], max_tokens=30)) == alone(path, PROMPTS[1], max_tokens=30)
-    finally:
-        gc.enable()
-    assert rest(plain) == 0
-    assert all(sequence.is_over for sequence in sequences)
-
-
-def test_a_closed_engine_continues_no_batch(path: Path) -> None:
-    with pystaged.load(path, draft=None) as engine:
-        assert rest(engine) == 0
-    with pytest.raises(ValueError, match="the engine is closed"):
-        engine.generate(PROMPTS)
 
 
 # ---- Event loops ----

@@ -429,7 +429,6 @@ def test_logprobs_are_the_models_own(k: int, model: _core.Model) -> None:
         ({"logit_bias": {" a": -1e31}}, ValueError, "logit_bias of token ' a' must be a number from -1e.30 to 1e.30"),
         ({"logit_bias": {5: 10**400}}, ValueError, "logit_bias of token 5 must be a number from"),
         ({"logit_bias": {5: math.inf}}, ValueError, "to 1e.30, or -inf to exclude it, not inf"),
-        ({"logit_bias": {5: math.inf}}, ValueError, "logit_bias"),
         ({"logit_bias": {5: math.nan}}, ValueError, "logit_bias of token 5 must be a number from .*, not nan"),
         ({"logit_bias": {"a": math.nan}}, ValueError, "logit_bias of token 'a' must be a number from"),
         ({"logit_bias": {5.5: 1.0}}, TypeError, "a token of logit_bias must be an integer"),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from support.random_models import RandomModel, write
 
 import pystaged
-from pystaged._core import ContextFullError, Model, RecycledCandidates, Session, Tokenizer, gumbel
+from pystaged._core import ContextFullError, Model, RecycledCandidates, Session, Tokenizer
 from pystaged.bench.pairs import LyingDrafter, continuation, drafters
 from pystaged.bench.prompts import load_questions
 from pystaged.config import SamplingConfig
@@ -33,7 +33,6 @@ from pystaged.drafting.proposer import Proposal
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
 from pystaged.loading.bundle import substitutes
-from pystaged.loading.tables import find_table
 from pystaged.stats import GenerationStats
 
 KEPT = RecycledCandidates.num_candidates
@@ -144,17 +143,6 @@ def test_max_tokens_inside_a_path() -> None:
             assert staged.tokens == plain.tokens[:max_tokens]
             assert len(staged.stages) == max_tokens
             assert staged.finish_reason == "length"
-
-
-@pytest.mark.slow
-def test_stop_string_across_steps() -> None:
-    with pystaged.load("bundled", policy=TREE) as engine:
-        whole = engine.generate("class Stack:\n    def __init__(self", max_tokens=40).text
-        for start in range(0, len(whole) - 6, 3):
-            stop = whole[start : start + 6]
-            staged = engine.generate("class Stack:\n    def __init__(self", max_tokens=40, stop=stop)
-            assert staged.text == whole[: whole.find(stop)]
-            assert staged.finish_reason == "stop"
 
 
 @pytest.mark.slow
@@ -342,13 +330,6 @@ def test_an_engine_with_a_draft_of_another_vocabulary(kin: dict[int, Path]) -> N
             assert len(texts[0]) > 0
 
 
-def test_the_table_is_for_its_vocabulary_alone(random_gguf: Callable[..., Path], tokenizer: Tokenizer) -> None:
-    table = find_table(None, None, tokenizer)
-    assert table is not None
-    assert table.vocab_hash == tokenizer.fingerprint
-    assert find_table(None, None, Tokenizer(str(random_gguf("F32")))) is None
-
-
 def test_own_policy_is_asked() -> None:
     class Recorder:
         children = 2
@@ -395,20 +376,6 @@ def test_stats_are_consistent() -> None:
         "python_share",
         "stages",
     }
-
-
-def test_candidates_are_ranked_under_the_shared_noise(draft: Model) -> None:
-    sampling = SamplingConfig(temperature=1.0, seed=5)
-    session = Session(draft)
-    session.prefill([1, 2, 3])
-    session.evaluate([4], [-1])
-    logits = session.logits(0).astype(np.float64)
-    log_p = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-    noise = gumbel(5, 4, np.arange(draft.vocab_size, dtype=np.int32))
-    tokens, scores = session.candidates([0], 4, sampling.native)
-    order = np.argsort(-(log_p + noise), kind="stable")[:4]
-    np.testing.assert_array_equal(tokens[0], order)
-    np.testing.assert_allclose(scores[0], (log_p + noise)[order], atol=1e-4)
 
 
 def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompts: list[NDArray[np.int32]]) -> None:
