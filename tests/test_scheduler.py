@@ -569,7 +569,7 @@ def test_a_text_in_whose_step_a_process_forks_is_over_in_the_child(path: Path) -
             return stream.result.finish_reason == "cancelled" and engine.generate(PROMPTS[0]).tokens[:20] == alone
 
         def reads() -> bool:
-            with pytest.raises(RuntimeError, match="forked in the middle of a step of this text"):
+            with pytest.raises(RuntimeError, match="forked during a step of this sequence"):
                 next(stream)
             return engine.generate(PROMPTS[0]).tokens[:20] == alone
 

@@ -1,1 +1,1 @@
-"""One step after the other: draft a tree, verify it, emit what stands."""
+"""Decoding in steps: draft a tree, verify it, emit the accepted tokens."""

@@ -1,4 +1,4 @@
-"""The texts that share passes with one text, as it sees them."""
+"""The batch that shares target passes with a sequence."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class BatchLoad:
-    """The batch that a text is in. A text alone is a batch of one.
+    """Size of the batch that a sequence is decoded in. A sequence alone is a batch of one.
 
-    sequences: how many are stepped together, this one included. rows: of the others' trees, roots included, in the next
-    pass of the target. tokens: that the others are expected to gain by that pass.
+    sequences: number of sequences that step together, this one included. rows: rows of the other sequences' trees in
+    the next target pass, roots included. tokens: number that the others are expected to gain from that pass.
     """
 
     sequences: int = 1

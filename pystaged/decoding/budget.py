@@ -1,26 +1,26 @@
-"""Whether a step drafts, and who drafts: the account of a text.
+"""Decides whether a step drafts and which drafter it uses, within a credit that each sequence has.
 
-The bound: beyond what the texts before it gained, a text may lose to drafting at most the time of so many tokens of
-plain decoding: 4 for the first text of a context, 1 for each later one (OPENING, LEAST; greedy texts and others apart),
-or 3 ms where those take less; beside them half a percent of its length, a quarter of the time that the target took to
-read its prompt, and what the operation that used up the credit took beyond its price.
+The bound: apart from credit that earlier sequences left, drafting may slow a sequence by at most the time of 4 tokens
+of plain decoding in the first sequence of a context and of 1 token in each later one (OPENING, LEAST; greedy and
+sampled sequences have separate credits), or by 3 ms where that is more. Added to this are half a percent of its length,
+a quarter of the target's prefill time, and the time by which the operation that used up the credit exceeded its price.
 
-Everything is counted in tokens of plain decoding, each of which takes a pass over one row, T(1). A drafted step costs
+Costs are counted in tokens of plain decoding, each of which takes a pass over one row, T(1). A drafted step costs
 
     price = (T(n) - T(1) + drafting) / T(1)
 
-and gains the tokens beyond its first. T(n) is what passes over n rows cost, as measured and as seen since; `drafting`
-is the time that proposing the tree and learning from it took. All are processor time: what other programs take of the
-machine is charged to nobody. A text begins with a credit. Steps take from it what they cost and add what they gain. A
-drafter is used only while the credit covers the least that it can do, which it then may do; a tree is cut to its first
-guess and what the credit covers. What is left of the credit goes to the next text.
+and gains its tokens after the first. T(n) is the time of a pass over n rows, measured when the model is loaded and
+refined since; `drafting` is the time to propose the tree and to learn from the result. All times are processor time,
+which excludes other programs. Each step subtracts its price from the credit and adds its gain. A drafter is used only
+while the credit covers its smallest draft. A tree is cut to the nodes that the credit covers, but at least to its first
+guess. The next sequence inherits the remaining credit.
 
-The drafter whose guesses bring most tokens per second drafts. Every drafter is scored by how often its first guess for
-the next token was right: when it drafts, and else now and then by a guess that is made and not verified (full
-information, arXiv 2510.20064). None drafts where even the best would not gain.
+The drafter with the most expected tokens per second drafts. The score of a drafter is how often its first guess for
+the next token is right: it is updated when the drafter drafts, and at times by a guess that is not verified (full
+information, arXiv 2510.20064). No drafter is used where even the best one would not gain.
 
-Where several texts share passes, a plain step is a pass over one row of each, and all of them wait for what one of them
-drafts: T(1) is T(texts), and a price counts once for each text.
+In a batch, a plain step is a pass over one row of each sequence, and all sequences wait while one of them drafts:
+T(1) becomes T(sequences), and a price counts once for each sequence.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from pystaged.decoding.meter import Meter
 from pystaged.decoding.requests import Done, Requests
 from pystaged.decoding.tree import Stage, TokenTree
 
-OPENING = 4.0  # tokens of credit for the first text of a context
-LEAST = 1.0  # for each later one, whatever the texts before it lost
-LEAST_SECONDS = 0.003  # for any: of a tiny target a token takes less than a single hiccup of the machine
-SHARE = 0.005  # of a text's length that it may lose beyond that
-MOST = 16.0  # tokens of credit that are kept: what turned wrong must end soon
-PROMPT = 0.25  # of what the target needs to read a prompt, for a drafter to read it
-_SCORING = 0.5 * SHARE  # of a text's length, for scoring drafters that do not draft
-_FIRST_SCORING, _MOST_SCORING = 0.25, 1.0  # tokens for that: at a text's beginning; that are kept
-_PRIOR, _MEMORY = 16, 48  # guesses that the first belief in a drafter is worth; guesses that are remembered
-_RETURN = 0.05  # by how much each new text draws what is believed of a drafter back to the first belief
-_READ = 32  # rows of a pass, whose cost tells what reading a prompt takes
-_DEEPEST = 8  # of the chains by which drafters are compared
+OPENING = 4.0  # tokens of credit for the first sequence of a context
+LEAST = 1.0  # least tokens of credit for each later sequence
+LEAST_SECONDS = 0.003  # least credit of any sequence: a token of a tiny target takes less than one scheduling delay
+SHARE = 0.005  # tokens of credit added for each decoded token
+MOST = 16.0  # most tokens of credit kept, so that drafting ends soon after it stops paying
+PROMPT = 0.25  # longest prefill of a drafter, as a share of the target's prefill time
+_SCORING = 0.5 * SHARE  # tokens of credit for each decoded token, for scoring drafters that do not draft
+_FIRST_SCORING, _MOST_SCORING = 0.25, 1.0  # tokens of that credit: at the start of a sequence; most that are kept
+_PRIOR, _MEMORY = 16, 48  # weight of a drafter's initial rate, in guesses; most guesses that a rate averages over
+_RETURN = 0.05  # share of the way that each new sequence moves a rate back to its initial value
+_READ = 32  # rows of the pass whose cost estimates the time of prefill
+_DEEPEST = 8  # tokens of the longest chain by which drafters are compared
 _BLEND = 0.05  # weight of a new observation of Python's time
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is learnt of greedy texts, or of others.
+    """State learnt from greedy sequences, or from sampled ones.
 
-    rates: of each drafter, how often its first guess is right. scored: how many guesses that goes by.
-    left: tokens of credit that the next text may have.
+    rates: for each drafter, the share of its first guesses that are right. scored: number of guesses behind each rate.
+    left: tokens of credit for the next sequence.
     """
 
     rates: list[float]
@@ -68,32 +68,32 @@ class _Known:
 
 
 class Budget:
-    """Chooses a drafter for each step of a text, says what it may spend, and keeps account of what came of it.
+    """Chooses a drafter for each step of a sequence, limits its time, and keeps the sequence's credit.
 
     Args:
-        cost: processor seconds of a target pass, refined here. None keeps no account: the first drafter always drafts.
-        batch: who shares the passes.
-        meter: what drafting costs.
-        rates: of each drafter, how often its first guess is believed to be right before it has been scored.
+        cost: processor seconds of a target pass, refined here. With None the first drafter always drafts.
+        batch: the batch that shares the passes.
+        meter: measures the time of drafting.
+        rates: for each drafter, the initial estimate of the share of its first guesses that are right.
     """
 
     def __init__(self, cost: PassCost | None, batch: BatchLoad, meter: Meter, rates: Sequence[float]) -> None:
         self.credit = OPENING  # tokens
-        self.chosen: int | None = None  # the drafter of the step in hand
-        self.shadow: tuple[int, float] | None = None  # the drafter that is scored beside it, and the seconds for that
+        self.chosen: int | None = None  # the drafter of the current step
+        self.shadow: tuple[int, float] | None = None  # a drafter that is only scored in this step, and its seconds
         self._cost, self._batch, self._meter = cost, batch, meter
         self._first = list(rates)
         self._kinds = {greedy: _Known(self._first.copy(), [_PRIOR] * len(self._first)) for greedy in (True, False)}
-        self._known = self._kinds[True]  # of the text's kind
-        self._past = 0  # tokens in front of the step's rows
-        self._least = 0.0  # seconds that its drafter needs at least
-        self._scoring = 0.0  # tokens that may be spent for scoring
+        self._known = self._kinds[True]  # of the sequence's kind
+        self._past = 0  # past length of the step's rows
+        self._least = 0.0  # seconds that the chosen drafter needs at least
+        self._scoring = 0.0  # tokens of credit for scoring
         self._last_shadow = 0
-        self._python = 0.0  # seconds of a step that are neither the pass nor drafting
+        self._python = 0.0  # seconds of a step outside the pass and drafting
         self._begin = self._drafted = 0.0  # when the step began, and when its tree was drafted
 
     def inherit(self, other: Budget) -> None:
-        """Believe what another one, of the same target and drafters, has learnt."""
+        """Copy the learnt state of another budget for the same target and drafters."""
         for greedy, known in other._kinds.items():
             left = min(known.left, OPENING)
             self._kinds[greedy] = _Known(known.rates.copy(), known.scored.copy(), left)
@@ -101,12 +101,12 @@ class Budget:
         self._python = other._python
 
     def open(self, drafters: Sequence[Drafter], prompt_tokens: int, read: int, greedy: bool) -> Requests[None]:
-        """Begin a text. The drafter that is believed to gain most reads its prompt at once; others do that later.
+        """Begin a sequence. The drafter with the highest expected gain prefills at once; others do so later.
 
         Args:
-            drafters: none for a plain text.
-            read: how many tokens of the prompt the target had to read.
-            greedy: whether its tokens are the likeliest ones: what is learnt is kept apart.
+            drafters: empty for plain decoding.
+            read: number of prompt tokens that the target had to prefill.
+            greedy: whether decoding is greedy, which has rates and credit of its own.
         """
         known = self._known = self._kinds[greedy]
         self.credit = max(LEAST, known.left)
@@ -115,7 +115,7 @@ class Budget:
             return
         self._past = prompt_tokens - 1
         self.credit = max(self.credit, LEAST_SECONDS / self._cost(1, self._past))
-        known.left = 0.0  # until the account is settled: what an interrupted operation took is charged to nobody
+        known.left = 0.0  # until prefill ends: the time of an interrupted prefill is not subtracted
         for i, first in enumerate(self._first):
             known.rates[i] += _RETURN * (first - known.rates[i])
         best = self._best([drafter.price() / self._token for drafter in drafters], range(len(drafters)))
@@ -127,10 +127,10 @@ class Budget:
         known.left = self.credit
 
     def choose(self, drafters: Sequence[Drafter], past: int) -> None:
-        """Begin a step: choose a drafter for it, and one that is scored beside it.
+        """Begin a step: choose the drafter that it uses, and one that is only scored.
 
         Args:
-            past: tokens of the text in front of the root.
+            past: tokens of the sequence before the root.
         """
         self._begin = self._drafted = self._meter()
         self.chosen = self.shadow = None
@@ -147,7 +147,7 @@ class Budget:
         verifying = self._extra(2)
         self.chosen = self._best(prices, [i for i, price in enumerate(least) if price + verifying <= self.credit])
         self._least = least[self.chosen] * token if self.chosen is not None else 0.0
-        # Scoring must not eat the credit for which a drafter could come back.
+        # Scoring must leave enough credit for a drafter to be used again.
         most = min(self.credit - min(least, default=0.0) - verifying, self._scoring)
         for turn in range(1, len(drafters) + 1):
             i = (self._last_shadow + turn) % len(drafters)
@@ -158,16 +158,15 @@ class Budget:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the step's drafter may use: what is left when verifying one node is paid, and the least that it
-        was chosen for."""
+        """Seconds that the step's drafter may use: the credit less the price of verifying one node, but at least the
+        time that its smallest draft needs."""
         if self._cost is None:
             return math.inf
         left = (self.credit - self._extra(2)) * self._token - (self._meter() - self._begin)
         return max(left, self._least)
 
     def trim(self, tree: TokenTree) -> TokenTree:
-        """The part of what was drafted that costs no more than the credit still covers; of guesses the first one at
-        least, for which the drafter was chosen."""
+        """The first nodes of a tree, as many as the credit covers, but at least the forced ones and the first guess."""
         self._drafted = self._meter()
         if self._cost is None:
             return tree
@@ -181,30 +180,29 @@ class Budget:
         """End the step.
 
         Args:
-            verified: the pass, as Verify has it. telling: seconds of telling the drafters.
-            certain: how many of its tokens nobody had to guess.
+            verified: the result of its Verify request. telling: seconds of passing the tokens to the drafters.
+            certain: number of its tokens that a grammar forced.
 
         Returns:
-            How many times as fast this was as plain decoding of the same tokens, in the same batch, by the measured
-            costs; 0 without costs.
+            The estimated speedup over plain decoding of the same tokens in the same batch; 0 without costs.
         """
         if self._cost is None:
             return 0.0
         tree, _, tokens, *_ = verified.result
         self._cost.observe(verified.num_rows, verified.past, verified.processor_seconds, verified.share)
-        # Telling drafters that did not draft is next to free.
+        # Passing tokens to drafters that did not draft takes almost no time.
         drafting = self._drafted - self._begin + telling if self.chosen is not None or self.shadow is not None else 0.0
         price = drafting / self._token + self._extra(len(tree), _certain_rows(tree))
         guessed, before = max(1, len(tokens) - certain), self.credit
         self.credit = min(before + guessed - 1 - price + SHARE * guessed, MOST)
-        # What the last step gained may lie behind the end of its text.
+        # The sequence may end before the tokens that this step gained.
         self._known.left = min(before, self.credit)
         self._scoring = min(self._scoring + _SCORING * guessed, _MOST_SCORING)
         for i, drafter in enumerate(drafters):
             if drafter.hit is not None:
                 self._score(i, drafter.hit)
             elif i == self.chosen and not certain:
-                self._score(i, hit=False)  # it was to guess and did not
+                self._score(i, hit=False)  # it was asked and made no guess
         python = max(0.0, self._meter() - self._begin - drafting)
         self._python += _BLEND * (python - self._python)
         texts = self._batch.sequences
@@ -217,9 +215,9 @@ class Budget:
         known.rates[i] += (hit - known.rates[i]) / known.scored[i]
 
     def _best(self, prices: Sequence[float], among: Sequence[int]) -> int | None:
-        """The drafter of most tokens per second, by the tokens that a guess of each costs; None where none is faster
-        than plain decoding."""
-        extra = cache(self._extra)  # each drafter asks for the same few
+        """The drafter with the most tokens per second; None where none is faster than plain decoding. prices: tokens
+        that a guess of each costs."""
+        extra = cache(self._extra)  # each drafter needs the same few values
         best, most = None, 1.0
         for i in among:
             speedup = chain_speedup(self._known.rates[i], prices[i], extra)
@@ -229,31 +227,31 @@ class Budget:
 
     @property
     def _token(self) -> float:
-        """Seconds of a token of plain decoding: while one text drafts, all of the batch wait."""
+        """Seconds of one token of plain decoding, in a batch the pass divided by the sequences."""
         assert self._cost is not None
         return self._cost(self._batch.sequences, self._past) / self._batch.sequences
 
     def _extra(self, num_rows: int, certain: int = 1) -> float:
-        """Tokens that a pass over so many rows of this text costs beyond one over those that nobody has to guess."""
+        """Tokens that a pass over `num_rows` rows of this sequence costs beyond a pass over its `certain` rows."""
         assert self._cost is not None
         others = self._batch.rows
         more = self._cost(others + num_rows, self._past) - self._cost(others + certain, self._past)
-        # What has been learnt of a few rows may have made them dearer than more of them.
+        # After refinement, a pass over few rows may seem to cost more than one over many.
         return max(0.0, more) / self._token
 
 
 def _certain_rows(tree: TokenTree) -> int:
-    """The root's, and those of tokens that a grammar forces."""
+    """Number of rows of the root and of tokens that a grammar forces."""
     return 1 + int(np.count_nonzero(tree.stages == Stage.GRAMMAR))
 
 
 def chain_speedup(rate: float, price: float, extra: Callable[[int], float]) -> float:
-    """Over plain decoding, of a chain of guesses that has the best length.
+    """Speedup over plain decoding of a chain of guesses of the best length.
 
     Args:
-        rate: how often a guess is right.
+        rate: probability that a guess is right.
         price: tokens that drafting a guess costs.
-        extra: tokens that a pass over so many rows costs beyond a plain step.
+        extra: tokens that a pass over the given number of rows costs beyond a plain step.
     """
     tokens, most = 1.0, 0.0
     for depth in range(1, _DEEPEST + 1):

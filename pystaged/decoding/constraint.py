@@ -1,7 +1,6 @@
-"""What a text must be, whatever the model would like: the tokens that may come next, and those that must.
+"""Constraints on the tokens of a sequence: the tokens that are allowed next, and those that are forced.
 
-A constraint is a function of the tokens after the prompt, as the model's own choice is, so a constrained text is the
-same however it is drafted.
+A constraint depends on the tokens after the prompt alone, so drafting does not change a constrained sequence.
 """
 
 from __future__ import annotations
@@ -15,50 +14,50 @@ from numpy.typing import NDArray
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 
 Mask = NDArray[np.uint32]
-"""uint32[words]: a bit for each token, the first in the lowest one; tokens beyond the last word are forbidden."""
+"""uint32[words]: one bit for each token, lowest bit first; tokens beyond the last word are forbidden."""
 
-CERTAIN = (0, 0, 0)  # the calibration cell of tokens that must come: nothing is learnt from them
+CERTAIN = (0, 0, 0)  # the calibration cell of forced tokens, which is never updated
 
 
 class Constraint(Protocol):
-    """Says what may follow the text that `advance` has told it of, tokens after the prompt alone.
+    """Decides which tokens are allowed after the tokens that were passed to `advance`; the prompt does not count.
 
     Raises:
-        ValueError: every member, where it cannot tell.
+        ValueError: from any member, if it cannot decide.
     """
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow but the end of the text."""
+        """Whether only the end of the sequence is allowed."""
         ...
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as far as they are known: a mask of each allows no other one."""
+        """The next tokens as far as each is the only allowed one; may be incomplete."""
         ...
 
     def mask(self, path: Sequence[int]) -> Mask | None:
-        """What may follow the text and a path after it; None where the path itself may not, or ends the text."""
+        """The tokens allowed after the sequence and `path`; None if `path` is forbidden or ends the sequence."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Follow the text, which goes on with these tokens."""
+        """Append tokens to the sequence."""
         ...
 
 
 def allows(mask: Mask, token: int) -> bool:
-    """Whether a token is among those of a mask."""
+    """Whether a mask allows a token."""
     return token >> 5 < len(mask) and bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
 def count_allowed(mask: Mask, without: Iterable[int] = ()) -> int:
-    """How many tokens a mask has, besides some, each of which is named once."""
+    """Number of tokens that a mask allows, not counting `without`, whose tokens must be distinct."""
     return int(np.unpackbits(mask.view(np.uint8)).sum()) - sum(allows(mask, token) for token in without)
 
 
 def constrained(tree: TokenTree, constraint: Constraint, forced: Sequence[int]) -> tuple[TokenTree, NDArray[np.uint32]]:
-    """What a constraint leaves of a tree, behind tokens that must come, and the mask of each node, uint32[n, words].
+    """Add the forced tokens to a tree and cut the forbidden nodes, which could not have been accepted.
 
-    What is cut could never have been accepted.
+    Returns: the new tree of n nodes, and the mask after each node, uint32[n, words].
     """
     builder = TreeBuilder(int(tree.tokens[0]))
     masks = [_checked(constraint.mask([]))]
@@ -91,5 +90,5 @@ def constrained(tree: TokenTree, constraint: Constraint, forced: Sequence[int]) 
 
 def _checked(mask: Mask | None) -> Mask:
     if mask is None:
-        raise ValueError("the constraint does not allow the text that it was told of")
+        raise ValueError("the constraint forbids the tokens that it was advanced by")
     return mask

@@ -1,4 +1,4 @@
-"""Contexts: lent to texts, and kept afterwards for texts that begin alike, within a bound of memory."""
+"""A pool of contexts, which keeps the KV caches of ended sequences for prompts with the same prefix."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.loop import Decoder
 from pystaged.process import ProcessLock
 
-_MOST_AT_REST = 64  # all are looked through for each text, and each has the addresses of a full context
-_WORTH_WAITING = 64  # tokens that another text is just reading, from which on copying them later is faster
-_LEAST_KEPT = 32  # tokens; fewer are soon read again
-SPARE_CELLS = 64  # reckoned for each session besides its tokens: of the tree in hand, and the rest of memory pages
-_SHARE = 4  # one part in so many of the memory that is free is for contexts
+_MOST_AT_REST = 64  # each new sequence searches all of them, and each reserves the address range of a full context
+_WORTH_WAITING = 64  # tokens of prefill from which on waiting to copy another sequence's is faster than repeating it
+_LEAST_KEPT = 32  # tokens; prefill of fewer is quick
+SPARE_CELLS = 64  # positions counted per session besides its tokens, for the current tree and partly filled pages
+_SHARE = 4  # contexts get the free memory divided by this
 _ON_DEVICES = 8  # full contexts, by default
-_OUT_OF_REACH = (DeviceError, ValueError, RuntimeError)  # a session's that is lost, closed, or in the middle of a call
+_OUT_OF_REACH = (DeviceError, ValueError, RuntimeError)  # errors of a session that is lost, closed, or in a call
 
 
 class Wait(Enum):
-    """What a text waits for before it is lent a context."""
+    """Reason why a sequence must wait for a context."""
 
-    MEMORY = "memory that other texts have"
-    PROMPT = "a text that is just reading what this one would read, too"
+    MEMORY = "memory that other sequences hold"
+    PROMPT = "another sequence's prefill of the same tokens"
 
 
 class _Held(NamedTuple):
-    """What a context at rest holds: the target's tokens, int32[n], and bytes in all."""
+    """Contents of a context at rest: the target's tokens, int32[n], and bytes of all sessions."""
 
     tokens: NDArray[np.int32]
     num_bytes: int
 
 
 class _Loan(NamedTuple):
-    """A context that is lent, which counts for as long as anybody holds it; the prompt that it is lent for, int32[n],
-    and the bytes that prompt and text may come to fill."""
+    """A lent context, referred to weakly so that the loan ends with it; its prompt, int32[n], and the most bytes that
+    the sequence can fill."""
 
     context: weakref.ref[Decoder]
     prompt: NDArray[np.int32]
@@ -51,8 +51,8 @@ class _Loan(NamedTuple):
 
 
 class _Cells(NamedTuple):
-    """What a session takes: `whole` on a device, which gives it the memory of all its positions at once; the others as
-    Session has them."""
+    """Memory of a session. whole: whether all positions are allocated at once, as on devices; the other fields are
+    those of Session."""
 
     cell_bytes: int
     windowed_cell_bytes: int
@@ -70,33 +70,32 @@ class _Cells(NamedTuple):
         return SPARE_CELLS * self.cell_bytes
 
     def needed(self, tokens: int) -> int:
-        """Bytes for a text of so many tokens."""
+        """Bytes for a sequence of this many tokens."""
         tokens = self.n_ctx if self.whole else min(tokens, self.n_ctx)
         behind = max(0, tokens - self.most_windowed) * self.windowed_cell_bytes
         return self.spare + self.cell_bytes * tokens - behind
 
     def held(self, session: Session) -> int:
-        """Bytes that a session has."""
+        """Bytes that a session holds."""
         return self.needed(0) if self.whole else self.spare + session.num_bytes
 
 
 class ContextPool:
-    """Lends contexts, each to one text at a time, and keeps what they held for texts that begin alike.
+    """Lends each context to one sequence at a time and keeps its KV cache for prompts with the same prefix.
 
-    The keys and values of all contexts never take more than `memory` bytes: of a text, what its prompt and all tokens
-    that it may write need, and of a context at rest, what it holds; layers with a window hold less than all tokens. On
-    devices, where a context takes its memory at once, it is all positions. Only a text that is larger than that by
-    itself is lent a context nevertheless, when no other one is. Contexts at rest make room for texts, the least
-    recently used first, their ends before their beginnings.
+    The KV caches of all contexts take at most `memory` bytes. A sequence counts with its prompt and max_tokens, a
+    context at rest with its contents; layers with a sliding window hold fewer than all tokens. On devices a context
+    counts with all its positions, which are allocated at once. A single sequence may exceed the bound if no other
+    context is lent. Contexts at rest are cut to make room, the least recently used first, each from its end.
 
-    Calls from several threads wait for each other.
+    Thread-safe: calls are serialized.
 
     Args:
-        make: makes a context that begins with as many tokens of another one, and believes what that has learnt; the
-            first is made at once. Raises DeviceError or MemoryError where there is no room for one.
+        make: copies the first tokens and the learnt state of a context, or makes an empty one for None; the constructor
+            calls it once. Raises DeviceError or MemoryError if there is no room.
         memory: bytes; None for a quarter of `free`, but enough for one full context; on devices, enough for 8.
-        free: bytes that are free on this machine.
-        on_device: of each session of a context, the target's first, whether it is on a device.
+        free: free bytes of this machine's memory.
+        on_device: for each session of a context, the target's first, whether it is on a device.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class ContextPool:
         on_device: Sequence[bool] = (False, False),
     ) -> None:
         self._make = make
-        self._lock = ProcessLock(threading.RLock)  # the collector may close an engine in the middle of a call
+        self._lock = ProcessLock(threading.RLock)  # the garbage collector may close an engine during a call
         first = make(None, 0)
         self._cells = [_Cells.of(session, whole) for session, whole in zip(first.sessions, on_device, strict=False)]
         self.full_bytes = self._needed(first.target.n_ctx)
@@ -121,7 +120,7 @@ class ContextPool:
         self._process = os.getpid()
 
     def check_open(self) -> None:
-        """Raises ValueError: the pool is closed."""
+        """Raise ValueError if the pool is closed."""
         if self._closed:
             raise ValueError("the engine is closed")
 
@@ -136,21 +135,21 @@ class ContextPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that texts may come to fill, and contexts at rest hold."""
+        """Most bytes that the running sequences can fill, plus the bytes of contexts at rest."""
         return sum(loan.num_bytes for loan in self._lent) + sum(held.num_bytes for held in self._at_rest.values())
 
     def take(
         self, prompt: NDArray[np.int32], max_tokens: int, *, must: bool = False, reuse: bool = True
     ) -> Decoder | Wait:
-        """A context for a prompt, int32[n], and as many tokens after it, or what to wait for: ask again later.
+        """Lend a context for a prompt, int32[n], and max_tokens more; or return a reason to wait and ask again later.
 
-        It begins with as much of the prompt as any context can go back to, lent ones included, whose texts must be
-        between steps. One at rest is lent itself where the rest of what it holds is little or has no room, otherwise a
-        copy.
+        The context holds the longest prefix of the prompt that any context holds, lent ones included; their sequences
+        must be between steps. A context at rest is lent itself if it holds little more or a copy has no room; otherwise
+        a copy is lent.
 
         Args:
-            must: at once, and beyond the bound if there is no room within.
-            reuse: begin with what other contexts hold; False for an empty one.
+            must: do not wait, and exceed the bound if needed.
+            reuse: False lends an empty context.
 
         Raises:
             ValueError: the pool is closed.
@@ -179,7 +178,7 @@ class ContextPool:
             return source
 
     def give_back(self, context: Decoder) -> None:
-        """End a loan, and let the context rest; free it once the pool is closed."""
+        """End a loan and keep the context at rest; if the pool is closed, free it."""
         with self._lock.here():
             self._look_again()
             self._lent = [loan for loan in self._lent if loan.context() is not context]
@@ -187,25 +186,25 @@ class ContextPool:
             self._tidy()
 
     def forget(self) -> None:
-        """Free all contexts at rest: the device that they are on is lost, and with it those that are lent."""
+        """Free all contexts at rest and drop all loans, after their device was lost."""
         with self._lock.here():
             while self._at_rest:
                 self._at_rest.popitem()[0].close()
             self._lent.clear()
 
     def close(self) -> None:
-        """Lend no more, and free each context when it is at rest."""
+        """Free the contexts at rest, and each lent one when it is given back; lend no more."""
         self._closed = True
         self.forget()
 
     def _rest(self, context: Decoder) -> None:
-        """Let a context rest, unless another one at rest can go back to what it holds."""
+        """Keep a context at rest, unless another one at rest can rewind to its tokens."""
         try:
             held = self._held(context)
         except (DeviceError, ValueError):  # its device is lost, or it is closed
             context.close()
             return
-        except RuntimeError:  # fork() came in the middle of a call, in which it stays
+        except RuntimeError:  # the process forked during a call, so its session cannot be used
             return
         if self._closed:
             context.close()
@@ -221,7 +220,7 @@ class ContextPool:
             context.close()
 
     def _tidy(self) -> None:
-        """Keep within the bounds, without loans that nobody has any more."""
+        """Drop loans whose contexts no longer exist, and free contexts beyond the bounds."""
         self._look_again()
         self._lent = [loan for loan in self._lent if loan.context() is not None]
         for context in list(self._at_rest)[:-_MOST_AT_REST]:
@@ -229,7 +228,7 @@ class ContextPool:
         self._make_room(0)
 
     def _look_again(self) -> None:
-        """In a child of fork(), which may have come in the middle of anything: drop contexts that are in a call."""
+        """In a child of fork(), drop the contexts that were in a call."""
         if self._process == os.getpid():
             return
         self._process = os.getpid()
@@ -240,9 +239,9 @@ class ContextPool:
                 del self._at_rest[context]
 
     def _make_room(self, need: int, spared: Decoder | None = None) -> None:
-        """Cut and free contexts at rest until so many bytes more are within the bound, or there are none."""
+        """Cut and free contexts at rest until `need` more bytes are within the bound, or none is left to cut."""
         for context in list(self._at_rest):
-            # What a cut frees of layers with a window is known afterwards.
+            # The bytes that a cut frees in layers with a sliding window are known only afterwards.
             while context is not spared and context in self._at_rest:
                 excess = self.num_bytes + need - self.memory
                 if excess <= 0:
@@ -250,39 +249,38 @@ class ContextPool:
                 self._shrink(context, excess)
 
     def _shrink(self, context: Decoder, excess: int) -> None:
-        """Cut about so many bytes from a context at rest, perhaps less, or free it where nothing worth keeping would be
-        left."""
+        """Cut about `excess` bytes or fewer from a context at rest; free it if too little would be left."""
         tokens, cells = self._at_rest[context].tokens, self._cells[0]
         length = 0 if cells.whole else max(0, len(tokens) - -(-excess // cells.cell_bytes))
         kept = tokens[: context.target.reachable(length)]
         if len(kept) < _LEAST_KEPT or self._covers(kept, but=context):
             self._free(context)
             return
-        # First, because a cut may be broken off: a device fails, or Ctrl-C.
+        # Before the cut, which a device error or Ctrl-C may interrupt.
         self._at_rest[context] = self._at_rest[context]._replace(tokens=kept)
         _cut(context, len(kept))
         self._at_rest[context] = self._held(context)
 
     def _wake(self, context: Decoder, length: int) -> None:
-        """Take a context from rest with the first tokens of what it holds."""
+        """Take a context from rest and keep its first `length` tokens."""
         del self._at_rest[context]
         _cut(context, length)
 
     def _begin(self, source: Decoder | None, length: int) -> Decoder:
-        """A context that begins like another one."""
+        """Make a context with the first `length` tokens of another one; an empty one if memory is short."""
         try:
             return self._make(source, length)
         except (DeviceError, MemoryError):
             if not self._at_rest:
                 raise
-        # A device may have less room than the bound.
+        # A device may have less memory than the bound.
         for context in list(self._at_rest):
             self._free(context)
         return self._make(source, 0)
 
     def _most_like(self, prompt: NDArray[np.int32]) -> tuple[Decoder | None, int]:
-        """The context that can go back to the longest common beginning, and its length: of several one at rest, one
-        that survives, the one used last."""
+        """The context that can rewind to the longest common prefix, and the prefix's length. Among equals: one at rest,
+        then one that the prefix nearly fills, then the one used last."""
         best: Decoder | None = None
         most = (-1, False, False)
         for context, held, length, rests in self._contents(prompt):
@@ -292,20 +290,20 @@ class ContextPool:
         return best, max(most[0], 0)
 
     def _is_being_read(self, prompt: NDArray[np.int32], length: int) -> bool:
-        """Whether a text is about to hold more of a prompt than so many tokens, so that copying will be faster."""
+        """Whether another sequence is prefilling so much more of a prompt that waiting for a copy is faster."""
         for loan in self._lent:
             context = loan.context()
             common = common_prefix(loan.prompt[:-1], prompt[:-1])
             if context is not None and common >= length + _WORTH_WAITING:
                 with suppress(*_OUT_OF_REACH):
-                    # What it has read already, it may have given up since.
+                    # It has read them already; if `length` is less, it cannot rewind to them.
                     if common_prefix(context.target.tokens, prompt) >= common:
                         continue
                 return True
         return False
 
     def _contents(self, prompt: NDArray[np.int32]) -> Iterator[tuple[Decoder, int, int, bool]]:
-        """All contexts: how many tokens each holds, to how many of a prompt's it can go back, and whether it rests."""
+        """All contexts: tokens held, tokens of the prompt that it can rewind to, and whether it is at rest."""
         for loan in self._lent:
             context = loan.context()
             if context is not None:
@@ -319,7 +317,7 @@ class ContextPool:
             yield context, len(tokens), context.target.reachable(common_prefix(tokens, prompt)), True
 
     def _covers(self, tokens: NDArray[np.int32], but: Decoder | None = None) -> Decoder | None:
-        """A context at rest that can go back to just these tokens."""
+        """A context at rest that can rewind to exactly these tokens."""
         found = (
             other for other, held in self._at_rest.items() if other is not but and _reaches(other, held.tokens, tokens)
         )
@@ -330,28 +328,28 @@ class ContextPool:
             context.close()
 
     def _needed(self, tokens: int) -> int:
-        """Bytes of a context with so many tokens."""
+        """Bytes of a context with this many tokens."""
         return sum(cells.needed(tokens) for cells in self._cells)
 
     def _held(self, context: Decoder) -> _Held:
         sessions = context.sessions
-        tokens = [session.tokens for session in sessions]  # of all, because none may be in the middle of a call
+        tokens = [session.tokens for session in sessions]  # of all sessions, to raise if any is in a call
         num_bytes = sum(cells.held(session) for cells, session in zip(self._cells, sessions, strict=True))
         return _Held(tokens[0], num_bytes)
 
 
 def _cut(context: Decoder, length: int) -> None:
-    """Keep the first tokens of a context, in its draft too, which may have read less of the text."""
+    """Keep the first tokens of each session of a context; a draft's may hold fewer."""
     for session in context.sessions:
         session.rewind(min(len(session.tokens), length))
 
 
 def _reaches(context: Decoder, held: NDArray[np.int32], beginning: NDArray[np.int32]) -> bool:
-    """Whether a context that holds some tokens can go back to just these."""
+    """Whether a context that holds the tokens `held` can rewind to exactly `beginning`."""
     length = len(beginning)
     return np.array_equal(beginning, held[:length]) and context.target.reachable(length) == length
 
 
 def _survives(held: int, length: int) -> bool:
-    """Whether nearly all tokens of a context are among the first `length`."""
+    """Whether the first `length` tokens are nearly all that a context holds."""
     return held - length <= max(16, held // 16)

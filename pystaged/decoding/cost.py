@@ -1,4 +1,4 @@
-"""What passes cost: measured, and refined while running."""
+"""Time of a pass by its rows and past length: measured once, and refined while running."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from functools import lru_cache
 import numpy as np
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_SLOPE_ROWS = (1, 4, 8, 32)  # attention is work per row, in tiles of a few
-_BUDGET = 0.8  # seconds for one model
-_PATIENCE = 3.0  # seconds, beyond which once must do: long passes vary less
+_SLOPE_ROWS = (1, 4, 8, 32)  # few are enough: attention takes about the same time for each row
+_BUDGET = 0.8  # seconds of measuring one model
+_PATIENCE = 3.0  # seconds after which one round must do: long passes vary less
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 15
-_LEAST = 1e-6  # seconds of a pass
+_LEAST = 1e-6  # shortest time of a pass, in seconds
 _BLEND = 0.05  # weight of a new observation, for passes of any size
-_OWN_BLEND = 0.02  # and beyond that for passes of its own size
+_OWN_BLEND = 0.02  # additional weight, for passes of its own size
 
 
 class PassCost:
-    """T(n, c) of one model: processor seconds for a pass over n >= 1 rows behind c cells, the tokens they attend to.
+    """T(n, c) of one model: processor seconds of a pass over n >= 1 rows that attend to c cells, the past length.
 
-    The time with no cells, and what a thousand of them add, are linear between the numbers of rows that were measured.
+    The time without a past, and its increase per thousand cells, are interpolated linearly between the measured n.
 
     Args:
-        seconds: with no cells, by number of rows.
-        slopes: seconds more for a thousand cells, by the same numbers of rows; none by default.
+        seconds: time without a past, by number of rows.
+        slopes: more seconds per thousand cells, by the same numbers of rows; 0 by default.
     """
 
     def __init__(self, seconds: Mapping[int, float], slopes: Mapping[int, float] | None = None) -> None:
         slopes = slopes or dict.fromkeys(seconds, 0.0)
         if len(seconds) == 1:
-            # One measurement says nothing of the rise with rows: take them to be worked off one after the other.
+            # With one measurement, assume that the time is proportional to the number of rows.
             seconds, slopes = ({f * n: f * v for n, v in each.items() for f in (1, 2)} for each in (seconds, slopes))
         self._rows = tuple(sorted(seconds))
         self._knots = _rising([seconds[n] for n in self._rows])
@@ -42,16 +42,16 @@ class PassCost:
 
     @property
     def seconds(self) -> dict[int, float]:
-        """What passes with no cells take as things go now, by the numbers of rows that were measured."""
+        """Current estimate of the time without a past, in seconds by measured number of rows."""
         return {n: self._scale * knot for n, knot in zip(self._rows, self._knots, strict=True)}
 
     @property
     def slopes(self) -> dict[int, float]:
-        """What a thousand cells add to that."""
+        """Current estimate of the increase per thousand cells, in seconds by measured number of rows."""
         return {n: self._scale * slope for n, slope in zip(self._rows, self._slopes, strict=True)}
 
     def __call__(self, num_rows: int, cells: float = 0) -> float:
-        """Seconds for a pass over that many rows behind that many cells, as things go now."""
+        """Current estimate of the seconds of a pass over `num_rows` rows with a past of `cells` tokens."""
         i, along = _place(self._rows, num_rows)
         thousands = cells / 1000
         low = self._knots[i] + thousands * self._slopes[i]
@@ -61,16 +61,16 @@ class PassCost:
         return self._scale * (low + along * rise)
 
     def observe(self, num_rows: int, cells: float, seconds: float, share: float = 1.0) -> None:
-        """Learn from a pass that was made anyway: machines get busy, and were when this was measured.
+        """Refine the estimate by the time of a pass, because the load of a machine varies.
 
         Args:
-            share: of the pass, that is the observer's: each of those that share it learns for all.
+            share: weight of the observation: each sequence of a batch reports the same pass with its share of the rows.
         """
         believed = self(num_rows, cells)
         change = surprise(seconds, believed)
         i, along = _place(self._rows, num_rows)
         along = min(along, 1.0)
-        # The least change that explains it (normalized LMS): the slope's where there are many cells.
+        # The least change that explains the time (normalized LMS); with many cells, it is mostly the slope's.
         thousands = cells / 1000
         norm = 1 + thousands**2
         for knot, weight in ((i, 1 - along), (i + 1, along)):
@@ -81,16 +81,16 @@ class PassCost:
         self._scale *= 1 + _BLEND * share * change
 
 
-@lru_cache(maxsize=1024)  # steps ask for the same few all the time
+@lru_cache(maxsize=1024)  # each step needs the same few values
 def _place(rows: tuple[int, ...], num_rows: int) -> tuple[int, float]:
-    """The measurement before, and how far it is from there to the next; beyond the last one the line goes on."""
+    """Index of the measurement below, and the fraction of the way to the next; above 1 beyond the last one."""
     i = max(0, min(bisect_right(rows, num_rows), len(rows) - 1) - 1)
     return i, (num_rows - rows[i]) / (rows[i + 1] - rows[i])
 
 
 def surprise(seconds: float, believed: float) -> float:
-    """By what share something took longer than believed, between -0.5 and 1."""
-    # A pass that the system interrupted must not count for a hundred.
+    """Relative error of an estimate: seconds / believed - 1, clipped to -0.5..1."""
+    # One interrupted pass must not outweigh a hundred others.
     return min(max(seconds / believed, 0.5), 2.0) - 1
 
 
@@ -102,19 +102,19 @@ def measure(
     clock: Callable[[], float] = time.thread_time,
     wall: Callable[[], float] = time.perf_counter,
 ) -> PassCost:
-    """Time passes of 1 to `most_rows` rows, in turn, for about a second; the shortest of each counts.
+    """Time passes of 1 to `most_rows` rows in turn for about a second; the shortest time of each counts.
 
     Args:
-        run_pass: makes a pass over that many rows behind that many cells.
-        cells: how many of them to tell the slopes by, 0 for none.
-        clock: what passes are timed by. wall: what bounds the time that this takes.
+        run_pass: makes a pass over the given number of rows with the given past length.
+        cells: past length for the slopes; 0 measures none.
+        clock: seconds, times the passes. wall: seconds, limits the time of measuring.
     """
     rows = [n for n in MEASURED_ROWS if n <= most_rows]
     deep = [n for n in rows if n in (*_SLOPE_ROWS, rows[-1])] if cells else []
-    # Up and down: so each number of rows follows its neighbours, not what large passes left in the caches.
+    # Up and down, so that no small pass runs with the caches that a large one left.
     passes = [(n, 0) for n in rows] + [(n, cells) for n in reversed(deep)]
     for each in passes[len(rows) - 1 : len(rows) + 1]:
-        run_pass(*each)  # the largest: what is made at first is made then
+        run_pass(*each)  # the largest ones, so that first-use allocations are not timed
     best = dict.fromkeys(passes, math.inf)
     begin = wall()
     for done in range(_MOST_ROUNDS):
@@ -124,7 +124,7 @@ def measure(
         for each in passes:
             start = clock()
             run_pass(*each)
-            best[each] = min(best[each], max(clock() - start, _LEAST))  # clocks may be coarse
+            best[each] = min(best[each], max(clock() - start, _LEAST))  # a coarse clock may show 0
         passes.reverse()
     seconds = dict(zip(rows, _rising([best[n, 0] for n in rows]), strict=True))
     if not cells:
@@ -135,7 +135,7 @@ def measure(
 
 
 def _rising(values: list[float]) -> list[float]:
-    """The same where fewer rows never cost more: what says so is noise, and noise only ever adds."""
+    """Lower each value to the least of those after it: fewer rows never cost more, and noise only adds time."""
     for i in reversed(range(len(values) - 1)):
         values[i] = min(values[i], values[i + 1])
     return values

@@ -1,4 +1,4 @@
-"""What the loop asks of whoever proposes tokens."""
+"""The interface of a drafter."""
 
 from __future__ import annotations
 
@@ -18,75 +18,74 @@ from pystaged.stats import DrafterStats
 
 
 class Drafter(Protocol):
-    """Proposes what comes after a context that it follows step by step; what may need passes is a generator of them.
+    """Proposes trees of tokens for one sequence at a time. Methods that may need passes are generators of requests.
 
-    prediction: tokens that its user expects, or the like of them; set before it starts, and no part of the text.
+    prediction: tokens expected after the prompt; set before `start`, and no part of the sequence.
     """
 
     prediction: Sequence[int]
 
     recycled: RecycledCandidates | None
-    """Learns from every row of the trees that this drafter proposed; None where it learns nothing."""
+    """Learns from every row of the verified trees of this drafter; None for a drafter that does not."""
 
     hit: bool | None
-    """Whether its first guess for the token after the last root was right; None where it was asked for none."""
+    """Whether its first guess for the token after the last root was right; None if it was not asked for one."""
 
     def work(self) -> dict[str, DrafterStats]:
-        """What it has done so far, by name."""
+        """Statistics of its work so far, by stage name."""
         ...
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free its sessions."""
         ...
 
     def sessions(self) -> list[Session]:
-        """Those that it reads texts in."""
+        """Its own sessions, which hold sequences."""
         ...
 
     def inherit(self, other: Drafter) -> None:
-        """Believe what a drafter of the same kind has learnt."""
+        """Copy the learnt state of a drafter of the same kind."""
         ...
 
     def constrain(self, constraint: Constraint | None) -> None:
-        """What the text must be, told before it starts, None at its end; what it forbids is cut from any tree."""
+        """Set the sequence's constraint before `start`, None at its end. Forbidden nodes are cut from any tree."""
         ...
 
     def start(self, context: NDArray[np.int32]) -> None:
-        """Begin a text: all its tokens so far, int32[n], the last of which is the root."""
+        """Begin a sequence with all its tokens so far, int32[n], the last of which is the root."""
         ...
 
     def end(self) -> None:
-        """The text is over: free what the next start would discard."""
+        """End the sequence and free what the next start would discard."""
         ...
 
     def lag(self) -> float:
-        """Seconds that catching up with the text will take, about."""
+        """Estimated seconds to prefill the tokens that it has not read yet."""
         ...
 
     def price(self) -> float:
-        """Seconds of the least it can do once it has caught up: a pass, or a lookup."""
+        """Estimated seconds of its smallest draft after prefill: one pass or one lookup."""
         ...
 
     def catch_up(self, seconds: float = math.inf) -> Requests[None]:
-        """Read what it has not read of the text yet, as much as it can in so many seconds; drafting does that too."""
+        """Prefill the tokens that it has not read yet, as many as fit into `seconds`; `draft` does so, too."""
         ...
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
-        """A tree below the root, at most max_depth deep: what it has when the next pass would not fit into the seconds
-        any more, but the first pass is always made; the root alone where reading the text does not fit, or there is
-        nothing to propose."""
+        """Draft a tree of at most max_depth levels below the root. The first pass is always made, further ones if they
+        fit into `seconds`. The tree is the root alone if prefill does not fit, or there is nothing to propose."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Follow the target, which emitted these tokens after the root; the last of them is the next root.
+        """Append the tokens that the target emitted after the root; the last of them is the next root.
 
-        Next to free where it has not drafted: plain steps are not charged for it.
+        Takes almost no time if it has not drafted, because plain steps are not charged for it.
         """
         ...
 
 
 def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """How many tokens both begin with."""
+    """Length of the longest common prefix."""
     length = min(len(a), len(b))
     different = np.nonzero(a[:length] != b[:length])[0]
     return int(different[0]) if len(different) else length

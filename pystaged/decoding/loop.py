@@ -1,6 +1,6 @@
 """Decoding: a step drafts a tree and verifies it with one pass of the target.
 
-Steps are generators that yield requests for passes; requests.py answers those of one text, stepper.py of a batch.
+Steps are generators that yield requests for passes; requests.py answers those of one sequence, stepper.py of a batch.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import DrafterStats, GenerationStats
 
 Progress = Callable[[int, int], None]
-"""Called with how many tokens of a prompt are read and how many are to be read."""
+"""Called during prefill with the tokens that were read so far and the tokens to read in all."""
 
 
 class Decoder:
-    """A context and what decodes in it: the target's session, drafters with sessions of their own, and the budget.
+    """Decodes one sequence at a time in a context: the target's session, drafters with their sessions, and the budget.
 
-    Between steps the target's session holds all tokens of the text but the last, the root of the next tree.
+    Between steps the target's session holds all tokens of the sequence but the last, the root of the next tree.
 
     Args:
-        target: the session to continue in; nobody else may use it meanwhile.
-        *drafters: propose the trees, each for as long as it gains most; none for plain decoding.
-        cost: processor seconds of a target pass, refined here; needed to tell whether drafting pays. None always uses
-            the first drafter.
-        rates: of each drafter, how often its first guess is believed to be right before it has been scored.
-        batch: the batch that shares the passes; by default this text alone.
-        meter: of what drafting costs, which the drafters share.
-        clocks: the wall's and the processor's.
+        target: the session to decode in; nobody else may use it meanwhile.
+        *drafters: propose the trees; each step uses the one with the highest expected gain. None for plain decoding.
+        cost: processor seconds of a target pass, refined here, to decide whether drafting pays. With None the first
+            drafter always drafts.
+        rates: for each drafter, the initial estimate of the share of its first guesses that are right.
+        batch: the batch that shares the passes; by default this sequence alone.
+        meter: measures the time of drafting; shared with the drafters.
+        clocks: wall time and processor time.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Decoder:
         self._clocks = clocks or Clocks()
         self._meter = meter or Meter(self._clocks.processor)
         self.budget = Budget(cost, self.batch, self._meter, rates or [0.5] * len(drafters))
-        self._drafting: Sequence[Drafter] = ()  # the drafters of this text: none where it is plain
-        self._constraint: Constraint | None = None  # of this text
+        self._drafting: Sequence[Drafter] = ()  # the drafters of this sequence, empty for plain decoding
+        self._constraint: Constraint | None = None  # of this sequence
         self._is_plain = False
-        self._before = self._root = -1  # the last two tokens of the text
+        self._before = self._root = -1  # the last two tokens of the sequence
         self._length = 0
 
     def generate(
@@ -80,8 +80,8 @@ class Decoder:
         progress: Progress | None = None,
         constraint: Constraint | None = None,
     ) -> Generator[Step, None, None]:
-        """Continue a prompt step by step, alone: each request gets a pass of its own. Arguments, what it gives and
-        errors as in `text`, but no requests; the context is read and written between `next` and its return only."""
+        """Continue a prompt step by step, with a pass of its own for each request. Arguments and errors as in `text`;
+        yields steps, no requests; uses the context only during `next`."""
         text = self.text(
             prompt,
             sampling,
@@ -111,24 +111,24 @@ class Decoder:
 
         Args:
             prompt: int32[n], n >= 1.
-            max_tokens: at most so many, at least 1.
-            is_end: whether a token ends the text; it is not emitted.
+            max_tokens: most tokens to decode, at least 1.
+            is_end: whether a token ends the sequence; it is not emitted.
             speculate: False decodes plainly; the tokens are the same.
-            stats: filled while it goes, complete when the iterator is exhausted or closed.
+            stats: filled while decoding, complete when the iterator is exhausted or closed.
             progress: as in start.
-            constraint: what the text must be; of this text alone.
-            prefill: how its prompt is read; of this text alone.
+            constraint: limits the tokens; an object for this sequence alone.
+            prefill: options of prefill; an object for this sequence alone.
 
         Returns:
-            A generator of requests, to be answered, and of each Step; the last one, which may be without tokens, says
-            why the text ended.
+            A generator of requests, whose results must be sent to it, and of steps. The last step, which may have no
+            tokens, has the finish_reason.
 
         Raises:
             ContextFullError: at once: the prompt is longer than the context.
-            ValueError: at once: an empty prompt, or max_tokens below 1; later: whatever the constraint raises.
+            ValueError: at once: an empty prompt, or max_tokens below 1; later: from the constraint.
         """
         if len(prompt) < 1 or max_tokens < 1:
-            raise ValueError(f"the prompt needs a token at least, and max_tokens, {max_tokens}, must be at least 1")
+            raise ValueError(f"prompt and max_tokens must be at least 1 token, not {len(prompt)} and {max_tokens}")
         self._check(prompt)
         stats = GenerationStats() if stats is None else stats
         prefill = prefill or Prefill()
@@ -144,16 +144,16 @@ class Decoder:
         constraint: Constraint | None = None,
         prefill: Prefill | None = None,
     ) -> Requests[int]:
-        """Bring the context to a prompt, int32[n] with n >= 1; returns how many of its tokens were there already.
+        """Prefill a prompt, int32[n] with n >= 1; returns the number of tokens that the context held already.
 
-        When it is interrupted, the pieces that were read are there the next time.
+        After an interruption, the next call goes on after the pieces that were read.
 
         Args:
             speculate: False decodes plainly until the next start.
             progress: called before the first piece of the prompt and after each.
-            greedy: whether the text's tokens are the likeliest ones.
-            constraint: what the text must be, until the next start; whoever steps tells it of the text.
-            prefill: how the prompt is read.
+            greedy: whether decoding is greedy.
+            constraint: limits the tokens until the next start; the caller of `step` must advance it.
+            prefill: options of prefill.
 
         Raises:
             ContextFullError: the prompt is longer than the context.
@@ -185,7 +185,7 @@ class Decoder:
         """Draft a tree, verify it, and return its tokens: at least one, normally no more than max_tokens."""
         max_depth = min(max_tokens, self.target.n_ctx - self._length) - 1
         guesses, masks = self._constrain((yield from self._draft(sampling, max_depth)), max_depth)
-        # A plain step asks for no candidates: nothing would pay for finding them.
+        # A plain step asks for no candidates, because the time to find them would be a loss.
         recycled = self._drafting[self.budget.chosen].recycled if self.budget.chosen is not None else None
         wanted = min(recycled.num_candidates, self.target.vocab_size) if recycled else 0
         verified = yield from self._meter.target(
@@ -216,7 +216,7 @@ class Decoder:
         )
 
     def work(self) -> dict[str, DrafterStats]:
-        """What each drafter has done so far, by name."""
+        """Statistics of the drafters' work so far, by stage name."""
         total: dict[str, DrafterStats] = {}
         for drafter in self.drafters:
             for name, work in drafter.work().items():
@@ -225,17 +225,17 @@ class Decoder:
 
     @property
     def sessions(self) -> list[Session]:
-        """The target's, and those of the drafters."""
+        """The target's session, then those of the drafters."""
         return [self.target, *(session for drafter in self.drafters for session in drafter.sessions())]
 
     def inherit(self, other: Decoder) -> None:
-        """Believe what another one of the same drafters has learnt."""
+        """Copy the learnt state of another decoder with the same drafters."""
         self.budget.inherit(other.budget)
         for drafter, experienced in zip(self.drafters, other.drafters, strict=True):
             drafter.inherit(experienced)
 
     def close(self) -> None:
-        """Free the contexts."""
+        """Close the sessions of target and drafters."""
         self.target.close()
         for drafter in self.drafters:
             drafter.close()
@@ -263,7 +263,7 @@ class Decoder:
         constraint: Constraint | None,
         prefill: Prefill,
     ) -> Generator[Request | Step, Done | None, None]:
-        # What a text's reader waits for, others' work included.
+        # Wall time, because users wait for the batch's other work, too.
         wall = self._clocks.wall
         before, left, begin = self.work(), max_tokens, wall()
         stats.prompt_tokens += len(prompt)
@@ -299,7 +299,7 @@ class Decoder:
             stats.finish(before, self.work(), self.target.weight_bytes)
 
     def _cut(self, step: Step, max_tokens: int, is_end: Callable[[int], bool]) -> Step:
-        """The part of a step before the end of text and within max_tokens, and whether the text ends there."""
+        """The part of a step before the end token and within max_tokens, with finish_reason set if it is the last."""
         length = min(len(step.tokens), max_tokens)
         finish: FinishReason | None = "length" if length == max_tokens or self.is_full else None
         for i, token in enumerate(step.tokens[:length]):
@@ -317,7 +317,7 @@ class Decoder:
         drafters = self._drafting if max_depth >= 1 else ()
         self.budget.choose(drafters, self._length)
         shadow = self.budget.shadow
-        # What a grammar forces nobody has to guess.
+        # A forced token is no test of a drafter.
         if shadow is not None and not (self._constraint and self._constraint.forced()):
             scored, seconds = shadow
             yield from drafters[scored].draft(sampling, 1, seconds)
@@ -332,7 +332,7 @@ class Decoder:
             drafter.constrain(constraint)
 
     def _constrain(self, tree: TokenTree, max_depth: int) -> tuple[TokenTree, NDArray[np.uint32] | None]:
-        """What the text's constraint leaves of a tree, with what must come first, and the masks of its nodes."""
+        """The tree with the constraint's forced tokens and without forbidden ones, and the masks of its nodes."""
         if self._constraint is None:
             return tree, None
         forced = [] if self._is_plain else self._constraint.forced()[: max(0, min(max_depth, MAX_NODES))]
@@ -343,6 +343,6 @@ class Decoder:
             for drafter in self._drafting:
                 drafter.advance(tokens)
         except BaseException:
-            # Some have not heard of these tokens, so none drafts until the next text.
+            # Some drafters lack these tokens, so none drafts until the next sequence.
             self._drafting = ()
             raise

@@ -1,4 +1,4 @@
-"""What drafting costs a text: processor time."""
+"""Measures the processor time of drafting."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pystaged.decoding.requests import Done, Request, Requests
 
 
 class Meter:
-    """Processor seconds of a text's own Python and of its draft's passes; it stands still while others work.
+    """Processor seconds of a sequence's own Python and of its share of draft passes; stops during target passes.
 
-    Processor time, and not the wall's, because what other programs take of the machine is not what drafting costs.
+    Processor time excludes other programs, which are no cost of drafting.
 
     Args:
         clock: processor seconds of the calling thread.
@@ -22,19 +22,19 @@ class Meter:
         self._since, self._before = clock(), 0.0
 
     def __call__(self) -> float:
-        """Seconds so far; only differences mean anything, and only between calls without a step's end in between."""
+        """Seconds so far. Only the difference of two calls within one step has a meaning."""
         return self._before + self._clock() - self._since
 
     def target(self, request: Request) -> Requests[Done]:
-        """Ask for a pass of the target, which is not metered: the account prices it by its rows."""
+        """Request a pass of the target. It is not metered, because the budget prices it by its rows."""
         self._before = self()
         try:
             return (yield request)
         finally:
-            self._since = self._clock()  # perhaps in another thread, whose clock is another one
+            self._since = self._clock()  # another thread may go on, whose clock differs
 
     def draft(self, request: Request) -> Requests[Done]:
-        """Ask for a pass of a draft; the text's share of it is metered."""
+        """Request a pass of a draft. The sequence's share of it is metered."""
         done = yield from self.target(request)
         self._before += done.share * done.processor_seconds
         return done

@@ -1,7 +1,7 @@
-"""Which guesses to grow and how many to hand over: expected gain against measured cost.
+"""Policies that decide how a tree grows and how many of its nodes are verified.
 
-A policy is any object with the three members of TreePolicy; it sees scores and seconds, never models. What it answers
-is checked, and cut to what can be done in a step.
+A policy is any object with the three members of TreePolicy; it sees scores and seconds, never models. Its answers are
+checked and limited to what a step can do.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Protocol
 
 from pystaged.decoding.batch_load import BatchLoad
 
-MAX_NODES = 64  # of a tree that the target verifies, root excluded
-MAX_EXPANDED = 64  # nodes of a tree that are expanded, each a row of a draft pass or a lookup
+MAX_NODES = 64  # nodes of a tree that the target verifies, root excluded
+MAX_EXPANDED = 64  # expanded nodes of a tree, each a row of a draft pass or a lookup
 MAX_CHILDREN = 16  # candidates per node
 
 
 @dataclass(slots=True)
 class Growth:
-    """A tree being grown, as a policy sees it.
+    """A growing tree, as a policy sees it.
 
-    scores: of all nodes but the root, falling. leaves: of those not expanded yet, falling. passes: times that leaves
-    were expanded so far, the root first; seconds: that this took.
-    cells: tokens of the text before the root, which every pass attends to.
+    scores: probabilities of all nodes but the root, descending. leaves: those of the nodes that are not expanded yet,
+    descending. passes: number of drafting passes so far, the root's included; seconds: their time.
+    cells: past length: tokens of the sequence before the root, which every pass attends to.
     """
 
     scores: Sequence[float]
@@ -37,9 +37,9 @@ class Growth:
 class TreePolicy(Protocol):
     """Decides how a tree grows.
 
-    One policy object serves all contexts of an engine, and several threads at once: what it keeps between calls needs a
-    lock of its own. Answers that are not integers are a TypeError, negative ones a ValueError; a tree has 64 nodes at
-    most, of which at most 64 are expanded, with 16 children each at most.
+    One policy object serves all contexts of an engine and several threads at once: state that it keeps needs a lock.
+    Answers that are no integers raise TypeError, negative ones ValueError. A tree has at most 64 nodes, at most 64
+    expanded nodes, and at most 16 children per node.
     """
 
     @property
@@ -48,19 +48,19 @@ class TreePolicy(Protocol):
         ...
 
     def expand(self, growth: Growth) -> int:
-        """How many of the best leaves to expand with another pass of the drafter; 0 ends the growing."""
+        """Number of the best leaves to expand by another pass of the drafter; 0 ends the tree."""
         ...
 
     def keep(self, growth: Growth) -> int:
-        """How many of the best nodes the target verifies, root excluded; 0 is plain decoding."""
+        """Number of the best nodes that the target verifies, root excluded; 0 is plain decoding."""
         ...
 
 
 class CheckedPolicy:
-    """A policy whose answers are checked, and cut to what can be done in a step.
+    """Checks the answers of a policy and limits them to what a step can do.
 
     Raises:
-        TypeError, ValueError: every member, where the policy answers nonsense; naming its class and the member.
+        TypeError, ValueError: from any member: the policy's answer is no integer, or too small.
     """
 
     def __init__(self, policy: TreePolicy) -> None:
@@ -89,7 +89,7 @@ class CheckedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class FixedPolicy:
-    """A tree of always the same make: `depth` passes that expand the `width` best leaves, `budget` nodes kept.
+    """Trees of one shape: `depth` passes expand the `width` best leaves, and the `budget` best nodes are kept.
 
     FixedPolicy(width=1, depth=5, budget=5, children=1) is a chain.
     """
@@ -107,18 +107,18 @@ class FixedPolicy:
 
 
 class GainPolicy:
-    """Grows while the expected extra tokens are worth their time, then keeps the n best nodes that maximize
-    (1 + sum of scores) / (T_target(n + 1) + time spent drafting), at the present length of the text.
+    """Grows a tree while the expected extra tokens are worth their time, then keeps the n best nodes that maximize
+    (1 + sum of scores) / (T_target(n + 1) + drafting time), at the current past length.
 
-    In a batch, the others' expected tokens are added above and their rows to those of T_target. All are taken to draft
-    alike: that takes `texts` times this text's own seconds, and a drafting pass for all costs each an equal part.
+    In a batch, the numerator includes the tokens that the other sequences expect, and T_target includes their rows.
+    Assumes that all sequences take the same time to draft and share the time of a drafting pass equally.
 
     Args:
-        target_cost: seconds of a target pass over n rows behind so many cells.
-        draft_cost: the same of a drafting pass.
-        budget: nodes at most.
+        target_cost: seconds of a target pass, by its rows and its past length.
+        draft_cost: seconds of a drafting pass, by the same.
+        budget: most nodes of a tree.
         children: candidates per node.
-        batch: who shares the passes; by default nobody.
+        batch: the batch that shares the passes; by default this sequence alone.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class GainPolicy:
         self._target_cost = target_cost
         self._draft_cost = draft_cost
         self._budget = budget
-        self._known: tuple[tuple[int, int], dict[int, float]] = (-1, -1), {}  # costs of verifying one tree
+        self._known: tuple[tuple[int, int], dict[int, float]] = (-1, -1), {}  # cached costs of verifying one tree
 
     def keep(self, growth: Growth) -> int:
         return self._best_size(growth)[0]
@@ -143,7 +143,7 @@ class GainPolicy:
         size, rate = self._best_size(growth)
         if size >= self._budget:
             return 0
-        # A leaf's best child adds about this much of the leaf's own score, and one more row for the target.
+        # A leaf's best child adds about this share of the leaf's score, and one row for the target.
         child = 0.75
         texts, cells = self._batch.sequences, growth.cells
         row_cost = rate * (self._verify_cost(size + 2, cells) - self._verify_cost(size + 1, cells))
@@ -151,7 +151,7 @@ class GainPolicy:
         before = 0.0
         for width, score in enumerate(growth.leaves[: self._budget], 1):
             if child * score <= row_cost:
-                break  # as are all that follow
+                break  # the following leaves have lower scores
             pass_cost = self._draft_cost(width * texts, cells) / texts
             gain += child * score - rate * (pass_cost - before) - row_cost
             before = pass_cost
@@ -172,8 +172,8 @@ class GainPolicy:
         return best_size, best_rate
 
     def _verify_cost(self, num_rows: int, cells: int) -> float:
-        """Seconds of the pass that verifies so many rows of this text."""
-        # A tree that grows asks for the same again and again.
+        """Seconds of the pass that verifies `num_rows` rows of this sequence."""
+        # Cached, because each growth of a tree needs the same values again.
         others, known = self._batch.rows, self._known
         if known[0] != (others, cells):
             known = self._known = (others, cells), {}

@@ -1,4 +1,4 @@
-"""How a text begins: how its prompt is read, and what is expected to follow."""
+"""Prefill of a sequence's prompt, and the options for it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.requests import Read, Requests, Score
 from pystaged.decoding.step import Logprobs
 
-_SCORED_ROWS = 64  # of a pass; each has logits
+_SCORED_ROWS = 64  # rows of a pass that scores; few, because each row has logits
 
 
 @dataclass(slots=True)
 class Prefill:
-    """How the prompt of one text is read.
+    """Options and results of one sequence's prefill.
 
-    reuse: begin with what the context holds already. prediction: tokens that drafters may expect after the prompt.
-    num_top: of how many likeliest tokens at the place of each of the prompt to say log-probabilities, which are then in
-    `logprobs`, the first token aside; None for nothing.
+    reuse: keep the prefix of the prompt that the context holds. prediction: tokens that drafters may expect after the
+    prompt. num_top: number of the likeliest alternatives to each prompt token whose log-probabilities are wanted; None
+    for no log-probabilities. logprobs: the results, for each prompt token but the first.
     """
 
     reuse: bool = True
@@ -32,14 +32,14 @@ class Prefill:
 
     def __post_init__(self) -> None:
         if self.num_top is not None:
-            self.reuse = False  # a token is judged when the one before it is read
+            self.reuse = False  # a token is scored when the one before it is evaluated
 
     def read(self, session: Session, tokens: NDArray[np.int32], following: NDArray[np.int32], at: int) -> Requests[int]:
-        """Read a piece of a prompt; returns how many tokens were read.
+        """Prefill one piece of a prompt; returns its number of tokens.
 
         Args:
-            tokens, following: int32[n], those to read, and the token after each.
-            at: how many of them the session holds.
+            tokens, following: int32[n], the tokens to read, and the token after each.
+            at: number of the tokens that the session holds.
         """
         if self.num_top is None:
             done = yield Read(session, at, tokens[at:])

@@ -1,6 +1,6 @@
-"""What a text asks a pass for, and what comes of it: decoding and drafting are generators of requests.
+"""Requests for passes and their results: decoding and drafting are generators of requests.
 
-Who drives them decides what shares a pass: `alone` makes one for each request, stepper.py one for many texts.
+The caller of a generator decides which requests share a pass: `alone` makes one for each, stepper.py one for a batch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pystaged._core import Sampling, Session, Work
 from pystaged.decoding.step import Logprobs
 from pystaged.decoding.tree import TokenTree
 
-MOST_ROWS = 256  # of a pass: PackedPass::kMaxRows, as many as fill one
+MOST_ROWS = 256  # rows of a pass: PackedPass::kMaxRows in C++
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class _OfSession:
-    """What requests have in common: the session they are for, and `past`, tokens of its text before their rows.
+    """Base of requests, which have a session and a `past`: the tokens that it holds before their rows.
 
-    `work` is what a pass shared with others makes of them, `perform` what a pass of their own does; both give what
-    `result` takes.
+    `work` describes the request for a shared pass, `perform` makes a pass for it alone. `result` converts what either
+    returned.
     """
 
     __slots__ = ()
@@ -37,20 +37,20 @@ class _OfSession:
 
     @property
     def can_share(self) -> bool:
-        """Whether its pass can be others' too; what stands in for a session elsewhere has passes of its own."""
+        """Whether its pass can be shared; a session on another machine cannot."""
         return isinstance(self.session, Session)
 
     @property
     def on_device(self) -> bool:
-        """Whether its pass runs elsewhere than on this process's threads."""
+        """Whether its pass runs outside this process's threads."""
         return getattr(self.session, "on_device", True)
 
 
 @dataclass(slots=True, eq=False)
 class Read(_OfSession):
-    """Read the beginning of these tokens, int32[n]; the result is how many of them were read.
+    """Request to prefill the first num_rows of the tokens, int32[n]; the result is num_rows.
 
-    num_rows: how many to read, which whoever makes the pass decides.
+    num_rows: set by the caller that makes the pass.
     """
 
     session: Session
@@ -72,9 +72,9 @@ class Read(_OfSession):
 
 @dataclass(slots=True, eq=False)
 class Score(Read):
-    """The same, and say how likely the model finds each token after those that are read.
+    """Request to prefill as in Read, and to find the log-probability of the token after each.
 
-    following: int32[n], the token after each. logprobs: what was said, of each row that was read.
+    following: int32[n], the token after each. logprobs: the results, one for each row that was read.
     """
 
     following: NDArray[np.int32]
@@ -89,7 +89,7 @@ class Score(Read):
 
     @property
     def _chain(self) -> tuple[NDArray[np.int32], Sampling, int, NDArray[np.uint32]]:
-        """A path of a tree that cannot but be followed."""
+        """Arguments of verify for a chain whose masks force its acceptance."""
         parents = np.arange(-1, self.num_rows - 1, dtype=np.int32)
         return parents, self.sampling, 0, only(self.following[: self.num_rows])
 
@@ -99,7 +99,7 @@ class Score(Read):
 
 
 def only(following: NDArray[np.int32]) -> NDArray[np.uint32]:
-    """Masks that allow one token each, uint32[n, words], of tokens int32[n], n >= 1."""
+    """Masks, uint32[n, words], that each allow one of the tokens, int32[n], n >= 1."""
     masks = np.zeros((len(following), int(following.max()) // 32 + 1), np.uint32)
     masks[np.arange(len(following)), following // 32] = np.left_shift(np.uint32(1), (following % 32).astype(np.uint32))
     return masks
@@ -107,9 +107,9 @@ def only(following: NDArray[np.int32]) -> NDArray[np.uint32]:
 
 @dataclass(slots=True, eq=False)
 class Propose(_OfSession):
-    """Evaluate rows, which stay pending; the result is the k best candidates after each of the last `judged` of them,
-    best first: their tokens, -1 where there are fewer, and their scores. masks: what may follow each, uint32[judged,
-    words], None for anything."""
+    """Request to evaluate rows, which stay pending. The result is the k best candidates after each of the last `judged`
+    rows, best first: their tokens, -1 where there are fewer, and their scores.
+    masks: allowed tokens after each of those rows, uint32[judged, words]; None allows all."""
 
     session: Session
     past: int
@@ -142,10 +142,10 @@ Verified = tuple[TokenTree, list[int], list[int], list[Logprobs] | None, tuple[N
 
 @dataclass(slots=True, eq=False)
 class Verify(_OfSession):
-    """Evaluate a tree, follow it and commit the path; the result is the tree, which whoever makes the pass may have
-    trimmed, its accepted nodes, root first, the target's own token after each, where the sampling asks for them their
-    log-probabilities, else None, and where num_candidates are asked for, what Session.verify says of all its nodes.
-    masks: what may follow each node, uint32[nodes, words], None for anything.
+    """Request to evaluate a tree and to commit its accepted path. The result is the tree, which the caller may have
+    trimmed; its accepted nodes, root first; the target's own token after each; their log-probabilities if the sampling
+    asks for them, else None; and the candidates of all nodes as in Session.verify, empty if num_candidates is 0.
+    masks: allowed tokens after each node, uint32[nodes, words]; None allows all.
     """
 
     session: Session
@@ -182,11 +182,11 @@ Request = Read | Propose | Verify
 
 @dataclass(slots=True)
 class Done:
-    """A request fulfilled.
+    """The result of a request.
 
-    result: as the request says. num_rows: of the whole pass, others' rows included; past: tokens before each of these
-    rows, in the mean. seconds: that the pass took; processor_seconds: of these, those that the calling thread ran, all
-    where the pass ran on a device. share: part of the rows that are the request's, above 0 and at most 1.
+    result: see the request's class. share: the request's share of the pass's rows, above 0 and at most 1. num_rows:
+    rows of the whole pass; past: mean number of tokens before each of them. seconds: wall time of the pass;
+    processor_seconds: time that the calling thread ran, or the wall time of a pass on a device.
     """
 
     result: Any
@@ -199,31 +199,31 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Seconds: by the wall, and those that the calling thread has run."""
+    """Clocks of wall time and of the calling thread's processor time, in seconds."""
 
     wall: Callable[[], float] = time.perf_counter
     processor: Callable[[], float] = time.thread_time
 
     def of(self, request: Request) -> Callable[[], float]:
-        """What tells the cost of a request's pass. A CPU's is told by its calling thread, which has a part in all of
-        the work: interruptions do not count, and its share stays the same on a busy machine."""
+        """The clock for a request's pass: wall time on devices. On the CPU, processor time of the calling thread, which
+        takes part in all of the work: interruptions do not count, and its part is the same on a busy machine."""
         return self.wall if request.on_device else self.processor
 
 
 Requests = Generator[Request, Done, R]
-"""A generator that asks for passes, is sent what came of each, and returns an R."""
+"""A generator that yields requests, is sent the result of each, and returns an R."""
 
 
 _CLOCKS = Clocks()
 
 
 def resume(text: Generator[T, Done | None, R], answer: Done | BaseException | None) -> T:
-    """Let a text go on with what came of its last request, up to the next thing it says."""
+    """Send a generator the result or error of its last request; returns the next item that it yields."""
     return text.throw(answer) if isinstance(answer, BaseException) else text.send(answer)
 
 
 def fulfil(request: Request, clocks: Clocks) -> Done | BaseException:
-    """Give a request a pass of its own."""
+    """Make a pass for one request; returns its result or error."""
     processor = clocks.of(request)
     begin, processor_begin = clocks.wall(), processor()
     try:
@@ -235,7 +235,7 @@ def fulfil(request: Request, clocks: Clocks) -> Done | BaseException:
 
 
 def alone(text: Generator[Any, Any, R], clocks: Clocks = _CLOCKS) -> Generator[Any, None, R]:
-    """What a text says beside its requests, each of which gets a pass of its own; returns what the text returns."""
+    """Run a generator with a pass of its own for each request; yields its other items and returns its result."""
     answer: Done | BaseException | None = None
     with closing(text):
         while True:
@@ -254,7 +254,7 @@ def alone(text: Generator[Any, Any, R], clocks: Clocks = _CLOCKS) -> Generator[A
 
 
 def finish(text: Requests[R], clocks: Clocks = _CLOCKS) -> R:
-    """What a generator of nothing but requests returns, each request by a pass of its own."""
+    """Run a generator of requests alone, with a pass of its own for each; returns its result."""
     running = alone(text, clocks)
     try:
         while True:

@@ -1,8 +1,8 @@
-"""Speculative decoding: the whole idea, for one text.
+"""Speculative decoding of one sequence in its simplest form.
 
-Everything else in this package is added to these lines: `loop` steps many texts in shared passes, `budget` asks whether
-a step should draft at all, `constraint` keeps a text to a grammar, and contexts are used again for texts that begin
-alike. None of them changes a token, so `speculate` writes what the whole engine writes; the tests hold it to that.
+The rest of this package adds to it: `stepper` decodes batches, `budget` decides whether a step drafts, `constraint`
+enforces grammars, and `contexts` reuses KV caches. Apart from constraints none of them changes a token, so `speculate`
+emits the tokens that the engine emits, which tests check.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def speculate(
         target: decides every token.
         drafter: proposes trees of tokens.
         prompt: int32[n], n >= 1.
-        max_tokens: at most so many.
-        is_end: whether a token ends the text; it is not part of it.
+        max_tokens: most tokens to decode.
+        is_end: whether a token ends the sequence; it is not emitted.
 
     Returns:
-        The tokens of each step: of its accepted path, and the bonus token.
+        For each step, the tokens of its accepted path and the bonus token.
     """
     target.rewind(0)
     target.prefill(prompt[:-1])
@@ -45,10 +45,10 @@ def speculate(
     steps: list[list[int]] = []
     room = min(max_tokens, target.n_ctx - len(prompt) + 1)
     while room > 0:
-        # Draft: a tree of guesses. Its root is the last token of the text, which the target has not read yet.
+        # Draft: a tree of guesses. Its root is the last token of the sequence, which the target has not read yet.
         tree = finish(drafter.draft(sampling, room - 1))
 
-        # Verify: one pass of the target over all nodes, then `follow`; the path stays in the context, the rest goes.
+        # Verify: one pass of the target over all nodes, then `follow`. Only the path stays in the KV cache.
         _, tokens = target.verify(tree.tokens, tree.parents, sampling.native)[:2]
         tokens = tokens.tolist()
 
@@ -64,9 +64,9 @@ def speculate(
 def follow(target: Session, tree: TokenTree, sampling: SamplingConfig) -> tuple[list[int], list[int]]:
     """The accepted path of a tree whose nodes are pending rows of the target, and the target's own token after each.
 
-    This is Session.follow, spelled out. The acceptance rule: take the target's own token; where a child holds it, go on
-    from there; where none does, it is the bonus token. The own token is the one of the largest log p + noise, and noise
-    depends on seed and position alone (the Gumbel-max trick), so it is the one that plain decoding would have sampled.
+    Does the same as Session.follow. The acceptance rule: take the target's own token; if a child holds it, go on from
+    there; otherwise it is the bonus token. The own token has the largest log p + noise, where the noise depends on seed
+    and position alone (the Gumbel-max trick), so it is the token that plain decoding would have sampled.
     """
     children = {
         (parent, token): node

@@ -1,4 +1,4 @@
-"""What the loop yields."""
+"""The steps that decoding yields."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural log-probabilities at the place of a token, as the model has them: logits as they are, at temperature 1.
+    """Natural log-probabilities at the position of a token, from the model's unmodified logits at temperature 1.
 
-    of_token: its own. top: the likeliest tokens there, best first, and theirs.
+    of_token: that of the token itself. top: the likeliest tokens and their log-probabilities, best first.
     """
 
     of_token: float
@@ -25,20 +25,20 @@ class Logprobs:
 
     @staticmethod
     def of(of_tokens: NDArray[np.float32], best: NDArray[np.int32], of_best: NDArray[np.float32]) -> list[Logprobs]:
-        """As Session.verify has them."""
+        """Convert the arrays that Session.verify returns."""
         tops = zip(best.tolist(), of_best.tolist(), strict=True)
         return [Logprobs(own, list(zip(*top, strict=True))) for own, top in zip(of_tokens.tolist(), tops, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step adds to a text.
+    """The tokens that one step adds to a sequence.
 
-    tokens; stages: who proposed each. tree: what was verified; path: its accepted nodes, root first. verify_seconds: of
-    the verify pass; speedup: over plain decoding of the same tokens in the same batch by the measured costs, 0 where
-    none are. pass_rows: of the pass, others' too; pass_texts: texts that took a step in it.
-    logprobs: of each token, None where they are not asked for.
-    finish_reason: in the last step "stop" for the end of text, "length" for max_tokens or a full context, else None.
+    tokens: emitted tokens; stages: the stage that proposed each. tree: the verified tree; path: its accepted nodes,
+    root first. verify_seconds: wall time of the verify pass; speedup: estimate over plain decoding of the same tokens
+    in the same batch, 0 without measured costs. pass_rows: rows of the whole pass; pass_texts: sequences that took a
+    step in it. logprobs: those of each token; None if not asked for.
+    finish_reason: in the last step "stop" for an end token, "length" for max_tokens or a full context, else None.
     """
 
     tokens: list[int]

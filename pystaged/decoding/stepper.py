@@ -1,11 +1,11 @@
-"""Many texts in one pass: each drafts, one pass of the target verifies all, each goes on with what came of it.
+"""Batched steps: each sequence drafts a tree, and one pass of the target verifies all trees.
 
 The guesses of all trees are ranked together by score, and the n best are verified, where n maximizes
 
-    (texts + sum of scores) / (T(texts + n) + time since the last pass, which drafting took).
+    (sequences + sum of scores) / (T(sequences + n) + drafting time, which is the time since the last pass).
 
-Prompts are read in pieces in the same passes. Each row's values are independent of its neighbours, so no text changes
-by a byte.
+Prefill runs in pieces in the same passes. The values of a row do not depend on the other rows, so batching changes no
+token.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.requests import MOST_ROWS, Clocks, Done, Read, Request, Verify, fulfil, resume
 from pystaged.stats import PassStats
 
-PREFILL_BUDGET = 0.25  # seconds that a pass which also reads pieces of prompts may take
-_LEAST_PIECE = 8  # tokens of prompts that a pass reads, however long it takes
-_UNPRICED_PIECE = 32  # the same where no costs are known
-_DRAFT_PIECE = 64  # tokens of a prompt that a draft reads in one step of a batch of texts
+PREFILL_BUDGET = 0.25  # longest time of a pass that decodes and prefills, in seconds
+_LEAST_PIECE = 8  # least tokens of prefill in such a pass, however long it takes
+_UNPRICED_PIECE = 32  # tokens of prefill in such a pass if no costs are known
+_DRAFT_PIECE = 64  # tokens that a draft prefills in one step of a batch
 
 
 class BatchMember:
-    """A sequence among others, as the passes that they share see it: a generator of requests and of steps.
+    """A sequence of a batch: a generator of requests and of steps.
 
-    decoder: its context, from `begin` on; nobody else may use it meanwhile. request: what it asks a pass for. rows,
-    gain: of its last verified tree, the root too, and the tokens that it was expected to gain.
+    decoder: its context from `begin` on; nobody else may use it meanwhile. request: its open request. rows: number of
+    rows of its last verified tree, root included; gain: tokens that were expected from that tree.
 
-    `on_step` is called with each step, `on_end` once, with the exception that ended it or None.
+    `on_step` is called with each step, `on_end` once, with the exception that ended the sequence or None.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class BatchMember:
         self._steps: Generator[Any, Any, None] | None = None
 
     def begin(self, decoder: Decoder, steps: Generator[Any, Any, None]) -> None:
-        """Begin in a context."""
+        """Begin to decode in a context."""
         self.decoder, self._steps = decoder, steps
 
     def on_step(self, step: Any) -> None:
@@ -55,15 +55,15 @@ class BatchMember:
 
     @property
     def wants_draft(self) -> bool:
-        """Whether it asks for a pass of something other than the target."""
+        """Whether its request is for a session other than the target's."""
         return bool(self.request and self.decoder and self.request.session is not self.decoder.target)
 
     def resume(self, answer: Done | BaseException | None) -> None:
-        """Let it go on, with what came of its request, up to the next one or to what it says."""
+        """Go on with the result or error of its request, up to the next request or step."""
         self.request = None
         try:
             if self._steps is None or self._is_running:
-                raise RuntimeError("the process forked in the middle of a step of this text; begin it again")
+                raise RuntimeError("the process forked during a step of this sequence; generate it again")
             said = resume(self._steps, answer)
             if isinstance(said, Request):
                 self.request = said
@@ -75,12 +75,12 @@ class BatchMember:
             self.close(error)
 
     def note_tree(self) -> None:
-        """Remember the tree that is verified, for others to expect the like of."""
+        """Store the size and gain of the tree being verified, as an estimate of the next one."""
         if isinstance(self.request, Verify):
             self.rows, self.gain = self.request.num_rows, float(self.request.tree.scores.sum())
 
     def note_batch(self, steps: Sequence[BatchMember]) -> None:
-        """Tell it which sequences of the batch take steps now: they are expected to share its next pass, too."""
+        """Set its batch load to the members that take steps now, which are expected to share its next pass, too."""
         if self.decoder:
             others = [member for member in steps if member is not self]
             batch = self.decoder.batch
@@ -89,7 +89,7 @@ class BatchMember:
             batch.tokens = sum(member.gain for member in others)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End it where it is; `on_step` may call this, too. Raises where memory is short, and can be called again."""
+        """End the sequence; may be called from `on_step`. After a MemoryError it can be called again."""
         if self.is_over:
             return
         self.request = None
@@ -107,13 +107,13 @@ class BatchMember:
 
 
 class Stepper:
-    """Steps texts of one target together.
+    """Steps the sequences of one target together.
 
     Args:
-        cost: seconds of a pass of the target; None verifies whatever was drafted.
-        prefill_budget: longest time of a pass that also reads prompts, in seconds.
-        make: does works in one pass, all or none, as run does.
-        clocks: the wall's and the processor's.
+        cost: seconds of a target pass; None verifies all drafted nodes.
+        prefill_budget: longest time of a pass that decodes and prefills, in seconds.
+        make: does all works in one pass or none of them, as _core.run.
+        clocks: wall time and processor time.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Stepper:
         make: Callable[[list[Any]], list[Any]] = run,
         clocks: Clocks | None = None,
     ) -> None:
-        self.passes = PassStats()  # of the target
+        self.passes = PassStats()  # the target's
         self._cost = cost
         self._prefill_budget = prefill_budget
         self._make = make
@@ -132,7 +132,7 @@ class Stepper:
         self._last = self._clocks.processor()  # when the last pass of the target ended
 
     def step(self, texts: Sequence[BatchMember]) -> None:
-        """Step the batch: each text takes a step or reads a piece of its prompt, by one pass of the target."""
+        """Step the batch by one pass of the target: each sequence takes a step, or prefills a piece of its prompt."""
         for text in texts:
             if text.request is None and not text.is_over:
                 text.resume(None)
@@ -153,7 +153,7 @@ class Stepper:
             text.resume(answer)
 
     def _count(self, requests: Sequence[Request], answers: Sequence[Done | BaseException]) -> None:
-        """Add what came of requests to the passes of the target that there were."""
+        """Add the results of requests to the statistics of target passes."""
         made = [(each, done) for each, done in zip(requests, answers, strict=True) if isinstance(done, Done)]
         trees = [request.num_rows for request, _ in made if isinstance(request, Verify)]
         rows = sum(request.num_rows for request, _ in made)
@@ -168,7 +168,7 @@ class Stepper:
         self.passes = self.passes.plus(more)
 
     def _draft(self, texts: Sequence[BatchMember]) -> None:
-        """Passes of the drafts for whoever asks, level by level; a draft that reads a text reads one piece of it."""
+        """Make the requested draft passes, level by level; each draft prefills at most one piece."""
         have_read: set[BatchMember] = set()
         while drafting := [text for text in texts if text.wants_draft and text not in have_read]:
             for text in drafting:
@@ -180,17 +180,17 @@ class Stepper:
                 text.resume(answer)
 
     def _trim_trees(self, requests: Sequence[Verify]) -> None:
-        """Decide how many nodes of each tree are verified."""
+        """Trim each tree to the nodes that are worth verifying."""
         if self._cost and len(requests) > 1:
             cost, past = self._cost, _mean_past(requests)
             trees = [request.tree.scores.tolist() for request in requests]
-            spent = max(0.0, self._clocks.processor() - self._last)  # by another thread's clock after a change
+            spent = max(0.0, self._clocks.processor() - self._last)  # negative after a change of threads
             rows = best_rows(trees, lambda n: cost(n, past), spent)
             for request, kept in zip(requests, rows, strict=True):
                 request.tree = request.tree.head(kept)
 
     def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[BatchMember]) -> None:
-        """Decide how much of each prompt is read beside these steps."""
+        """Set the rows of each prefill request beside these steps."""
         room = MOST_ROWS
         beside = sum(text.request.num_rows for text in steps if text.request)
         if beside and requests:
@@ -198,7 +198,7 @@ class Stepper:
             room = _LEAST_PIECE if self._cost else _UNPRICED_PIECE
             while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, past) <= self._prefill_budget:
                 room += 1
-        # Half for the oldest, so that none waits for ever, then for those that are soon done.
+        # Half for the oldest prompt, so that none waits for ever, then the shortest first.
         asked = [(request, (room + 1) // 2) for request in requests[:1]]
         asked += [(request, room) for request in sorted(requests, key=lambda request: len(request.tokens))]
         for request in requests:
@@ -209,7 +209,7 @@ class Stepper:
             room -= more
 
     def _pass(self, texts: Sequence[BatchMember]) -> list[Done | BaseException]:
-        """Fulfil what these ask for by one pass; if it fails, by one for each, so that it fails for who is to blame."""
+        """Answer requests by one pass; if it fails, by a pass for each, so that only the request at fault fails."""
         requests = [text.request for text in texts if text.request]
         if len(requests) > 1 and all(request.can_share for request in requests):
             with suppress(Exception):
@@ -231,15 +231,15 @@ class Stepper:
 
 
 def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], spent: float) -> list[int]:
-    """How many nodes of each tree to verify for most tokens per second, the roots included.
+    """Number of nodes of each tree to verify for the most tokens per second.
 
     Args:
-        trees: the scores of each, the root first; no node's is above its parent's.
-        cost: seconds of a pass over so many rows.
-        spent: seconds that drafting them took.
+        trees: the scores of each tree's nodes, the root first; no score is above its parent's.
+        cost: seconds of a pass by its number of rows.
+        spent: seconds of drafting.
 
     Returns:
-        Rows of each tree, at least 1.
+        Rows of each tree, the root included.
     """
     rows = [1] * len(trees)
     tokens = float(len(trees))
@@ -255,14 +255,14 @@ def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], sp
 
 
 def _was_made(request: Request) -> bool:
-    """Whether a pass that failed was made, and memory was short for what came of it: twice would be another text."""
+    """Whether a failed pass has changed its session, because memory for the result was short; it cannot be repeated."""
     try:
         return isinstance(request, (Read, Verify)) and len(request.session.tokens) != request.past
-    except (ValueError, RuntimeError, OSError):  # it is closed, in a call, or its device lost: it says so when asked
+    except (ValueError, RuntimeError, OSError):  # closed, in a call, or its device lost: its own pass raises that
         return False
 
 
 def _mean_past(requests: Sequence[Request]) -> float:
-    """Tokens before a row, in the mean; a read whose piece is not decided yet counts as one row."""
+    """Mean number of tokens before a row; a read whose num_rows is not set yet counts as one row."""
     rows = sum(max(1, request.num_rows) for request in requests)
     return sum(max(1, request.num_rows) * request.past for request in requests) / rows

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 
 class Stage(IntEnum):
-    """Who proposed a token: the target, a draft model or draft head, n-grams, or a grammar that allows no other one.
-    What a head drafts counts as DRAFT, the n-grams mixed into it included."""
+    """The proposer of a token: the target, a draft model or draft head, n-grams, or a grammar that allows no other one.
+    Tokens of a head count as DRAFT, the n-grams mixed into its proposals included."""
 
     TARGET = 0
     DRAFT = 1
@@ -21,16 +21,16 @@ class Stage(IntEnum):
 
 
 Cell = tuple[int, int, int]
-"""Where the calibration of a guess is kept: its source, its rank and a bin of its share."""
+"""Key of a guess in the calibration: its source, its rank and a bin of its share."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
-    """Tokens and the nodes before them; parents come before their children.
+    """A tree of n nodes; parents come before their children.
 
-    Node 0 is the root: the last emitted token, not yet in the cache. A tree of one node is plain decoding.
+    Node 0 is the root: the last emitted token, not yet in the KV cache. A tree of one node is plain decoding.
 
-    tokens: int32[n]; parents: int32[n], -1 for the root; scores: float32[n], the believed probability that the node is
+    tokens: int32[n]; parents: int32[n], -1 for the root; scores: float32[n], the estimated probability that the node is
     on the target's path; stages: uint8[n], a Stage.
     """
 
@@ -41,7 +41,7 @@ class TokenTree:
 
     @classmethod
     def root(cls, token: int) -> TokenTree:
-        """The tree of that one token."""
+        """A tree of one token."""
         return TreeBuilder(token).build([])
 
     def __len__(self) -> int:
@@ -56,9 +56,9 @@ class TokenTree:
 
 @dataclass(slots=True)
 class Node:
-    """A guess while the tree grows.
+    """A guess of a growing tree.
 
-    score: believed probability of being on the target's path.
+    score: estimated probability that it is on the target's path.
     """
 
     token: int
@@ -70,14 +70,14 @@ class Node:
 
 
 class TreeBuilder:
-    """A tree that grows; siblings are distinct."""
+    """A growing tree, whose siblings have distinct tokens."""
 
     def __init__(self, root: int) -> None:
         self.nodes = [Node(root, -1, 0, 1.0, Stage.TARGET, (0, 0, 0))]
         self.children: list[dict[int, int]] = [{}]  # by token
 
     def add(self, parent: int, token: int, score: float, stage: Stage, cell: Cell) -> int:
-        """The child of `parent` with that token, new or not; its score is the higher one."""
+        """Add a child of `parent` and return it; a child that has the token already keeps the higher score."""
         known = self.children[parent].get(token)
         if known is not None:
             self.nodes[known].score = max(self.nodes[known].score, score)
@@ -89,7 +89,7 @@ class TreeBuilder:
         return node
 
     def path(self, node: int) -> list[int]:
-        """Tokens from below the root to the node."""
+        """Tokens from the child of the root to the node."""
         tokens = []
         while node > 0:
             tokens.append(self.nodes[node].token)
@@ -97,7 +97,7 @@ class TreeBuilder:
         return tokens[::-1]
 
     def build(self, kept: Sequence[int]) -> TokenTree:
-        """The tree of the root and these nodes, in this order; each one's parent must be the root or come before it."""
+        """The tree of the root and these nodes in this order; a node's parent must be the root or an earlier node."""
         index = {0: 0} | {node: i for i, node in enumerate(kept, 1)}
         nodes = [self.nodes[0], *(self.nodes[node] for node in kept)]
         return TokenTree(
