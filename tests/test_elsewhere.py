@@ -184,6 +184,13 @@ def test_questions_on_the_command_line() -> None:
         assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
 
 
+def test_stats_called_as_in_ollama() -> None:
+    done = run("run", "bundled", "Which?", "--verbose", "--regex", "[a-z]{3}")
+    assert done.returncode == 0, done.stderr
+    assert b"tokens, " in done.stderr
+    assert b"per second" in done.stderr
+
+
 def test_a_system_message_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "system.txt"
     file.write_text("Say \u00e9.\n", "utf-8")

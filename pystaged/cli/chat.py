@@ -79,7 +79,12 @@ def chat(
     sampling: SamplingOptions,
     loading: LoadOptions,
     stats: Annotated[
-        bool, typer.Option(help="Show after each answer its speed, and how much faster than plain decoding it was.")
+        bool,
+        typer.Option(
+            "--stats/--no-stats",
+            "--verbose",
+            help="Show after each answer its speed, and how much faster than plain decoding it was.",
+        ),
     ] = False,
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
