@@ -1,4 +1,4 @@
-"""A target and what drafts for it, loaded: models, draft head, n-gram table, recycled candidates."""
+"""A loaded target and its drafters: draft model or draft head, n-gram table, recycled candidates."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from pystaged.loading.seen import SeenModel
 from pystaged.loading.tables import find_table
 from pystaged.memory import available_memory
 
-_LEAST_SHARED = 0.9  # of the tokens of a target that a draft must have under the same number
-_USUAL_LENGTH = 1000  # tokens of the texts for which devices are chosen
+_LEAST_SHARED = 0.9  # share of the target's token ids that must mean the same in the draft
+_USUAL_LENGTH = 1000  # past length, in tokens, at which devices are compared
 
 
 class Bundle:
-    """The parts that all contexts of a target share.
+    """A loaded target with all that its contexts share.
 
-    Args and errors as in Engine.
+    Args and errors: see Engine.
 
     Attributes:
         file: the target's files as they were when it was loaded.
         vocabulary: fingerprint of the target's vocabulary.
-        draft, head: what drafts besides n-grams; at most one of them is there.
-        substitutes: as in the function of that name.
-        recycled: the target's likeliest tokens after those it has seen; None where none are kept.
-        costs: of passes, measured or kept.
+        draft, head: the draft model and the draft head, None where absent; at most one is loaded.
+        substitutes: see the function of that name.
+        recycled: the likeliest tokens that the target computed after each token it has seen; None if they are not kept.
+        costs: seconds of passes, measured or loaded.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Bundle:
             device = "cpu"
 
         def load(path: Path, tokenizer: Tokenizer, device: str) -> dict[str, Model]:
-            """A model on each device that it may run on."""
+            """Load a model on each device that it may run on."""
             kept, loaded = report if weight_cache else None, dict[str, Model]()
             for name in candidates(device, kv):
                 try:
@@ -104,7 +104,7 @@ class Bundle:
         self._kept = KeptCandidates(self.path, self.vocabulary, self.target.vocab_size) if recycle else None
         self.recycled = self._kept.candidates if self._kept else None
         if self._kept:
-            weakref.finalize(self, self._kept.save)  # programs end without closing what they loaded
+            weakref.finalize(self, self._kept.save)  # programs may exit without calling close()
 
     @property
     def models(self) -> list[Model]:
@@ -112,17 +112,17 @@ class Bundle:
         return [model for model in (self.target, self.draft) if model is not None]
 
     def free_memory(self) -> int:
-        """About how many bytes are free for contexts on this machine."""
-        # What is mapped from a file counts as free.
+        """Bytes of memory free for contexts on this machine, estimated."""
+        # available_memory() counts pages mapped from a file as free.
         return max(available_memory() - sum(model.matrix_bytes for model in self.models if model.is_mapped), 0)
 
     def text_over(self) -> None:
-        """Called when a text has ended: save recycled candidates, but not more than once in ten seconds."""
+        """Save recycled candidates after a sequence has ended, at most once in ten seconds."""
         if self._kept:
             self._kept.save_now_and_then()
 
     def close(self) -> None:
-        """Save costs and recycled candidates, and hang up on RPC servers."""
+        """Save costs and recycled candidates, and close the connections to RPC servers."""
         self.costs.save()
         if self._kept:
             self._kept.save()
@@ -132,7 +132,7 @@ class Bundle:
     def _fastest(
         self, targets: dict[str, Model], drafts: dict[str, Model], report: Callable[[str], None]
     ) -> tuple[str, str]:
-        """The devices of target and draft that promise the most tokens per second by what passes cost on them."""
+        """The devices of target and draft with the highest predicted tokens per second."""
         pairs = list(itertools.product(targets, drafts or ["cpu"]))
         if len(pairs) == 1:
             return pairs[0]
@@ -162,13 +162,13 @@ class Bundle:
 
 
 def _tokenizer(path: Path) -> Tokenizer:
-    # As bytes, because the name of a file need not be valid Unicode.
+    # As bytes, because a file name need not be valid Unicode.
     try:
         return Tokenizer(os.fsencode(path))
     except ModelError:
         if is_head(path):
             raise ValueError(
-                f"{path} is a draft head, not a model; name the model it was made for, and it as draft"
+                f"{path} is a draft head, not a model; name the model it was made for, and pass this file as its draft"
             ) from None
         raise
 
@@ -176,7 +176,7 @@ def _tokenizer(path: Path) -> Tokenizer:
 def _load(
     path: Path, tokenizer: Tokenizer, num_threads: int, device: str, kv: str, kept: Callable[[str], None] | None
 ) -> Model:
-    """The model of a file; with `kept`, which is told of trouble, its weights are mapped from the weight cache."""
+    """Load a model; with `kept`, map its weights from the weight cache and report the cache's problems to it."""
     kernel = os.environ.get("PYSTAGED_KERNEL", "")
     if kept and device == "cpu":
         model = load_packed(path, kernel, num_threads, kept, kv)
@@ -190,12 +190,12 @@ def _load(
 
 
 def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
-    """By tokens of the target that the draft lacks or numbers otherwise: what the draft reads instead, a line's end.
+    """Map target tokens that the draft lacks or numbers differently to the draft token read instead, a line end.
 
-    Models of a family differ in a few tokens, such as the marks of a chat, and in padding.
+    Models of a family differ in a few tokens, such as chat markers, and in padding.
 
     Raises:
-        ValueError: they differ in more than a tenth of the tokens that both number; names the first.
+        ValueError: more than a tenth of the ids that both have differ; the message names the first.
     """
     shared = target.shared_with(draft)
     both = min(target.num_tokens, draft.num_tokens)
@@ -211,6 +211,6 @@ def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
         )
     try:
         neutral = int(draft.encode("\n", add_special=False)[-1])
-    except (ValueError, IndexError):  # a vocabulary that cannot spell it
+    except (ValueError, IndexError):  # the vocabulary has no line end
         neutral = int(np.argmax(shared))
     return dict.fromkeys(np.nonzero(~shared)[0].tolist(), neutral)

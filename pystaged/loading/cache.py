@@ -1,4 +1,4 @@
-"""Models kept in the user's cache folder, by the names they have on the hub."""
+"""Models in the user's cache folder, under the names they have on the hub."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A model that is here.
+    """A model in the cache.
 
     Args:
-        name: by which commands find it.
+        name: the name that commands accept.
         type: of its weights; "damaged" where the file cannot be read.
         shape: "36 x 1280, 20 heads".
-        license: as its repository says, or the file itself; "" where unknown.
+        license: as its repository or the file says; "" where unknown.
     """
 
     name: str
@@ -38,7 +38,7 @@ class CachedModel:
 
 
 def folder() -> Path:
-    """Where models are kept: OWNER/NAME/ and the file's name there; what is in Hugging Face's cache is linked."""
+    """Where models are kept, as OWNER/NAME/FILE.gguf; files in Hugging Face's cache are linked."""
     return cache_folder() / "models"
 
 
@@ -69,9 +69,9 @@ def find(name: str) -> Path | None:
 
 
 def choose(files: Sequence[str], wanted: str) -> str | None:
-    """The file of a wanted type or name, the only one or the one of the default type if nothing is wanted.
+    """Choose the one file of a wanted type or name; with none wanted, the only file or that of the default type.
 
-    None where no file or several fit.
+    Returns None where no file or several fit.
     """
     found = fitting(files, wanted) if wanted else list(files)
     if len(found) > 1 and not wanted:
@@ -80,19 +80,19 @@ def choose(files: Sequence[str], wanted: str) -> str | None:
 
 
 def fitting(files: Sequence[str], wanted: str) -> list[str]:
-    """The files of that name, or else those of that type, as their names or their folders say."""
+    """The files of that name, or else those whose name or folder says that type."""
     wanted = wanted.lower()
     kind = re.compile(rf"(^|[.:_/-]){re.escape(wanted)}(\.gguf$|/|$)")
     return [file for file in files if file.lower() == wanted] or [file for file in files if kind.search(file.lower())]
 
 
 def paths() -> list[Path]:
-    """Files of all cached models; a link whose file is gone is none."""
+    """Files of all cached models, without links whose target is gone."""
     return [path for path in sorted(folder().glob("*/*/**/*.gguf")) if path.is_file()]
 
 
 def names() -> list[str]:
-    """Names of all models in the cache, found without reading a file."""
+    """Names of all models in the cache, found without opening a file."""
     return sorted(_name(path) for path in paths())
 
 
@@ -107,8 +107,8 @@ def models() -> list[CachedModel]:
 def remove(name: str) -> int:
     """Remove a model, its packed weights, recycled candidates and n-gram table; returns the bytes freed.
 
-    Of a link, what it leads to is removed too if it was downloaded for it into Hugging Face's cache and no other
-    snapshot there has it.
+    If the model is a link, its target is removed too, provided it was downloaded into Hugging Face's cache for this
+    model and no other snapshot there has it.
 
     Raises:
         FileNotFoundError: no such model.
@@ -139,7 +139,7 @@ def remove(name: str) -> int:
 
 
 def save_source(path: Path, revision: str, license_name: str, *, downloaded: bool = False) -> None:
-    """Keep the commit that a model in the cache is from, its license, and whether it was downloaded to be here."""
+    """Record a cached model's commit and license, and whether it was downloaded for this cache."""
     source, file = _source(path), _file(path)
     if downloaded:
         source.downloaded.add(file)
@@ -149,12 +149,12 @@ def save_source(path: Path, revision: str, license_name: str, *, downloaded: boo
 
 
 def is_current(path: Path, revision: str) -> bool:
-    """Whether a model is in the cache and from that commit."""
+    """Whether a model is in the cache and comes from that commit."""
     return path.is_file() and _source(path).files.get(_file(path)) == revision
 
 
 def save_link(repository: str, name: str, file: Path) -> Path:
-    """Enter a file of a repository that lies elsewhere; returns its place in the cache."""
+    """Link a repository's file that lies elsewhere; returns the link's path in the cache."""
     path = repository_folder(repository) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with part_file(path) as part:
@@ -165,7 +165,7 @@ def save_link(repository: str, name: str, file: Path) -> Path:
 
 
 def _forget_download(snapshot: Path) -> int:
-    """Remove a file of a snapshot in Hugging Face's cache; its content too, unless another snapshot has it."""
+    """Remove a snapshot's file from Hugging Face's cache, with its content unless shared; returns the bytes freed."""
     from huggingface_hub import constants, errors, scan_cache_dir  # noqa: PLC0415
 
     place = Path(os.path.realpath(snapshot.parent)) / snapshot.name
@@ -190,12 +190,12 @@ def _repository(path: Path) -> str:
 
 
 def _file(path: Path) -> str:
-    """A model's name in its repository."""
+    """A model's path in its repository."""
     return path.relative_to(repository_folder(_repository(path))).as_posix()
 
 
 def _name(path: Path) -> str:
-    """As short as names one file only."""
+    """The shortest name that only this file has."""
     kind = re.search(r"[.-]([A-Za-z0-9]+(?:_[A-Za-z0-9]+)*)\.gguf$", path.name)
     root = repository_folder(_repository(path))
     siblings = [_file(other) for other in root.rglob("*.gguf")]
@@ -205,7 +205,7 @@ def _name(path: Path) -> str:
 
 
 def describe(name: str, path: Path) -> CachedModel:
-    """What a file says about itself, without reading its weights."""
+    """Describe a model from its file's metadata, without reading its weights."""
     metadata = read_metadata(path)
     kind, shape = "damaged", ""
     if metadata:
@@ -218,7 +218,7 @@ def describe(name: str, path: Path) -> CachedModel:
 
 @dataclass(frozen=True)
 class _Source:
-    """What is known about where the models of a repository came from: commits by file."""
+    """Where a repository's models came from: commits by file, and the files that were downloaded for this cache."""
 
     license: str
     files: dict[str, str]
@@ -248,7 +248,7 @@ def _keep(path: Path, source: _Source) -> None:
 
 
 def _shown(text: str) -> str:
-    """What a file says of itself, as terminals may show it."""
+    """A file's text, cut at 80 characters, with unprintable ones replaced: terminals show it."""
     return "".join(each if each.isprintable() else "?" for each in text[:80])
 
 

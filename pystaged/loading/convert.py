@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face (safetensors) as GGUF files."""
+"""Convert Hugging Face checkpoints (safetensors) to GGUF files."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SAMPLING = "generation_config.json"
 TYPES = ("F32", "F16", "BF16")
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _PREFIXES = ("", "transformer.", "model.", "language_model.model.", "model.language_model.")
-# What older versions of transformers saved and never loaded: causal masks, and angles of rotary positions.
+# Tensors that older versions of transformers saved but never loaded: causal masks and rotary frequencies.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_CHUNK = 1 << 24  # numbers that are converted at once
+_CHUNK = 1 << 24  # numbers converted at once
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor of a checkpoint lies."""
+    """The place of a checkpoint's tensor in its file; offset in bytes."""
 
     path: Path
     dtype: str
@@ -46,7 +46,7 @@ class Stored:
     offset: int
 
     def read(self, start: int, stop: int) -> Floats:
-        """The numbers of some of its rows."""
+        """Rows `start` to `stop` as float32."""
         dtype, row = np.dtype(_DTYPES[self.dtype]), int(np.prod(self.shape[1:]))
         offset = self.offset + start * row * dtype.itemsize
         raw = np.fromfile(self.path, dtype, count=(stop - start) * row, offset=offset)
@@ -57,11 +57,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of the GGUF file and what it is made from.
+    """One tensor of the GGUF file and its source.
 
     Args:
-        together: rows that are changed together.
-        change: from numbers of the checkpoint to those of the file.
+        together: number of rows that `change` needs together.
+        change: converts the checkpoint's numbers to the file's.
     """
 
     name: str
@@ -79,10 +79,10 @@ class Tensor:
         return int(np.prod(self.shape)) // block * size
 
     def data(self) -> Iterator[npt.NDArray[Any]]:
-        """Its numbers as the file holds them, some rows at a time.
+        """The tensor's rows as the file stores them, in chunks.
 
         Raises:
-            ValueError: numbers that are not finite, or too large for the type.
+            ValueError: a number is not finite, or too large for the type.
         """
         rows = self.stored.shape[0]
         groups = max(1, _CHUNK // (self.together * int(np.prod(self.stored.shape[1:]))))
@@ -100,15 +100,15 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
     """Write a checkpoint as a GGUF file that llama.cpp loads too.
 
     Args:
-        folder: with config.json, model.safetensors or its index and shards, and the tokenizer's files; what a
-            generation_config.json recommends for sampling goes into the file, too.
-        out: may be left half written.
-        quantization: of TYPES, for the matrices; "" for the smallest that loses nothing. Positions, norms and biases
+        folder: holds config.json, model.safetensors or its index and shards, and the tokenizer's files. Sampling
+            settings in generation_config.json are copied, too.
+        out: may be left incomplete after an error.
+        quantization: one of TYPES, for the matrices; "" for the smallest lossless one. Positions, norms and biases
             stay F32.
         progress: called with bytes.
 
     Raises:
-        ValueError: a checkpoint that is damaged, incomplete, or of a family that is not supported.
+        ValueError: the checkpoint is damaged, incomplete, or of a family that is not supported.
         OSError: a file cannot be read or written.
     """
     config_path = folder / CONFIG
@@ -160,10 +160,10 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files an index names.
+    """The names of the files in an index.
 
     Raises:
-        ValueError: an index that is damaged or names files outside its folder.
+        ValueError: the index is damaged or names files outside its folder.
         OSError: the index cannot be read.
     """
     weight_map = read_json(index).get("weight_map")
@@ -172,7 +172,7 @@ def shard_names(index: Path) -> list[str]:
     names = sorted(set(weight_map.values()))
     for name in names:
         if not name.endswith(".safetensors") or re.search(r"[/\\:\0]", name):
-            raise ValueError(f"{index} names the file {name!r}, which is no safetensors file in its folder")
+            raise ValueError(f"{index} names the file {name!r}, which is not a safetensors file in its folder")
     return names
 
 
@@ -213,7 +213,7 @@ def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: s
     found = stored.get(prefix + embedding)
     num_rows = found.shape[0] if found and found.shape else 0
     tensors = []
-    used = {"lm_head.weight"}  # a tied head is the embedding, whatever else was saved under its name
+    used = {"lm_head.weight"}  # a tied head is the embedding; a copy saved under this name is unused
     for wanted in shape.tensors(num_rows):
         source = wanted.source if wanted.source == "lm_head.weight" else prefix + wanted.source
         if source not in stored:
@@ -222,15 +222,15 @@ def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: s
         used.add(source)
     for source in sorted(stored.keys() - used):
         if not _BUFFERS.fullmatch(source.removeprefix(prefix)) and not source.startswith(family.skipped):
-            raise ValueError(f"{folder}: tensor {source!r} has no place in a {family.architecture}")
+            raise ValueError(f"{folder}: tensor {source!r} is unknown in {family.architecture}")
     return tensors, num_rows
 
 
 def _tensor(folder: Path, shape: Shape, wanted: Wanted, source: str, stored: Stored, quantization: str) -> Tensor:
-    """A tensor of the GGUF file, made from one of the checkpoint.
+    """Plan a tensor of the GGUF file from one of the checkpoint.
 
     Raises:
-        ValueError: one of another shape or type.
+        ValueError: it has another shape, or a type that is not supported.
     """
     name = wanted.name.split(".")[-2]
     transposed = shape.family.transposed and len(wanted.shape) == 2 and wanted.layer is not None
@@ -257,14 +257,14 @@ def _as_it_is(values: Floats) -> Floats:
 
 
 def _scaled_queries(values: Floats, scale: np.float32) -> Floats:
-    """Q, K and V of which Q is scaled."""
+    """Scale Q in a matrix or bias of Q, K and V."""
     if scale != 1:
         values[: len(values) // 3] *= scale
     return values
 
 
 def _adjacent(values: Floats, head_width: int) -> Floats:
-    """Rows of whole heads, of which those that rotate together stood half a head apart."""
+    """Reorder each head's rows so that pairs rotated together, half a head apart before, are adjacent."""
     pairs: Floats = values.reshape(-1, 2, head_width // 2, *values.shape[1:]).swapaxes(1, 2)
     return pairs.reshape(values.shape)
 
@@ -276,23 +276,23 @@ def _stored_tensors(folder: Path) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for name in names:
         if not (folder / name).is_file():
-            pickles = "" if index.is_file() else "; files of other kinds than safetensors are not read"
+            pickles = "" if index.is_file() else "; only safetensors files are read"
             raise ValueError(f"{folder} has no {name}{pickles}")
         for tensor, where in _tensors_of(folder / name).items():
             if tensor in stored:
-                raise ValueError(f"{folder}: tensor {tensor!r} stands in {stored[tensor].path.name} and in {name}")
+                raise ValueError(f"{folder}: tensor {tensor!r} is in both {stored[tensor].path.name} and {name}")
             stored[tensor] = where
     return stored
 
 
 def _tensors_of(path: Path) -> dict[str, Stored]:
-    """The tensors of one file, whose header and size safetensors has found to be sound."""
+    """The tensors of one file, after safetensors has checked its header and size."""
     try:
         with safe_open(os.fspath(path), framework="numpy"):
             pass
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}; get it again") from None
-    # safetensors gives no bfloat16 to numpy, so numbers are read from where the header says they are.
+    # safetensors cannot give bfloat16 to numpy, so numbers are read at the offsets in the header.
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))

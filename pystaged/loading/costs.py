@@ -1,4 +1,4 @@
-"""Costs of passes: measured where none are known, kept in the user's cache folder."""
+"""Measured seconds of forward passes, kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost, measure
 from pystaged.files import cache_folder, keep, read_small
 
-# How often first guesses are believed to be right before a drafter has been scored.
+# Acceptance rates of first guesses, assumed until a drafter has been scored.
 DRAFT_RATE, HEAD_RATE, NGRAM_RATE = 0.75, 0.6, 0.53
-_LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # of a pass, on any machine
-_LEAST_RISE = 0.5  # more rows never cost less; what is learnt while running may say so a little
-_MOST_RISE = 1.25  # beyond as many passes of one row: something else ran while this was measured
-_MOST_SLOPE = 100.0  # times a pass with no cells, for a thousand of them
+_LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # limits of a pass on any machine
+_LEAST_RISE = 0.5  # more rows never cost less, but corrections while running are noisy
+_MOST_RISE = 1.25  # times as many one-row passes; more means that another program disturbed the measurement
+_MOST_SLOPE = 100.0  # most that 1000 past tokens add, in passes with no past
 _MOST_BYTES = 1 << 16
-_CELLS = 2048  # behind which passes are timed, to learn what cells add
-_LEAST_CELLS = 256  # what fewer add is lost in the noise, and matters as little
+_CELLS = 2048  # past length, in tokens, at which passes are timed
+_LEAST_CELLS = 256  # a shorter past adds less than the noise
 
 
 def measure_passes(model: Model) -> PassCost:
-    """Time a model's passes in an empty context and in a long one, candidates included."""
+    """Time a model's passes with an empty and with a long past, including candidate selection."""
     greedy = SamplingConfig().native
     most_rows = min(MEASURED_ROWS[-1], model.max_context)
     room = model.max_context - most_rows
@@ -48,7 +48,7 @@ def measure_passes(model: Model) -> PassCost:
         for length in {0, cells}:
             sessions[length] = open_session(model, length + most_rows)
             if length:
-                # Reading so many tokens would take longer than all else.
+                # A real prefill of this many tokens would take longer than all else.
                 sessions[length].prefill([0])
                 sessions[length].stretch(length)
         clock = time.perf_counter if model.devices else time.thread_time
@@ -59,28 +59,28 @@ def measure_passes(model: Model) -> PassCost:
 
 
 class Costs:
-    """What passes of models cost: measured now or before, and kept with what was learnt since.
+    """Seconds of models' passes: measured or loaded, corrected while running, and saved.
 
     Args:
-        report: told before something is measured.
+        report: called with a line before each measurement.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._store = CostStore()
-        self._known: dict[tuple[Path, str], tuple[str, PassCost]] = {}  # with the keys they are stored under
+        self._known: dict[tuple[Path, str], tuple[str, PassCost]] = {}  # with their keys in the store
 
     def of(self, path: Path, device: str, model: Model, *, again: bool = False) -> PassCost:
-        """Seconds of a pass of a file's model on a device.
+        """Seconds of a pass of a model on a device.
 
         Args:
-            again: measure even what is known.
+            again: measure even if the cost is known.
         """
         # The file may have vanished or changed since its model was loaded.
         if (path, device) in self._known and not again:
             return self._known[path, device][1]
         info = path.stat()
-        # Of processor time, which costs of earlier releases are not.
+        # "processor" keeps out files of earlier releases, which hold wall time.
         machine = ("processor", platform.node(), platform.machine(), os.cpu_count(), device)
         runs = (model.kernel, model.num_threads, model.kv)
         key = "|".join(map(str, (*machine, *runs, path, info.st_size, info.st_mtime_ns)))
@@ -93,7 +93,7 @@ class Costs:
         return cost
 
     def save(self) -> None:
-        """Keep what was learnt."""
+        """Save the costs with their corrections."""
         for key, cost in self._known.values():
             self._store.save(key, cost)
 
@@ -109,7 +109,7 @@ class CostStore:
         self._folder = folder or cache_folder() / "costs"
 
     def load(self, key: str) -> PassCost | None:
-        """What was measured under a key; None where nothing was, or where the file cannot be used."""
+        """The costs stored under a key; None where there are none or the file is unusable."""
         try:
             stored = json.loads(read_small(self._path(key), _MOST_BYTES))
             seconds, slopes = (
@@ -122,7 +122,7 @@ class CostStore:
         return PassCost(seconds, slopes)
 
     def save(self, key: str, cost: PassCost) -> None:
-        """Keep a measurement; where it cannot be written, passes are measured again."""
+        """Save a measurement; if writing fails, passes are measured again next time."""
         known = {"key": key, "seconds": cost.seconds, "slopes": cost.slopes}
         keep(self._path(key), json.dumps(known).encode())
 
@@ -132,7 +132,7 @@ class CostStore:
 
 
 def _is_believable(seconds: dict[int, float], slopes: dict[int, float]) -> bool:
-    """Whether passes over so many rows can take so long, and a thousand cells add so much."""
+    """Whether seconds by number of rows, and seconds added by 1000 past tokens, are plausible."""
     return (
         1 in seconds
         and seconds.keys() <= set(MEASURED_ROWS)

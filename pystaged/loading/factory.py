@@ -1,4 +1,4 @@
-"""Contexts of a bundle: each with the drafters that its parts allow, priced by what drafting costs on this machine."""
+"""Make a bundle's contexts, each with the drafters that the bundle has and their measured costs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from pystaged.loading.costs import DRAFT_RATE, HEAD_RATE, NGRAM_RATE
 
 
 class DecoderFactory:
-    """Makes a bundle's decoders, and knows what passes of its models and lookups cost.
+    """Makes a bundle's decoders, and knows the costs of its models' passes and of its lookups.
 
     Attributes:
-        ngram_cost, head_cost: of lookups, and of lookups with the head's steps; None where there is no head.
+        ngram_cost, head_cost: of lookups, without and with the draft head's steps; None without a head.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -34,12 +34,12 @@ class DecoderFactory:
         self.head_cost = measure_head(bundle.head, bundle.target, self.ngram_cost) if bundle.head else None
 
     def target_cost(self, *, again: bool = False) -> PassCost:
-        """Seconds of a pass of the target, measured now or before."""
+        """Seconds of a pass of the target, measured or loaded."""
         bundle = self._bundle
         return bundle.costs.of(bundle.path, bundle.device, bundle.target, again=again)
 
     def draft_cost(self, *, again: bool = False) -> PassCost | None:
-        """The same for the draft, None where there is none."""
+        """Seconds of a pass of the draft model; None without one."""
         bundle = self._bundle
         if bundle.draft is None or bundle.draft_path is None:
             return None
@@ -50,9 +50,9 @@ class DecoderFactory:
 
         Args:
             n_ctx: positions, 0 for the default.
-            policy: how trees grow, by the best drafter there is; None for what measured costs make worth while.
-            source: another one of the same options; what its drafters have learnt is believed from the beginning.
-            length: begin with so many of its tokens, as far as its sessions hold them.
+            policy: how draft trees grow, with one drafter that always drafts; None to decide by measured costs.
+            source: another decoder with the same options, whose drafters' statistics are copied.
+            length: number of the source's tokens to begin with, limited to what its sessions hold.
         """
         bundle = self._bundle
         begun = iter(source.sessions if source and length else [])
@@ -66,7 +66,7 @@ class DecoderFactory:
         return decoder
 
     def _free(self, target: Session, draft: Session | None, policy: TreePolicy) -> Decoder:
-        """A decoder whose one drafter is always asked."""
+        """A decoder with one drafter, which always drafts."""
         bundle = self._bundle
         proposers: list[Proposer] = [*lookups(bundle.table, bundle.recycled)]
         if draft:
@@ -76,7 +76,7 @@ class DecoderFactory:
         return Decoder(target, TreeDrafter(proposers, policy, bundle.target.vocab_size))
 
     def _priced(self, target: Session, draft: Session | None) -> Decoder:
-        """A decoder that asks the drafter that gains most, if any does."""
+        """A decoder that asks the drafter with the highest expected gain, if any gains."""
         bundle, target_cost, draft_cost = self._bundle, self.target_cost(), self.draft_cost()
         batch, meter = BatchLoad(), Meter()
 
@@ -101,10 +101,10 @@ class DecoderFactory:
 
 
 def _begin(model: Model, n_ctx: int, source: Session | None, length: int) -> Session:
-    """A session that begins with as many tokens of another one, or as it has."""
+    """A session that begins with up to `length` tokens of `source`, or an empty one."""
     if source:
         try:
             return source.fork(min(length, len(source.tokens)))
-        except ValueError:  # its text has begun anew, or it is closed
+        except ValueError:  # it was reset or closed
             pass
     return open_session(model, n_ctx)

@@ -1,4 +1,4 @@
-"""What each family of Hugging Face checkpoints calls its numbers and tensors, and what GGUF calls them."""
+"""Config keys and tensor names of each family of Hugging Face checkpoints, with GGUF's names."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _GPT2 = {
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table: what tells checkpoints of one `model_type` from the others.
+    """How checkpoints of one `model_type` differ from the others.
 
     Args:
-        architecture: GGUF's name of it.
-        layers: GGUF's names of a layer's tensors and the checkpoint's, below `blocks`.
-        others: likewise outside of layers.
-        biased: what has a bias always; with a key of config.json, where that is true.
-        defaults: what config.json may leave out.
-        renamed: keys that are called otherwise in its config.json.
-        only: values that keys must have, the first being the default: others GGUF cannot express, or nobody computes.
-        reals: keys of GGUF and where config.json has them.
-        ropes: ways of stretching rotary positions that llama.cpp knows for it; none for learnt positions.
-        adjacent: GGUF wants the pairs that rotate together side by side, in rows of Q and K.
-        norm_offset: what is added to the weights of norms.
-        fused_gate: gate and up are one tensor.
-        transposed: matrices of layers are stored with inputs first.
-        skipped: beginnings of names of tensors that belong to other parts of the model.
+        architecture: GGUF's name of the family.
+        layers: tensors of a layer: GGUF's names, and the checkpoint's below `blocks`.
+        others: the same for tensors outside layers.
+        biased: tensors that have a bias; with a key of config.json, only if that is true.
+        defaults: values that config.json may omit.
+        renamed: config keys that this family names differently.
+        only: values that config keys may have, the default first; others do not fit GGUF or are not implemented.
+        reals: GGUF's keys of further numbers, and config.json's.
+        ropes: kinds of rotary scaling that llama.cpp supports for it; none for learnt positions.
+        adjacent: GGUF stores the rows of Q and K that rotate together side by side.
+        norm_offset: added to the weights of norms.
+        fused_gate: gate and up projection are one tensor.
+        transposed: matrices of layers are stored as inputs x outputs.
+        skipped: name prefixes of tensors that belong to other parts of the model.
     """
 
     architecture: str
@@ -180,8 +180,8 @@ FAMILIES: Mapping[str, Family] = {
         fused_gate=True,
     ),
 }
-MODEL_TYPES = (*FAMILIES, "gemma3")  # with pictures, of which the text's part is taken
-# What the engine loads from GGUF files; more than can be converted.
+MODEL_TYPES = (*FAMILIES, "gemma3")  # of text and pictures; only the language model is converted
+# Architectures that the engine loads from GGUF files; not all can be converted.
 ARCHITECTURES = (
     "gpt2",
     "llama",

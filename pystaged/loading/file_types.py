@@ -1,4 +1,4 @@
-"""The types that files are made in, by the names that people write and by libllama's numbers (llama_ftype)."""
+"""Types of GGUF files: the names that users write, and libllama's numbers (llama_ftype)."""
 
 from __future__ import annotations
 

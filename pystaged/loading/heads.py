@@ -1,4 +1,4 @@
-"""Which draft head belongs to a target."""
+"""Find and load the draft head of a target."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pystaged.loading.metadata import HEAD
 
 
 def load_head(path: Path, target: Model, tokenizer: Tokenizer) -> DraftHead:
-    """The draft head of a file; its target returns, from now on, the hidden states that it reads.
+    """Load a draft head; from then on its target also returns the hidden states that it reads.
 
-    A target may be wider than the head, which then reads the first numbers of its states, as in a model that was grown.
+    A target may be wider than the head, as a grown model is; the head then reads the first numbers of its states.
 
     Raises:
         ModelError: the file is damaged.
-        ValueError: it was made for another target, or this one is not on the CPU.
+        ValueError: it was made for another target, or the target is not on the CPU.
     """
     found = metadata(path)
     if target.devices:
@@ -36,11 +36,11 @@ def load_head(path: Path, target: Model, tokenizer: Tokenizer) -> DraftHead:
 
 
 def find_head(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
-    """The head in the package for models of a target's vocabulary, width and depth; None where there is none.
+    """The packaged head for a target's vocabulary, width and depth; None where there is none.
 
     Args:
-        tokenizer: the target's, which knows its file's metadata.
-        report: told of a head that cannot be read.
+        tokenizer: the target's, with its file's metadata.
+        report: called with a line about a head that cannot be read.
     """
     found = tokenizer.metadata
     family = found.get("general.architecture", "")

@@ -1,4 +1,4 @@
-"""Files that are kept in the user's cache folder, one for each model, which it names."""
+"""Files in the user's cache folder, one for each model, which its first lines name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KeptFile:
     """A file that is kept for a model.
 
     Args:
-        model: the model's file, "?" where it does not say.
+        model: path of the model's file; "?" where the file does not name it.
     """
 
     path: Path
@@ -31,8 +31,8 @@ class KeptFiles:
     """Kept files of one kind.
 
     Args:
-        kind: the name of their folder, and the end of theirs.
-        title: what they begin with; the model's file and what it holds follow, as `head` puts it.
+        kind: name of their folder, and their suffix.
+        title: their first words; the model's path and content follow, see `head`.
     """
 
     def __init__(self, kind: str, title: str) -> None:
@@ -42,11 +42,11 @@ class KeptFiles:
         self._model = re.compile(self._title + rb"(.*)\nwhose content is ", re.DOTALL)
 
     def folder(self) -> Path:
-        """The folder that they lie in."""
+        """The folder of these files."""
         return cache_folder() / self._kind
 
     def path(self, model: Path) -> Path:
-        """Where the file kept for a model lies."""
+        """Path of the file kept for a model."""
         key = hashlib.sha256(os.fsencode(model.absolute())).hexdigest()[:16]
         return self.folder() / f"{model.stem[:40]}.{key}.{self._kind}"
 
@@ -54,23 +54,23 @@ class KeptFiles:
         """The first lines of the file kept for a model.
 
         Args:
-            content: names what the model's file holds.
+            content: identifies the content of the model's file.
         """
         return self._title + os.fsencode(model.absolute()) + f"\nwhose content is {content}\n".encode()
 
     def all(self) -> list[KeptFile]:
-        """All of this kind, by name."""
+        """All files of this kind, by name."""
         found = [self._describe(path) for path in sorted(self.folder().glob(f"*.{self._kind}")) if self._is_ours(path)]
         return [each for each in found if each]
 
     def remove(self, path: Path) -> int:
-        """Remove one, if it is there; returns the bytes freed, which those who have it mapped keep as long."""
+        """Remove a file if it exists; returns its bytes, which are freed once no process maps it."""
         try:
             if not self._is_ours(path):
                 return 0
             freed = path.lstat().st_size
             path.unlink()
-        except FileNotFoundError:  # by another process just now
+        except FileNotFoundError:  # another process removed it
             return 0
         return freed
 
@@ -85,11 +85,11 @@ class KeptFiles:
             size = path.lstat().st_size
             with open_regular(path) as file:
                 found = self._model.match(file.read(_TEXT_BYTES))
-        except (FileNotFoundError, ValueError):  # gone, or something else has come into its place
+        except (FileNotFoundError, ValueError):  # gone, or replaced by something else
             return None
         except OSError:
             found = None
-        # It is shown in terminals.
+        # Terminals show it, so unprintable characters are replaced.
         model = "".join(each if each.isprintable() else "?" for each in os.fsdecode(found[1])) if found else "?"
         return KeptFile(path, size, model)
 

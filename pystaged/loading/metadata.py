@@ -8,19 +8,19 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a file that is made says about its model; nothing where a text is empty, but for the name, which is then
-    the checkpoint's folder."""
+    """What a new file says about its model; empty values are left out, except that an empty name becomes the
+    checkpoint folder's."""
 
     name: str = ""
     license: str = ""
     source_url: str = ""
 
 
-HEAD = "draft-head"  # the architecture of draft heads
+HEAD = "draft-head"  # GGUF architecture of draft heads
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Single values of a GGUF file's metadata, as text; empty where it cannot be read."""
+    """Scalar metadata of a GGUF file as text; empty where it cannot be read."""
     from pystaged._core import ModelError, metadata  # noqa: PLC0415  who lists no models needs none
 
     try:

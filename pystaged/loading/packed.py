@@ -1,4 +1,4 @@
-"""Packed weights kept in the user's cache folder: a model loads from there at once, and processes share the memory."""
+"""Packed weights in the user's cache folder: models load at once, and processes share the memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def load_packed(path: Path, kernel: str, num_threads: int, report: Callable[[str], None], kv: str = "f16") -> Model:
-    """The model of a GGUF file, its weights mapped from the cache, into which they are put first if they are not there.
+    """Load a model with its weights mapped from the cache; they are packed there first if missing.
 
-    Where they cannot be put there the model is loaded all the same. `report` is told, also of weights there that are of
-    no use: of another file or version, or damaged.
+    If writing fails, the model is loaded without the cache. `report` gets the reason, also for cached weights that are
+    unusable because they are damaged or of another file or version.
 
     Raises:
         ModelError, ValueError: as Model.
@@ -32,7 +32,7 @@ def load_packed(path: Path, kernel: str, num_threads: int, report: Callable[[str
     try:
         if model.packed_problem:
             report(f"packed again: {model.packed_problem}")
-            target.unlink(missing_ok=True)  # another process may have done so just now
+            target.unlink(missing_ok=True)  # another process may have removed it
         target.parent.mkdir(parents=True, exist_ok=True)
         check_room(target.parent, model.matrix_bytes)
         with part_file(target) as part:

@@ -1,15 +1,15 @@
-"""How far long work has come, for those who watch."""
+"""Progress of long work, for callbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done and how much there is."""
+"""Called with the task's name, the amount done and the total amount."""
 
 
 def announced(report: Callable[[str], None]) -> Progress:
-    """Progress as lines of text, one for each thing that begins."""
+    """A Progress that reports one line for each task that begins."""
     begun = set()
 
     def progress(what: str, _done: int, _total: int) -> None:

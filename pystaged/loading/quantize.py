@@ -1,6 +1,6 @@
-"""GGUF files of any type, by libllama's own quantizer.
+"""Quantize GGUF files with libllama's quantizer.
 
-It runs in a process of its own: what is wrong with a file ends that process and not this one, and so does Ctrl-C.
+It runs in a process of its own, so that a bad file or Ctrl-C ends that process only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FAILURE = re.compile(r"\berror\b|fail|invalid|assert", re.IGNORECASE)
 
 
 def check_type(quantization: str) -> str:
-    """The type in lower case.
+    """Return the type in lower case.
 
     Raises:
         ValueError: an unknown type.
@@ -44,16 +44,16 @@ def quantize(
     allow_requantize: bool = False,
     progress: Progress = lambda *_: None,
 ) -> None:
-    """Write a GGUF file in another type; a mixed type such as q4_k_m gives some tensors more bits, as llama.cpp does.
+    """Write a GGUF file in another type; a mixed type such as q4_k_m gives some tensors more bits, as in llama.cpp.
 
     Args:
-        out: written under a temporary name beside it, and moved there when whole.
+        out: written beside it under a temporary name, and renamed when complete.
         quantization: a name from FILE_TYPES.
-        allow_requantize: take a source that is quantized already, whose rounding error then stays in the result.
-        progress: called with tensors.
+        allow_requantize: accept a quantized source, whose rounding error stays in the result.
+        progress: called with numbers of tensors.
 
     Raises:
-        ValueError: an unknown type, a quantized source that is not allowed, or a file that cannot be quantized.
+        ValueError: an unknown type, a quantized source without allow_requantize, or a file that cannot be quantized.
         OSError: a file cannot be read or written.
     """
     quantization = check_type(quantization)
@@ -63,7 +63,7 @@ def quantize(
         raise _requantizing(source, next((name for name, number in FILE_TYPES.items() if str(number) == stored), ""))
     with whole_file(out) as part:
         last: deque[str] = deque(maxlen=1)
-        # The child's standard input is never written: it ends when this process does.
+        # The child watches its standard input, which closes when this process ends.
         with process.start(
             __name__,
             source,
@@ -80,7 +80,7 @@ def quantize(
                 for line in child.stderr or ():
                     if found := _TENSOR.search(line):
                         progress("quantizing", int(found[1]), int(found[2]))
-                    if _FAILURE.search(line):  # may stand in the line of the tensor that failed
+                    if _FAILURE.search(line):  # may be on the failed tensor's line
                         last.append(line.strip())
             finally:
                 child.kill()
@@ -93,15 +93,15 @@ def quantize(
 
 def _requantizing(source: Path, kind: str) -> ValueError:
     return ValueError(
-        f"{source} is quantized already{kind and f' ({kind})'}: its rounding error would stay, and another one come on "
-        "top; quantize the original weights (F32, F16, BF16 or a checkpoint), or allow it with --allow-requantize"
+        f"{source} is quantized already{kind and f' ({kind})'}, and quantizing it again adds to its rounding error; "
+        "quantize the original weights (F32, F16, BF16 or a checkpoint), or allow it with --allow-requantize"
     )
 
 
 def quantize_checkpoint(
     folder: Path, out: Path, quantization: str, *, about: About | None = None, progress: Progress = lambda *_: None
 ) -> None:
-    """Make a GGUF file of any type of a checkpoint; arguments and errors as in write_gguf and quantize."""
+    """Convert a checkpoint to a GGUF file of any type; arguments and errors as in write_gguf and quantize."""
     from pystaged.loading.convert import TYPES, write_gguf  # noqa: PLC0415  imports gguf and safetensors
 
     quantization, about = check_type(quantization), about or About()
@@ -116,7 +116,7 @@ def quantize_checkpoint(
 
 
 def main() -> int:
-    """The process that quantizes; libllama's log goes to standard error."""
+    """Entry point of the quantizing process; libllama's log goes to standard error."""
     import llama_cpp  # noqa: PLC0415
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Recycled candidates, kept in the user's cache folder from run to run."""
+"""Recycled candidates, kept in the user's cache folder between runs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pystaged.loading.kept import RECYCLED
 
 _KEPT = RecycledCandidates.num_candidates
 
-_SECONDS = 10.0  # between two writes while the model is used
-_ENTRY_BYTES = 8 + 6 * _KEPT  # a key, and a token and a chance of each candidate
+_SECONDS = 10.0  # least time between two writes while the model is in use
+_ENTRY_BYTES = 8 + 6 * _KEPT  # a key, and each candidate's token and probability
 _MOST_BYTES = 12_000_000
 
 
 class KeptCandidates:
-    """Recycled candidates of a model, as they were kept, and their file: 10.2 MB at most.
+    """A model's recycled candidates and their file, at most 10.2 MB.
 
-    They begin empty where there is no file, or one that is damaged, of another model or of another version. Several
-    processes may have one: the last writer wins.
+    They begin empty if the file is missing, damaged, or of another model or version. Processes may share a file; the
+    last writer wins.
 
     Args:
-        model: its file.
-        vocabulary: fingerprint; vocab_size: tokens.
-        clock: seconds.
+        model: path of its file.
+        vocabulary: its fingerprint; vocab_size: in tokens.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -46,22 +46,22 @@ class KeptCandidates:
         self._writer: threading.Thread | None = None
 
     def save_now_and_then(self) -> None:
-        """Have what is new written, but not more than once in ten seconds, by a thread: who steps texts must not wait
-        for disks."""
+        """Start writing new candidates, at most once in ten seconds; a thread does it, so that decoding never waits for
+        the disk."""
         if self._clock() - self._saved_at < _SECONDS or (self._writer and self._writer.is_alive()):
             return
         if self.candidates.num_learnt != self._saved:
-            # No daemon: a program that ends waits for it.
+            # Not a daemon, so that an exiting program waits for it.
             writer = threading.Thread(target=self._write, name="pystaged recycled")
-            with suppress(RuntimeError):  # the system refuses threads, or the program ends
+            with suppress(RuntimeError):  # the system refuses threads, or the program is exiting
                 writer.start()
                 self._writer = writer
 
     def save(self) -> None:
-        """Write what is new."""
+        """Write new candidates."""
         if self._writer:
-            with suppress(RuntimeError):  # by the collector, in that very thread
-                self._writer.join()  # in a child of fork() there is none, and this returns at once
+            with suppress(RuntimeError):  # the garbage collector may call this in the writer
+                self._writer.join()  # returns at once in a child of fork(), which has no such thread
         if self.candidates.num_learnt != self._saved:
             self._write()
 
@@ -86,9 +86,9 @@ class KeptCandidates:
         each = num_entries * _KEPT
         tokens = np.frombuffer(payload, np.int32, each, 8 * num_entries).reshape(-1, _KEPT)
         chances = np.frombuffer(payload, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, _KEPT)
-        # What has the right digest may still have been written by somebody else.
+        # A matching digest does not prove that pystaged wrote the file.
         if ((tokens >= -1) & (tokens < self._vocab_size) & (chances >= 0) & (chances <= 1)).all():
-            with suppress(ValueError):  # keys that cannot be, or no candidates
+            with suppress(ValueError):  # impossible keys, or no candidates
                 self.candidates.restore(keys, tokens, chances.astype(np.float32))
 
 

@@ -1,4 +1,4 @@
-"""A model's files as they were at one time, to tell later whether they are still the same."""
+"""A model's files as they were at one time, to detect later changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_PART = re.compile(r"-00001-of-\d{5}\.gguf$")
 
 @dataclass(frozen=True, slots=True)
 class SeenFile:
-    """A file as it was. number: names the file itself, whatever its path. modified: nanoseconds."""
+    """A file as it was. number: device and inode. modified: nanoseconds."""
 
     path: Path
     number: tuple[int, int]
@@ -31,13 +31,13 @@ class SeenFile:
 
 @dataclass(frozen=True, slots=True)
 class SeenModel:
-    """A GGUF file as it was, or all files of a model in parts, in order."""
+    """A GGUF file as it was, or all files of a split model in order."""
 
     files: tuple[SeenFile, ...]
 
     @classmethod
     def now(cls, path: Path) -> SeenModel:
-        """As it is; `path` is that of the first part. Raises OSError."""
+        """The model as it is now; `path` is its first file. Raises OSError."""
         count = 1
         if _FIRST_PART.search(path.name):
             count = int(read_metadata(path).get("split.count", "1"))
@@ -48,7 +48,7 @@ class SeenModel:
 
     @property
     def path(self) -> Path:
-        """Of the first file."""
+        """Path of the first file."""
         return self.files[0].path
 
     @property
@@ -57,11 +57,11 @@ class SeenModel:
         return sum(file.size for file in self.files)
 
     def sha256(self) -> str:
-        """SHA-256 of what the files hold, one after the other; they are read once a process.
+        """SHA-256 of the files' concatenated content, computed once a process.
 
         Raises:
-            OSError: one cannot be read, or is not what it was.
-            ValueError: one is no regular file.
+            OSError: a file cannot be read, or has changed.
+            ValueError: a file is not a regular one.
         """
         return _sha256(self)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says: numbers, tensors and rotary positions, checked."""
+"""Read and check a checkpoint's config.json: numbers, tensors and rotary positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor that a GGUF file has: its name, the checkpoint's below its prefix, outputs before inputs, the layer."""
+    """A tensor of a GGUF file: its name, the checkpoint's without prefix, its shape (outputs first), its layer."""
 
     name: str
     source: str
@@ -34,11 +34,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Shape:
-    """What config.json says about a model.
+    """A model's shape, from its config.json.
 
     Args:
-        metadata: what only some families have, under GGUF's keys.
-        computed: tensors that no checkpoint stores.
+        metadata: entries that only some families have, by GGUF key.
+        computed: tensors that no checkpoint stores, by name.
     """
 
     family: Family
@@ -59,7 +59,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any], path: Path) -> Shape:
-        """Read and check it.
+        """Read and check a config.json.
 
         Raises:
             ValueError: another architecture, a variant that GGUF cannot express, or an impossible shape.
@@ -109,14 +109,14 @@ class Shape:
         return shape
 
     def query_scale(self, layer: int) -> float:
-        """What queries are multiplied by so that dividing scores by sqrt(head width) is all that is left to do."""
+        """Factor for the query weights, after which attention needs only the scale 1 / sqrt(head width)."""
         unscaled = 1.0 if self.scale_scores else float(np.sqrt(self.head_width))
         return unscaled / (layer + 1 if self.scale_by_layer else 1)
 
     def tensors(self, num_rows: int) -> Iterator[Wanted]:
-        """The tensors of the GGUF file, in its order, but for computed ones.
+        """The GGUF file's tensors in order, without computed ones.
 
-        One by one, so that an absurd number of layers ends at the first that is missing.
+        One by one, so that an absurd number of layers fails at the first missing one.
 
         Args:
             num_rows: rows of the token embedding.
@@ -155,7 +155,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Numbers of a config.json, by the names most families have for them."""
+    """Numbers of a config.json, by the names that most families use."""
 
     config: Mapping[str, Any]
     path: Path
@@ -171,7 +171,7 @@ class _Reader:
         if family is None:
             raise ValueError(f"{path}: the architecture {kind!r} is not supported, only {', '.join(MODEL_TYPES)}")
         if config.get("quantization_config"):
-            raise ValueError(f"{path}: this checkpoint is quantized already; take the one it was made from")
+            raise ValueError(f"{path}: this checkpoint is quantized already; convert the original one")
         for key, values in family.only.items():
             if config.get(key, values[0]) not in values:
                 raise ValueError(f"{path}: {key} is {config[key]!r}, but only {values[0]!r} is supported")
@@ -198,7 +198,7 @@ class _Reader:
 
 
 def language_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a model of text and pictures as one of text; others as they are."""
+    """The language model's part of a config.json for text and pictures; others unchanged."""
     text = config.get("text_config")
     if config.get("model_type") == "gemma3" and isinstance(text, dict):
         return config | text | {"model_type": "gemma3_text"}
@@ -206,10 +206,10 @@ def language_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def positive(path: Path, name: str, value: object) -> float:
-    """A finite number above 0.
+    """Return a finite number above 0.
 
     Raises:
-        ValueError: naming it, where it is none.
+        ValueError: it is none; the message names it.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
         raise ValueError(f"{path}: {name} is {value!r}, but must be a number above 0")
@@ -217,7 +217,7 @@ def positive(path: Path, name: str, value: object) -> float:
 
 
 def _positions(path: Path, original: object) -> int:
-    """Those that a model was trained for before they were stretched."""
+    """The number of positions that a model was trained for before rotary scaling."""
     value = positive(path, _ORIGINAL, original)
     if not 1 <= value <= _MOST:
         raise ValueError(f"{path}: {_ORIGINAL} is {original!r}, outside 1 to {_MOST}")
@@ -225,17 +225,17 @@ def _positions(path: Path, original: object) -> int:
 
 
 def _check_layers(reader: _Reader, shape: Shape) -> None:
-    """Check patterns of layers and scales of attention, which GGUF leaves to the architecture.
+    """Check layer patterns and attention scales, which GGUF does not store.
 
     Raises:
-        ValueError: others than the architecture has.
+        ValueError: they are not the architecture's.
     """
 
     def check(name: str, expected: object) -> None:
         if reader.get(name) not in (None, expected):
             raise ValueError(
                 f"{reader.path}: {name} is {reader.get(name)!r}, which a GGUF file of {shape.family.architecture} "
-                "cannot say"
+                "cannot express"
             )
 
     layers = range(1, min(shape.layers, 1 << 12) + 1)
@@ -244,13 +244,13 @@ def _check_layers(reader: _Reader, shape: Shape) -> None:
     elif shape.family is GEMMA3:
         check("layer_types", ["sliding_attention" if layer % 6 else "full_attention" for layer in layers])
         check("sliding_window_pattern", 6)
-        # llama.cpp takes the largest Gemma 3 for itself by its number of layers.
+        # llama.cpp recognizes the largest Gemma 3 by its 62 layers, and scales its queries differently.
         per_head = shape.width // shape.heads if shape.layers == 62 else shape.head_width
         check("query_pre_attn_scalar", per_head)
 
 
 def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Floats]) -> Metadata:
-    """Metadata of rotary positions; tensors of factors go into `computed`."""
+    """Metadata of rotary positions; tensors of factors are added to `computed`."""
     path, family = reader.path, reader.family
     found = reader.get("rope_parameters") or reader.get("rope_scaling") or {}
     if not isinstance(found, dict) or not all(isinstance(found.get(key, {}), dict) for key in _LAYER_KINDS):
@@ -274,7 +274,7 @@ def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Fl
     turned = real("partial_rotary_factor", reader.get("partial_rotary_factor") or 1.0)
     dims = int(head_width * turned)
     if dims % 2 or not 0 < dims <= head_width or (dims != head_width and not family.fused_gate):
-        raise ValueError(f"{path}: partial_rotary_factor is {turned}, which turns {dims} of {head_width} numbers")
+        raise ValueError(f"{path}: partial_rotary_factor is {turned}, which rotates {dims} of {head_width} numbers")
     metadata: Metadata = {"rope.dimension_count": dims, "rope.freq_base": base}
     if family is GEMMA3:
         metadata["rope.freq_base_swa"] = positive(path, "rope_local_base_freq", local.get("rope_theta", 1e4))
@@ -286,7 +286,7 @@ def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Fl
     if kind == "yarn":
         for name, usual in {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "mscale": None}.items():
             if found.get(name) not in (None, usual):
-                raise ValueError(f"{path}: {name} is {found[name]!r}, which llama.cpp does not honour for {kind}")
+                raise ValueError(f"{path}: {name} is {found[name]!r}, which llama.cpp ignores for {kind}")
         metadata["rope.scaling.original_context_length"] = _positions(path, original or context)
     elif kind == "llama3":
         low, high = real("low_freq_factor", 1.0), real("high_freq_factor", 4.0)

@@ -1,4 +1,4 @@
-"""Which n-gram table belongs to a draft."""
+"""Find the n-gram table for a draft."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pystaged.drafting.table import NgramTable, OtherVocabularyError
 from pystaged.files import expanded
 from pystaged.loading import names
 
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # a model's name may leave no room for its table's
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # a model's name may make its table's too long
 
 
 def table_path(model: Path) -> Path:
-    """Where the table of a model's own text lies: beside it, DRAFT.ngram.npz for DRAFT.gguf."""
+    """Path of the table of a model's own text: DRAFT.ngram.npz beside DRAFT.gguf."""
     return model.with_name(f"{model.stem}.ngram.npz")
 
 
@@ -25,18 +25,18 @@ def find_table(
     tokenizer: Tokenizer,
     report: Callable[[str], None] = lambda _: None,
 ) -> NgramTable | None:
-    """The table that is named, else one beside the model, else one in the package; None where no vocabulary fits.
+    """The named table, else one beside the model, else one in the package; None where none fits the vocabulary.
 
     Args:
-        model: file whose text a table may be of: the draft's, or the target's where there is no draft. Beside it are
-            looked for `table_path` and `draft.ngram.npz`.
+        model: file of the draft, or of the target where there is no draft. Its folder is searched for `table_path` and
+            `draft.ngram.npz`.
         ngrams: path of a table.
         tokenizer: the target's.
-        report: told of a table that is of no use; not of the package's own for other vocabularies.
+        report: called with a line about an unusable table, except a packaged one for another vocabulary.
 
     Raises:
-        OSError: the table that is named cannot be read.
-        ValueError: it is damaged, or for another vocabulary.
+        OSError: the named table cannot be read.
+        ValueError: the named table is damaged, or for another vocabulary.
     """
     if ngrams is not None:
         return NgramTable.load(expanded(ngrams), vocab_hash=tokenizer.fingerprint)
@@ -49,7 +49,7 @@ def find_table(
             if error.errno not in _NO_FILE:
                 report(f"passed over: {error}")
         except ValueError as error:
-            # The package's own are for few models; that they do not fit others is no news.
+            # Packaged tables fit few models, so a mismatch is not worth a line.
             if path not in ours or not isinstance(error, OtherVocabularyError):
                 report(f"passed over: {error}")
     return None

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face checkpoint as GGUF wants it: byte-level BPE, or the BPE of SentencePiece."""
+"""Convert the tokenizer of a Hugging Face checkpoint to GGUF: byte-level BPE, or SentencePiece's BPE."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 )
 _MOST_BYTES = 1 << 28  # far beyond any vocabulary
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "mask")
-# Spellings of tokens that are special though their tokenizers do not say so.
+# Tokens that are special although their tokenizers do not mark them so.
 _SPECIAL = re.compile(r"<[|\uff5c].*[|\uff5c]>|<unused\d+>|<pad>|<mask>", re.DOTALL)
 _SPACE = "\u2581"  # SentencePiece's
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -39,8 +39,8 @@ _WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _HEAD, _TAIL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# How texts are split before merging, and llama.cpp's name for it; the second where whole words that are tokens stay
-# whole, whatever the merges say.
+# Patterns that split texts before merging, with llama.cpp's name for each; the second is for tokenizers that keep
+# whole words that are tokens, whatever the merges say.
 _SPLITS = {
     rf"{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_BLANKS}": ("smaug-bpe", "llama-bpe"),
     rf"{_WORDS}|\p{{N}}|{_MARKS}|{_BLANKS}": ("qwen2", None),
@@ -57,18 +57,18 @@ _SPLITS = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens by their ids, merges in their order, and the tokens that begin and end a text.
+    """Tokens by id, merges in order, and special tokens by role.
 
     Args:
         model: gguf's kind of vocabulary: gpt2 for byte-level BPE, llama for SentencePiece.
         pre: gguf's name for how texts are split.
-        tokens: with byte-level BPE spelled with GPT-2's 256 characters for bytes; added tokens as they are.
-        kinds: gguf's kind of each.
-        scores: of SentencePiece's tokens, the highest being merged first; else none.
-        merges: two halves with a space between; none with SentencePiece.
+        tokens: byte-level BPE spells bytes as GPT-2's 256 characters; added tokens stay as they are.
+        kinds: gguf's type of each token.
+        scores: of SentencePiece's tokens, the highest merged first; empty for others.
+        merges: two halves with a space between; empty for SentencePiece.
         ends: ids by role: bos, eos, unk and the like.
-        flags: whether bos and eos are added to a text, and a space before it, by GGUF's keys.
-        template: Jinja's for chats, or several by name.
+        flags: whether bos, eos and a leading space are added to a text, by GGUF's keys.
+        template: the Jinja chat template, or several by name.
     """
 
     model: str
@@ -82,7 +82,7 @@ class Vocabulary:
     template: str | list[dict[str, str]] | None = None
 
     def write(self, writer: GGUFWriter) -> None:
-        """Put it into the metadata of a GGUF file."""
+        """Write it into the metadata of a GGUF file."""
         writer.add_tokenizer_model(self.model)
         writer.add_tokenizer_pre(self.pre)
         writer.add_token_list(self.tokens)
@@ -101,7 +101,7 @@ class Vocabulary:
 
 @dataclass
 class _Model:
-    """The vocabulary proper, without added tokens."""
+    """The vocabulary without added tokens."""
 
     path: Path
     pre: str
@@ -117,15 +117,15 @@ class _Model:
 
 
 def read_vocabulary(folder: Path, num_rows: int, config: dict[str, Any]) -> Vocabulary:
-    """The vocabulary in tokenizer.json, tokenizer.model, or vocab.json and merges.txt, padded to the embedding's rows.
+    """Read tokenizer.json, tokenizer.model, or vocab.json and merges.txt, and pad to the embedding's rows.
 
     Args:
         folder: of the checkpoint.
         num_rows: rows of the token embedding; rows without a token become unused tokens.
-        config: what config.json says, for the ends of a text where the tokenizer names none.
+        config: config.json, for special tokens that the tokenizer does not name.
 
     Raises:
-        ValueError: a tokenizer that is damaged, of another kind, or has tokens without a row.
+        ValueError: the tokenizer is damaged, of an unsupported kind, or has tokens without a row.
         OSError: a file cannot be read.
     """
     settings = _read(folder / "special_tokens_map.json") | _read(folder / "tokenizer_config.json")
@@ -176,7 +176,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ValueError: naming the file, where it holds no JSON object, or more than 256 MiB.
+        ValueError: the file holds no JSON object, or more than 256 MiB; the message names it.
         OSError: the file cannot be read.
     """
     text = _text(path)
@@ -204,7 +204,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _model(folder: Path, whole: dict[str, Any]) -> _Model:
-    """The vocabulary in whichever files hold it; tokenizer.json first, unless it is a copy of SentencePiece's."""
+    """Read the vocabulary from the file that holds it; tokenizer.json first, unless it copies a SentencePiece model."""
     sentencepiece = folder / SENTENCEPIECE
     if sentencepiece.is_file() and not any(splitter.get("type") == "ByteLevel" for splitter in _splitters(whole)):
         return _sentencepiece(sentencepiece)
@@ -212,7 +212,7 @@ def _model(folder: Path, whole: dict[str, Any]) -> _Model:
 
 
 def _splitters(whole: dict[str, Any]) -> list[dict[str, Any]]:
-    """What tokenizer.json does to a text before merging, one after the other."""
+    """The steps by which tokenizer.json splits a text before merging, in order."""
     found = whole.get("pre_tokenizer")
     if not isinstance(found, dict):
         return []
@@ -228,7 +228,7 @@ def _byte_level(path: Path, whole: dict[str, Any]) -> _Model:
         raise ValueError(f"{path} is made from a SentencePiece model: put its {SENTENCEPIECE} beside it")
     odd = any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
     pre = _splitting(_splitters(whole), model.get("ignore_merges") is True)
-    # Qwen composes characters first, llama.cpp does not: texts are in composed form nearly always.
+    # Qwen composes characters (NFC), llama.cpp does not; nearly all texts are composed already.
     normalizer = whole.get("normalizer")
     composed = isinstance(normalizer, dict) and normalizer.get("type") == "NFC"
     if model.get("type", "BPE") != "BPE" or odd or not pre or (normalizer and not composed):
@@ -237,7 +237,7 @@ def _byte_level(path: Path, whole: dict[str, Any]) -> _Model:
 
 
 def _splitting(steps: list[dict[str, Any]], whole_words: bool) -> str | None:
-    """llama.cpp's name for a way of splitting texts, if it has one."""
+    """llama.cpp's name for a way of splitting texts, None if it has none."""
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None
     regex = steps[-1].get("use_regex") is not False
@@ -258,7 +258,7 @@ def _list(found: dict[str, Any], key: str) -> list[Any]:
 
 
 def _merge(path: Path, merge: object) -> str:
-    """A merge as one string; newer files hold its halves."""
+    """A merge as one string; newer files store its two halves."""
     if isinstance(merge, list) and all(isinstance(half, str) for half in merge):
         merge = " ".join(merge)
     if not isinstance(merge, str):
@@ -310,10 +310,10 @@ def _sentencepiece(path: Path) -> _Model:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of a protobuf message: integers, and bytes for all other kinds.
+    """Field numbers and values of a protobuf message: integers, and bytes for all other types.
 
     Raises:
-        ValueError: no such message.
+        ValueError: the data are no such message.
     """
     place, end = 0, len(data)
 
@@ -362,7 +362,7 @@ def _added_tokens(folder: Path, whole: dict[str, Any], settings: dict[str, Any])
 
 
 def _special_tokens(settings: dict[str, Any]) -> set[str]:
-    """What the tokenizer recognizes in a text and never writes."""
+    """Contents of special tokens, which are recognized in texts and never written."""
     named = [settings.get(f"{role}_token") for role in _ROLES] + _list(settings, "additional_special_tokens")
     return {END_OF_TEXT} | {content for content in map(_content, named) if content}
 
@@ -382,7 +382,7 @@ def _check_ids(path: Path, ids: dict[str, Any], num_rows: int) -> None:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise ValueError(f"{path} is damaged: token {content!r} has the id {token!r}")
         if token >= num_rows:
-            raise ValueError(f"{path}: token {content!r} has the id {token}, but the model's embedding {num_rows} rows")
+            raise ValueError(f"{path}: token {content!r} has the id {token}, but the embedding has {num_rows} rows")
         if token in seen:
             raise ValueError(f"{path} is damaged: tokens {seen[token]!r} and {content!r} have the same id {token}")
         if not content:
@@ -396,17 +396,17 @@ def _check_merges(model: _Model) -> None:
     for merge in model.merges:
         halves = merge.split(" ")
         if len(halves) != 2 or not all(part in model.ids for part in (*halves, "".join(halves))):
-            raise ValueError(f"{model.path} is damaged: the merge {merge!r} is not of tokens in the vocabulary")
+            raise ValueError(f"{model.path} is damaged: the merge {merge!r} names tokens outside the vocabulary")
 
 
 # ---- Ends of a text ----
 
 
 def _ends(model: _Model, settings: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:
-    """Ids of the tokens that have a role.
+    """Ids of special tokens by role.
 
     Raises:
-        ValueError: nothing says which token ends a text.
+        ValueError: nothing names the token that ends a text.
     """
     known = set(model.ids.values())
     ends = {}
@@ -426,7 +426,7 @@ def _ends(model: _Model, settings: dict[str, Any], config: dict[str, Any]) -> di
 def _adds(
     model: _Model, whole: dict[str, Any], settings: dict[str, Any], tokens: list[str], ends: dict[str, int]
 ) -> dict[str, bool]:
-    """Whether texts begin with bos and end with eos."""
+    """Whether to add bos and eos to texts, by GGUF's keys."""
     found = whole.get("post_processor")
     steps = [found, *_list(found, "processors")] if isinstance(found, dict) else []
     flags = {"add_bos_token": model.is_sentencepiece, "add_eos_token": False}
@@ -439,13 +439,13 @@ def _adds(
 
 
 def _template_token(part: object) -> str | None:
-    """The special token in a part of a template for texts."""
+    """The special token in one part of a post-processor's template."""
     token = part.get("SpecialToken") if isinstance(part, dict) else None
     return token.get("id") if isinstance(token, dict) else None
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | list[dict[str, str]] | None:
-    """Where a chat's template lies: in the tokenizer's settings, or in a file of its own."""
+    """The chat template, from the tokenizer's settings or a file of its own."""
     found = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
     path = folder / "chat_template.jinja"
     if not found and path.is_file():

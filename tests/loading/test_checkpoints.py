@@ -455,7 +455,7 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_scaling": LONG_ROPE | {"short_factor": [1.0] * 7 + [math.nan]}},
         "short_factor is nan",
     ),
-    "partial": ("llama", {"partial_rotary_factor": 0.5}, "turns 8 of 16 numbers"),
+    "partial": ("llama", {"partial_rotary_factor": 0.5}, "rotates 8 of 16 numbers"),
     "softcap": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     "score-scale": ("gemma3_text", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar is 24, which a GGUF file"),
     "layer-types": ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "layer_types is .*, which a GGUF file of"),
