@@ -3,6 +3,7 @@ sentence says why there is none."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -168,6 +169,18 @@ ADDRESSES = {
     "/slots": "use /metrics",
     "/v1/embeddings": "there are no embeddings",
 }
+
+
+# Ollama's name of a repository on the hub, and the browser's address of one or of a file in it.
+_HUB_ADDRESS = re.compile(
+    r"(?:https?://)?(?:hf|huggingface)\.co/([^/?#]+/[^/?#]+)/?(?:(?:tree|blob|resolve)/main/?)?([^?#]*)(?:[?#].*)?"
+)
+
+
+def hub_id(name: str) -> str:
+    """The hub id that an address on the hub stands for, owner/name or owner/name:FILE; what is no address, as it is."""
+    found = _HUB_ADDRESS.fullmatch(name)
+    return ":".join(filter(None, found.groups())) if found else name
 
 
 def renamed(name: Any) -> Any:

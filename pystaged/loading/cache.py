@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pystaged.elsewhere import hub_id
 from pystaged.files import cache_folder, part_file, read_small
 from pystaged.loading.kept import PACKED, RECYCLED
 from pystaged.loading.metadata import read_metadata
@@ -51,12 +52,12 @@ def find(name: str) -> Path | None:
     """The file of a cached model, None where there is none.
 
     Args:
-        name: "owner/name" or "name", either with ":TYPE" or ":FILE.gguf".
+        name: "owner/name" or "name", either with ":TYPE" or ":FILE.gguf"; or the hub's address of it.
 
     Raises:
         ValueError: the name fits several models.
     """
-    repository, _, wanted = name.partition(":")
+    repository, _, wanted = hub_id(name).partition(":")
     found = [path for path in paths() if repository in (_repository(path), _repository(path).partition("/")[2])]
     if wanted:
         files = set(fitting([_file(path) for path in found], wanted))

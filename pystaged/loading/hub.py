@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from pystaged.elsewhere import hub_id
 from pystaged.files import check_room, update
 from pystaged.loading import cache
 from pystaged.loading.families import ARCHITECTURES, MODEL_TYPES
@@ -36,7 +37,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
     HF_HUB_OFFLINE are honoured.
 
     Args:
-        name: "owner/name", optionally with ":FILE.gguf" or ":TYPE".
+        name: "owner/name", optionally with ":FILE.gguf" or ":TYPE"; or the hub's address of it.
         quantization: a type, in place of the name's.
         progress: called with bytes, or tensors while quantizing.
 
@@ -52,7 +53,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
     """
     from pystaged.loading.convert import CONFIG, INDEX, WEIGHTS  # noqa: PLC0415  imports gguf and safetensors
 
-    match = HUB_ID.fullmatch(name)
+    match = HUB_ID.fullmatch(hub_id(name))
     if not match:
         raise ValueError(
             f"{name!r} is no hub id; it should look like owner/name, owner/name:TYPE or owner/name:FILE.gguf"

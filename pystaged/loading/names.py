@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pystaged.elsewhere import meant, renamed
+from pystaged.elsewhere import hub_id, meant, renamed
 from pystaged.files import expanded
 from pystaged.loading import cache
 from pystaged.loading.hub import HUB_ID, pull
@@ -26,7 +26,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
     """The GGUF file of a model: "bundled", "smollm2", a path, a name in the cache, or a hub id, downloaded first.
 
     Args:
-        model: a hub id is "owner/name", optionally with ":FILE.gguf" or ":TYPE".
+        model: a hub id is "owner/name", optionally with ":FILE.gguf" or ":TYPE"; the hub's address of it is one, too.
         progress: as in pull.
 
     Raises:
@@ -46,6 +46,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
     if str(model) and path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; {_inside(path)}")
     if isinstance(model, str):
+        model = hub_id(model)
         cached = cache.find(model)
         if cached:
             return cached

@@ -21,6 +21,7 @@ from support.convert import convert
 from support.hub_server import TOKEN, Fault, Hub, Repository
 
 import pystaged
+from pystaged.elsewhere import hub_id
 from pystaged.loading import cache, hub, names
 
 TINY = "someone/tiny"
@@ -415,6 +416,35 @@ def test_names_in_the_cache(online: Hub) -> None:
         assert names.resolve(name).name == "tiny.Q8_0.gguf"
     assert names.resolve("tiny:q4_0").name == "tiny.Q4_0.gguf"
     assert online.requests == []
+
+
+@pytest.mark.usefixtures("ggufs")
+def test_addresses_of_the_hub() -> None:
+    place = names.resolve(f"hf.co/{GGUFS}:Q4_0")
+    assert place.name == "tiny.Q4_0.gguf"
+    assert hub.pull(f"https://huggingface.co/{GGUFS}", "q4_0") == place
+    assert cache.find(f"https://hf.co/{GGUFS}:q4_0") == place
+    cache.remove(f"hf.co/{GGUFS}")
+    assert cache.paths() == []
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("hf.co/someone/tiny", "someone/tiny"),
+        ("huggingface.co/someone/tiny:Q4_K_M", "someone/tiny:Q4_K_M"),
+        ("https://huggingface.co/someone/tiny/", "someone/tiny"),
+        ("https://huggingface.co/someone/tiny/tree/main", "someone/tiny"),
+        ("https://huggingface.co/someone/tiny?library=x", "someone/tiny"),
+        ("https://huggingface.co/someone/tiny/blob/main/folder/a.gguf", "someone/tiny:folder/a.gguf"),
+        ("https://huggingface.co/someone/tiny/resolve/main/a.gguf?download=true", "someone/tiny:a.gguf"),
+        ("huggingface.co/someone", "huggingface.co/someone"),
+        ("someone/tiny:q8_0", "someone/tiny:q8_0"),
+        ("/models/hf.co/someone/tiny", "/models/hf.co/someone/tiny"),
+    ],
+)
+def test_what_an_address_stands_for(address: str, name: str) -> None:
+    assert hub_id(address) == name
 
 
 @pytest.mark.usefixtures("tiny")
