@@ -173,6 +173,7 @@ def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, cas
     assert np.abs(engine_logits(path, TOKENS) - expected).max() <= 1e-2
 
 
+@pytest.mark.slow
 def test_shards_and_half_precision(transformers: Any, tmp_path: Path) -> None:
     for folder, size in {"whole": "1GB", "shards": "50KB"}.items():
         save(transformers, tmp_path / folder, "qwen3", max_shard_size=size)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -462,11 +460,6 @@ def test_paths_are_never_looked_up(online: Hub, name: str) -> None:
     assert online.requests == []
 
 
-def test_a_folder_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="make a model of a checkpoint with: pystaged quantize"):
-        names.resolve(tmp_path)
-
-
 # ---- The cache ----
 
 
@@ -609,13 +602,3 @@ def test_commands(online: Hub, tmp_path: Path) -> None:
     assert (done.returncode, b"name a model, --packed, --recycled or --leftovers" in done.stderr) == (2, True)
     assert_refused(run("models", "remove", "tiny", **home), "there is no model 'tiny' in the cache")
     assert_refused(run("pull", "someone/nothing", **home), "there is no model someone/nothing")
-
-
-def test_importing_asks_nobody_and_is_light(online: Hub) -> None:
-    """What is slow to import is left alone until it is needed."""
-    heavy = ("huggingface_hub", "gguf", "safetensors", "platformdirs", "tqdm")
-    code = f"import sys, pystaged; print(*[name for name in {heavy} if name in sys.modules])"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=True, env=dict(os.environ), capture_output=True, text=True)
-    assert done.stdout.strip() == ""
-    assert online.requests == []

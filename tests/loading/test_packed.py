@@ -17,7 +17,6 @@ from support.random_models import RandomModel, quantize, split, write
 
 import pystaged
 from pystaged import ModelError, _core
-from pystaged.files import leftovers
 from pystaged.loading import cache
 from pystaged.loading.kept import PACKED, KeptFiles
 from pystaged.loading.packed import load_packed
@@ -40,18 +39,6 @@ model = load_packed(Path(sys.argv[1]), "", 2, print)
 session = _core.Session(model)
 session.evaluate([1, 2, 3], [-1, 0, 1])
 sys.stdout.buffer.write(session.logits(2).tobytes())
-"""
-# Its weights are written, or half of them, and it does not come to give them their name.
-WRITER = """
-import os, sys
-from pathlib import Path
-from pystaged.loading.packed import load_packed
-def replace(part, _):
-    os.truncate(part, part.stat().st_size // int(sys.argv[2]))
-    print("begun", flush=True)
-    sys.stdin.read()
-Path.replace = replace
-load_packed(Path(sys.argv[1]), "", 2, print)
 """
 
 
@@ -252,25 +239,6 @@ def logits_of_three(path: Path) -> bytes:
     session = _core.Session(_core.Model(str(path)))
     session.evaluate([1, 2, 3], [-1, 0, 1])
     return session.logits(2).tobytes()
-
-
-@pytest.mark.parametrize("share", ["1", "2"])
-def test_a_writer_that_is_killed(llama: Path, share: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, llama, share], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
-    assert leftovers(PACKED.folder()) == []  # somebody is at it
-    process.kill()
-    process.communicate()
-    assert not PACKED.path(llama).exists()
-    assert PACKED.all() == []
-    (part,) = leftovers(PACKED.folder())
-    size = f"{part.stat().st_size / 1e6:.1f} MB".encode()
-    assert b"1 unfinished file of writers that were killed, " + size in run("models").stderr
-    assert loaded(llama).is_mapped
-    assert list(PACKED.folder().iterdir()) == [PACKED.path(llama)]
 
 
 def test_a_full_disk(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,7 @@ def test_a_quantized_source(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert GGUFReader(out).fields["general.file_type"].contents() == FILE_TYPES["q4_0"]
 
 
+@pytest.mark.slow
 def test_the_default_type_never_makes_a_larger_file(source: Path, tmp_path: Path) -> None:
     quantized, out = tmp_path / "quantized.gguf", tmp_path / "out.gguf"
     quantize(source, quantized, "q4_1")
