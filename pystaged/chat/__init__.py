@@ -1,4 +1,4 @@
-"""Conversations: a model's own chat template, and the prompts it makes of messages."""
+"""Conversations as prompts, by a model's own chat template."""
 
 ENDLESS = "does not come to an end, or writes far more than its messages"
 

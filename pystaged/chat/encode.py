@@ -1,4 +1,4 @@
-"""Tokens of what a template wrote. Only its own control tokens are any; what messages spell is text."""
+"""Encode rendered templates as tokens: control tokens that messages spell are plain text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMES_IN = re.compile(f"[^{TEMPLATE}]+")
 
 
 class Encoder:
-    """Turns what a template wrote into tokens.
+    """Encodes rendered templates as tokens.
 
     Args:
         tokenizer: of the model.
@@ -22,7 +22,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Control tokens and the unknown one are those without bytes of their own.
+        # Control tokens and the unknown token have no bytes of their own.
         spelled = [
             tokenizer.token_bytes(token, True).decode("utf-8", "replace")
             for token in range(tokenizer.num_tokens)
@@ -33,16 +33,15 @@ class Encoder:
         self._control, self._anywhere = re.compile(pattern), re.compile(f"(?=({pattern}))")
 
     def encode(self, text: str, answers: Mapping[str, Sequence[int]]) -> list[int]:
-        """The tokens of a text, with one token at its beginning that begins texts, if the vocabulary or the template
-        wants one.
+        """Encode a rendered template; the tokens begin with one bos token if the vocabulary or the template wants one.
 
-        Where no message spells a control token, they are those of the whole text. Where one does, the text between two
-        control tokens in which it stands is encoded without looking for any.
+        If no message spells a control token, the text is encoded as a whole. If one does, the stretch between two of
+        the template's control tokens that contains it is encoded without control tokens.
 
         Args:
-            text: with marks; what has none is a template's.
-            answers: by their marks, tokens that the model wrote and whose text stands there: they are taken as they
-                are, if it does.
+            text: with marks; a plain string counts as the template's.
+            answers: the tokens that the model wrote, by their text's mark; used where the template left that text
+                unchanged.
         """
         tokens = _Parts(self._tokenizer)
         marks, at = marks_of(text), 0
@@ -75,7 +74,7 @@ class Encoder:
     def _answers(
         self, text: str, marks: str, begin: int, end: int, answers: Mapping[str, Sequence[int]]
     ) -> list[tuple[int, Sequence[int]]]:
-        """Where between two places the text of answers stands, and their tokens."""
+        """Find the answers between two offsets; returns the offset and tokens of each."""
         found: list[tuple[int, Sequence[int]]] = []
         at = begin
         for run in _COMES_IN.finditer(marks, begin, end) if answers else ():
@@ -83,7 +82,7 @@ class Encoder:
             if mark not in answers or mark == MESSAGE:
                 continue
             words = self._text(answers[mark])
-            where = run.end() - len(words)  # a template may write itself the space that an answer begins with
+            where = run.end() - len(words)  # a template may write the space that an answer begins with
             if where >= at and text.startswith(words, where):
                 found.append((where, answers[mark]))
                 at = run.end()
@@ -93,7 +92,7 @@ class Encoder:
         return self._tokenizer.decode(tokens)
 
     def _begun(self, tokens: list[int]) -> list[int]:
-        """With one token that begins texts, however many a template wrote."""
+        """The tokens with one bos token in front, however many a template wrote."""
         bos = self._tokenizer.bos
         begun = 0
         while bos >= 0 and tokens[begun : begun + 1] == [bos]:
@@ -102,17 +101,17 @@ class Encoder:
 
 
 class _Parts:
-    """Tokens of a text that comes in parts. Those with control tokens in them are encoded together, as the vocabulary
-    may let a control token take the white space behind it."""
+    """Tokens of a text that is added in parts. Parts with control tokens are encoded together, because a vocabulary
+    may let a control token absorb the white space after it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._waiting = ""
-        self._goes_on = False  # with an answer, so that no space is put before it
+        self._goes_on = False  # directly after an answer, so no space may be inserted
 
     def add(self, text: str, *, plain: bool) -> None:
-        """More text. plain: without control tokens, whatever it spells."""
+        """Add text. plain: encode it without control tokens, even if it spells some."""
         if not plain:
             self._waiting += text
             return
@@ -120,13 +119,13 @@ class _Parts:
         self._tokens += self._encode(text, parse_special=False)
 
     def take(self, tokens: Sequence[int]) -> None:
-        """More tokens."""
+        """Add tokens unchanged."""
         self._flush()
         self._tokens += tokens
         self._goes_on = True
 
     def done(self) -> list[int]:
-        """All of them."""
+        """All tokens."""
         self._flush()
         return self._tokens
 
@@ -140,7 +139,7 @@ class _Parts:
             return list(map(int, self._tokenizer.encode(words, add_special=False, parse_special=parse_special)))
 
         tokens, goes_on, self._goes_on = tokens_of(text), self._goes_on, False
-        # Some vocabularies put a space before a text; not so behind a line's end.
+        # Some vocabularies insert a space before a text, but not after a line end.
         if goes_on and self._tokenizer.decode(tokens, special=True) == f" {text}":
             line, more = tokens_of("\n"), tokens_of(f"\n{text}")
             if more[: len(line)] == line:

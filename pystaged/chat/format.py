@@ -1,4 +1,4 @@
-"""From messages to a model's prompt, as its makers wrote prompts."""
+"""Render conversations as prompts by a model's own chat template."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pystaged.chat.messages import Message, marked, marked_messages, with_joined
 from pystaged.process import ChildKilledError, ChildSilentError, ProcessLock, Workers
 
 _KEY = "tokenizer.chat_template"
-_AT_ONCE = 2  # templates that are rendered
+_AT_ONCE = 2  # templates rendered at the same time
 _SECONDS = 5.0  # of processor time
-_SILENT = 120.0  # seconds by the clock
+_SILENT = 120.0  # seconds of wall time
 _MOST_SOURCE = 1 << 20  # characters; the longest of known models have some 70,000
-_ROOM = 1 << 20  # characters that a template may write besides its messages'
-_ESCAPED = 8  # characters that one of a message may become, as JSON say
-_MOST_REPORTED = 16  # names; clients of a server may think of any number
-_LONGEST_NAME = 64  # characters of a name that is reported
+_ROOM = 1 << 20  # characters that a template may write in addition to its messages
+_ESCAPED = 8  # most characters that one of a message becomes, for example in JSON
+_MOST_REPORTED = 16  # names; a server's clients may send any number
+_LONGEST_NAME = 64  # characters of a reported name
 _RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _CHATML = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}
@@ -36,19 +36,18 @@ _workers = Workers("pystaged.chat.sandbox", _AT_ONCE)
 
 
 def begin() -> None:
-    """Start a process that renders, if there is none; it takes a tenth of a second to be ready, in which a model can be
-    loaded."""
+    """Start a rendering process if there is none; its tenth of a second may overlap with loading a model."""
     with _workers.turn():
         pass
 
 
 class ChatFormat:
-    """How conversations are written for a model: by the chat template of its file, or as ChatML where it has none.
+    """Writes conversations for a model by its file's chat template, or as ChatML if it has none.
 
     Args:
-        metadata: single values of the file's metadata, as text.
-        tokenizer: its vocabulary.
-        report: called with a line if there is no template, and once for each thing that it is given and ignores, 16 at
+        metadata: scalar metadata of the model's file, as text.
+        tokenizer: the model's.
+        report: called with a line if there is no template, and once for each option that the template ignores, 16 at
             most.
     """
 
@@ -63,7 +62,7 @@ class ChatFormat:
                 self.stop = ("<|im_end|>",)
             report("the model has no chat template; conversations are written as ChatML, which it may not know")
         begin()
-        self._variables: dict[str, set[str]] = {}  # of each template
+        self._variables: dict[str, set[str]] = {}  # by template
         self._takes_parts: dict[str, bool] = {}
         self._report = report
         self._reported: set[str] = set()
@@ -72,11 +71,11 @@ class ChatFormat:
 
     @property
     def names(self) -> list[str]:
-        """The templates there are; "default" is the usual one, and "tool_use", if there is one, for tools."""
+        """Names of the templates; "default" is the usual one, and "tool_use", if present, is for tools."""
         return list(self._sources)
 
     def variables(self, template: str = "default") -> set[str]:
-        """The names of what a template makes use of; none where it cannot be read, which rendering says."""
+        """Names of the variables that a template uses; empty if it cannot be parsed, which rendering reports."""
         try:
             return self._variables_of(template)
         except Exception:
@@ -91,18 +90,18 @@ class ChatFormat:
         template_options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Messages as the model reads them.
+        """Render messages as the text of a prompt.
 
         Args:
             messages: the conversation so far: dictionaries with "role" and "content".
             tools: schemas of functions that the model may call.
-            template: which of `names`.
-            template_options: further variables of the template, such as {"enable_thinking": False}.
-            add_generation_prompt: end with the beginning of an answer.
+            template: one of `names`; by default "tool_use" if there are tools and such a template.
+            template_options: further variables for the template, such as {"enable_thinking": False}.
+            add_generation_prompt: end with the header of an answer.
 
         Raises:
             ChatTemplateError: the template cannot be used, or refuses the messages.
-            ValueError, TypeError: messages, tools or options that are none; see marked_messages.
+            ValueError, TypeError: invalid messages, tools or options; see marked_messages.
         """
         return str.__str__(self._write(messages, tools, template, template_options, add_generation_prompt))
 
@@ -114,8 +113,8 @@ class ChatFormat:
         template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> NDArray[np.int32]:
-        """The prompt for the next answer, int32[n]. What messages, tools and options spell is never a control token.
-        Arguments and errors as in render."""
+        """The prompt for the next answer, int32[n]. Control tokens that messages, tools and options spell are plain
+        text. Arguments and errors as in render."""
         text = self._write(messages, tools, template, template_options, True)
         self._encoder = encoder = self._encoder or Encoder(self._tokenizer)
         answers = {
@@ -124,7 +123,7 @@ class ChatFormat:
         return np.array(encoder.encode(text, answers), np.int32)
 
     def _is_answer(self, message: Message, number: int) -> bool:
-        """Whether the tokens of a message are its content, and no more."""
+        """Whether a message has tokens that decode to exactly its content."""
         tokens, content = message.get("tokens"), message.get("content")
         if not tokens or not isinstance(content, str):
             return False
@@ -169,7 +168,7 @@ class ChatFormat:
         except ChatTemplateError:
             if all("content" in message for message in given):
                 raise
-            # Of calls without words: some templates want words nevertheless.
+            # The messages are calls without content, which some templates need nevertheless.
             text = self._guarded(name, variables | {"messages": [{"content": mark("")} | each for each in given]})
         ignored = {*options, *(["tools"] if tools else [])} - self._variables[name]
         with self._telling.here():
@@ -177,11 +176,11 @@ class ChatFormat:
             new = sorted(unsaid)[: _MOST_REPORTED - len(self._reported)]
             self._reported |= set(new)
         for variable in new:
-            self._report(f"the model's chat template ignores {variable!r}, which changes nothing here")
+            self._report(f"the model's chat template ignores {variable!r}, so it has no effect")
         return text
 
     def _parts(self, name: str, variables: Mapping[str, Any]) -> bool:
-        """Whether a template writes contents of several parts of text, and not how Python spells lists."""
+        """Whether a template writes the text of content parts, and not Python's repr of the list."""
         if name not in self._takes_parts:
             try:
                 text = self._guarded(name, {**variables, "messages": mark(_PARTS), "tools": None})
@@ -202,7 +201,7 @@ class ChatFormat:
         return self._sources[name]
 
     def _guarded(self, name: str, variables: Mapping[str, Any]) -> str:
-        """What a template writes; whatever it fails with is a ChatTemplateError."""
+        """Render a template; every failure becomes a ChatTemplateError."""
         source, most = self._source(name), _ROOM + _ESCAPED * _characters(variables)
         try:
             text: str = self._ask("render", source, variables, most)
@@ -213,7 +212,7 @@ class ChatFormat:
         return text
 
     def _ask(self, what: str, source: str, *given: Any) -> Any:
-        """What a process says that has limits of time and memory. Raises ChatTemplateError."""
+        """Call a rendering process, which has limits of time and memory. Raises ChatTemplateError."""
         if len(source) > _MOST_SOURCE:
             raise ChatTemplateError(ENDLESS)
         with _workers.turn() as worker:

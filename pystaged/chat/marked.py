@@ -1,24 +1,24 @@
-"""Text that knows where each of its characters comes from."""
+"""Strings that record where each of their characters comes from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
-TEMPLATE = "\0"  # the mark of what a template itself writes
-MESSAGE = "\1"  # of what comes from messages, tools and options
-ANSWERS = 2  # the number of the mark of the first answer
+TEMPLATE = "\0"  # mark of what the template itself writes
+MESSAGE = "\1"  # mark of what comes from messages, tools and options
+ANSWERS = 2  # code of the first answer's mark
 
 
 class Marked(str):
     """A string with a mark for each of its characters.
 
-    What cuts a string keeps the marks; what makes another one of it gives a plain `str`, which whoever called it marks
-    as a whole.
+    Methods that cut a string keep the marks. Methods that build a new string return a plain `str`, which the caller
+    marks as a whole.
 
     Args:
         text: any.
-        marks: as long: TEMPLATE, MESSAGE or the mark of an answer.
+        marks: one character for each of the text: TEMPLATE, MESSAGE or an answer's mark.
     """
 
     __slots__ = ("marks",)
@@ -76,14 +76,14 @@ class Marked(str):
         return self._three(super().rpartition(sep))
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
-        # Where nothing is replaced, something is put between all characters.
+        # An empty `old` inserts `new` between all characters.
         return join(new, self.split(old, count)) if old else super().replace(old, new, count)
 
     def _cut(self, pieces: Sequence[str], separator: str | None) -> list[str]:
         found: list[str] = []
         at = 0
         for piece in pieces:
-            if separator is None:  # white space lies between pieces, and none begins with it but the first
+            if separator is None:  # only the first piece may begin with white space
                 at = self.find(piece, at)
             found.append(self[at : at + len(piece)])
             at += len(piece) + len(separator or "")
@@ -95,12 +95,12 @@ class Marked(str):
 
 
 def marks_of(text: str) -> str:
-    """The marks of a string: a plain one is a template's."""
+    """The marks of a string; all TEMPLATE for a plain one."""
     return text.marks if isinstance(text, Marked) else TEMPLATE * len(text)
 
 
 def join(separator: str, parts: Iterable[str]) -> str:
-    """As `separator.join(parts)`, with the marks."""
+    """`separator.join(parts)`, keeping marks."""
     parts = list(parts)
     text = separator.join(parts)
     if not any(isinstance(part, Marked) for part in (separator, *parts)):
@@ -109,10 +109,10 @@ def join(separator: str, parts: Iterable[str]) -> str:
 
 
 def mark(value: Any, with_mark: str = MESSAGE) -> Any:
-    """Plain data with all its strings marked, keys too; lists and dictionaries are copied.
+    """Copy plain data with all its strings marked, including dictionary keys.
 
     Raises:
-        TypeError: something that JSON has no form for.
+        TypeError: a value has no form in JSON.
     """
     if isinstance(value, str):
         text = str.__str__(value)

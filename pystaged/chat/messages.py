@@ -1,4 +1,4 @@
-"""What a conversation may consist of."""
+"""Check messages, and mark their text for chat templates."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pystaged.chat.marked import ANSWERS, join, mark
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 Message = Mapping[str, Any]
-"""A message as chat templates read it: "role", "content" and what else a template knows of. An assistant's may have
-"tokens", as GenerationResult.message has: its content as the model wrote it."""
+"""A message for chat templates: "role", "content" and other members that a template uses. An assistant's may have
+"tokens", those that the model wrote as its content; see GenerationResult.message."""
 
 
 def marked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as a template gets them: plain data, its strings marked as no template's, roles aside; without tokens,
-    and without what is None, which most templates do not expect.
+    """Prepare messages for a template: mark all strings except roles; drop "tokens", and members that are None, which
+    most templates do not expect.
 
-    The content of the message with number i has the mark chr(ANSWERS + i) if there are tokens for it.
+    The content of message i has the mark chr(ANSWERS + i) if the message has tokens.
 
     Raises:
-        TypeError: no list of dictionaries of plain data.
-        ValueError: no messages, an unknown role, a content that is neither text nor parts of text, none without calls
-            of tools, or broken Unicode.
+        TypeError: the messages are not a list of dictionaries of plain data.
+        ValueError: no messages, an unknown role, content that is neither text nor parts of text, no content and no tool
+            calls, or invalid Unicode.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TypeError(f"messages must be a list of dictionaries, not {type(messages).__name__}")
@@ -45,7 +45,7 @@ def _marked(message: Message, number: int) -> dict[str, Any]:
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"{where}: a part of its content is none of text, {{'type': 'text', 'text': ...}}")
+                raise ValueError(f"{where}: a part of its content is not text as in {{'type': 'text', 'text': ...}}")
     elif content is not None and not isinstance(content, str):
         raise TypeError(f"{where}: the content must be text, not {type(content).__name__}")
     rest = {
@@ -60,7 +60,7 @@ def _marked(message: Message, number: int) -> dict[str, Any]:
 
 
 def with_joined_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Marked messages, with parts of text as one text, each on lines of its own, as llama.cpp joins them."""
+    """Marked messages with their text parts joined by line ends, as llama.cpp does."""
     return [
         message | {"content": join(mark("\n"), [part["text"] for part in message["content"]])}
         if isinstance(message.get("content"), list)
@@ -70,7 +70,7 @@ def with_joined_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def marked(value: Any, where: str) -> Any:
-    """Plain data, its strings marked. Raises ValueError and TypeError that say where."""
+    """Mark the strings of plain data. Raises ValueError and TypeError that name `where`."""
     try:
         made = mark(value)
     except TypeError as error:

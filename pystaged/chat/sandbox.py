@@ -1,8 +1,7 @@
-"""Chat templates, run without trusting them: they come with models, from anybody.
+"""Render chat templates without trusting them: they come with models, from anybody.
 
-As in transformers and llama-cpp-python, templates run in jinja2's immutable sandbox. Here besides, each character of
-what they write is marked with where it comes from, and they run in a process of their own, with limits of time and
-memory.
+As in transformers and llama-cpp-python, templates run in jinja2's immutable sandbox. In addition, each character of
+the output is marked with its origin, and templates run in a process of their own with limits of time and memory.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from pystaged import process
 from pystaged.chat import ENDLESS, ChatTemplateError
 from pystaged.chat.marked import MESSAGE, Marked, join
 
-_ROOM = 1 << 28  # bytes of addresses that a rendering may take
-_EACH = 64  # besides, for each character that it may write
-_MOST_WORDS = 10_000  # characters of an error
-# They make HTML, choose at random, or write more than they are given.
+_ROOM = 1 << 28  # bytes of address space for a rendering
+_EACH = 64  # further bytes for each character that it may write
+_MOST_WORDS = 10_000  # characters of an error message
+# Filters that make HTML, choose at random, or write more than they are given.
 _MISSING_FILTERS = {"filesizeformat", "pprint", "random", "slice", "urlize", "wordwrap", "xmlattr"}
 _UNSAFE_METHODS = {"encode", "expandtabs", "translate"}
 
 
 def main() -> int:
-    """The process: it answers with what templates write."""
+    """Entry point of the rendering process."""
     process.serve(process.parent(), _Host())
     return 0
 
@@ -47,12 +46,12 @@ class _Host:
         self._templates: dict[str, Template] = {}
 
     def variables(self, source: str, seconds: float) -> set[str]:
-        """The names of what a template makes use of."""
+        """Names of the variables that a template uses."""
         with process.limits(seconds, _ROOM):
             return {each.name for each in self._sandbox.parse(source).find_all(nodes.Name)}
 
     def render(self, source: str, variables: Mapping[str, Any], most: int, seconds: float) -> str:
-        """What a template writes, so many characters at most; whatever it fails with is a ChatTemplateError."""
+        """Render a template to at most `most` characters; every failure becomes a ChatTemplateError."""
         with process.limits(seconds, _ROOM + _EACH * most):
             try:
                 if source not in self._templates:
@@ -65,7 +64,7 @@ class _Host:
                 words = f"is damaged, line {error.lineno}: {error}"
             except (RecursionError, MemoryError, OverflowError):
                 words = ENDLESS
-            except Exception as error:  # whatever it is, the template is to blame
+            except Exception as error:  # any other error is the template's
                 words = f"fails for these messages: {str(error) or type(error).__name__}"
         if words:
             raise ChatTemplateError(words[:_MOST_WORDS])
@@ -73,7 +72,7 @@ class _Host:
 
 
 class _Code(CodeGenerator):
-    """Compiled templates that join strings with their marks."""
+    """Compiles templates whose concatenations keep marks."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat(environment.text(each) for each in (")
@@ -94,7 +93,7 @@ class _GenerationTags(Extension):
 
 
 class _Namespace(Namespace):
-    """As transformers': without names that begin with an underscore."""
+    """Like transformers': names must not begin with an underscore."""
 
     def __init__(*args: Any, **names: Any) -> None:
         for name in (*dict(*args[1:]), *names):
@@ -112,7 +111,7 @@ class _Namespace(Namespace):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """What templates are compiled and run in."""
+    """The environment in which templates are compiled and run."""
 
     code_generator_class = _Code
     intercepted_binops = frozenset({"+", "*", "%"})
@@ -139,11 +138,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
 
     def concat(self, parts: Iterable[str]) -> str:
-        """The text of parts, with their marks."""
+        """Join parts, keeping their marks."""
         return join("", parts)
 
     def text(self, value: object) -> str:
-        """What a value is written as."""
+        """The text that is written for a value."""
         if isinstance(value, str):
             return value
         if value is None or isinstance(value, (bool, int, float, range, Undefined)):
@@ -184,7 +183,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return made
 
     def _marking(self, honest: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that marks what it writes."""
+        """Wrap a filter so that it marks its output."""
         skip = 1 if hasattr(honest, "jinja_pass_arg") else 0
 
         @functools.wraps(honest)
@@ -206,12 +205,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """JSON, without jinja's escapes for HTML."""
+        """JSON without Jinja's escapes for HTML."""
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         return _all_marked(self.concat(encoder.iterencode(value)))
 
     def _marked(self, made: Any, given: Iterable[Any]) -> Any:
-        """What was made of strings and other things: all marked if any of those is."""
+        """Mark all strings of a result if any of its inputs is marked."""
         if not isinstance(made, (str, list)) or isinstance(made, Marked):
             return made
         if all(type(each) in (str, int, float, bool, type(None)) for each in given):
@@ -222,7 +221,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _dict(*args: Any, **names: Any) -> dict[Any, Any]:
-    """Not the class itself, which has more to it."""
+    """Stands in for the class `dict`, whose attributes templates must not reach."""
     return dict(*args, **names)
 
 
@@ -235,7 +234,7 @@ def _raise(message: object = "") -> None:
 
 
 class _TemplateRefusal(TemplateRuntimeError):
-    """What a template says is wrong with the messages."""
+    """A template's own objection to the messages."""
 
 
 def _strftime_now(pattern: str) -> str:

@@ -1,4 +1,4 @@
-"""Calls of tools in what models write."""
+"""Parse tool calls in answers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ _DECODER = json.JSONDecoder()
 
 
 def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The calls in an answer of the Hermes form, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, which Qwen,
-    SmolLM3 and Granite write, and what the answer says beside them. A call that is malformed or cut stays text.
+    """Split an answer into text and tool calls of the Hermes form, which Qwen, SmolLM3 and Granite write:
+    <tool_call>{"name": ..., "arguments": {...}}</tool_call>. A malformed or incomplete call stays text.
 
     Returns:
-        The rest of the text, without white space around it; and the calls as OpenAI's interface has them, the
-        arguments as JSON text.
+        The text without white space around it, and the calls in OpenAI's form, with arguments as JSON text.
     """
     calls: list[dict[str, Any]] = []
     rest, at = "", 0
@@ -31,7 +30,7 @@ def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _call(text: str, begin: int) -> tuple[dict[str, str], int] | None:
-    """Name and arguments of the call that begins there, and where what follows it does."""
+    """The name and arguments of the call at an offset, and the offset after it; None if there is no valid call."""
     try:
         call, end = _DECODER.raw_decode(text, begin + _space(text, begin))
     except (ValueError, RecursionError):
@@ -45,13 +44,13 @@ def _call(text: str, begin: int) -> tuple[dict[str, str], int] | None:
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         (name + written).encode()
-    except ValueError:  # what Python reads and JSON has not: infinity, half a character
+    except ValueError:  # Python reads what JSON lacks: infinity, lone surrogates
         return None
     return {"name": name, "arguments": written}, end + len(_END)
 
 
 def _space(text: str, begin: int) -> int:
-    """Characters of white space there."""
+    """Number of white space characters at an offset."""
     end = begin
     while end < len(text) and text[end] in " \t\r\n":
         end += 1

@@ -128,8 +128,8 @@ def test_what_a_template_ignores_is_said_once(tokenizer: Tokenizer) -> None:
     for _ in range(2):
         chat.render(QUESTION, tools=[{"name": "clock"}], template_options={"enable_thinking": True, "thinking": True})
     assert said == [
-        "the model's chat template ignores 'thinking', which changes nothing here",
-        "the model's chat template ignores 'tools', which changes nothing here",
+        "the model's chat template ignores 'thinking', so it has no effect",
+        "the model's chat template ignores 'tools', so it has no effect",
     ]
 
 
@@ -186,7 +186,7 @@ def test_a_child_renders_whatever_its_parent_was_about(tokenizer: Tokenizer, mon
         ([*QUESTION, says("assistant", None)], ValueError, r"messages\[1\] has no content"),
         ([says("user", 7)], TypeError, r"messages\[0\]: the content must be text, not int"),
         ([says("user", b"x")], TypeError, "the content must be text, not bytes"),
-        ([says("user", [{"type": "image"}])], ValueError, r"messages\[0\]: a part of its content is none of text"),
+        ([says("user", [{"type": "image"}])], ValueError, r"messages\[0\]: a part of its content is not text as in"),
         ([says("user", "\ud800")], ValueError, r"messages\[0\] has text that is not valid Unicode"),
         ([says("user", "x", more={1, 2})], TypeError, r"messages\[0\]: strings, numbers, lists .* not set"),
         ([says("assistant", "x", tokens=[7000])], ValueError, "'tokens' are not tokens of this model"),
