@@ -1,1 +1,1 @@
-"""Where a model runs: our kernels, ggml's devices, other machines."""
+"""Backends that run a model: pystaged's CPU kernels, ggml's devices, and RPC servers."""

@@ -1,4 +1,4 @@
-"""Replay of a text row by row: whether each token is what the model chooses when it is evaluated alone."""
+"""Audit of emitted tokens: replays them one row at a time and compares them with the model's choice."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pystaged.config import SamplingConfig
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A token that a pass over one row would not have chosen.
+    """A token that a pass over one row does not choose.
 
-    index: among the new tokens. gap: between the two best scores of that row (log p, plus the noise when sampling);
-    what the rounding of a device can bridge is small.
+    index: of the token after the prompt. gap: difference of the two best scores of that row (log p, plus noise when
+    sampling); it is small if the rounding of a device explains the difference.
     """
 
     index: int
@@ -29,7 +29,7 @@ class Difference:
 def audit(
     session: Session, prompt: NDArray[np.int32], tokens: Sequence[int], sampling: SamplingConfig
 ) -> Difference | None:
-    """Evaluate a prompt and the tokens after it, one row at a time; the first difference, or None.
+    """Evaluate the tokens after a prompt one row at a time; returns the first difference, or None.
 
     Raises:
         ContextFullError: prompt and tokens are longer than the context.

@@ -1,4 +1,4 @@
-"""Where a model runs: by name, with our kernels on the CPU or with ggml's operations on any of its devices."""
+"""Devices by name: "cpu" has pystaged's kernels, all others run ggml's operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pystaged.backends.rpc import RemoteModel, RemoteSession, endpoints
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device of ggml's registry. free_bytes and total_bytes: of its memory."""
+    """A device of ggml's registry. free_bytes, total_bytes: of the device's memory."""
 
     name: str
     description: str
@@ -27,20 +27,20 @@ def devices() -> list[Device]:
 
 
 def candidates(name: str, kv: str = "f16") -> list[str]:
-    """The devices among which "auto" chooses, for keys and values of a type; any other name is the only candidate."""
+    """Names of the devices among which "auto" chooses for a type of KV cache; any other name is the only candidate."""
     if name != "auto":
         return [name]
     return ["cpu", *(device.name for device in devices() if device.is_gpu and kv == "f16")]
 
 
 def check(name: str, kv: str = "f16") -> None:
-    """Refuse what is no name of a device, and keys and values that it has not, before anything is loaded.
+    """Check the form of a device's name and its type of KV cache before anything is loaded.
 
     Raises:
-        ValueError: an empty name, "rpc:" without HOST:PORT, or another type than "f16" on other devices than the CPU.
+        ValueError: an empty name, "rpc:" without HOST:PORT, or a type other than "f16" on a device other than the CPU.
     """
     if not name:
-        raise ValueError("a device needs a name; 'cpu' is there everywhere, `pystaged info` lists the others")
+        raise ValueError("a device needs a name; 'cpu' always exists, `pystaged info` lists the others")
     if name.startswith("rpc:"):
         endpoints(name)
     if name not in ("cpu", "auto") and kv != "f16":
@@ -48,11 +48,11 @@ def check(name: str, kv: str = "f16") -> None:
 
 
 def load_model(path: bytes, kernel: str, num_threads: int, device: str, kv: str = "f16") -> Model:
-    """The model of a GGUF file on a device.
+    """Load the model of a GGUF file on a device.
 
     Raises:
         DeviceError: no such device, or no room on it.
-        ModelError, ValueError: as Model.
+        ModelError, ValueError: as in Model.
     """
     check(device, kv)
     if device.startswith("rpc:"):
@@ -61,13 +61,13 @@ def load_model(path: bytes, kernel: str, num_threads: int, device: str, kv: str 
 
 
 def close_model(model: Model) -> None:
-    """Hang up on RPC servers; their weights are freed. A model of this machine goes with its last session."""
+    """Disconnect from RPC servers, which frees their weights. A local model is freed with its last session."""
     if isinstance(model, RemoteModel):
         model.servers.close()
 
 
 def open_session(model: Model, n_ctx: int = 0) -> Session:
-    """A new context of a model, wherever that is; errors as Session."""
+    """Open a context of a local or remote model; errors as in Session."""
     if isinstance(model, RemoteModel):
         return cast(Session, RemoteSession(model, n_ctx))
     return Session(model, n_ctx)

@@ -1,7 +1,7 @@
-"""Models on other machines: ggml's RPC client in a process of its own, and what stands in for model and sessions.
+"""Models on RPC servers: ggml's RPC client in a child process, and stand-ins for Model and Session.
 
-ggml ends the whole process when a server dies or answers nonsense. So everything that speaks to one happens in a
-child, whose end is an exception here.
+ggml aborts the process when a server dies or its answer is invalid. The client therefore runs in a child process, whose
+end raises an exception here.
 """
 
 from __future__ import annotations
@@ -20,33 +20,32 @@ from pystaged._core import DeviceError, Sampling
 from pystaged.process import Child, ChildError, ChildSilentError
 
 _CONNECT_SECONDS = 5.0
-_ANSWER_SECONDS = 60.0  # longest silence; PYSTAGED_RPC_TIMEOUT overrides it
-_ROWS = 64  # of one pass
+_ANSWER_SECONDS = 60.0  # longest time without an answer or a sign of life; PYSTAGED_RPC_TIMEOUT overrides it
+_ROWS = 64  # rows of one prefill pass
 _HELLO = 14  # command number, the same in every version of the protocol
 _CAPABILITIES = 24  # bytes
-KEPT = ...  # in calls: the sampling that the host keeps
+KEPT = ...  # stands in calls for the sampling that the host has stored
 
 
 def endpoints(device: str) -> list[str]:
-    """The servers of "rpc:HOST:PORT,HOST:PORT".
+    """Split "rpc:HOST:PORT,HOST:PORT" into servers.
 
     Raises:
-        ValueError: a part is no HOST:PORT.
+        ValueError: a part is not HOST:PORT.
     """
     found = device.removeprefix("rpc:").split(",")
     for endpoint in found:
         host, _, port = endpoint.rpartition(":")
         if not host or ":" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
-            raise ValueError(f"'{endpoint}' in device '{device}' is no HOST:PORT; write rpc:192.168.0.7:50052")
+            raise ValueError(f"'{endpoint}' in device '{device}' is not HOST:PORT; write rpc:192.168.0.7:50052")
     return found
 
 
 def check_server(endpoint: str) -> None:
-    """Shake hands with a server and hang up.
+    """Connect to a server, check its protocol version, and disconnect.
 
     Raises:
-        DeviceError: no RPC in the installed llama-cpp-python; nobody answers there, or in another version of the
-            protocol.
+        DeviceError: the installed llama-cpp-python has no RPC; or no server answers there, or with another version.
     """
     own = _core.rpc_version()
     host, _, port = endpoint.rpartition(":")
@@ -62,23 +61,23 @@ def check_server(endpoint: str) -> None:
     except OSError as error:
         raise DeviceError(f"RPC server {endpoint} cannot be reached: {error.strerror or error}") from None
     if len(head) < 8 + 3 or not 3 <= struct.unpack("<Q", head[:8])[0] <= 1 << 10:
-        raise DeviceError(f"{endpoint} is no RPC server of ggml; start one there with: pystaged rpc-server")
+        raise DeviceError(f"{endpoint} is not a ggml RPC server; start one there with: pystaged rpc-server")
     major, minor = head[8], head[9]
     if major != own[0] or minor > own[1]:
         raise DeviceError(
-            f"RPC server {endpoint} speaks version {major}.{minor} of the protocol, but here it is {own[0]}.{own[1]}; "
+            f"RPC server {endpoint} has version {major}.{minor} of the protocol, this machine has {own[0]}.{own[1]}; "
             "install the same llama-cpp-python on both machines"
         )
 
 
 class Servers:
-    """One model on RPC servers, held by a process of its own. Calls wait for their turn, and fail once it has ended.
+    """Connection to RPC servers that hold one model, in a child process. Calls are serialized.
 
     Args:
         device: "rpc:HOST:PORT,HOST:PORT".
 
     Raises:
-        DeviceError: a server cannot be reached, or is of another version.
+        DeviceError: a server cannot be reached, or has another version.
     """
 
     def __init__(self, device: str) -> None:
@@ -86,15 +85,15 @@ class Servers:
         for endpoint in self._endpoints:
             check_server(endpoint)
         self._timeout = float(os.environ.get("PYSTAGED_RPC_TIMEOUT", _ANSWER_SECONDS))
-        # Without this variable ggml starts a debugger before it gives up.
+        # Without this variable ggml starts a debugger before it aborts.
         self._child = Child("pystaged.backends.rpc_host", GGML_NO_BACKTRACE="1")
         self._failure: str | None = None
 
     def call(self, name: str, *args: object) -> Any:
-        """What the host's method of that name returns or raises; see rpc_host.py.
+        """Call a method of the child's Host, see rpc_host.py; returns its result or raises its error.
 
         Raises:
-            DeviceError: a server died or is silent; so does every later call.
+            DeviceError: a server died or did not answer in time, in this call or an earlier one.
         """
         if self._failure:
             raise DeviceError(self._failure)
@@ -105,7 +104,7 @@ class Servers:
             raise DeviceError(self._failure) from None
 
     def close(self) -> None:
-        """End the process; later calls raise DeviceError."""
+        """End the child process; later calls raise DeviceError."""
         self._failure = self._failure or "the connection to the RPC servers is closed"
         self._child.close()
 
@@ -158,7 +157,7 @@ class RemoteModel:
 class RemoteSession:
     """Stands in for _core.Session."""
 
-    windowed_cell_bytes = most_windowed = 0  # devices keep everything
+    windowed_cell_bytes = most_windowed = 0  # devices keep all tokens in layers with a sliding window
 
     def __init__(self, model: RemoteModel, n_ctx: int, begun: int | None = None) -> None:
         self.weight_bytes = model.weight_bytes
@@ -167,7 +166,7 @@ class RemoteSession:
         if begun is None:
             begun, n_ctx = self._servers.call("open", n_ctx)
         self._id, self.n_ctx = begun, n_ctx
-        self._sampling: Sampling | Sequence[Sampling] | None = None  # that the host keeps
+        self._sampling: Sampling | Sequence[Sampling] | None = None  # that the host has stored
 
     def fork(self, length: int) -> RemoteSession:
         return RemoteSession(self._model, self.n_ctx, self._servers.call("fork", self._id, length))
@@ -175,7 +174,7 @@ class RemoteSession:
     def prefill(self, tokens: NDArray[np.int32]) -> None:
         length = len(self.tokens)
         try:
-            # A call for each pass, so that each is a sign of life and Ctrl-C has its chance.
+            # One call for each pass, so that the timeout counts from the last pass and Ctrl-C is handled between.
             for first in range(0, len(tokens), _ROWS):
                 self._call("prefill", tokens[first : first + _ROWS])
         except (KeyboardInterrupt, ValueError):
@@ -238,7 +237,7 @@ class RemoteSession:
         try:
             self._call("close")
         except DeviceError:
-            return  # it went with its server
+            return  # the server is gone, and the session with it
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -258,8 +257,8 @@ class RemoteSession:
         return bool(self._servers.call("get", self._id, "closed"))
 
     def _told(self, sampling: Sampling | Sequence[Sampling]) -> object:
-        """What stands for a sampling in calls. The host is told of it once, because its rules may be as large as the
-        vocabulary."""
+        """Send a sampling to the host if it is new, and return its stand-in. It is sent once, because its rules may
+        be as large as the vocabulary."""
         if sampling is not self._sampling:
             self._servers.call("keep", self._id, sampling)
             self._sampling = sampling

@@ -1,4 +1,4 @@
-"""The process in which ggml speaks to RPC servers: it may end at any moment, and only a connection breaks."""
+"""The child process that runs ggml's RPC client; if ggml aborts it, the parent only loses a connection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Host:
     """One model and its sessions.
 
     Args:
-        connection: told now and then that a long call is getting on.
+        connection: to the parent, which gets a sign of life every second while the model loads.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -34,7 +34,7 @@ class Host:
         return {name: getattr(self._model, name) for name in names}
 
     def open(self, n_ctx: int) -> tuple[int, int]:
-        """Open a session; returns its number and its positions."""
+        """Open a session; returns its number and its n_ctx."""
         self._sessions.append(_core.Session(self._model, n_ctx))
         return len(self._sessions) - 1, self._sessions[-1].n_ctx
 
@@ -44,7 +44,7 @@ class Host:
         return len(self._sessions) - 1
 
     def keep(self, session: int, sampling: object) -> None:
-        """Keep a sampling for a session's calls, which have KEPT in its place."""
+        """Store a sampling for the session's calls, whose arguments have KEPT in its place."""
         self._samplings[session] = sampling
 
     def call(self, session: int, name: str, *args: object) -> Any:
@@ -65,6 +65,6 @@ class Host:
 
 
 def main() -> None:
-    """Answer calls until whoever makes them is gone."""
+    """Answer calls until the parent ends."""
     connection = parent()
     serve(connection, Host(connection))

@@ -1,1 +1,1 @@
-"""Who proposes tokens: a draft model, n-grams."""
+"""Drafters: draft models, draft heads and n-grams."""

@@ -1,18 +1,17 @@
-"""N-grams of the running context."""
+"""N-grams of the current sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-_MAX_ORDER = 4  # longest n-gram of the running context
-_WINDOW = 32  # most recent occurrences looked at, to bound the time of a lookup
+_MAX_ORDER = 4  # tokens of the longest n-gram
+_WINDOW = 32  # most recent occurrences that a lookup counts, to bound its time
 
 
 class ContextNgrams:
-    """The n-grams of orders 1 to 4 of the committed tokens, and what followed them.
+    """The n-grams of orders 1 to 4 of the committed tokens, and the positions of the tokens that followed them.
 
-    An n-gram maps to the positions of the tokens that followed it. The `tail` of a lookup is the committed tokens and
-    then perhaps a hypothetical path; its last 4 tokens suffice.
+    The `tail` of a lookup is the committed tokens, perhaps followed by a guessed path; its last 4 tokens suffice.
     """
 
     def __init__(self) -> None:
@@ -31,11 +30,11 @@ class ContextNgrams:
             self._tokens.append(int(token))
 
     def chances(self, tail: Sequence[int], k: int) -> tuple[dict[int, float], int]:
-        """What followed the longest suffix of `tail`, at most 4 tokens, that has been followed by anything.
+        """The tokens that followed the longest suffix of `tail`, of at most 4 tokens, that occurred before.
 
         Returns:
             at most k tokens, the most frequent first, then the most recent, each with count / (occurrences + 1) among
-            the 32 most recent occurrences; and how many tokens matched, 0 for no match.
+            the 32 most recent occurrences; and the length of the suffix, 0 for no match.
 
         Raises:
             ValueError: k is below 1.
@@ -59,7 +58,7 @@ def _by_count(item: tuple[int, int]) -> int:
 
 
 def _suffixes(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The last 4, 3, 2 and 1 tokens, as far as there are so many."""
+    """The last 4, 3, 2 and 1 tokens; shorter lists have fewer suffixes."""
     last = tuple(tokens[-_MAX_ORDER:])
     while last:
         yield last

@@ -1,4 +1,4 @@
-"""Text sampled from a model, many sequences in one pass: what its n-gram table is counted on."""
+"""Samples text from a model, many sequences in one pass, to count its n-gram table on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pystaged.chat.format import ChatFormat
     from pystaged.engine import Engine
 
-_SHARE = 16  # sequences that a context has room for: short ones, but trigrams look back two tokens only
+_SHARE = 16  # a sequence is a context's length divided by this; trigrams need no longer ones
 _SIDE_BY_SIDE = 64  # sequences in one pass
 _LONGEST_QUESTION, _LONGEST_ANSWER = 128, 256
 
@@ -31,8 +31,8 @@ def sample_documents(
 
     Args:
         start: the token before each sequence, normally the end of text.
-        num_tokens: in all sequences together, at least; they come by sixteens.
-        temperature: 1.5 in Spector & Ré 2023 (arXiv 2308.04623), to see more of what the draft may say.
+        num_tokens: least number of tokens in all; the number of sequences is a multiple of 16.
+        temperature: 1.5 in Spector & Ré 2023 (arXiv 2308.04623), for more varied text.
         seed: the same seed gives the same text; from 0 to 2**32 - 1.
 
     Yields:
@@ -48,13 +48,13 @@ def sample_documents(
 def sample_answers(
     engine: Engine, num_tokens: int, *, temperature: float, seed: int = 0
 ) -> Iterator[NDArray[np.int32]]:
-    """Sample answers of a model that chats to questions of its own: after the beginning of a user's turn such a model
-    writes what users ask (Xu et al. 2024, arXiv 2406.08464).
+    """Sample a chat model's answers to its own questions: prompted with the beginning of a user's turn, it writes a
+    question (Xu et al. 2024, arXiv 2406.08464).
 
     Args:
-        num_tokens: of all answers together, at least; they come by sixty-four, or fewer where a question is empty or
-            was asked before.
-        temperature: of the questions and of every other answer; the rest is greedy.
+        num_tokens: least number of tokens of all answers. They are sampled in groups of 64, or fewer where a question
+            is empty or a repetition.
+        temperature: of the questions and of every other answer; the other answers are greedy.
         seed: the same seed gives the same text; from 0 to 2**32 - 1.
 
     Yields:
@@ -64,7 +64,7 @@ def sample_answers(
         ValueError: at once: temperature or seed out of range, or the model's template writes nothing before a message.
         ChatTemplateError: at once: the template cannot be used.
         ContextFullError: the model's context is too short for a question.
-        ValueError: the model asks nothing new, or answers nothing.
+        ValueError: the model repeats its questions, or its answers are empty.
     """
     check_sampling(temperature, seed)
     return _answered(engine, user_opening(engine.chat_format), num_tokens, temperature, seed << 32)
@@ -80,7 +80,7 @@ def user_opening(chat_format: ChatFormat) -> list[int]:
     one, other = (chat_format.encode([{"role": "user", "content": word}]).tolist() for word in ("a", "b"))
     opening = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
     if not opening:
-        raise ValueError("the model's chat template writes nothing before a message, so there is nothing to begin with")
+        raise ValueError("the model's chat template writes nothing before a message, so questions have no prompt")
     return opening
 
 
@@ -102,14 +102,14 @@ def _answered(
             yield np.array(answer.tokens, np.int32)
         if written == before:
             raise ValueError(
-                "the model asks itself nothing new, or answers nothing; try another seed or a higher temperature"
+                "the model repeats its questions, or its answers are empty; try another seed or a higher temperature"
             )
         if written >= num_tokens:
             return
 
 
 def _answers(engine: Engine, questions: Sequence[str], temperature: float, seed: int) -> Iterator[Text]:
-    """Every other one greedy; each has a seed of its own, or all would draw alike."""
+    """Sequences that answer the questions; every other one is greedy. Each has its own seed, so that samples differ."""
     chat_format = engine.chat_format
     return (
         engine.runtime.sequence(
@@ -126,7 +126,7 @@ def _answers(engine: Engine, questions: Sequence[str], temperature: float, seed:
 
 
 def check_sampling(temperature: float, seed: int) -> None:
-    """Raise ValueError where temperature or seed are out of range, as of sample_documents and sample_answers."""
+    """Raise ValueError if the temperature or seed of sample_documents or sample_answers is out of range."""
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be above 0 and finite, or all sequences are the same; not {temperature}")
     if not 0 <= seed < 2**32:

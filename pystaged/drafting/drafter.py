@@ -1,4 +1,4 @@
-"""The drafter: grows a tree from what its proposers say, under a policy, and learns how often they are right."""
+"""The drafter: grows a tree from its proposers' candidates under a policy, and learns how often they are right."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from pystaged.drafting.mixing import Calibration, mix, rank
 from pystaged.drafting.proposer import TAIL, Candidates, GrowingTree, Proposal, Proposer
 from pystaged.stats import DrafterStats
 
-_CANDIDATES = 6  # per node; even where fewer become children, the others tell how sure the first one is
+_CANDIDATES = 6  # per node; even where fewer become children, all are needed for the share of the first
 
 
 class TreeDrafter:
-    """Grows a tree: the policy says how many of the best leaves come next, proposers say what may follow them.
+    """Grows a tree: the policy decides how many of the best leaves to expand, the proposers propose their children.
 
     Args:
         proposers: a draft model alone; or lookups, and perhaps a draft head, in the order of mixing.SHARES.
         policy: decides how the tree grows.
-        vocab_size: the target's; tokens from here on are never proposed.
-        cost: processor seconds of expanding so many leaves, beyond the passes that proposers ask for; refined here.
-            None for none.
-        meter: of what drafting costs; the decoder's, where that keeps an account.
+        vocab_size: the target's; tokens at or above it are never proposed.
+        cost: processor seconds to expand a number of leaves, not counting the proposers' passes; refined here. None
+            counts 0.
+        meter: measures the time of drafting; the decoder's, if that has a budget.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class TreeDrafter:
         self._cost = cost
         self._calibrations = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
         self._calibration = self._calibrations[True]
-        self._children = 0  # of a node
+        self._children = 0  # most children of a node
         self._constraint: Constraint | None = None
-        self._tail: list[int] = []  # of what is predicted and the text
-        self._length = 0  # of the text, its root included
-        self._tree: GrowingTree | None = None  # whose outcome is not known yet
-        self._ranked: list[tuple[float, int]] = []  # its guesses by their negative scores, rising
-        self._leaves: list[tuple[float, int]] = []  # of these, those that may be expanded
-        self._asked = False  # whether proposers were asked for a guess after its root
+        self._tail: list[int] = []  # last tokens of the prediction and the sequence
+        self._length = 0  # tokens of the sequence, its root included
+        self._tree: GrowingTree | None = None  # the last tree until its outcome is known
+        self._ranked: list[tuple[float, int]] = []  # negative score and node of each guess, ascending
+        self._leaves: list[tuple[float, int]] = []  # those of them that can be expanded
+        self._asked = False  # whether proposers were asked for a guess after the root
 
     def work(self) -> dict[str, DrafterStats]:
         return {self._stage.name.lower(): replace(self.stats)}
@@ -103,7 +103,7 @@ class TreeDrafter:
             proposer.end()
 
     def most_levels(self) -> float:
-        """Levels of a tree that its proposers have room for."""
+        """Levels of a tree that the contexts of its proposers have room for."""
         return min(proposer.most_levels() for proposer in self._proposers)
 
     def lag(self) -> float:
@@ -121,7 +121,7 @@ class TreeDrafter:
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
         begin = self._meter()
         if self._tree is not None:
-            self._discard()  # what came of the last tree is not known: its step failed
+            self._discard()  # the outcome of the last tree is not known, because its step failed
         self._calibration = self._calibrations[sampling.is_greedy]
         self._asked = False
         max_depth = int(min(max_depth, self.most_levels()))
@@ -145,9 +145,9 @@ class TreeDrafter:
             last = self._force(tree)
             for proposer in self._proposers:
                 yield from proposer.begin(tree, last, seconds - (self._meter() - begin))
-            # The root is always expanded; then the policy is asked.
+            # The root is always expanded; then the policy decides.
             growth, width = self._growth(passes, self._meter() - begin), 1
-            seconds -= self.lag()  # of what is read together with the root
+            seconds -= self.lag()  # for the tokens that are read in the root's pass
             while width > 0:
                 yield from self._expand(tree, width)
                 passes += 1
@@ -183,14 +183,14 @@ class TreeDrafter:
             proposer.discard()
 
     def _affordable(self, width: int, seconds: float) -> int:
-        """How many leaves, at most `width`, can be expanded in so many seconds."""
+        """Number of leaves, at most `width`, that can be expanded in `seconds`."""
         if seconds < math.inf:
             while width > 0 and self.price(width) > seconds:
                 width -= 1
         return width
 
     def _force(self, tree: GrowingTree) -> int:
-        """Add the tokens that must follow the root; returns the last of them, to grow from."""
+        """Add the tokens that the constraint forces after the root; returns the last node, which is expanded first."""
         last = 0
         for token in self._constraint.forced()[: min(tree.max_depth - 1, MAX_NODES)] if self._constraint else []:
             last = tree.add(last, token, 1.0, Stage.GRAMMAR, CERTAIN)
@@ -203,7 +203,7 @@ class TreeDrafter:
         return Growth(scores, leaves, passes, seconds, self._length - 1)
 
     def _expand(self, tree: GrowingTree, width: int) -> Requests[None]:
-        """Ask all proposers what may follow the best leaves, and add it."""
+        """Add the proposers' candidates as children of the best leaves."""
         nodes = [node for _, node in self._leaves[:width]]
         del self._leaves[:width]
         said = []
@@ -213,7 +213,7 @@ class TreeDrafter:
             self._add(tree, node, self._candidates(tree, node, proposals))
 
     def _candidates(self, tree: GrowingTree, node: int, said: Sequence[Proposal | Candidates]) -> Candidates:
-        """What proposers say of a node: the candidates of the only one, or the best of what they propose together."""
+        """The candidates after a node: those of the only proposer, or the best of the mixed proposals."""
         if isinstance(said[0], Candidates):
             return said[0]
         mixed = mix([proposal for proposal in said if isinstance(proposal, Proposal)])
@@ -239,7 +239,7 @@ class TreeDrafter:
                 insort(self._leaves, (-score, child))
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Compare what was proposed along the target's path with what it chose."""
+        """Update the calibration with the target's choice at each node of its path."""
         self.hit = None
         tree = self._tree
         if tree is None:

@@ -1,4 +1,4 @@
-"""A draft head, which goes on from the target's hidden state."""
+"""A draft head, which predicts tokens from the target's hidden state."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MEASURED_ROWS = 8
 
 
 class HeadProposer(Proposer):
-    """Says nothing right after a prompt, because there is no hidden state yet.
+    """Proposes by a draft head; nothing in the first step, which has no hidden state yet.
 
     Args:
-        head: made for the target.
-        model: the target, which hands out the states that the head reads.
-        target: its session, between steps.
+        head: a head made for the target.
+        model: the target.
+        target: the target's session, whose hidden states the head reads between steps.
     """
 
     stage = Stage.DRAFT
@@ -35,7 +35,7 @@ class HeadProposer(Proposer):
         head.check(model)
         self._head, self._model, self._target = head, model, target
         self._num_candidates = min(_CANDIDATES, len(head.tokens))
-        self._states: dict[int, NDArray[np.float32]] = {}  # behind each node, float32[width]; -1 is before the root
+        self._states: dict[int, NDArray[np.float32]] = {}  # after each node, float32[width]; -1 is before the root
 
     def begin(self, tree: GrowingTree, node: int, seconds: float) -> Requests[None]:
         yield from ()
@@ -44,7 +44,7 @@ class HeadProposer(Proposer):
         if len(states) == 0:
             return
         self._states[-1] = self._head.begin(self._model, states[-1])
-        # Tokens that a grammar forces before the first guess are taken in, and nothing is asked.
+        # Forced tokens before the first guess advance the state, without candidates.
         for forced in range(node):
             if self.meter() - begin > seconds:
                 self._states = {}
@@ -63,7 +63,7 @@ class HeadProposer(Proposer):
         tokens = [tree.nodes[node].token for node in nodes]
         try:
             states, candidates, logprobs = self._head.step(self._model, before, tokens, k)
-        except ModelError:  # weights that overflow: the others go on alone
+        except ModelError:  # the weights overflow: the other proposers go on alone
             self._states = {}
             return [Proposal({}, HEAD) for _ in nodes]
         self._states |= zip(nodes, states, strict=True)
@@ -74,7 +74,7 @@ class HeadProposer(Proposer):
 
 
 def measure_head(head: DraftHead, model: Model, ngrams: NgramCost) -> NgramCost:
-    """Time the head's steps on this machine, for some hundredths of a second, and add lookups beside them."""
+    """Time the head's steps on this machine for some hundredths of a second; returns `ngrams` with them added."""
     states = np.ones((_MEASURED_ROWS, head.width), np.float32)
     tokens = np.zeros(_MEASURED_ROWS, np.int32)
 

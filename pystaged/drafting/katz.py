@@ -1,4 +1,4 @@
-"""Estimate a Katz-backoff trigram from text: the discounted counts, and the best words of every context.
+"""Estimates a Katz-backoff trigram from text: the discounted counts, and the best words of every context.
 
 Katz, "Estimation of probabilities from sparse data for the language model component of a speech recognizer", 1987.
 An order's n-grams are packed into int64: context * vocab_size + word, where the context is packed likewise.
@@ -23,11 +23,11 @@ _Floats = NDArray[np.float64]
 class KatzTrigram:
     """The head of the backed-off distribution of every known context, down to its last seen word.
 
-    What follows a head is the shorter context's distribution without the head's words, times `backoffs`.
+    Words outside a head have the shorter context's probability times `backoffs`.
 
     older, newer: int64[rows], the context's tokens + 1, 0 for none; ascending, the empty context first.
-    lengths: int64[rows], the sizes of the heads that follow one another in tokens: int64[n] and probabilities:
-    float64[n], descending, ties to the lowest id. backoffs: float64[rows].
+    lengths: int64[rows], the sizes of the heads, which are concatenated in tokens: int64[n] and probabilities:
+    float64[n], descending in a head, ties to the lowest id. backoffs: float64[rows].
     """
 
     num_tokens: int
@@ -44,7 +44,7 @@ def estimate(
 ) -> KatzTrigram:
     """Count n-grams inside each document and estimate the heads, of at most `max_successors` words each.
 
-    Trigrams seen less than `min_count` times are dropped and their mass goes to the backoff.
+    Trigrams seen less than `min_count` times are dropped; their probability goes to the backoff.
 
     Raises:
         ValueError: there is no text, or a document is not integer[n] inside the vocabulary.
@@ -58,7 +58,7 @@ def estimate(
     heads = [_Heads(levels[0].rows, tokens, probabilities, np.ones(vocab_size, np.bool_))]
     for level, widths in zip(levels[1:], _widths(levels, vocab_size, max_successors), strict=True):
         heads.append(_rank(level, heads[-1], widths, vocab_size, max_successors))
-    heads[1].stored[:max_successors] = True  # below the unigrams there is nothing to back off to
+    heads[1].stored[:max_successors] = True  # unigrams have no shorter context to back off to
     return KatzTrigram(
         num_tokens=len(text),
         older=np.concatenate([level.contexts // vocab_size + (level.order == 3) for level in levels[1:]]),
@@ -72,7 +72,7 @@ def estimate(
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """The Katz model of one order: P(word | context) of the n-grams kept, and the factor on all others' shorter P.
+    """The Katz model of one order: P(word | context) of the kept n-grams, and the backoff factors of the contexts.
 
     grams: int64[n], ascending; probabilities: float64[n]; rows: int64[n], the context of each.
     contexts: int64[c], ascending; above: int64[c], the row of the shorter context; backoffs: float64[c].
@@ -107,7 +107,7 @@ class _Heads:
 
 
 def _join(documents: Iterable[NDArray[np.integer]], vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """All documents in a row, and a flag on the first token of each."""
+    """Concatenate the documents, and flag the first token of each."""
     parts = [part for part in map(np.asarray, documents) if part.size]
     if not parts:
         raise ValueError("there is no text to count")
@@ -122,7 +122,7 @@ def _join(documents: Iterable[NDArray[np.integer]], vocab_size: int) -> tuple[ND
 
 
 def _pack(text: NDArray[np.int32], begins: NDArray[np.bool_], order: int, vocab_size: int) -> _Ints:
-    """One number for every n-gram that lies inside a document."""
+    """Pack every n-gram that lies inside a document into one number."""
     count = max(len(text) - order + 1, 0)
     grams = np.zeros(count, np.int64)
     inside = np.ones(count, np.bool_)
@@ -142,9 +142,9 @@ def _uniform(vocab_size: int) -> _Level:
 
 
 def _shares(counts: _Ints) -> _Floats:
-    """The share of a count r that stays with its n-gram, by min(r, 6): Good-Turing for r <= 5 (Katz 1987), else 1.
+    """The share of a count r that its n-gram keeps, by min(r, 6): Good-Turing for r <= 5 (Katz 1987), else 1.
 
-    Half a count is taken off where the counts of counts are too irregular for Good-Turing.
+    Where the counts of counts are too irregular for Good-Turing, half a count is subtracted instead.
     """
     limit = _RELIABLE_COUNT
     occurring = np.bincount(np.minimum(counts, limit + 2), minlength=limit + 3).astype(np.float64)
@@ -156,7 +156,7 @@ def _shares(counts: _Ints) -> _Floats:
 
 
 def _discount(text_grams: _Ints, shorter: _Level, vocab_size: int, min_count: int) -> _Level:
-    """Discount the counts of one order and leave what that frees to the words not kept."""
+    """Discount the counts of one order, and give the freed probability to the words that were not kept."""
     grams, counts = np.unique(text_grams, return_counts=True)
     every_context, every_row = _group(grams // vocab_size)
     every_total = np.bincount(every_row, counts)
@@ -170,7 +170,7 @@ def _discount(text_grams: _Ints, shorter: _Level, vocab_size: int, min_count: in
     retained = np.bincount(rows, remaining, len(contexts))
     complete = np.bincount(rows, minlength=len(contexts)) == vocab_size
     totals = every_total[np.searchsorted(every_context, contexts)]
-    # With nothing freed the context gets one more count, so that no word is impossible (SRILM does this too).
+    # If nothing is freed, the total gets one more count, so that no word is impossible (SRILM does this too).
     totals = np.where(complete, retained, totals + (retained >= totals))
     unseen = np.where(complete, 1, 1 - np.bincount(rows, shorter.probabilities[below], len(contexts)))
     backoffs = np.where(complete, 0, (1 - retained / totals) / unseen)
@@ -178,15 +178,15 @@ def _discount(text_grams: _Ints, shorter: _Level, vocab_size: int, min_count: in
 
 
 def _group(ascending: _Ints) -> tuple[_Ints, _Ints]:
-    """The distinct values, and for each element the index of its own."""
+    """The distinct values of a sorted array, and the index of each element's value."""
     is_new = np.diff(ascending, prepend=-1) > 0
     return ascending[is_new], np.cumsum(is_new) - 1
 
 
 def _widths(levels: list[_Level], vocab_size: int, max_successors: int) -> tuple[_Ints, _Ints, _Ints]:
-    """How many words to rank in each context of orders 1, 2 and 3, so that the longer contexts find all they need.
+    """Number of words to rank in each context of orders 1, 2 and 3, enough for the longer contexts.
 
-    Any word a context has seen may rank below those it backs off to, so it needs as many more from the shorter one.
+    All words that a context has seen may be among the best of the shorter one, so it needs that many more from there.
     """
     _, _, bigrams, trigrams = levels
     pairs = np.full(len(trigrams.contexts), max_successors)
@@ -220,6 +220,6 @@ def _rank(level: _Level, above: _Heads, widths: _Ints, vocab_size: int, max_succ
 
 
 def _ranges(begins: _Ints, lengths: _Ints) -> tuple[_Ints, _Ints]:
-    """Ranges begin, begin + 1, ... one after another: the number of the range, and the value."""
+    """Concatenate ranges begin, begin + 1, ...: the range's number, and the value, of each element."""
     numbers = np.repeat(np.arange(len(lengths)), lengths)
     return numbers, np.arange(len(numbers)) + (begins - np.cumsum(lengths) + lengths)[numbers]

@@ -1,4 +1,4 @@
-"""Proposers that look up: n-grams of the text, a table of n-grams, and what the target said before."""
+"""Proposers that look tokens up: n-grams of the sequence, an n-gram table, and recycled candidates of the target."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from pystaged.drafting.mixing import CONTEXT, RECYCLED, TABLE
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 from pystaged.drafting.table import NgramTable
 
-_CANDIDATES = 8  # of the text's n-grams and of the table
-_KEPT_LOOKUPS = 1024  # of a table: the same are asked for again and again
-_TIMED_TEXT = 64  # tokens, of which reading takes long enough to be timed
+_CANDIDATES = 8  # per node, of the sequence's n-grams and of the table
+_KEPT_LOOKUPS = 1024  # cached lookups of a table, which repeat often
+_TIMED_TEXT = 64  # fewest tokens whose reading takes long enough to be timed
 
 
 class Lookup(Proposer):
-    """A proposer that needs to know the last tokens alone."""
+    """A proposer that depends on the last tokens alone."""
 
     def after(self, tail: list[int]) -> Proposal:
-        """What may follow a text that ends so."""
+        """Propose tokens after a sequence whose last tokens are `tail`."""
         raise NotImplementedError
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
@@ -36,7 +36,7 @@ class Lookup(Proposer):
 
 
 class RecycledProposer(Lookup):
-    """What the target has said of its tokens in all texts so far."""
+    """Proposes the target's own candidates after the same tokens in earlier passes, of all sequences."""
 
     recycled: RecycledCandidates
 
@@ -49,7 +49,7 @@ class RecycledProposer(Lookup):
 
 
 class TableProposer(Lookup):
-    """A Katz trigram of the draft's text (Spector & Ré 2023)."""
+    """Proposes by a Katz trigram counted on the draft's text (Spector & Ré 2023)."""
 
     def __init__(self, table: NgramTable) -> None:
         self._vocab_size = table.vocab_size
@@ -68,16 +68,16 @@ class TableProposer(Lookup):
 
 
 class ContextProposer(Lookup):
-    """What followed the longest n-gram in the text itself, and in what is predicted of it.
+    """Proposes the tokens that followed the longest matching n-gram in the sequence or its prediction.
 
     Args:
-        read: processor seconds of reading so many tokens, refined here; None for none.
+        read: processor seconds to read a number of tokens, refined here; None counts 0.
     """
 
     def __init__(self, read: PassCost | None = None) -> None:
         self._read = read
         self._grams = ContextNgrams()
-        self._text: list[int] = []  # what is predicted, then the text
+        self._text: list[int] = []  # the prediction, then the sequence
 
     def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
         self._text = [*prediction, *context.tolist()]
@@ -117,15 +117,15 @@ class ContextProposer(Lookup):
 
     @property
     def _unread(self) -> int:
-        """Tokens whose n-grams are not known yet."""
+        """Number of tokens whose n-grams are not known yet."""
         return len(self._text) - len(self._grams)
 
 
 @dataclass(frozen=True, slots=True)
 class NgramCost:
-    """Processor seconds of looking up what follows nodes, with the Python around it, and of reading tokens.
+    """Processor seconds of lookups by number of nodes, with the Python around them, and of reading by number of tokens.
 
-    Both begin with what a laptop takes, and are refined while running.
+    The initial values are those of a laptop; they are refined while running.
     """
 
     lookup: PassCost = field(default_factory=lambda: PassCost({1: 5e-5}))
@@ -135,8 +135,8 @@ class NgramCost:
 def lookups(
     table: NgramTable | None = None, recycled: RecycledCandidates | None = None, cost: NgramCost | None = None
 ) -> list[Lookup]:
-    """All that can be looked up, in the order in which it is mixed: what is None is left out, n-grams of the text are
-    always there. Without a cost, reading the text is taken to be free."""
+    """The lookups in the order of mixing: those whose source is not None, and n-grams of the sequence. Without a cost,
+    the time of reading tokens counts 0."""
     return [
         *([RecycledProposer(recycled)] if recycled else []),
         *([TableProposer(table)] if table else []),

@@ -1,8 +1,7 @@
-"""How much each proposer counts: their shares in the mixture, and how often its candidates come true.
+"""Weights of the proposers: their shares in the mixture, and how often their candidates are right.
 
-A source is a number that says which proposer spoke and, of a lookup, after how many tokens. A draft model proposes
-alone. The other proposers are mixed in their order: each takes its share, and the rest goes to the mixture of those
-before it.
+A source is a number for a proposer and, for a lookup, the number of matching tokens. A draft model proposes alone. The
+other proposers are mixed in their order: each takes its share, and the rest goes to the mixture of those before it.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.tree import Cell
 from pystaged.drafting.proposer import Proposal
 
-# Sources. What lookups say together has the highest of their sources.
+# Sources. A mixture of lookups has the highest of their sources.
 NOBODY = 0
 DRAFT = 1
 TABLE = 2
-RECYCLED = (NOBODY, 3, 4)  # by how many tokens the candidates are known after
-CONTEXT = (NOBODY, 5, 6, 7, 8)  # by how many tokens the n-gram has
-HEAD = 16  # alone; added to the source of the lookups that it is mixed with
+RECYCLED = (NOBODY, 3, 4)  # by number of matching tokens
+CONTEXT = (NOBODY, 5, 6, 7, 8)  # by length of the n-gram
+HEAD = 16  # added to the source of the lookups that it is mixed with
 
-# The share of a proposer, by the source of what the ones before it say. Where they say nothing, it is 1. The longer the
-# n-gram of the text, the more it counts.
+# The share of a proposer, by the source of the mixture before it; 1 if that is empty. The longer an n-gram of the
+# sequence, the larger its share.
 SHARES: dict[int, dict[int, float]] = {
     TABLE: {RECYCLED[1]: 0.5, RECYCLED[2]: 0.2},
     CONTEXT[1]: {TABLE: 0.25, RECYCLED[1]: 0.6, RECYCLED[2]: 0.6},
@@ -47,7 +46,7 @@ SHARES: dict[int, dict[int, float]] = {
 
 
 def mix(proposals: Sequence[Proposal]) -> Proposal:
-    """What several proposers, in the order of their kinds above, say of one node."""
+    """Mix the proposals for one node, which must be in the order of the sources above."""
     said = [proposal for proposal in proposals if proposal.chances]
     if not said:
         return Proposal({}, NOBODY)
@@ -63,7 +62,7 @@ def mix(proposals: Sequence[Proposal]) -> Proposal:
 
 
 def rank(chances: dict[int, float], sampling: SamplingConfig, position: int, k: int) -> dict[int, float]:
-    """The scores of the k best tokens at a position of a text, as in Candidates; ties go to the lowest token."""
+    """The scores of the k best tokens at a position of a sequence, as in Candidates; ties go to the lowest token."""
     if sampling.is_greedy or not chances:
         likeliest = sorted([(-chance, token) for token, chance in chances.items()])[:k]
         return {token: math.log(-chance) for chance, token in likeliest}
@@ -77,15 +76,15 @@ def rank(chances: dict[int, float], sampling: SamplingConfig, position: int, k: 
 
 _EDGES = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23, 0.31, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.975, 0.99)
 _CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
-_TEMPERATURE = 1.25  # of the softmax; tells hits from misses best on the bundled pair
+_TEMPERATURE = 1.25  # of the softmax; separates hits from misses best for the bundled pair
 _RANKS = 6
 _MEMORY = 500.0  # observations after which the older ones fade
-_WEIGHT = 12.0  # observations that the prior is worth
-_TRUST_IN_DRAFT, _TRUST = 0.9, 0.6  # how often a share comes true, before anything is learnt: a draft's, any other's
+_WEIGHT = 12.0  # weight of the prior, in observations
+_TRUST_IN_DRAFT, _TRUST = 0.9, 0.6  # prior rate of a candidate, divided by its share: a draft's, any other's
 
 
 class Rates(dict[Cell, float]):
-    """The believed rate of each cell: a prior until something is learnt."""
+    """The estimated rate of each cell, with a prior for unseen ones."""
 
     def __missing__(self, cell: Cell) -> float:
         source, _, column = cell
@@ -94,21 +93,21 @@ class Rates(dict[Cell, float]):
 
 
 class Calibration:
-    """How often guesses come true: the probability that a candidate is the target's token, given that its parent is.
+    """Estimates the probability that a candidate is the target's token, given that its parent is.
 
-    Candidates are told apart by source, by rank, and by their share: the softmax of the scores of a node's candidates.
-    With shared noise the share predicts a hit far better than the rank alone, because a draft whose perturbed scores
-    are far apart would have to be far off for the target to choose another token.
+    There is one rate for each source, rank and bin of the share: the softmax over the scores of a node's candidates.
+    With shared noise the share predicts a hit far better than the rank alone: where the draft's perturbed scores are
+    far apart, the target would have to differ much from the draft to choose another token.
 
-    rates: the current belief of each cell.
+    rates: the current estimate for each cell.
     """
 
     def __init__(self) -> None:
         self.rates = Rates()
-        self._counts: dict[Cell, tuple[float, float]] = {}  # decayed: tried, and those that came true
+        self._counts: dict[Cell, tuple[float, float]] = {}  # decayed numbers of candidates and of hits
 
     def copy(self) -> Calibration:
-        """Another one that has learnt the same."""
+        """A copy of the learnt state."""
         other = Calibration()
         other.rates.update(self.rates)
         other._counts = self._counts.copy()
@@ -123,9 +122,9 @@ class Calibration:
         ]
 
     def update(self, cell: Cell, hit: bool) -> None:
-        """Learn whether a candidate came true whose parent did."""
+        """Learn whether a candidate whose parent was accepted is the target's token."""
         tried, hits = self._counts.get(cell) or (_WEIGHT, _WEIGHT * self.rates[cell])
         fade = min(1.0, _MEMORY / tried)
         tried, hits = self._counts[cell] = fade * tried + 1, fade * hits + hit
-        # Never certain: a tree must always be able to hold a sibling or end.
+        # Never 0 or 1, so that a tree can always grow a sibling or end.
         self.rates[cell] = min(max(hits / tried, 0.002), 0.998)

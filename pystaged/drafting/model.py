@@ -1,4 +1,4 @@
-"""A draft model, which proposes by passes of its own."""
+"""A draft model, which proposes by passes over its own context."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from pystaged.decoding.tree import Stage
 from pystaged.drafting.mixing import DRAFT
 from pystaged.drafting.proposer import Candidates, GrowingTree, Proposer
 
-_LONGEST_PREFIX_ROWS = 16  # rows it catches up on together with the root, rather than in passes of their own
-_PIECE = 32  # tokens read at once while it is not known how long reading takes
+_LONGEST_PREFIX_ROWS = 16  # most missing tokens that are read in the root's pass rather than by prefill
+_PIECE = 32  # tokens of the pieces whose time estimates the rest of prefill
 
 Path = tuple[int, ...]  # tokens below the root
 
 
 class ModelProposer(Proposer):
-    """Evaluates all nodes that it is asked for in one pass; what the draft chooses is ranked under the text's sampling.
+    """Evaluates the requested nodes in one pass and ranks the draft's candidates under the sequence's sampling.
 
     Args:
         session: the draft's own context.
-        cost: processor seconds of a pass, refined here; None for none.
-        substitutes: what the draft reads in place of the target's tokens that it lacks or that mean something else to
-            it; those are never proposed.
+        cost: processor seconds of a pass, refined here; None counts 0.
+        substitutes: the draft's token for each token of the target that the draft lacks or has with another meaning;
+            those tokens are never proposed.
     """
 
     stage = Stage.DRAFT
-    spare_rows = 0  # of a pass, for guesses
+    spare_rows = 0  # rows of a pass for guesses of a stage below
 
     def __init__(
         self, session: Session, cost: PassCost | None = None, substitutes: Mapping[int, int] | None = None
@@ -42,11 +42,11 @@ class ModelProposer(Proposer):
         self.session = session
         self._cost = cost
         self._substitutes = substitutes or {}
-        self._pace = 1.0  # of reading, to what passes of a piece each would take
+        self._pace = 1.0  # measured time of prefill, divided by the cost of its pieces
         self._length = 0  # tokens committed in the session
-        self._missing: list[int] = []  # tokens of the text before the root that the session has not seen
+        self._missing: list[int] = []  # tokens of the sequence before the root that the session has not read
         self._root = 0
-        self._rows: dict[Path, int] = {}  # pending rows of the tree in hand
+        self._rows: dict[Path, int] = {}  # pending rows of the current tree
         self._num_rows = 0
 
     def sessions(self) -> list[Session]:
@@ -85,10 +85,10 @@ class ModelProposer(Proposer):
     def lag(self) -> float:
         missing = len(self._missing)
         if missing >= self.session.n_ctx - self._length:
-            return math.inf  # the text is longer than the draft's context
+            return math.inf  # the sequence is longer than the draft's context
         if self._cost is None or missing == 0:
             return 0.0
-        if self.is_ready:  # they ride along with the root
+        if self.is_ready:  # they are read in the root's pass
             return self._cost(missing + 1, self._length) - self._cost(1, self._length)
         return self._reading(self._cost, missing)
 
@@ -99,7 +99,7 @@ class ModelProposer(Proposer):
         while self._missing:
             piece = len(self._missing)
             if self._cost and seconds < math.inf:
-                # Where not all can be read, a piece tells how long the rest will really take.
+                # If not all seem to fit, the time of one piece corrects the estimate.
                 left = seconds - (self.meter() - begin)
                 if self._reading(self._cost, piece) > left:
                     piece = min(_PIECE, piece)
@@ -118,7 +118,7 @@ class ModelProposer(Proposer):
             self._rows[path] = self._num_rows + len(tokens)
             tokens.extend(self._spelled([path[-1] if path else self._root]))
 
-        if not self._rows:  # also what is missing, the root, and tokens that must follow it
+        if not self._rows:  # the first pass also has the missing tokens, the root, and forced tokens after it
             tokens += self._missing
             parents += range(-1, len(tokens) - 1)
             for depth in range(len(paths[0])):
@@ -158,7 +158,7 @@ class ModelProposer(Proposer):
             self._missing += emitted[:-1]
         else:
             rows, path = list(range(len(self._missing))), Path()
-            for token in tokens:  # the last of which is the next root, and no part of the context yet
+            for token in tokens:  # the last one is the next root, which is not committed yet
                 if path not in self._rows:
                     break
                 rows.append(self._rows[path])
@@ -170,7 +170,7 @@ class ModelProposer(Proposer):
         self._forget()
 
     def _guess(self, tree: GrowingTree, node: int) -> list[int]:
-        """Tokens that may follow a node, to be evaluated in the same pass; none without a stage below."""
+        """Guesses after a node, to evaluate in the same pass; none without a stage below."""
         del tree, node
         return []
 
@@ -184,8 +184,8 @@ class ModelProposer(Proposer):
         return Candidates(good, DRAFT)
 
     def _masks(self, constraint: Constraint, paths: Sequence[Path]) -> NDArray[np.uint32]:
-        """What may follow each path, uint32[paths, words]. What follows a forbidden one does not matter, nor what the
-        draft proposes where it has none of the tokens."""
+        """Allowed tokens after each path, uint32[paths, words]. All are allowed after a forbidden path, or if the draft
+        has none of the allowed tokens: its proposals do not matter there."""
         words, rest = divmod(self.session.vocab_size, 32)
         known = np.full(words + 1, 0xFFFFFFFF, np.uint32)  # the draft's tokens
         known[words] = (1 << rest) - 1
@@ -199,7 +199,7 @@ class ModelProposer(Proposer):
         return masks
 
     def _reading(self, cost: PassCost, tokens: int) -> float:
-        """Seconds that reading so many of the missing tokens takes, about."""
+        """Estimated seconds to prefill a number of the missing tokens."""
         return self._pace * cost(_PIECE, self._length + tokens // 2) * tokens / _PIECE
 
     def _read(self, piece: int) -> Requests[None]:
@@ -207,7 +207,7 @@ class ModelProposer(Proposer):
         piece = done.result
         if self._cost and piece >= _PIECE:
             seconds, believed = done.share * done.processor_seconds, self._reading(self._cost, piece)
-            # Noise only ever adds: what was less is believed at once.
+            # Noise only adds time, so a shorter time counts fully.
             self._pace *= min(seconds / believed, 1 + 0.5 * surprise(seconds, believed))
         self._length += piece
         del self._missing[:piece]
@@ -216,5 +216,5 @@ class ModelProposer(Proposer):
         self._rows, self._num_rows = {}, 0
 
     def _spelled(self, tokens: list[int]) -> list[int]:
-        """The same for the draft to read."""
+        """The draft's tokens in place of the target's."""
         return [self._substitutes.get(token, token) for token in tokens] if self._substitutes else tokens

@@ -1,4 +1,4 @@
-"""What a proposer is asked, and what it says."""
+"""The interface of a proposer, the growing tree that it is given, and its answers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import Stage, TreeBuilder
 from pystaged.stats import DrafterStats
 
-TAIL = 4  # tokens that the longest n-gram looks back at
+TAIL = 4  # tokens of the longest n-gram
 
 
 class GrowingTree(TreeBuilder):
-    """A tree that grows at the end of a text.
+    """A growing tree at the end of a sequence.
 
     Args:
-        tail: the last tokens of the text, at most TAIL; the last one is the root.
-        length: tokens of the text, the root included.
-        max_depth: levels at most.
-        num_candidates: wanted of each node.
-        sampling: the text's.
-        constraint: what the text must be, None for anything.
-        vocab_size: tokens from here on are never proposed.
+        tail: the last tokens of the sequence, at most TAIL; the last one is the root.
+        length: tokens of the sequence, the root included.
+        max_depth: most levels below the root.
+        num_candidates: wanted candidates per node.
+        sampling: the sequence's sampling.
+        constraint: the sequence's constraint, or None.
+        vocab_size: tokens at or above it are never proposed.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GrowingTree(TreeBuilder):
         self._tails = {0: list(tail)}
 
     def tail(self, node: int) -> list[int]:
-        """The last TAIL tokens of the text that ends with a node."""
+        """The last TAIL tokens of the sequence up to a node."""
         found = self._tails.get(node)
         if found is None:
             guess = self.nodes[node]
@@ -61,7 +61,7 @@ class GrowingTree(TreeBuilder):
         return found
 
     def allowed(self, chances: dict[int, float], path: Sequence[int]) -> dict[int, float]:
-        """What may be proposed after a path below the root, which matters to a constraint alone."""
+        """The chances of the tokens that are allowed after a path below the root."""
         possible = {token: chance for token, chance in chances.items() if token < self.vocab_size and chance > 0}
         if not self.constraint:
             return possible
@@ -71,9 +71,9 @@ class GrowingTree(TreeBuilder):
 
 @dataclass(slots=True)
 class Proposal:
-    """What may follow a node, by one proposer; the proposals of several are mixed.
+    """One proposer's distribution after a node, to be mixed with others'.
 
-    chances: the probability of each token. source: who says so and on what grounds, see mixing.py.
+    chances: probability by token. source: a source of mixing.py.
     """
 
     chances: dict[int, float]
@@ -82,10 +82,10 @@ class Proposal:
 
 @dataclass(slots=True)
 class Candidates:
-    """The best tokens after a node under the text's noise, best first.
+    """The best tokens after a node under the sequence's sampling noise, best first.
 
-    scores: log p / temperature + noise, log p where the text is greedy. source: as in Proposal.
-    following: the candidates after some of these tokens, where they are known already.
+    scores: log p / temperature + noise by token; log p if decoding is greedy. source: as in Proposal.
+    following: the candidates after those of the tokens for which the same pass found them.
     """
 
     scores: dict[int, float]
@@ -94,12 +94,12 @@ class Candidates:
 
 
 class Proposer:
-    """Says what may follow the nodes of a tree. All but `propose` have defaults, those of a lookup without a state.
+    """Proposes tokens after the nodes of a tree. All methods but `propose` have defaults for a lookup without state.
 
-    What may need passes is a generator of requests for them; the session of such passes is the proposer's own.
+    Methods that may need passes are generators of requests, whose session is the proposer's own.
 
-    stage: what its tokens count as. recycled: what it looks up and the target's rows teach, None for nothing.
-    stats, meter: of the drafter that it belongs to, which sets them.
+    stage: stage of its tokens. recycled: the candidates that it looks up and that learn from the target's rows, or
+    None. stats, meter: those of its drafter, which sets them.
     """
 
     stage = Stage.NGRAM
@@ -108,53 +108,53 @@ class Proposer:
     meter: Meter
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[Sequence[Proposal | Candidates]]:
-        """What may follow each node, `num_candidates` tokens or more where it can; Candidates of a proposer that is the
-        drafter's only one. Each node is asked for once, after its parent."""
+        """Propose tokens after each node, if possible `num_candidates` or more. Returns Candidates if it is the only
+        proposer of its drafter, else Proposals. Is called once for each node, after its parent."""
         raise NotImplementedError
 
     def price(self, num_nodes: int) -> float:
-        """Seconds of the pass that it would ask for to propose for so many nodes, beyond the drafter's own cost."""
+        """Estimated seconds of its pass to propose for a number of nodes, not counting the drafter's own cost."""
         del num_nodes
         return 0.0
 
     def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
-        """Begin a text: all its tokens so far, int32[n], the last of which is the root; and what may follow them."""
+        """Begin a sequence with all its tokens so far, int32[n], the last of which is the root; and its prediction."""
 
     def begin(self, tree: GrowingTree, node: int, seconds: float) -> Requests[None]:
-        """Begin a tree. `node` will be asked for first; the nodes on the path to it are certain."""
+        """Begin a tree. `node` is the first to propose for; the nodes on the path to it are forced."""
         del tree, node, seconds
         yield from ()
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these tokens, the last of which is the next root."""
+        """Append tokens to the sequence; the last of them is the next root."""
 
     def discard(self) -> None:
-        """Forget the current tree: its outcome will not be known."""
+        """Drop the current tree, whose outcome will not be known."""
 
     def end(self) -> None:
-        """The text is over: free what the next start would discard."""
+        """End the sequence and free what the next start would discard."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has read enough of the text to propose."""
+        """Whether it has read enough of the sequence to propose."""
         return True
 
     def lag(self) -> float:
-        """Seconds that reading the rest of the text will take, about."""
+        """Estimated seconds to read the rest of the sequence."""
         return 0.0
 
     def catch_up(self, seconds: float = math.inf) -> Requests[None]:
-        """Read the rest of the text, as much as it can in so many seconds."""
+        """Read the rest of the sequence, as much as fits into `seconds`."""
         del seconds
         yield from ()
 
     def most_levels(self) -> float:
-        """Levels of a tree that it has room for."""
+        """Levels of a tree that its context has room for."""
         return math.inf
 
     def sessions(self) -> list[Session]:
-        """Its own, in which it reads the text."""
+        """Its own sessions, which hold the sequence."""
         return []
 
     def inherit(self, other: Proposer) -> None:
-        """Believe what another one of its kind has learnt."""
+        """Copy the learnt state of a proposer of the same kind."""

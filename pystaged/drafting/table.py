@@ -1,4 +1,4 @@
-"""N-gram drafters: a Katz trigram of the draft's own text, and the n-grams of the running context."""
+"""N-gram tables: a Katz trigram counted on the draft's own text, and its file format."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pystaged.drafting.katz import LARGEST_VOCABULARY, estimate
 from pystaged.files import read_small, whole_file
 
 MOST_TOKENS = 10_000_000
-"""Texts up to that size give tables that can be loaded; larger ones may not."""
+"""Most tokens to count: the table of a larger text may be too large to load."""
 
 _FORMAT_VERSION = 1
-_MOST_ITEMS = 1 << 24  # of an array: texts of MOST_TOKENS give no more
+_MOST_ITEMS = 1 << 24  # items of an array: a text of MOST_TOKENS gives no more
 _MOST_ARRAY_BYTES = 4 * _MOST_ITEMS
-_MOST_BYTES = 1 << 28  # of a file
-_MOST_UNPACKED = 64, 1 << 20  # times a file's size, and bytes besides: tables unpack to two to five times their size
+_MOST_BYTES = 1 << 28  # bytes of a file
+_MOST_UNPACKED = 64, 1 << 20  # times a file's size, plus bytes: tables unpack to two to five times their size
 _FINGERPRINT = re.compile("[0-9]{1,10}-[0-9a-f]{16}")
 _STORED = {  # arrays of a file: kind, most bytes per item, dimensions
     "vocab_hash": ("U", 128, 0),
@@ -39,18 +39,18 @@ _STEPS_PER_NAT = 16  # log-probabilities are kept in steps of 1/16 nat: one byte
 
 
 class OtherVocabularyError(ValueError):
-    """A table was counted with another vocabulary than the model's."""
+    """A table's vocabulary is not the model's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NgramTable:
-    """The most probable next tokens after known pairs of tokens, single tokens, and nothing. Immutable.
+    """The most probable next tokens after known pairs of tokens, single tokens, and no token. Immutable.
 
     A Katz-backoff trigram (Katz 1987) counted on text sampled from the draft, as in Spector & Ré 2023 (arXiv
-    2308.04623). A row holds the head of one context's backed-off distribution down to its last seen successor. After
-    that come the tokens of the shorter context in their order there, their log-probabilities plus `log_backoffs[row]`.
+    2308.04623). A row holds the head of one context's backed-off distribution down to its last seen successor. After it
+    come the tokens of the shorter context in their order, with `log_backoffs[row]` added to their log-probabilities.
 
-    vocab_hash: Tokenizer.fingerprint, the vocabulary of the ids; num_tokens is the size of the text counted.
+    vocab_hash: Tokenizer.fingerprint of the vocabulary; num_tokens: size of the counted text.
     keys: int64[rows], ascending: 0, then v + 1 after v, then (u + 1) * (vocab_size + 1) + v + 1 after u, v.
     offsets: int64[rows + 1] into tokens: int32 and logprobs: float32, natural log rounded to 1/16, never rising.
     log_backoffs: float32[rows], natural log.
@@ -85,7 +85,7 @@ class NgramTable:
         Args:
             documents: token ids, integer[n] each.
             max_successors: tokens kept per context and the largest k of `candidates`, at most 255.
-            min_count: trigrams seen less often are dropped; their mass goes to the backoff.
+            min_count: trigrams seen less often are dropped; their probability goes to the backoff.
 
         Raises:
             ValueError: an argument is out of range, or there is no text.
@@ -136,7 +136,7 @@ class NgramTable:
         return np.array(tokens, np.int32), np.array(logprobs, np.float32)
 
     def _backoff_rows(self, context: Sequence[int]) -> Iterator[int]:
-        """The rows of the last two tokens, the last one and none, as far as the table has them."""
+        """Those of the rows of the last two tokens, the last one and none that the table has."""
         base = self.vocab_size + 1
         recent = [int(token) + 1 for token in context[-2:]]
         if not all(0 < code < base for code in recent):
@@ -149,7 +149,7 @@ class NgramTable:
         yield 0
 
     def save(self, path: str | Path) -> None:
-        """Write one compressed file: whole under its name, or not at all."""
+        """Write one compressed file; after a failure the path is unchanged."""
         older, newer = np.divmod(self.keys, self.vocab_size + 1)
         with whole_file(Path(path)) as part, part.open("wb") as file:
             np.savez_compressed(
@@ -170,7 +170,7 @@ class NgramTable:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is no such table, or damaged.
+            ValueError: it is no n-gram table, or damaged.
             OtherVocabularyError: its vocabulary is not `vocab_hash`.
         """
         try:
@@ -186,7 +186,7 @@ class NgramTable:
 
 
 def _log_steps(probabilities: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Natural logs rounded to whole steps. The floor stands for a backoff of zero, which no lookup reaches."""
+    """Natural logs rounded to steps of 1/16. The floor 1e-300 stands for a backoff of 0, which no lookup reaches."""
     logs: NDArray[np.float64] = np.log(np.maximum(probabilities, 1e-300))
     return (np.rint(logs * _STEPS_PER_NAT) / _STEPS_PER_NAT).astype(np.float32)
 
@@ -198,7 +198,7 @@ def _narrow(values: NDArray[np.integer]) -> NDArray[np.unsignedinteger]:
 
 
 def _decode(content: bytes) -> NgramTable:
-    """Rebuild a table from the bytes of its file, trusting none of them."""
+    """Build a table from the bytes of a file, all of which are checked."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             _check_packing(archive, len(content))
@@ -207,7 +207,7 @@ def _decode(content: bytes) -> NgramTable:
             }
     except _TooLargeError:
         raise
-    # The zip, deflate and npy readers raise a dozen unrelated types on foreign bytes.
+    # The zip, deflate and npy readers raise a dozen unrelated types on invalid bytes.
     except Exception as error:
         raise ValueError("not an n-gram table, or a damaged one") from error
     sizes = stored.get("sizes", np.zeros(0))
@@ -250,15 +250,15 @@ def _decode(content: bytes) -> NgramTable:
 
 
 class _TooLargeError(ValueError):
-    """An array that no table has, found before it is unpacked."""
+    """An array is larger than any table's, found before it is unpacked."""
 
 
 def _check_packing(archive: zipfile.ZipFile, num_bytes: int) -> None:
-    """Refuse what unpacks to much more than the file's size.
+    """Refuse an archive that unpacks to much more than its size.
 
     Raises:
-        ValueError: a member is packed in a way that unpacks without bound, whatever the directory says.
-        _TooLargeError: the members are out of proportion.
+        ValueError: a member's compression could unpack to more than its directory entry says.
+        _TooLargeError: the members are too large for the file's size.
     """
     members = archive.infolist()
     _require(
@@ -273,11 +273,11 @@ def _check_packing(archive: zipfile.ZipFile, num_bytes: int) -> None:
 
 
 def _read_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
-    """An array of the archive; its header says how large it is, and the archive gives no more than its directory says.
+    """Read an array of the archive after checking the size in its header.
 
     Raises:
-        _TooLargeError: more items or larger ones than a table can have.
-        ValueError: it is said to be larger than its member, or the member holds no array.
+        _TooLargeError: the array has more items or bytes than a table can have.
+        ValueError: the array is larger than its member, or the member holds no array.
     """
     with archive.open(f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)

@@ -1,8 +1,8 @@
 """The third stage: n-grams below a draft model, as in Spector & Ré 2023 (arXiv 2308.04623).
 
-Tokens that n-grams guess ride along in each pass of the draft. Those that the draft itself ranks among its candidates
+Each pass of the draft also evaluates tokens that n-grams guess. Those that the draft itself ranks among its candidates
 deepen the tree without another pass; the rest are dropped. On the machines and pairs measured so far this saves passes
-and no time, so nobody is given it without asking.
+but no time, so only benchmarks use it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pystaged.drafting.mixing import mix, rank
 from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.proposer import TAIL, GrowingTree
 
-_GUESSES = 3  # tokens for each pass
+_GUESSES = 3  # guessed tokens per pass
 
 
 class GuidedModelProposer(ModelProposer):
-    """A draft model whose passes take guesses along.
+    """A draft model whose passes also evaluate guesses of n-grams.
 
     Args:
-        below: lookups, whose guesses they are.
+        below: the lookups that guess.
         session, cost, substitutes: as in ModelProposer.
     """
 

@@ -258,7 +258,7 @@ def test_candidates() -> None:
     [
         ("abacus0", DeviceError, "no device 'abacus0' here; there are: cpu, ggml-cpu"),
         ("", ValueError, "needs a name"),
-        ("rpc:somewhere", ValueError, "is no HOST:PORT"),
+        ("rpc:somewhere", ValueError, "is not HOST:PORT"),
         ("rpc:a:1,b:99999", ValueError, "'b:99999'"),
         (",", DeviceError, "no device"),
     ],

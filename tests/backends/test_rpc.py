@@ -287,9 +287,9 @@ def impostor(answer: bytes) -> str:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b"\x1c" + bytes(7) + b"\x63\x00\x00" + bytes(25), "speaks version 99.0"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no RPC server"),
-        (b"", "no RPC server"),
+        (b"\x1c" + bytes(7) + b"\x63\x00\x00" + bytes(25), "has version 99.0"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a ggml RPC server"),
+        (b"", "not a ggml RPC server"),
     ],
     ids=["version", "http", "silence"],
 )

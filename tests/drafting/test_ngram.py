@@ -582,7 +582,7 @@ def test_a_question_is_answered_once_and_a_model_with_no_other_is_refused(chatti
     with pystaged.load(chatting, draft=None, recycle=False, report=lambda _: None) as engine:
         found = sample_answers(engine, 10**6, temperature=1e-6)
         assert len(next(found)) > 0
-        with pytest.raises(ValueError, match="asks itself nothing new, or answers nothing; try"):
+        with pytest.raises(ValueError, match="repeats its questions, or its answers are empty; try"):
             next(found)
 
 
