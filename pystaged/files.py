@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 
 _PART = re.compile(r"\.[0-9a-f]{16}\.part")
 _CHUNK = 1 << 22
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def update(digest: Any, file: BinaryIO) -> None:
@@ -39,7 +41,8 @@ def whole_file(path: Path) -> Iterator[Path]:
 def part_file(path: Path) -> Iterator[Path]:
     """An empty file beside `path` under a name of its own, gone when the block ends unless it was moved.
 
-    It is locked while the block runs: a free lock tells what killed writers left, which is removed first.
+    It is locked while the block runs: a free lock tells what killed writers left, which is removed first. Raises
+    OSError that names `path` where the block has one of a full disk.
     """
     for other in path.parent.iterdir():
         if other.name.startswith(path.name) and _PART.fullmatch(other.name[len(path.name) :]):
@@ -48,6 +51,10 @@ def part_file(path: Path) -> Iterator[Path]:
     with file:
         try:
             yield part
+        except OSError as error:
+            if error.errno in _FULL:  # of a write, which does not know its file
+                raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+            raise
         finally:
             part.unlink(missing_ok=True)
 

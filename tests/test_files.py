@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -104,6 +105,19 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
         half(part)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_said_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def write(part: Path) -> None:
+        part.write_text("half")
+        raise OSError(errno.ENOSPC, "no space")
+
+    with pytest.raises(OSError, match="no space") as caught, whole_file(path) as part:
+        write(part)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_written_can_be_read_by_others(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ It runs in a process of its own, so that a bad file or Ctrl-C ends that process 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +16,14 @@ from collections import deque
 from pathlib import Path
 
 from pystaged import process
-from pystaged.files import destination, open_regular, part_file, whole_file
+from pystaged.files import check_room, destination, open_regular, part_file, whole_file
 from pystaged.loading.file_types import FILE_TYPES, UNQUANTIZED
 from pystaged.loading.metadata import About, read_metadata
 from pystaged.loading.progress import Progress
 
 DEFAULT_TYPE = "q8_0"
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]")
+_SIZE = re.compile(r"\b(model|quant) size *= *([\d.]+) MiB")
 _REQUANTIZING = re.compile(r"requantizing from type (\w+) is disabled")
 _FAILURE = re.compile(r"\berror\b|fail|invalid|assert", re.IGNORECASE)
 
@@ -54,7 +57,7 @@ def quantize(
 
     Raises:
         ValueError: an unknown type, a quantized source without allow_requantize, or a file that cannot be quantized.
-        OSError: a file cannot be read or written.
+        OSError: a file cannot be read or written; with the size of what the disk has no room for.
     """
     quantization = check_type(quantization)
     open_regular(source).close()
@@ -63,6 +66,8 @@ def quantize(
         raise _requantizing(source, next((name for name, number in FILE_TYPES.items() if str(number) == stored), ""))
     with whole_file(out) as part:
         last: deque[str] = deque(maxlen=1)
+        sizes: dict[str, int] = {}  # of all tensors
+        needed = 0
         # The child watches its standard input, which closes when this process ends.
         with process.start(
             __name__,
@@ -78,13 +83,20 @@ def quantize(
         ) as child:
             try:
                 for line in child.stderr or ():
-                    if found := _TENSOR.search(line):
+                    if not needed and (found := _SIZE.search(line)):
+                        sizes[found[1]] = int(float(found[2]) * 2**20)
+                        if len(sizes) == 2:  # the dry run is over
+                            needed = source.stat().st_size - sizes["model"] + sizes["quant"]
+                            check_room(part.parent, needed)
+                    elif needed and (found := _TENSOR.search(line)):
                         progress("quantizing", int(found[1]), int(found[2]))
                     if _FAILURE.search(line):  # may be on the failed tensor's line
                         last.append(line.strip())
             finally:
                 child.kill()
         if child.returncode:
+            if shutil.disk_usage(part.parent).free < needed - part.stat().st_size:
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; {needed / 1e6:.1f} MB are needed")
             if last and (found := _REQUANTIZING.search(last[0])):
                 raise _requantizing(source, found[1])
             reason = last[0] if last else f"the quantizer ended with {child.returncode}"
@@ -132,4 +144,7 @@ def main() -> int:
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = int(file_type)
     params.allow_requantize = allow_requantize == "1"
+    params.dry_run = True  # says how large the file will be
+    llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(out), params)
+    params.dry_run = False
     return int(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(out), params))

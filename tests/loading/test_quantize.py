@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -100,6 +102,29 @@ def test_a_truncated_file(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be quantized to q4_0"):
         quantize(tmp_path / "source.gguf", tmp_path / "out.gguf", "q4_0")
     assert [path.name for path in tmp_path.iterdir()] == ["source.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("free", "words"),
+    [
+        ([1_000_000], r"no room in .*: 0\.00 GB are needed, 0\.00 GB are free"),
+        ([1 << 40, 0], r"No space left on device; \d\.\d MB are needed: '.*out\.gguf'"),
+    ],
+    ids=["at the start", "in the middle"],
+)
+def test_a_full_disk(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: list[int], words: str
+) -> None:
+    left = iter(free)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=next(left)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=words):
+            quantize(source, tmp_path / "out.gguf", "q4_0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
