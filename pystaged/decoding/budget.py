@@ -86,6 +86,7 @@ class Budget:
         self._kinds = {greedy: _Known(self._first.copy(), [_PRIOR] * len(self._first)) for greedy in (True, False)}
         self._known = self._kinds[True]  # of the sequence's kind
         self._past = 0  # past length of the step's rows
+        self._token = math.inf  # seconds of one token of plain decoding, in a batch the pass divided by the sequences
         self._least = 0.0  # seconds that the chosen drafter needs at least
         self._scoring = 0.0  # tokens of credit for scoring
         self._last_shadow = 0
@@ -113,7 +114,7 @@ class Budget:
         self._scoring, self.chosen = _FIRST_SCORING, None
         if self._cost is None or not drafters:
             return
-        self._past = prompt_tokens - 1
+        self._price_token(prompt_tokens - 1)
         self.credit = max(self.credit, LEAST_SECONDS / self._cost(1, self._past))
         known.left = 0.0  # until prefill ends: the time of an interrupted prefill is not subtracted
         for i, first in enumerate(self._first):
@@ -137,22 +138,22 @@ class Budget:
         if self._cost is None:
             self.chosen = 0 if drafters else None
             return
-        self._past = past
+        self._price_token(past)
         if self.credit <= 0:
             return
         self._known.left = 0.0
-        token = self._token
-        prices = [drafter.price() / token for drafter in drafters]
-        least = [drafter.lag() / token + price for drafter, price in zip(drafters, prices, strict=True)]
+        prices = [drafter.price() / self._token for drafter in drafters]
+        least = [drafter.lag() / self._token + price for drafter, price in zip(drafters, prices, strict=True)]
         verifying = self._extra(2)
         self.chosen = self._best(prices, [i for i, price in enumerate(least) if price + verifying <= self.credit])
-        self._least = least[self.chosen] * token if self.chosen is not None else 0.0
-        # Scoring must leave enough credit for a drafter to be used again.
-        most = min(self.credit - min(least, default=0.0) - verifying, self._scoring)
+        self._least = least[self.chosen] * self._token if self.chosen is not None else 0.0
+        # Scoring must leave enough credit for the chosen drafter, or for one to be used again.
+        reserved = least[self.chosen] if self.chosen is not None else min(least, default=0.0)
+        most = min(self.credit - reserved - verifying, self._scoring)
         for turn in range(1, len(drafters) + 1):
             i = (self._last_shadow + turn) % len(drafters)
             if i != self.chosen and least[i] <= most:
-                self.shadow, self._last_shadow = (i, most * token), i
+                self.shadow, self._last_shadow = (i, most * self._token), i
                 self._scoring -= least[i]
                 break
 
@@ -189,10 +190,10 @@ class Budget:
         if self._cost is None:
             return 0.0
         tree, _, tokens, *_ = verified.result
-        self._cost.observe(verified.num_rows, verified.past, verified.processor_seconds, verified.share)
+        self._price_token(self._past)  # in the batch that shared the pass
         # Passing tokens to drafters that did not draft takes almost no time.
         drafting = self._drafted - self._begin + telling if self.chosen is not None or self.shadow is not None else 0.0
-        price = drafting / self._token + self._extra(len(tree), _certain_rows(tree))
+        price = drafting / self._token + (self._extra(len(tree), _certain_rows(tree)) if len(tree) > 1 else 0.0)
         guessed, before = max(1, len(tokens) - certain), self.credit
         self.credit = min(before + guessed - 1 - price + SHARE * guessed, MOST)
         # The sequence may end before the tokens that this step gained.
@@ -206,7 +207,8 @@ class Budget:
         python = max(0.0, self._meter() - self._begin - drafting)
         self._python += _BLEND * (python - self._python)
         texts = self._batch.sequences
-        seconds = self._cost(texts, self._past)
+        seconds = texts * self._token
+        self._cost.observe(verified.num_rows, verified.past, verified.processor_seconds, verified.share)
         return len(tokens) / (1 + price * seconds / (seconds + texts * self._python))
 
     def _score(self, i: int, hit: bool) -> None:
@@ -225,11 +227,11 @@ class Budget:
                 best, most = i, speedup
         return best
 
-    @property
-    def _token(self) -> float:
-        """Seconds of one token of plain decoding, in a batch the pass divided by the sequences."""
+    def _price_token(self, past: int) -> None:
+        """Set the past length of a step, and from it the seconds of a token."""
         assert self._cost is not None
-        return self._cost(self._batch.sequences, self._past) / self._batch.sequences
+        self._past = past
+        self._token = self._cost(self._batch.sequences, past) / self._batch.sequences
 
     def _extra(self, num_rows: int, certain: int = 1) -> float:
         """Tokens that a pass over `num_rows` rows of this sequence costs beyond a pass over its `certain` rows."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from pystaged._core import run
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
-from pystaged.decoding.requests import MOST_ROWS, Clocks, Done, Read, Request, Verify, fulfil, resume
+from pystaged.decoding.requests import MOST_ROWS, Clocks, Done, Propose, Read, Request, Verify, fulfil, resume
 from pystaged.stats import PassStats
 
 PREFILL_BUDGET = 0.25  # longest time of a pass that decodes and prefills, in seconds
@@ -211,11 +210,17 @@ class Stepper:
     def _pass(self, texts: Sequence[BatchMember]) -> list[Done | BaseException]:
         """Answer requests by one pass; if it fails, by a pass for each, so that only the request at fault fails."""
         requests = [text.request for text in texts if text.request]
-        if len(requests) > 1 and all(request.can_share for request in requests):
-            with suppress(Exception):
-                return self._share(requests)
-            return [MemoryError() if _was_made(request) else fulfil(request, self._clocks) for request in requests]
-        return [fulfil(request, self._clocks) for request in requests]
+        if len(requests) < 2 or not all(request.can_share for request in requests):
+            return [fulfil(request, self._clocks) for request in requests]
+        pending = [_num_pending(request) for request in requests]
+        try:
+            return self._share(requests)
+        except Exception as error:
+            failure = error
+        return [
+            failure if _was_made(request, before) else fulfil(request, self._clocks)
+            for request, before in zip(requests, pending, strict=True)
+        ]
 
     def _share(self, requests: Sequence[Request]) -> list[Done | BaseException]:
         processor = self._clocks.of(requests[0])
@@ -254,10 +259,23 @@ def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], sp
     return rows
 
 
-def _was_made(request: Request) -> bool:
-    """Whether a failed pass has changed its session, because memory for the result was short; it cannot be repeated."""
+def _num_pending(request: Request) -> int:
+    """Pending rows of a draft's session before its pass, -1 where the session is closed."""
     try:
-        return isinstance(request, (Read, Verify)) and len(request.session.tokens) != request.past
+        return request.session.num_pending if isinstance(request, Propose) else 0
+    except ValueError:
+        return -1
+
+
+def _was_made(request: Request, pending: int) -> bool:
+    """Whether a failed pass has changed its session, because memory for the result was short; it cannot be repeated.
+    pending: the session's pending rows before it."""
+    try:
+        if isinstance(request, Propose):
+            return request.session.num_pending != pending
+        return len(request.session.tokens) != request.past
+    except MemoryError:  # too short even for the tokens
+        return True
     except (ValueError, RuntimeError, OSError):  # closed, in a call, or its device lost: its own pass raises that
         return False
 

@@ -309,6 +309,15 @@ def test_a_drafter_that_does_not_draft_is_scored_without_a_pass_of_the_target() 
     assert set(rows) == {4}
 
 
+def test_scoring_leaves_the_chosen_drafter_what_it_needs() -> None:
+    text = Text(FLAT, [(0.5,), (0.15,)], [0.9, 0.1])
+    finish(text.decoder.start(np.zeros(40, np.int32)), text.machine.clocks)
+    budget = text.decoder.budget
+    budget.credit = 0.56
+    budget.choose(text.drafters, 39)
+    assert (budget.chosen, budget.shadow) == (0, None)
+
+
 def test_what_is_learnt_is_kept_apart_by_sampling_and_returns_with_new_texts() -> None:
     budget = Budget(FLAT, BatchLoad(), Meter(lambda: 0.0), [0.5])
     machine = Machine()

@@ -249,7 +249,9 @@ def test_a_text_that_fails_ends_alone(alone: Alone) -> None:
         assert written[i] == alone.text(i, i)
 
 
-def test_a_pass_is_not_made_twice(alone: Alone) -> None:
+@pytest.mark.parametrize("kind", ["plain", "draft"])
+@pytest.mark.parametrize("failing", range(7, 15))
+def test_a_pass_is_not_made_twice(alone: Alone, kind: str, failing: int) -> None:
     """Where memory is short for what came of it, its texts end."""
     passes = 0
 
@@ -257,7 +259,7 @@ def test_a_pass_is_not_made_twice(alone: Alone) -> None:
         nonlocal passes
         passes += 1
         found = run(works)
-        if passes == 5:
+        if passes == failing:
             raise MemoryError
         return found
 
@@ -265,7 +267,7 @@ def test_a_pass_is_not_made_twice(alone: Alone) -> None:
     ends: list[BaseException | None] = []
     live = []
     for i, said in enumerate(written):
-        decoder = Decoder(Session(alone.model(0, 2), 512))
+        decoder = decoder_of(kind, Session(alone.model(0, 2), 512), alone.model(1, 2), PassCost({1: 1.0}))
         text = decoder.text(PROMPTS[i], SAMPLINGS[i], MOST_TOKENS)
         live.append(Text(decoder, text, lambda step, said=said: said.extend(step.tokens), ends.append))
     stepper = Stepper(None, make=make)
