@@ -155,6 +155,11 @@ class Chat(Turns):
         self._template_options = {} if think is None else {"enable_thinking": think}
         self._commands["/system"] = self._set_system
 
+    def _show(self) -> None:
+        super()._show()
+        if self._system:
+            report(f"system message: {self._system}")
+
     def say(self, text: str) -> None:
         if text.strip():
             self._turn(text)

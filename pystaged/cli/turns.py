@@ -101,7 +101,7 @@ class Turns(ABC):
             "/retry": lambda _: self._retry(),
             "/text": lambda _: typer.echo(self._text()),
             "/seed": self._seed,
-            "/set": lambda words: self._set(words.split()),
+            "/set": self._set,
             "/show": lambda _: self._show(),
             "/save": self._save,
             "/load": self._load,
@@ -258,7 +258,7 @@ class Turns(ABC):
 
     def _fixed_by(self) -> object:
         """The settings that a greedy turn depends on."""
-        return self._max_tokens, self._sampling.changed(seed=0).given
+        return self._max_tokens, self._stop_loops, self._sampling.changed(seed=0).given
 
     def _tell(
         self,
@@ -333,20 +333,21 @@ class Turns(ABC):
     def _seed(self, words: str) -> None:
         if not words:
             raise ValueError("write /seed N, a number; -1 draws one")
-        self._set(["seed", words])
+        self._set(f"seed {words}")
 
     def _show(self) -> None:
         loops = "on" if self._stop_loops else "off"
         report(described(self._config(self._sampling)))
         report(f"max_tokens {self._max_tokens}, stop_loops {loops}; a context of {self._engine.n_ctx} tokens")
 
-    def _set(self, words: list[str]) -> None:
-        if words[:1] == ["system"] and "/system" in self._commands:
-            self._commands["/system"](" ".join(words[1:]))
+    def _set(self, words: str) -> None:
+        name, *values = words.split(maxsplit=1) or [""]
+        if name == "system" and "/system" in self._commands:
+            self._commands["/system"]("".join(values))
             return
-        if len(words) != 2:
+        if len(words.split()) != 2:
             raise ValueError("write /set NAME VALUE, such as /set temperature 0.8")
-        name, value = words
+        (value,) = values
         if name not in _SETTABLE and (likely := KEYWORDS.get(name) or meant(name, _SETTABLE)) in _SETTABLE:
             raise ValueError(f"there is nothing called {name}; did you mean {likely}?")
         if name not in _SETTABLE:

@@ -151,14 +151,18 @@ class Bundle:
 
             return max(1.0, *(chain_speedup(right, seconds / plain, extra) for right, seconds in guesses)) / plain
 
-        def rate_if_there_is_room(pair: tuple[str, str]) -> float:
+        rates: dict[tuple[str, str], float] = {}
+        failures: dict[str, DeviceError] = {}
+        for pair in pairs:
             try:
-                return rate(pair)
-            except DeviceError as error:
-                report(f"passed over: {error}")
-                return 0.0
-
-        return max(pairs, key=rate_if_there_is_room)
+                rates[pair] = rate(pair)
+            except DeviceError as error:  # no room for a context, say
+                failures[str(error)] = error
+        if not rates:
+            raise next(iter(failures.values()))
+        for failure in failures:
+            report(f"passed over: {failure}")
+        return max(rates, key=lambda pair: rates[pair])
 
 
 def _tokenizer(path: Path) -> Tokenizer:

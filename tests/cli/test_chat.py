@@ -107,7 +107,7 @@ def test_retry_without_chance(session: Callable[..., Chat], monkeypatch: pytest.
     made.take(QUESTION)
     answer = made._so_far[1]["content"]
     made.take("/set temperature 0")
-    for line in (None, "/system Be brief.", "/set max_tokens 7"):
+    for line in (None, "/system Be brief.", "/set max_tokens 7", "/set stop_loops on"):
         if line:
             made.take(line)
         made.take("/retry")
@@ -218,7 +218,7 @@ def test_what_is_set_is_shown(session: Callable[..., Chat], capsys: pytest.Captu
         "/set max_tokens 31",
         "/set stop_loops on",
         "/set ignore_eos on",
-        "/set system Hi.",
+        "/set system Hi,\n  you.",
     ):
         made.take(line)
     capsys.readouterr()
@@ -230,7 +230,8 @@ def test_what_is_set_is_shown(session: Callable[..., Chat], capsys: pytest.Captu
     assert "max_tokens 0," in capsys.readouterr().err
     assert "top-k 7" in shown.err
     assert "max_tokens 31, stop_loops on" in shown.err
-    assert shown.out == "Hi.\n"
+    assert "system message: Hi,\n  you." in shown.err
+    assert shown.out == "Hi,\n  you.\n"
 
 
 @pytest.mark.parametrize("end", ["/bye", "exit", "quit", "bye "])

@@ -31,9 +31,11 @@ def test_auto_does_without_a_device_that_the_model_does_not_fit(
 def test_auto_does_without_a_device_that_has_no_room_for_a_context(
     random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    full = ["ggml-cpu"]
+
     def cost(_: Costs, path: Path, device: str, model: Model) -> PassCost:
         del path, model
-        if device != "cpu":
+        if device in full:
             raise DeviceError(f"no room on {device}")
         return PassCost({1: 1e-3})
 
@@ -42,6 +44,9 @@ def test_auto_does_without_a_device_that_has_no_room_for_a_context(
     said: list[str] = []
     assert bundle.Bundle(random_gguf("Q8_0"), None, 1, said.append, device="auto").device == "cpu"
     assert said == ["passed over: no room on ggml-cpu"]
+    full.append("cpu")
+    with pytest.raises(DeviceError, match="no room on ggml-cpu"):
+        bundle.Bundle(random_gguf("Q8_0"), None, 1, said.append, device="auto")
 
 
 def test_a_draft_has_as_long_a_context_as_its_target(random_gguf: Callable[..., Path]) -> None:
