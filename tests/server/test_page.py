@@ -242,7 +242,6 @@ def test_stop(page: Page, engine: Engine) -> None:
     page.ask("go on")
     page.wait(lambda: page.all(".assistant .words span"))
     assert page.one("#send").text == "Stop"
-    page.shot("writing")
     page.one("#send").click()
     page.wait(page.is_done)
     assert page.one(".assistant .figures").text == "stopped"
@@ -316,6 +315,7 @@ def test_the_progress_of_a_prompt(page: Page) -> None:
     page.shot("reading")
     page.script("say(arguments[0])", piece("yes"))
     page.wait(lambda: not page.all(".wait"))
+    page.shot("writing")
     page.one("#send").click()
     page.wait(page.is_done)
     assert page.turns()[1]["content"] == "yes"
@@ -325,6 +325,34 @@ def test_the_progress_of_a_prompt(page: Page) -> None:
     page.one("#send").click()
     page.wait(page.is_done)
     assert (page.one("#ask").get_attribute("value"), len(page.turns())) == ("b\nc", 2)
+
+
+def test_the_end_of_the_text_stays_in_sight(page: Page) -> None:
+    def below() -> float:
+        return float(page.script("const m = at('turns'); return m.scrollHeight - m.scrollTop - m.clientHeight"))
+
+    def is_shown(count: int) -> bool:
+        return len(page.all(".assistant .words p")) == count
+
+    lines = "a line of text that a phone has to break\n\n" * 40
+    page.script(STAND_IN)
+    page.ask("a")
+    page.script("say(arguments[0])", piece(lines))
+    page.wait(lambda: is_shown(40) and below() < 1)
+    page.one("#show-tree").click()
+    page.wait(lambda: below() < 1)
+    page.shot("tree-beside-the-end")
+    page.script("at('turns').scrollTop -= 60")
+    page.wait(lambda: page.script("return !follows"))
+    page.script("say(arguments[0])", piece(lines))
+    page.wait(lambda: is_shown(80))
+    assert below() > 100  # who went up to read is left there
+    page.one("#send").click()
+    page.wait(page.is_done)
+    page.ask("b")
+    page.wait(lambda: below() < 1)
+    page.one("#send").click()
+    page.wait(page.is_done)
 
 
 def test_markdown(page: Page) -> None:
