@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +37,7 @@ def build(
         typer.Option(help="File to write; beside the draft if not given, where generate finds it.", show_default=False),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens to sample at least: texts are counted whole.")
+        int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens to sample; the last text is cut there.")
     ] = 1_000_000,
     temperature: Annotated[
         float | None, typer.Option(help="Of the sampling.", show_default="1.5, or 1 where the model chats")
@@ -69,7 +69,7 @@ def build(
         raise ValueError(
             f"{target} was counted on {before} tokens, not {tokens}; name another file with --out, or remove it"
         )
-    columns = (*Progress.get_default_columns(), TextColumn("{task.completed} tokens of at least {task.total}"))
+    columns = (*Progress.get_default_columns(), TextColumn("{task.completed} of {task.total} tokens"))
     sampled: list[NDArray[np.int32]] = []
     interrupted = False
     try:
@@ -78,9 +78,13 @@ def build(
             Progress(*columns, console=errors) as progress,
         ):
             task = progress.add_task("sampling", total=tokens)
+            left = tokens
             for text in texts:
-                sampled.append(text)
-                progress.advance(task, len(text))
+                sampled.append(text[:left])
+                left -= len(sampled[-1])
+                progress.update(task, completed=tokens - left)
+                if not left:
+                    break
     except KeyboardInterrupt:
         if not any(map(len, sampled)):
             raise
@@ -124,7 +128,9 @@ def _texts(
     """What is counted, int32[n] each."""
     if tokenizer.metadata.get("tokenizer.chat_template"):
         with pystaged.load(path, draft=None, recycle=False, num_threads=threads, report=report) as engine:
-            yield sample_answers(engine, tokens, temperature=1.0 if temperature is None else temperature, seed=seed)
+            temperature = 1.0 if temperature is None else temperature
+            with closing(sample_answers(engine, tokens, temperature=temperature, seed=seed)) as answers:
+                yield answers
         return
     start = next((token for token in reversed(range(tokenizer.num_tokens)) if tokenizer.is_end(token)), None)
     if start is None:

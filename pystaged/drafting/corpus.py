@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import count, takewhile
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,7 @@ def sample_documents(
 
 def sample_answers(
     engine: Engine, num_tokens: int, *, temperature: float, seed: int = 0
-) -> Iterator[NDArray[np.int32]]:
+) -> Generator[NDArray[np.int32], None, None]:
     """Sample a chat model's answers to its own questions: prompted with the beginning of a user's turn, it writes a
     question (Xu et al. 2024, arXiv 2406.08464).
 
@@ -86,7 +86,7 @@ def user_opening(chat_format: ChatFormat) -> list[int]:
 
 def _answered(
     engine: Engine, opening: list[int], num_tokens: int, temperature: float, seed: int
-) -> Iterator[NDArray[np.int32]]:
+) -> Generator[NDArray[np.int32], None, None]:
     written, asked = 0, {""}
     for first in count(seed, 2 * _SIDE_BY_SIDE):
         found = engine.generate(
