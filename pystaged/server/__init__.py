@@ -1,1 +1,1 @@
-"""`pystaged serve`: an engine behind an address that OpenAI's clients speak to."""
+"""`pystaged serve`: an OpenAI-compatible server for an engine."""

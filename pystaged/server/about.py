@@ -1,4 +1,4 @@
-"""What the server says of itself and its model: /v1/models, /health, /props and /tokenizer_info."""
+"""What the server reports about itself and its model: /v1/models, /health, /props and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 def models(state: State) -> Models:
-    """The one model there is."""
+    """List the server's model."""
     return {"object": "list", "data": [model(state, state.settings.name)]}
 
 
 def model(state: State, name: str) -> ModelCard:
-    """A model by its name. Raises ApiError for another than the one there is."""
+    """Describe the model of that name. Raises ApiError (404) for any other than the server's."""
     if name != state.settings.name:
         raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
     engine = state.engine
@@ -38,13 +38,13 @@ def model(state: State, name: str) -> ModelCard:
 
 
 def health(state: State) -> Health:
-    """Whether the server is ready, which it is once it answers."""
+    """Health check; the server is ready as soon as it answers."""
     del state
     return {"status": "ok"}
 
 
 def tokenizer_info(state: State) -> TokenizerInfo:
-    """Properties of the vocabulary, for clients that count tokens themselves."""
+    """Properties of the vocabulary, for clients that count tokens."""
     tokenizer = state.engine.tokenizer
     return {
         "bos_token": _spelled(tokenizer, tokenizer.bos) or None,
@@ -57,7 +57,7 @@ def tokenizer_info(state: State) -> TokenizerInfo:
 
 
 def properties(state: State) -> Properties:
-    """The server's properties, without paths."""
+    """The server's properties, without file paths."""
     engine, tokenizer = state.engine, state.engine.tokenizer
     answers = {"max_tokens": min(ANSWER_TOKENS, engine.n_ctx), "stop_loops": True}
     params = answers | engine.recommended_sampling | state.settings.defaults

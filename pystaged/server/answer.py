@@ -1,4 +1,4 @@
-"""The answer to a request for texts, whole or as events: what all interfaces have in common."""
+"""The answer to a generation request, whole or as a stream of events; base of all interfaces' answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pystaged.stats import GenerationStats
 
 
 def ended(result: GenerationResult) -> dict[str, str]:
-    """OpenAI's finish_reason of a text, and for a loop vLLM's stop_reason."""
+    """OpenAI's finish_reason of a sequence; for a loop also vLLM's stop_reason."""
     if result.finish_reason == "loop":
         return {"finish_reason": "length", "stop_reason": "repetition_detected"}
     return {"finish_reason": result.finish_reason}
@@ -36,15 +36,15 @@ class Answer(ABC):
     """The answer to one request.
 
     Args:
-        sequences: its texts: the same number for each prompt, one prompt after the other.
-        seed: of the first.
-        num_prompts: how many there are.
+        sequences: the same number for each prompt, prompt by prompt.
+        seed: the first sequence's.
+        num_prompts: number of prompts.
     """
 
-    described: ClassVar[Any]  # the type of the whole answer
+    described: ClassVar[Any]  # type of the whole answer
     mark = b"data: [DONE]\n\n"  # the end of a stream
     names_events = False
-    prefix: str  # of its id
+    prefix: str  # of the answer's id
     whole_kind: str
     part_kind: str
 
@@ -57,45 +57,45 @@ class Answer(ABC):
         self._seed, self._num_prompts = seed, num_prompts
         self.created = int(time.time())
         self._begun = time.monotonic()
-        self._first: dict[int, float] = {}  # seconds until the first token of each
+        self._first: dict[int, float] = {}  # seconds until the first token, by sequence
         self._spans = [StageSpans() for _ in sequences]
         self._sender: Sender
 
     @abstractmethod
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        """Text i as a whole."""
+        """Sequence i as a whole."""
 
     def empty_part(self, i: int) -> dict[str, Any] | None:
-        """A part of text i without text, to carry the progress of prefill; None where the interface has none."""
+        """A part of sequence i without text, which carries prefill progress; None if the interface has no such part."""
         del i
         return None
 
     @abstractmethod
     def first_parts(self, i: int) -> list[dict[str, Any]]:
-        """The parts before the first piece of text i."""
+        """The parts before the first piece of sequence i."""
 
     @abstractmethod
     def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
-        """The part for a piece of text i; None for none."""
+        """The part for a piece of sequence i; None if nothing is to be sent."""
 
     @abstractmethod
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
-        """The parts after the last piece of text i; the last one has the finish_reason."""
+        """The parts after the last piece of sequence i; the last one has the finish_reason."""
 
     def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
-        """The whole answer: its texts, and usage, timings and seed."""
+        """The whole answer: choices, usage, timings and seed."""
         return self._envelope(self.whole_kind, choices) | figures
 
     def framed(self, part: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-        """An event: a part of a text, and usage and timings so far where they were asked for."""
+        """An event: a part of a sequence, with usage and timings so far if requested."""
         return self._envelope(self.part_kind, [part]) | figures
 
     def stats(self) -> list[GenerationStats]:
-        """The statistics of the texts so far."""
+        """Statistics of the sequences so far."""
         return [sequence.stats for sequence in self.sequences]
 
     async def send(self, sender: Sender) -> None:
-        """Generate the texts and send them."""
+        """Generate the sequences and send them."""
         self._sender = sender
         sender.names_events = self.names_events
         settings = self.state.settings
@@ -110,7 +110,7 @@ class Answer(ABC):
             for i, stats in enumerate(self.stats()):
                 self.state.metrics.text_over(stats, self._first.get(i))
         if not self.request.stream:
-            # Log-probabilities may make it large, and others wait for this thread.
+            # Log-probabilities can make it large, and this thread serves all requests.
             await sender.whole(await run_sync(self._whole))
             return
         if self._options.include_usage:
@@ -122,7 +122,7 @@ class Answer(ABC):
         return encoded(self.whole(choices, self._figures()))
 
     async def _reading(self, i: int, read: int, missing: int) -> None:
-        """Send the progress of prefill; the prompt's last token is evaluated with the first step."""
+        """Send prefill progress; the prompt's last token is evaluated in the first decode step."""
         part, total = self.empty_part(i), len(self.sequences[i].prompt_tokens)
         if part is None:
             return
@@ -176,7 +176,7 @@ class Answer(ABC):
         return {"token_ids": list(result.tokens), "pystaged": found}
 
     def ours_of(self, i: int, piece: Piece) -> dict[str, Any]:
-        """The same of a piece."""
+        """The members of `ours` for a piece."""
         if not self.request.pystaged:
             return {}
         words = [self.tokenizer.token_bytes(token) for token in piece.tokens]
@@ -217,7 +217,7 @@ class Answer(ABC):
         }
 
     def _figures(self) -> dict[str, Any]:
-        """Members of the end of an answer."""
+        """Members that the end of an answer has."""
         return {"usage": self._usage(), "timings": timings(self.stats()), "seed": self._seed}
 
     def _usage(self) -> answer_types.Usage:
@@ -230,7 +230,7 @@ class Answer(ABC):
         return {"usage": None} if self._options.include_usage else {}
 
     def _so_far(self) -> dict[str, Any]:
-        """Members of a part that were asked for."""
+        """The requested members of a part, with the counts so far."""
         found = self._nothing_yet()
         if self._options.continuous_usage_stats:
             found["usage"] = self._usage()
@@ -239,15 +239,15 @@ class Answer(ABC):
         return found
 
     def summary(self) -> str:
-        """Counts for a line of the log."""
+        """Counts for the server's log."""
         stats = self.stats()
         prompt, new = sum(each.prompt_tokens for each in stats), sum(each.new_tokens for each in stats)
         cached = sum(each.reused_tokens for each in stats)
-        return f", {len(stats)} texts, {prompt} tokens of prompts ({cached} were there), {new} written"
+        return f", {len(stats)} sequences, {prompt} prompt tokens ({cached} cached), {new} generated"
 
 
 class EventAnswer(Answer):
-    """One text whose events have names, as in /v1/responses and /v1/messages."""
+    """The answer with one sequence and named events, as in /v1/responses and /v1/messages."""
 
     mark = b""
     names_events = True

@@ -8,13 +8,13 @@ from typing_extensions import NotRequired, TypedDict
 
 
 class PromptDetails(TypedDict):
-    """Prompt tokens reused from other texts."""
+    """Prompt tokens reused from other sequences."""
 
     cached_tokens: int
 
 
 class CompletionDetails(TypedDict):
-    """Tokens of a prediction that the text has, and that it does not have."""
+    """Tokens of the prediction that are in the text, and that are not."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -29,7 +29,7 @@ class Usage(TypedDict):
 
 
 class Timings(TypedDict):
-    """llama-server's figures, of all texts of a request: tokens, and milliseconds of the longest."""
+    """llama-server's figures: tokens of all sequences of a request, and milliseconds of the longest sequence."""
 
     cache_n: int
     prompt_n: int
@@ -45,8 +45,8 @@ class Timings(TypedDict):
 
 
 class PromptProgress(TypedDict):
-    """Progress of prefill as in llama-server: tokens; `processed` includes reused ones (`cache`); milliseconds since
-    the request."""
+    """Prefill progress as in llama-server, in tokens; `processed` includes reused tokens (`cache`); `time_ms` starts
+    with the request."""
 
     total: int
     cache: int
@@ -55,7 +55,7 @@ class PromptProgress(TypedDict):
 
 
 class Node(TypedDict):
-    """A node of a tree: its token as text, the number of the node above, who proposed it, whether it was accepted."""
+    """A node of a draft tree: token as text, parent's index, stage that proposed it, whether it was accepted."""
 
     text: str
     parent: int
@@ -64,10 +64,10 @@ class Node(TypedDict):
 
 
 class Ours(TypedDict):
-    """Members of a choice where the request has "pystaged": true.
+    """Members of a choice if the request has "pystaged": true.
 
-    pieces: the text, and who proposed each part. tree: the last that was verified, the root first. texts: that shared
-    the last pass. speedup: over plain decoding, by measured costs.
+    pieces: the text in parts, each with the stage that proposed it. tree: the last one verified, root first. texts:
+    sequences in the last pass. speedup: over decoding without drafts, by measured costs.
     """
 
     pieces: list[tuple[str, str]]
@@ -78,7 +78,7 @@ class Ours(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Of each token; offsets are in characters of the choice's text. A first token has none."""
+    """Log-probabilities by token; offsets are in characters of the choice's text. The first prompt token has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -96,7 +96,7 @@ class CompletionChoice(TypedDict):
 
 
 class Completion(TypedDict):
-    """An answer of /v1/completions, or a part of one."""
+    """An answer of /v1/completions, or a part of its stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -111,7 +111,7 @@ class Completion(TypedDict):
 
 
 class Native(TypedDict):
-    """A text of /completion, or a part of one."""
+    """A sequence of /completion, or a part of its stream."""
 
     index: int
     content: str
@@ -138,7 +138,7 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """The same with the likeliest tokens at its place."""
+    """A token with the likeliest tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -149,7 +149,7 @@ class ChatLogprobs(TypedDict):
 
 
 class CalledFunction(TypedDict):
-    """A function, and JSON as text."""
+    """A called function; its arguments are JSON text."""
 
     name: str
     arguments: str
@@ -171,7 +171,7 @@ class AnswerMessage(TypedDict):
 
 
 class Delta(TypedDict, total=False):
-    """What a part adds to an answer."""
+    """What a part of a stream adds to the answer."""
 
     role: Literal["assistant"]
     content: str | None
@@ -179,7 +179,7 @@ class Delta(TypedDict, total=False):
 
 
 class ChatChoice(TypedDict):
-    """An answer; in streams `delta` stands for `message`."""
+    """An answer; a part of a stream has `delta` in place of `message`."""
 
     index: int
     message: NotRequired[AnswerMessage]
@@ -191,7 +191,7 @@ class ChatChoice(TypedDict):
 
 
 class ChatCompletion(TypedDict):
-    """An answer of /v1/chat/completions, or a part of one."""
+    """An answer of /v1/chat/completions, or a part of its stream."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk"]
@@ -215,7 +215,7 @@ class ErrorBody(TypedDict):
 
 
 class Error(TypedDict):
-    """The answer to a request that failed."""
+    """The answer to a failed request."""
 
     type: Literal["error"]
     error: ErrorBody
@@ -230,7 +230,7 @@ class ModelCard(TypedDict):
 
 
 class Models(TypedDict):
-    """The models there are: one."""
+    """The list of models, which has one."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -257,14 +257,14 @@ class Properties(TypedDict):
 
 
 class TokenPiece(TypedDict):
-    """A token, and its text, or its bytes where they are none."""
+    """A token with its text, or with its bytes if they are not valid UTF-8."""
 
     id: int
     piece: str | list[int]
 
 
 class Tokens(TypedDict):
-    """A text's tokens."""
+    """The tokens of a text."""
 
     tokens: list[int] | list[TokenPiece]
     count: int

@@ -1,4 +1,4 @@
-"""The application: routes and endpoints."""
+"""The ASGI application: routes and endpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pystaged.server.state import State
 from pystaged.validation import plainly
 
 R = TypeVar("R", bound=BaseModel)
-# What answers a path. /openapi.json describes requests and answers by the annotations of these functions.
+# The function for each path; /openapi.json takes the types of requests and answers from their annotations.
 _GIVEN: dict[str, Callable[[State], Any]] = {
     "/v1/models": about.models,
     "/health": about.health,
@@ -55,13 +55,13 @@ _WRITTEN: dict[str, Callable[[State, Any], Answer]] = {
     "/v1/messages": messages.begin,
     "/completion": native.begin,
 }
-_FORMS = ("grammar", "json_schema", "response_format", "text", "tools")  # members that constrain a text
-_MOST_FORMS = 4  # requests with such members that are checked at once
+_FORMS = ("grammar", "json_schema", "response_format", "text", "tools")  # members that constrain the output
+_MOST_FORMS = 4  # requests with such members checked at the same time
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
 
 def application(engine: Engine, settings: Settings) -> Starlette:
-    """The ASGI application of an engine."""
+    """Build the ASGI application of an engine."""
     server = _Endpoints(State(engine, settings))
     routes = [
         *(Route(path, partial(server.given, answer)) for path, answer in _GIVEN.items()),
@@ -156,11 +156,11 @@ class _Endpoints:
         return Reply(work, pings=bool(asked.stream), timeout=self._state.settings.timeout, over=over)
 
     def _limiter(self, asked: Any) -> anyio.CapacityLimiter | None:
-        """The limit of threads that compile grammars, which may take long; None for the usual one."""
+        """The limit on threads that compile grammars, which is slow; None for other requests."""
         return self._forms if any(getattr(asked, name, None) for name in _FORMS) else None
 
     async def _read(self, request: Request, kind: type[R]) -> R:
-        """A request's body, checked. Raises ApiError."""
+        """Read and check a request's body. Raises ApiError."""
         body = await self._body(request)
         try:
             value = json.loads(body, parse_constant=_no_number)
@@ -189,16 +189,16 @@ class _Endpoints:
                         message = f"the request is larger than {most} bytes"
                         raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
         except TimeoutError:
-            raise ApiError(408, "the request did not come in time", headers={"Connection": "close"}) from None
+            raise ApiError(408, "the request took too long to arrive", headers={"Connection": "close"}) from None
         except asyncio.CancelledError:
             raise ending() from None
         except ClientDisconnect:
-            raise ApiError(400, "the request was not finished") from None
+            raise ApiError(400, "the request is incomplete") from None
         return bytes(body)
 
 
 def _request_of(answer: Callable[[State, Any], Any]) -> Any:
-    """The type of the requests that a function answers."""
+    """The request type of a function."""
     return get_type_hints(answer)["request"]
 
 
@@ -207,13 +207,13 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The error of a request's first invalid member."""
+    """The error for a request's first invalid member."""
     found: list[tuple[list[str | int], str]] = []
     for each in error.errors(include_url=False, include_context=False, include_input=False):
-        # The forms that a member may have are named by their types, too.
+        # pydantic puts the types of a union's alternatives into the path, too.
         path = [part for part in each["loc"] if isinstance(part, int) or _MEMBER.fullmatch(part)]
         found.append((path, plainly(each["msg"])))
-    # The form that fits best fails last.
+    # The alternative that fits best fails last.
     parts, words = max(found, key=lambda each: (len(each[0]), [part for part in each[0] if isinstance(part, int)]))
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
     return ApiError(400, f"{name or 'the request'}: {words}", param=str(parts[0]) if parts else None)
@@ -234,6 +234,6 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _nowhere(request: Request, error: Exception) -> Response:
     path = request.scope["path"]
-    words = f"there is no {request.method} {path}; {ADDRESSES.get(path, '/openapi.json says what there is')}"
+    words = f"there is no {request.method} {path}; {ADDRESSES.get(path, 'see /openapi.json for all paths')}"
     status, headers = getattr(error, "status_code", 404), getattr(error, "headers", None)
     return _error(ApiError(status, words, headers=headers))

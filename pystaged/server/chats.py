@@ -23,16 +23,16 @@ from pystaged.server.tools import CallReader, grammar, has_calls, knows_tools, m
 
 
 def begin(state: State, request: ChatRequest) -> ChatAnswer:
-    """Check a request, and prepare its texts; may take seconds. Raises ApiError and ChatTemplateError."""
+    """Check a request and prepare its sequences; may take seconds. Raises ApiError and ChatTemplateError."""
     sequences, seed = texts(state, request)
     return ChatAnswer(state, request, sequences, seed, bool(offered(request)))
 
 
 def texts(state: State, request: ChatRequest, param: str = "messages") -> tuple[list[Text], int]:
-    """A request's texts, and the first seed. Raises as begin.
+    """A request's sequences, and the first seed. Errors as in begin.
 
     Args:
-        param: the member that errors of the messages name.
+        param: the member that errors about the messages name.
     """
     engine, tools = state.engine, offered(request)
     n = request.n or 1
@@ -47,7 +47,7 @@ def texts(state: State, request: ChatRequest, param: str = "messages") -> tuple[
 
 
 def prompt_of(state: State, request: ChatRequest, param: str = "messages") -> NDArray[np.int32]:
-    """The tokens of a conversation. Raises as begin."""
+    """The tokens of a conversation. Errors as in begin."""
     tools, messages = offered(request), told(request)
     given = [tool.model_dump(exclude_none=True) for tool in tools]
     chat_format = state.engine.chat_format
@@ -79,20 +79,20 @@ def _config(state: State, request: ChatRequest, of_calls: str | None) -> Generat
         options["json_schema"] = schema
     if of_calls is not None:
         if any(options.get(name) is not None for name in ("json_schema", "grammar")):
-            raise unsupported("tool_choice", "an answer that must be a call cannot have another form, too")
+            raise unsupported("tool_choice", "a required tool call cannot be combined with another output format")
         options["grammar"] = of_calls
     return checked(options)
 
 
 def _form(request: ChatRequest) -> str:
-    """The member of a request that constrains the answer."""
+    """The request member that constrains the answer."""
     if request.grammar is not None:
         return "grammar"
     return "json_schema" if request.json_schema is not None else "response_format"
 
 
 def _schema(request: ChatRequest) -> dict[str, Any] | None:
-    """The JSON schema of the answer."""
+    """The JSON schema that the answer must match, None if there is none."""
     given = request.response_format
     if given is None or given.type == "text":
         return None
@@ -105,7 +105,7 @@ def _schema(request: ChatRequest) -> dict[str, Any] | None:
 
 
 class ChatAnswer(Answer):
-    """Answers of a conversation."""
+    """An answer of /v1/chat/completions."""
 
     described = ChatCompletion
     prefix, whole_kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"

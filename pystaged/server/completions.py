@@ -18,11 +18,11 @@ from pystaged.server.state import State
 from pystaged.stats import GenerationStats
 from pystaged.text import Prompt
 
-_USUAL = 16  # tokens, as OpenAI has it
+_USUAL = 16  # default of max_tokens, as OpenAI's
 
 
 def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
-    """Check a request, and prepare its texts; may take seconds. Raises ApiError."""
+    """Check a request and prepare its sequences; may take seconds. Raises ApiError."""
     sequences, prompts, seed = texts(state, request, _USUAL, request.logprobs)
     return CompletionAnswer(state, request, sequences, prompts, seed)
 
@@ -30,24 +30,24 @@ def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
 def texts(
     state: State, request: CompletionRequest, usual: int, logprobs: int | None
 ) -> tuple[list[Text], list[Prompt], int]:
-    """A request's texts, its prompts, and the first seed. Raises ApiError.
+    """A request's sequences, its prompts, and the first seed. Raises ApiError.
 
     Args:
         usual: the default of max_tokens.
-        logprobs: the number of likeliest tokens.
+        logprobs: number of likeliest tokens to report; None for no log-probabilities.
     """
     n, engine = request.n or 1, state.engine
     if request.suffix:
-        raise unsupported("suffix", "suffix is not supported: the model writes what follows a text only")
+        raise unsupported("suffix", "suffix is not supported: the model can only continue a text")
     if request.best_of is not None and request.best_of > n:
-        raise unsupported("best_of", "best_of above n is not supported; ask for n texts")
+        raise unsupported("best_of", "best_of above n is not supported; set n instead")
     prompts = _prompts(request)
     if len(prompts) * n > MOST_TEXTS:
-        raise ApiError(400, f"{len(prompts) * n} texts are asked for; a request may have {MOST_TEXTS}", param="n")
+        raise ApiError(400, f"{len(prompts) * n} sequences are too many; at most {MOST_TEXTS} are allowed", param="n")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens")
     options = text_options(request, state.settings.defaults, engine, usual)
-    options["max_tokens"] = max(1, options["max_tokens"])  # of a text that is only echoed, one is dropped
+    options["max_tokens"] = max(1, options["max_tokens"])  # with echo only, one token is generated and dropped
     if logprobs is not None:
         options["logprobs"] = logprobs
         options["prompt_logprobs"] = logprobs if request.echo else None
@@ -69,13 +69,13 @@ def texts(
 
 
 def _prompts(request: CompletionRequest) -> list[Prompt]:
-    """One or several."""
+    """A request's prompts as a list."""
     prompt: Any = request.prompt
     return list(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
 class CompletionAnswer(Answer):
-    """Completions of prompts."""
+    """An answer of /v1/completions."""
 
     described = Completion
     prefix, whole_kind, part_kind = "cmpl", "text_completion", "text_completion"
@@ -123,7 +123,7 @@ class CompletionAnswer(Answer):
         return {"finish_reason": "length"} if self._is_silent else ended(result)
 
     def _echoed(self, i: int, result: GenerationResult) -> tuple[str, list[Found]]:
-        """The prompt, where the request has echo."""
+        """The prompt's text and log-probabilities, if the request has echo."""
         if not self._echo:
             return "", []
         prompt = self._prompts[i * self._num_prompts // len(self.sequences)]

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _KINDS = {
 
 
 class ApiError(Exception):
-    """An error that answers a request.
+    """An error that is sent as the answer.
 
     Args:
-        status: of HTTP.
-        message: for people.
-        param: the member of the request that is wrong.
-        code: for programs.
-        kind: the type of the error, by default that of the status.
+        status: HTTP status.
+        message: text for people.
+        param: the request member that is wrong.
+        code: identifier for programs.
+        kind: the error's `type`; by default that of the status.
         headers: of the answer.
-        **more: further members of the error.
+        **more: further members of the error object.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class ApiError(Exception):
         }
 
     def json(self) -> bytes:
-        """The body, in ASCII: a message may quote what is no text."""
+        """The body, in ASCII, because a message may quote invalid Unicode."""
         return json.dumps(self.body).encode()
 
 
 def unsupported(param: str, why: str) -> ApiError:
-    """The error of an unsupported member."""
+    """The error for an unsupported request member."""
     return ApiError(400, why, param=param, code="unsupported_parameter")
 
 
 def too_long(num_tokens: int, n_ctx: int, param: str) -> ApiError:
-    """The error of a prompt that exceeds the context, in the words that clients look for."""
+    """The error for a prompt longer than the context, in the words that clients search for."""
     return ApiError(
         400,
         f"This model's maximum context length is {n_ctx} tokens, but the prompt has {num_tokens}. Shorten the prompt, "
@@ -85,18 +85,18 @@ def too_long(num_tokens: int, n_ctx: int, param: str) -> ApiError:
 
 
 def ending() -> ApiError:
-    """The error of an answer that the end of the server cuts."""
-    return ApiError(503, "the server ends", code="server_ends", headers={"Connection": "close"})
+    """The error for answers that are cut when the server shuts down."""
+    return ApiError(503, "the server is shutting down", code="server_ends", headers={"Connection": "close"})
 
 
 def refusal(error: ValueError | TypeError | ModuleNotFoundError) -> ApiError:
-    """The error of a request that was refused."""
+    """The error for an invalid request."""
     known = explained(error)
     return ApiError(400, str(error)) if known.status == 500 else known
 
 
 def explained(error: BaseException) -> ApiError:
-    """The error of a text that failed; an internal error is told without its message."""
+    """The error for a failed sequence; the message of an internal error is not sent."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextFullError):
@@ -107,4 +107,4 @@ def explained(error: BaseException) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, (DeviceError, MemoryError)):
         return ApiError(503, str(error) or "there is not enough memory")
-    return ApiError(500, "the server failed; its log says more")
+    return ApiError(500, "internal error; the server's log has details")

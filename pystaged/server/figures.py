@@ -1,4 +1,4 @@
-"""Usage and timings of a request's texts."""
+"""Usage and timings of a request's sequences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pystaged.stats import GenerationStats
 
 
 def usage(stats: Sequence[GenerationStats], num_prompts: int) -> Usage:
-    """Tokens of a request. A prompt counts once, whatever the number of its texts.
+    """A request's token counts; a prompt counts once, however many sequences it has.
 
     Args:
-        stats: of the texts of each prompt, one prompt after the other.
+        stats: of each prompt's sequences, prompt by prompt.
     """
     firsts = stats[:: len(stats) // num_prompts]
     prompt = sum(each.prompt_tokens for each in firsts)
@@ -27,7 +27,7 @@ def usage(stats: Sequence[GenerationStats], num_prompts: int) -> Usage:
 
 
 def predicted(prediction: Sequence[int], texts: Sequence[Sequence[int]]) -> CompletionDetails:
-    """How many tokens of a prediction the texts have."""
+    """How many tokens of a prediction the sequences have."""
     counts = Counter(prediction)
     accepted = sum((counts & Counter(text)).total() for text in texts)
     return {
@@ -37,7 +37,7 @@ def predicted(prediction: Sequence[int], texts: Sequence[Sequence[int]]) -> Comp
 
 
 def timings(stats: Sequence[GenerationStats]) -> Timings:
-    """llama-server's timings of all texts; times are those of the longest."""
+    """llama-server's timings: tokens of all sequences, and times of the longest one."""
     cached, prompt = sum(each.reused_tokens for each in stats), sum(each.prompt_tokens for each in stats)
     new = sum(each.new_tokens for each in stats)
     reading = 1e3 * max(each.prefill_seconds for each in stats)

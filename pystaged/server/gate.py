@@ -1,4 +1,4 @@
-"""Admission: a bounded number of texts in progress, and a bounded queue in order of arrival."""
+"""Admission: a bounded number of sequences in progress, and a bounded first-in, first-out queue."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import anyio
 
 from pystaged.server.errors import ApiError
 
-_WEIGHT = 0.2  # of the last text in the mean of their times
+_WEIGHT = 0.2  # weight of the last sequence in the mean duration
 
 
 class Gate:
-    """Lets texts begin. For one event loop.
+    """Admits sequences; for one event loop.
 
     Args:
-        parallel: texts at once. most_waiting: texts that may wait.
-        clock: seconds.
+        parallel: most sequences in progress. most_waiting: most sequences in the queue.
+        clock: returns seconds.
     """
 
     def __init__(self, parallel: int, most_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._parallel, self._most_waiting, self._clock = parallel, most_waiting, clock
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._begun: dict[object, float] = {}  # when each that is inside began
-        self._mean = 0.0  # seconds of a text, 0 before any has ended
+        self._begun: dict[object, float] = {}  # start time of each admitted sequence
+        self._mean = 0.0  # mean duration in seconds; 0 before any sequence has ended
         self._num_coming = 0
-        self.num_inside = 0  # with those whose turn has come and who do not know yet
+        self.num_inside = 0  # includes those admitted that have not resumed yet
 
     @property
     def num_waiting(self) -> int:
@@ -38,14 +38,14 @@ class Gate:
 
     @contextmanager
     def coming(self) -> Iterator[None]:
-        """A request is taken in, whose texts will wait. Raises ApiError where the queue is full; of one that comes
-        before all texts may wait."""
+        """Count a request as arriving, before its sequences join the queue. Raises ApiError where the queue is full; a
+        request may exceed it by its sequences after the first."""
         excess = self.num_inside + self.num_waiting + self._num_coming + 1 - self._parallel - self._most_waiting
         if excess > 0:
             seconds = math.ceil(self._seconds(excess))
             raise ApiError(
                 429,
-                f"{self.num_inside} texts are being written and {self.num_waiting} wait; try again in {seconds} s",
+                f"{self.num_inside} sequences are in progress and {self.num_waiting} wait; try again in {seconds} s",
                 code="queue_full",
                 headers={"Retry-After": str(seconds)},
             )
@@ -56,20 +56,20 @@ class Gate:
             self._num_coming -= 1
 
     def _seconds(self, excess: int) -> float:
-        """Until so many texts have left, as far as texts so far tell; at least 1."""
+        """Estimated seconds until `excess` sequences have left; at least 1."""
         now = self._clock()
         ages = [now - begun for begun in self._begun.values()]
-        # One that has taken longer than usual says that the usual is longer than was thought.
+        # A sequence that has already taken longer than the mean raises the estimate.
         return max(1.0, max([self._mean, *ages]) * excess / self._parallel)
 
     @asynccontextmanager
     async def inside(self, wait: float = math.inf) -> AsyncIterator[None]:
-        """Wait for one's turn, so many seconds at most, and be one of those at once. Raises ApiError."""
+        """Wait at most `wait` seconds for admission, and hold a place while the block runs. Raises ApiError."""
         try:
             with anyio.fail_after(wait):
                 await self._enter()
         except TimeoutError:
-            raise ApiError(503, "the server is busy: no turn came in time", code="queue_timeout") from None
+            raise ApiError(503, "the server is busy: the request waited too long", code="queue_timeout") from None
         key = object()
         self._begun[key] = self._clock()
         try:
@@ -89,13 +89,13 @@ class Gate:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._leave()  # whose turn it was does not want it any more
+                self._leave()  # admitted and cancelled at the same time: pass the place on
             elif turn in self._waiting:
                 self._waiting.remove(turn)
             raise
 
     def _leave(self) -> None:
-        """Pass one's place on."""
+        """Give a place to the next in the queue, or free it."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():

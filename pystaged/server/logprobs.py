@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms."""
+"""Log-probabilities in OpenAI's two formats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEAST = -9999.0  # JSON has no infinity
 
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:
-    """A token as text; where it is a part of a character as its bytes, so that no two tokens are the same."""
+    """A token as text; if it is part of a character, its bytes, so that different tokens differ."""
     data = tokenizer.token_bytes(token, special=True)
     try:
         return data.decode()
@@ -23,12 +23,12 @@ def spelled(tokenizer: Tokenizer, token: int) -> str:
 
 
 def number(logprob: float) -> float:
-    """A log-probability that JSON has."""
+    """A log-probability as a number that JSON can hold."""
     return logprob if math.isfinite(logprob) else _LEAST
 
 
 class CompletionLogprobs:
-    """Those of a text of /v1/completions, token by token."""
+    """Log-probabilities of a sequence of /v1/completions, token by token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -38,13 +38,13 @@ class CompletionLogprobs:
     def prompt(
         self, tokens: Sequence[int], text: str, known: Sequence[TokenLogprob] | None
     ) -> answer_types.CompletionLogprobs:
-        """Those of a prompt's tokens; the first has none.
+        """Log-probabilities of the prompt's tokens; the first has none.
 
         Args:
-            text: as it is echoed; a vocabulary may put a space before it.
+            text: the echoed prompt; a vocabulary may have inserted a space before its tokens.
         """
         decoded = self._tokenizer.decode(tokens)
-        # What the vocabulary puts before a text is no part of it.
+        # An inserted space is not part of the text.
         self._offset = min(0, len(text) - len(decoded))
         found = self._empty()
         for i, token in enumerate(tokens):
@@ -54,7 +54,7 @@ class CompletionLogprobs:
         return found
 
     def more(self, logprobs: Sequence[TokenLogprob]) -> answer_types.CompletionLogprobs:
-        """Those of the next tokens."""
+        """Log-probabilities of the next tokens."""
         found = self._empty()
         for each in logprobs:
             self._add(found, each.token, each)
@@ -75,13 +75,13 @@ class CompletionLogprobs:
             return
         top: dict[str, float] = {}
         for each in [*known.top, known]:
-            # Two tokens may be spelled alike; the likelier one stands for both.
+            # Two tokens may be spelled alike; the likelier one comes first and is kept.
             top.setdefault(spelled(self._tokenizer, each.token), number(each.logprob))
         found["top_logprobs"].append(top)
 
 
 def joined(parts: Sequence[answer_types.CompletionLogprobs]) -> answer_types.CompletionLogprobs:
-    """Parts of a text's, one after the other."""
+    """Concatenate parts of one sequence's log-probabilities."""
     return {
         "tokens": [each for part in parts for each in part["tokens"]],
         "token_logprobs": [each for part in parts for each in part["token_logprobs"]],
@@ -91,7 +91,7 @@ def joined(parts: Sequence[answer_types.CompletionLogprobs]) -> answer_types.Com
 
 
 def of_chat(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> answer_types.ChatLogprobs:
-    """Those of the next tokens of an answer."""
+    """Log-probabilities of an answer's next tokens."""
 
     def top(each: TokenLogprob) -> answer_types.TopLogprob:
         data = tokenizer.token_bytes(each.token, special=True)

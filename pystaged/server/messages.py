@@ -15,7 +15,7 @@ from pystaged.server.options import chat_request, refuse
 from pystaged.server.request_types import ChatRequest, Open, Part, TextRequest, joined
 from pystaged.server.state import State
 
-# Unsupported members that would change the answer, and values of them that ask for nothing.
+# Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "tools": ([],),
@@ -60,7 +60,7 @@ class Text(TypedDict):
 
 
 class MessageUsage(TypedDict):
-    """Tokens; reused ones of the prompt are counted apart."""
+    """Token counts; reused prompt tokens are counted separately."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -82,26 +82,26 @@ class Message(TypedDict):
 
 
 class TokenCount(TypedDict):
-    """An answer of /v1/messages/count_tokens."""
+    """The answer of /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
 def begin(state: State, request: MessageRequest) -> MessageAnswer:
-    """Check a request, and prepare its text; may take seconds. Raises ApiError and ChatTemplateError."""
+    """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
     sequences, seed = chats.texts(state, _chat(request))
     return MessageAnswer(state, request, sequences, seed)
 
 
 def count(state: State, request: MessageRequest) -> TokenCount:
-    """Count the tokens of a prompt. Raises as begin."""
+    """Count the tokens of a prompt. Errors as in begin."""
     return {"input_tokens": len(chats.prompt_of(state, _chat(request)))}
 
 
 def _chat(request: MessageRequest) -> ChatRequest:
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
     if request.messages[-1].role == "assistant":
-        raise unsupported("messages", "the last message must be the user's: answers cannot be begun for the model")
+        raise unsupported("messages", "the last message must be the user's: prefilled answers are not supported")
     messages = [{"role": message.role, "content": joined(message.content)} for message in request.messages]
     if request.system:
         messages.insert(0, {"role": "system", "content": joined(request.system)})
@@ -109,7 +109,7 @@ def _chat(request: MessageRequest) -> ChatRequest:
 
 
 class MessageAnswer(EventAnswer):
-    """Sends an answer of /v1/messages."""
+    """An answer of /v1/messages."""
 
     described = Message
     request: MessageRequest
@@ -157,7 +157,7 @@ class MessageAnswer(EventAnswer):
         }
 
     def _reason(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        """The stop_reason; a stop string of the model's template ends a turn."""
+        """The stop_reason; a stop string of the chat template ends the turn."""
         met = self.sequences[i].met_stop_string
         own = met if met in (self.request.stop_sequences or ()) else None
         reason = "max_tokens" if result.finish_reason != "stop" else "stop_sequence" if own else "end_turn"

@@ -1,4 +1,4 @@
-"""/metrics in Prometheus' text format: llama-server's names, and ours."""
+"""/metrics in Prometheus' text format, with llama-server's names and further ones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50
 
 
 class Metrics:
-    """Counts of requests and finished texts.
+    """Counts requests and finished sequences.
 
     Args:
-        prefix: of all names.
+        prefix: of all metric names.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -27,14 +27,14 @@ class Metrics:
         self._stages: Counter[str] = Counter()
         self._requests: Counter[tuple[str, int]] = Counter()
         self._first: Counter[float] = Counter()
-        self._longest = 0  # tokens of a prompt and its text
+        self._longest = 0  # tokens of the longest sequence with its prompt
 
     def request_over(self, path: str, status: int) -> None:
-        """Count a request, by its path, which is one of the server's own, and its status."""
+        """Count a request by status and path; the path must be one of the server's own."""
         self._requests[path, status] += 1
 
     def text_over(self, stats: GenerationStats, first: float | None) -> None:
-        """Count a text, and the seconds until its first token came."""
+        """Count a sequence. first: seconds until its first token, None if it had none."""
         self._counts["prompt_tokens_total"] += stats.prompt_tokens - stats.reused_tokens
         self._counts["prompt_tokens_cached_total"] += stats.reused_tokens
         self._counts["tokens_predicted_total"] += stats.new_tokens
@@ -43,7 +43,7 @@ class Metrics:
         self._counts["spec_decode_num_accepted_tokens_total"] += stats.accepted
         self._seconds["prompt_seconds_total"] += stats.prefill_seconds
         self._seconds["tokens_predicted_seconds_total"] += stats.decode_seconds
-        for length, steps in dict(stats.lengths).items():  # of a text that is cut short in the middle of a pass
+        for length, steps in dict(stats.lengths).items():  # a copy, because a cut sequence may still be in a pass
             for position in range(length):
                 self._accepted_at[position] += steps
         for name, stage in stats.stages.items():
@@ -56,7 +56,7 @@ class Metrics:
                 self._first[bound] += first <= bound
 
     def text(self, engine: Engine, gate: Gate) -> str:
-        """All metrics, the engine's and the gate's too."""
+        """All metrics as text, including the engine's and the gate's."""
         passes, counts, seconds = engine.passes, self._counts, self._seconds
         reading, writing = seconds["prompt_seconds_total"], seconds["tokens_predicted_seconds_total"]
         read_rate = counts["prompt_tokens_total"] / reading if reading else 0.0
@@ -65,17 +65,17 @@ class Metrics:
         lines = _Lines(self._prefix)
         for kind, name, what, value in (
             ("counter", "prompt_tokens_total", "Prompt tokens evaluated.", None),
-            ("counter", "prompt_tokens_cached_total", "Prompt tokens reused from other texts.", None),
+            ("counter", "prompt_tokens_cached_total", "Prompt tokens reused from other sequences.", None),
             ("counter", "prompt_seconds_total", "Seconds of prefill.", None),
             ("counter", "tokens_predicted_total", "Tokens generated.", None),
-            ("counter", "tokens_predicted_seconds_total", "Seconds of decoding, of all texts.", None),
-            ("counter", "n_decode_total", "Passes of the model.", passes.passes),
-            ("counter", "n_tokens_max", "Tokens of the longest text, its prompt included.", self._longest),
+            ("counter", "tokens_predicted_seconds_total", "Seconds of decoding, summed over sequences.", None),
+            ("counter", "n_decode_total", "Forward passes of the model.", passes.passes),
+            ("counter", "n_tokens_max", "Tokens of the longest sequence, including its prompt.", self._longest),
             ("gauge", "prompt_tokens_seconds", "Mean prompt tokens evaluated per second.", read_rate),
-            ("gauge", "predicted_tokens_seconds", "Mean tokens generated per second and text.", write_rate),
-            ("gauge", "n_busy_slots_per_decode", "Mean texts per pass.", passes.texts_per_pass),
-            ("gauge", "requests_processing", "Texts in progress.", gate.num_inside),
-            ("gauge", "requests_deferred", "Texts that wait.", gate.num_waiting),
+            ("gauge", "predicted_tokens_seconds", "Mean tokens generated per second and sequence.", write_rate),
+            ("gauge", "n_busy_slots_per_decode", "Mean sequences per pass.", passes.texts_per_pass),
+            ("gauge", "requests_processing", "Sequences in progress.", gate.num_inside),
+            ("gauge", "requests_deferred", "Sequences waiting.", gate.num_waiting),
             ("counter", "spec_decode_num_drafts_total", "Trees verified.", None),
             ("counter", "spec_decode_num_draft_tokens_total", "Drafted tokens verified.", None),
             ("counter", "spec_decode_num_accepted_tokens_total", "Drafted tokens accepted.", None),
@@ -89,13 +89,13 @@ class Metrics:
         accepted = {f'{{position="{position}"}}': self._accepted_at[position] for position in sorted(self._accepted_at)}
         stages = {f'{{stage="{name}"}}': count for name, count in sorted(self._stages.items())}
         requests = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self._requests.items())}
-        what = "Drafted tokens accepted, by position after the last token."
+        what = "Drafted tokens accepted, by position in the draft."
         lines.add("counter", "spec_decode_num_accepted_tokens_per_pos_total", what, accepted)
         lines.add("counter", "tokens_by_stage_total", "Tokens by the stage that proposed them.", stages)
         lines.add("counter", "requests_total", "Requests by path and status.", requests)
         buckets = {f'_bucket{{le="{bound:g}"}}': self._first[bound] for bound in _FIRST_TOKEN}
         total = {'_bucket{le="+Inf"}': counts["first"], "_sum": seconds["first"], "_count": counts["first"]}
-        what = "Seconds from a request to its text's first token."
+        what = "Seconds from a request to its sequence's first token."
         lines.add("histogram", "time_to_first_token_seconds", what, buckets | total)
         return str(lines)
 
@@ -111,6 +111,6 @@ class _Lines:
         return "\n".join([*self._lines, ""])
 
     def add(self, kind: str, name: str, what: str, values: Mapping[str, float]) -> None:
-        """A metric, its values by what follows its name."""
+        """Add a metric; `values` are by the suffix of its name."""
         self._lines += [f"# HELP {self._prefix}{name} {what}", f"# TYPE {self._prefix}{name} {kind}"]
         self._lines += [f"{self._prefix}{name}{labels} {value:.10g}" for labels, value in values.items()]

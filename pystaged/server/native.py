@@ -1,4 +1,4 @@
-"""/completion, llama-server's own interface."""
+"""/completion: llama-server's own interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pystaged.server.state import State
 
 
 def begin(state: State, request: NativeRequest) -> NativeAnswer:
-    """Check a request, and prepare its texts; may take seconds. Raises ApiError."""
+    """Check a request and prepare its sequences; may take seconds. Raises ApiError."""
     sequences, prompts, seed = texts(state, request, ANSWER_TOKENS, request.n_probs or None)
     return NativeAnswer(state, request, sequences, seed, len(prompts))
 
@@ -58,11 +58,11 @@ class NativeAnswer(Answer):
         return found | self._probabilities(piece.logprobs) if piece.tokens else None
 
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
-        # Text that was held back because a stop string might have begun with it has no tokens of its own.
+        # Text held back as the possible start of a stop string has no tokens of its own.
         return [self._end(i, result) | {"content": "", "tokens": []}]
 
     def _end(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        """Members of a finished text."""
+        """Members of a finished sequence."""
         config, stats = self.sequences[i].config, result.stats
         sampling = config.sampling
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n", "min_tokens")

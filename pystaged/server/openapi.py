@@ -1,4 +1,4 @@
-"""/openapi.json: the description of requests and answers."""
+"""/openapi.json: the OpenAPI description of requests and answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pystaged.server import answer_types
 from pystaged.server.answer import Answer
 
 _REF = "#/components/schemas/{model}"
-_ERRORS = {"400": "Not to be answered", "401": "No key", "413": "Too large", "429": "Too busy", "503": "Not now"}
-# An event's data are JSON, as the whole answer is, or the word [DONE].
+_ERRORS = {"400": "Invalid request", "401": "Invalid key", "413": "Too large", "429": "Queue full", "503": "Not now"}
+# An event's data is the JSON of a part, or [DONE].
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
@@ -23,12 +23,12 @@ def describe(
     computed: dict[str, Callable[..., Any]],
     written: dict[str, Callable[..., Answer]],
 ) -> dict[str, Any]:
-    """The description, OpenAPI 3.1.
+    """Describe the server in OpenAPI 3.1.
 
     Args:
-        given: by path, functions of which the annotation of the result describes the answer.
-        computed: the same of answers to requests, which the annotation of the argument `request` describes.
-        written: the same of texts, whose class says how it is described.
+        given: GET endpoints by path; the return annotation is the answer's type.
+        computed: POST endpoints by path; the annotation of `request` is the request's type.
+        written: generation endpoints by path; they return an Answer, whose `described` is the answer's type.
     """
     requests = {path: get_type_hints(answer)["request"] for path, answer in {**computed, **written}.items()}
     answers = {path: get_type_hints(answer)["return"] for path, answer in {**given, **computed, **written}.items()}
@@ -52,7 +52,7 @@ def describe(
         body = {"required": True, "content": _json(schemas[path, "validation"])}
         paths[path] = {"post": {"summary": requests[path].__doc__, "requestBody": body, "responses": told | errors}}
     metrics = {"200": {"description": "The metrics", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-    paths["/metrics"] = {"get": {"summary": "Metrics, for Prometheus", "responses": metrics | {"401": errors["401"]}}}
+    paths["/metrics"] = {"get": {"summary": "Metrics for Prometheus", "responses": metrics | {"401": errors["401"]}}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "pystaged", "version": version},

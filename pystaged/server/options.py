@@ -1,4 +1,4 @@
-"""A request's members as options of the engine."""
+"""Convert a request's members to options of the engine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.request_types import ChatRequest, TextRequest
 from pystaged.text import encode_continuation
 
-# Options that requests have as the engine has them.
+# Options that requests and the engine share unchanged.
 _SAME = {*SAMPLING, "grammar", "json_schema", "speculate", "stop_loops"} - {"top_k", "logit_bias", "seed"}
-# Other servers' names of the same.
+# Other servers' names for the same options.
 _ALIASES = {"repetition_penalty": "repeat_penalty", "n_predict": "max_tokens"}
-# Unsupported members that would change the answer, and values of them that ask for nothing.
+# Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "modalities": (["text"],),
@@ -51,13 +51,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def renamed(body: dict[str, Any]) -> dict[str, Any]:
-    """A request with our names for other servers' members. Raises ApiError for unsupported ones."""
+    """Rename other servers' members to this server's names. Raises ApiError for unsupported ones."""
     refuse(body, _UNSUPPORTED)
     return {_ALIASES.get(name, name) if _ALIASES.get(name) not in body else name: value for name, value in body.items()}
 
 
 def refuse(given: Mapping[str, Any], names: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ApiError where a member has a value that is not among its harmless ones."""
+    """Raise ApiError for an unsupported member, unless its value has no effect."""
     for name, harmless in names.items():
         value = given.get(name)
         if value is not None and value not in harmless:
@@ -65,7 +65,7 @@ def refuse(given: Mapping[str, Any], names: Mapping[str, tuple[Any, ...]]) -> No
 
 
 def chat_request(request: TextRequest, messages: Sequence[Mapping[str, str]], **more: Any) -> ChatRequest:
-    """The request of another interface as one to /v1/chat/completions."""
+    """Convert a request of another interface to one for /v1/chat/completions."""
     same = request.model_dump(include=set(TextRequest.model_fields), exclude_none=True)
     return ChatRequest.model_validate({**same, "messages": messages, **more})
 
@@ -73,10 +73,10 @@ def chat_request(request: TextRequest, messages: Sequence[Mapping[str, str]], **
 def text_options(
     request: TextRequest, defaults: dict[str, Any], engine: Engine, usual: int = ANSWER_TOKENS
 ) -> dict[str, Any]:
-    """The options of a request's texts, as TextOptions.
+    """The TextOptions of a request's sequences.
 
     Args:
-        defaults: options of the server that a request may override; its max_tokens is a limit, too.
+        defaults: the server's options, which a request may override; its max_tokens is also a limit.
         usual: the default of max_tokens.
     """
     options = engine.recommended_sampling | defaults
@@ -95,7 +95,7 @@ def text_options(
 
 
 def checked(options: dict[str, Any]) -> GenerationConfig:
-    """The same for the engine. Raises ApiError naming the option to blame."""
+    """Check options and make the engine's config. Raises ApiError that names the wrong option."""
     try:
         return GenerationConfig(**options)
     except (ValueError, TypeError) as error:
@@ -105,13 +105,13 @@ def checked(options: dict[str, Any]) -> GenerationConfig:
 def begun(
     engine: Engine, prompts: Sequence[NDArray[np.int32]], config: GenerationConfig, n: int, form: str
 ) -> list[Text]:
-    """n texts for each prompt; seeds as in Runtime.repeated. Raises ApiError.
+    """Prepare n sequences for each prompt; seeds as in Runtime.repeated. Raises ApiError.
 
     Args:
-        form: the member of the request that constrains them.
+        form: the request member that constrains the output.
     """
     try:
-        # Its tokens are looked for once, not once for each text.
+        # The prediction is tokenized once, not once for each sequence.
         config = replace(config, prediction=tuple(engine.runtime.prediction(config.prediction)))
         return list(engine.runtime.repeated([engine.runtime.sequence(prompt, config) for prompt in prompts], n))
     except (GrammarError, ModuleNotFoundError) as error:
@@ -121,7 +121,7 @@ def begun(
 
 
 def _blamed(error: Exception) -> ApiError:
-    """An error of the engine, which begins with the name of an option."""
+    """Convert an engine's error, which begins with the name of an option."""
     name = re.match(r"(?:an? )?(\w*)", str(error))
     return ApiError(400, str(error), param=name[1] if name and name[1] in TextOptions.__annotations__ else None)
 
@@ -132,14 +132,14 @@ def _max_tokens(asked: int | None, most: int | None, room: int, usual: int) -> i
 
 
 def _seed(asked: int | None, default: int | None) -> int:
-    """The seed of a request or the server; drawn where there is none, or -1."""
+    """The seed of the request or of the server; a random one if there is none, or for -1."""
     seed = default if asked is None else asked
     return secrets.randbits(32) if seed is None or seed == -1 else seed % 2**64
 
 
 def _biases(given: dict[str, float], tokenizer: Tokenizer) -> dict[int | str, float]:
-    """Biases by token id. A key is an id in digits, or a text, whose tokens all get the bias; -1e30 or less excludes a
-    token."""
+    """Biases by token id. A key is an id in digits, or a text whose tokens all get the bias; -1e30 or less excludes
+    them."""
     found: dict[int | str, float] = {}
     for key, bias in given.items():
         try:

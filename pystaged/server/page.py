@@ -1,4 +1,4 @@
-"""The page at /: one file, with nothing from elsewhere."""
+"""The web page at /: one file that loads nothing from other servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse
 
 
 def page() -> HTMLResponse:
-    """The page, which may run its own script and speak to this server alone."""
+    """The page, with a policy that allows only its own script and this server."""
     text = files("pystaged.server").joinpath("page.html").read_text("utf-8")
     policy = "; ".join(
         [
@@ -35,7 +35,7 @@ def page() -> HTMLResponse:
 
 
 def _hash_of(text: str, tag: str) -> str:
-    """What names the only element of this kind, for the policy."""
+    """The policy's source expression for the page's only element of this kind."""
     found = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     content = found[1] if found else ""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

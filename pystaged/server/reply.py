@@ -1,4 +1,4 @@
-"""Sends answers, whole or as events, until the client leaves."""
+"""Send answers, whole or as events, until the client disconnects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from pystaged.server.errors import ApiError, ending, explained
 
-_PING = 15.0  # seconds without an event after which a comment shows that the server is there
+_PING = 15.0  # seconds without an event after which a comment keeps the connection alive
 _EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
 _log = logging.getLogger("pystaged.server")
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("pystaged.server")
 class Sender:
     """Sends one answer.
 
-    names_events: whether events are named by their types.
+    names_events: whether events carry their type as name.
     """
 
     names_events = False
@@ -35,30 +35,30 @@ class Sender:
         self._is_in_parts = False
 
     async def whole(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        """The whole answer, JSON."""
+        """Send the whole answer as JSON."""
         length = {"content-type": "application/json", "content-length": str(len(body))}
         await self._begin(status, length | (headers or {}))
         await self._pass(body, more=False)
 
     async def event(self, data: Any) -> None:
-        """One event of an answer that comes in parts."""
+        """Send one event of a stream."""
         name = f"event: {data['type']}\n".encode() if self.names_events else b""
         await self._part(name + b"data: " + encoded(data) + b"\n\n")
 
     async def ping(self) -> None:
-        """A comment, which clients ignore."""
+        """Send a comment, which clients ignore."""
         await self._part(b":\n\n")
 
     async def end(self, mark: bytes) -> None:
-        """The end of an answer in parts."""
+        """Send the end of a stream."""
         async with self._lock:
             await self._pass(mark, more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """An error: as the answer, or where that has begun as its last event."""
+        """Send an error: as the answer, or as the last event of a stream that has begun."""
         if not self.status:
             await self.whole(error.json(), error.status, error.headers)
-        elif self._is_in_parts:  # to a whole answer nothing can be added
+        elif self._is_in_parts:  # nothing can follow a whole answer
             async with self._lock:
                 name = b"event: error\n" if self.names_events else b""
                 await self._pass(name + b"data: " + error.json() + b"\n\n", more=False)
@@ -82,15 +82,15 @@ class Sender:
 
 
 class Reply:
-    """A response of Starlette's: does work that sends an answer, and ends it where the client leaves.
+    """A Starlette response that runs work which sends an answer, and cancels it when the client disconnects.
 
-    Starlette's own streaming leaves it to `send` to notice that, which with uvicorn does not.
+    Starlette's own streaming relies on `send` to notice a disconnect; uvicorn's `send` does not.
 
     Args:
         work: sends the answer.
-        pings: whether it comes in parts.
-        timeout: seconds for it in all.
-        over: called at the end with the status that was sent, 0 if none was.
+        pings: whether the answer is a stream.
+        timeout: seconds for the whole answer.
+        over: called at the end with the status sent, 0 if none was.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Reply:
                     group.start_soon(ping)
                 await self._answer(sender)
                 group.cancel_scope.cancel()
-        except asyncio.CancelledError:  # by uvicorn; that the client has left ends in the group
+        except asyncio.CancelledError:  # cancelled by uvicorn; a disconnect is handled by the group
             with anyio.move_on_after(1):
                 await sender.fail(ending())
         finally:
@@ -145,5 +145,5 @@ class Reply:
 
 
 def encoded(value: Any) -> bytes:
-    """A value as JSON."""
+    """Encode a value as JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Types of requests. Members that are not named here are ignored, as OpenAI's clients expect."""
+"""Types of requests. Unknown members are ignored, as OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from pystaged.options import SAMPLING, Option
 
-MOST_TEXTS = 128  # of a request
+MOST_TEXTS = 128  # most sequences of a request
 _MOST_BIASES = 1024
 _LONGEST_GRAMMAR = 1 << 17  # characters
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
-# Lists end at their first fault: an error for each of a million would take a minute and gigabytes.
+# Validation stops at a list's first error: an error for each of a million items would take a minute and gigabytes.
 Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(max_length=1 << 20, fail_fast=True)]
 
 
 def _pairs(value: Any) -> Any:
-    """llama.cpp's list of pairs as OpenAI's dictionary; false excludes a token."""
+    """Convert llama.cpp's list of pairs to OpenAI's dictionary; false excludes a token."""
     if isinstance(value, (dict, list)) and len(value) > _MOST_BIASES:
-        raise ValueError(f"may have {_MOST_BIASES} entries, not {len(value)}")
+        raise ValueError(f"may have at most {_MOST_BIASES} entries, not {len(value)}")
     if not isinstance(value, list):
         return value
     if not all(isinstance(each, list) and len(each) == 2 for each in value):
@@ -31,20 +31,20 @@ def _pairs(value: Any) -> Any:
 
 
 class Open(BaseModel):
-    """Keeps members that it does not name."""
+    """Keeps unknown members."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class StreamOptions(BaseModel):
-    """Members of a stream besides the text."""
+    """Further members of a stream's events."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class ModelRequest(Open):
-    """A request for a model."""
+    """A request that may name the model."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -52,7 +52,7 @@ class ModelRequest(Open):
 
 
 def _member(option: Option) -> Any:
-    """An option as a member of a request."""
+    """Declare an option as a request member."""
     kind: Any = option.kind or str
     bounds: dict[str, Any] = option.bounds | ({"allow_inf_nan": False} if kind is float else {})
     return Annotated[kind, Field(**bounds, description=option.help)] | None, None
@@ -67,8 +67,8 @@ else:
 
 
 class TextRequest(_SamplingRequest):
-    """What requests for texts have in common: OpenAI's members and llama.cpp's. Those of pystaged.options that are not
-    named here are as the tables have them."""
+    """Members that all generation requests share: OpenAI's, llama.cpp's, and this server's. Options of pystaged.options
+    that are not declared here are added from its tables."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -77,7 +77,7 @@ class TextRequest(_SamplingRequest):
     logit_bias: Annotated[dict[str, Number], Field(max_length=_MOST_BIASES), BeforeValidator(_pairs)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 is vLLM's 0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 means 0, as in vLLM
     dry_sequence_breakers: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     stop_loops: bool | None = None
     grammar: Annotated[str, Field(max_length=_LONGEST_GRAMMAR)] | None = None
@@ -108,7 +108,7 @@ class CompletionRequest(TextRequest):
 
 
 class NativeRequest(CompletionRequest):
-    """A request to /completion, llama-server's own; n_predict is called max_tokens here."""
+    """A request to /completion, llama-server's own; n_predict is renamed to max_tokens."""
 
     n_probs: Annotated[int, Field(ge=0, le=100)] | None = None
     return_tokens: bool | None = None
@@ -125,19 +125,19 @@ Parts = Annotated[list[Part], Field(max_length=4096, fail_fast=True)]
 
 
 def joined(content: str | Sequence[Part]) -> str:
-    """The text of a content, in parts or not."""
+    """The text of a message's content, given whole or in parts."""
     return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 class FunctionCall(BaseModel):
-    """A called function; arguments: JSON as text."""
+    """A called function; its arguments are JSON text."""
 
     name: str
     arguments: str = ""
 
 
 class ToolCall(Open):
-    """A call in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -145,7 +145,7 @@ class ToolCall(Open):
 
 
 class ChatMessage(Open):
-    """A message; members besides these go to the model's template."""
+    """A message; further members are passed to the chat template."""
 
     role: str
     content: str | Parts | None = None
@@ -162,7 +162,7 @@ class Function(Open):
 
 
 class Tool(BaseModel):
-    """A tool; there are only functions."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -175,21 +175,21 @@ class ChosenFunction(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """The one function to be called."""
+    """The one function that must be called."""
 
     type: Literal["function"] = "function"
     function: ChosenFunction
 
 
 class JsonSchema(Open):
-    """A schema that the answer meets."""
+    """A schema that the answer must match."""
 
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    """The form of the answer."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -197,7 +197,7 @@ class ResponseFormat(BaseModel):
 
 
 class Prediction(BaseModel):
-    """A text that the answer will largely repeat."""
+    """A text that the answer is expected to repeat mostly."""
 
     type: Literal["content"] = "content"
     content: str | Parts
@@ -219,7 +219,7 @@ class ChatRequest(TextRequest):
 
 
 class TokenizeRequest(ModelRequest):
-    """A request to /tokenize, as llama-server has it, with `content`, or vLLM, with `prompt`."""
+    """A request to /tokenize, with llama-server's `content` or vLLM's `prompt`."""
 
     content: str | None = None
     prompt: str | None = None

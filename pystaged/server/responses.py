@@ -16,7 +16,7 @@ from pystaged.server.options import chat_request, refuse
 from pystaged.server.request_types import Open, Part, TextRequest, joined
 from pystaged.server.state import State
 
-# Unsupported members that would change the answer, and values of them that ask for nothing.
+# Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "previous_response_id": (),
@@ -48,7 +48,7 @@ class InputItem(Open):
 
 
 class TextFormat(Open):
-    """The form of the answer."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -70,7 +70,7 @@ class ResponseRequest(TextRequest):
 
 
 class OutputDetails(TypedDict):
-    """Of an answer's tokens, those of reasoning: none."""
+    """Reasoning tokens of an answer: always 0."""
 
     reasoning_tokens: int
 
@@ -133,7 +133,7 @@ class Response(TypedDict):
 
 
 def begin(state: State, request: ResponseRequest) -> ResponseAnswer:
-    """Check a request, and prepare its text; may take seconds. Raises ApiError and ChatTemplateError."""
+    """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
@@ -149,7 +149,7 @@ def begin(state: State, request: ResponseRequest) -> ResponseAnswer:
 
 
 class ResponseAnswer(EventAnswer):
-    """Sends an answer of /v1/responses."""
+    """An answer of /v1/responses."""
 
     described = Response
     request: ResponseRequest
@@ -205,7 +205,7 @@ class ResponseAnswer(EventAnswer):
         }
 
     def _response(self, result: GenerationResult | None) -> Response:
-        """The answer as a whole; None before there is any of it."""
+        """The response object; None before anything has been generated."""
         is_cut = result is not None and result.finish_reason != "stop"
         status: Any = "in_progress" if result is None else "incomplete" if is_cut else "completed"
         request, sampling = self.request, self.sequences[0].config.sampling
@@ -236,7 +236,7 @@ class ResponseAnswer(EventAnswer):
 
 
 def _incomplete(result: GenerationResult) -> dict[str, str]:
-    """OpenAI's word for an answer that was cut, and whether it was for a loop."""
+    """OpenAI's reason for an incomplete answer, and whether a loop was the cause."""
     found = {"reason": "max_output_tokens"}
     return found | {"stop_reason": ended(result)["stop_reason"]} if result.finish_reason == "loop" else found
 

@@ -1,4 +1,4 @@
-"""Runs an application with uvicorn, and answers 503 while the model loads."""
+"""Run the application with uvicorn, and answer 503 while the model loads."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pystaged.server.reply import Sender
 from pystaged.server.security import Guard
 
 _BACKLOG = 2048
-_MOST_HEADER = 1 << 16  # bytes of a request's head
+_MOST_HEADER = 1 << 16  # bytes of a request's header
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, before a model is loaded.
+    """Bind a socket to an address, so that errors appear before a model is loaded.
 
     Raises:
-        OSError: naming the address, if it is taken or none of this machine's.
+        OSError: the address is taken or not this machine's; the message names it.
     """
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -48,11 +48,11 @@ def address(listener: socket.socket) -> str:
 
 
 def serve(app: ASGIApp, listener: socket.socket, *, grace: int, ready: Callable[[], object] = lambda: None) -> None:
-    """Answer requests until Ctrl-C or SIGTERM, then wait up to `grace` seconds for texts in progress. A second Ctrl-C
-    ends at once.
+    """Answer requests until Ctrl-C or SIGTERM, then wait up to `grace` seconds for sequences in progress. A second
+    Ctrl-C stops at once.
 
     Args:
-        ready: called when requests are answered.
+        ready: called when the server accepts requests.
     """
     with _ended_by_signals():
         Server(app, grace, ready).run(sockets=[listener])
@@ -60,9 +60,9 @@ def serve(app: ASGIApp, listener: socket.socket, *, grace: int, ready: Callable[
 
 @contextmanager
 def answering_that_it_loads(listener: socket.socket, told: settings.Settings) -> Iterator[None]:
-    """Requests get 503 for as long as the context lasts. Those that come after it wait for whoever listens next."""
+    """Answer 503 while the block runs. Later connections stay in the backlog until the next server listens."""
     server = Server(Guard(_loading, told), grace=1)
-    # uvicorn closes the socket in the end; a copy leaves the address open.
+    # uvicorn closes its socket at the end; a copy keeps the address bound.
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.dup()]}, daemon=True)
     thread.start()
     try:
@@ -76,13 +76,13 @@ def answering_that_it_loads(listener: socket.socket, told: settings.Settings) ->
 
 async def _loading(scope: Scope, receive: Receive, send: Send) -> None:
     del receive
-    # A browser that shows this asks again.
+    # Makes a browser reload the page.
     headers = {"Retry-After": "1", "Connection": "close"} | ({"Refresh": "1"} if scope["path"] == "/" else {})
     await Sender(send).fail(ApiError(503, "Loading model", headers=headers))
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which runs until it is told to end by `should_exit`; as in `serve`."""
+    """uvicorn's server, which runs until `should_exit` is set; arguments as in `serve`."""
 
     def __init__(self, app: ASGIApp, grace: int, ready: Callable[[], object] = lambda: None) -> None:
         config = uvicorn.Config(
@@ -107,23 +107,23 @@ class Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """uvicorn's connection with a timeout for clients that send no request or read nothing of an answer, which uvicorn
-    lacks."""
+    """uvicorn's connection, with timeouts that uvicorn lacks: for clients that send no request, or read nothing of an
+    answer."""
 
-    # Until the head of a request must be there, and until the client must have read something.
+    # Timers for the request's header, and for the client's reading.
     _expecting: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # writing pauses wherever the client does not read
+        transport.set_write_buffer_limits(0)  # pause writing whenever the client does not read
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         for timer in (self._expecting, self._stuck):
             if timer:
-                timer.cancel()  # or it keeps the connection until its time
+                timer.cancel()  # a pending timer would keep the connection in memory
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -164,7 +164,7 @@ class _Connection(H11Protocol):
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Signals end the server and not the program: uvicorn raises them again when it has ended."""
+    """Let SIGINT and SIGTERM stop the server only: uvicorn raises them again when it has stopped."""
 
     def ignore(number: int, frame: FrameType | None) -> None:
         del number, frame

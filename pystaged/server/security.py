@@ -1,4 +1,4 @@
-"""Checks of host, origin and API key, before anything else."""
+"""Check host, origin and API key before anything else."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PUBLIC = ("/", "/health", "/v1/health")
 
 
 class Guard:
-    """Refuses requests by host, origin or key.
+    """Refuses requests with a wrong host, origin or key.
 
-    A page of another site that has its name point here (DNS rebinding) calls the server by that name; so a server
-    answers to its own names and to addresses only. What a page of another site sends has that site as its origin.
+    A page of another site can make its host name resolve to this server (DNS rebinding). Its requests then carry that
+    name, so only the server's own names and addresses are accepted. Other sites' requests carry their origin.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -59,11 +59,9 @@ class Guard:
     def _problem(self, scope: Scope, headers: Headers, origin: str, is_listed: bool) -> ApiError | None:
         host = headers.get("host", "")
         if not self._is_ours(host):
-            return ApiError(
-                403, f"this server does not answer to the name {host!r}; start it with --allowed-host to let it"
-            )
+            return ApiError(403, f"this server does not accept the host name {host!r}; allow it with --allowed-host")
         if origin and not is_listed and origin.partition("://")[2] != host.lower():
-            return ApiError(403, f"pages of {origin!r} may not use this server; --cors-origin lets them")
+            return ApiError(403, f"pages of {origin!r} may not use this server; allow them with --cors-origin")
         is_asked_before = is_listed and scope["method"] == "OPTIONS"
         if self._keys and scope["path"] not in _PUBLIC and not is_asked_before and not self._has_key(headers):
             return ApiError(401, "invalid API key", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -79,13 +77,13 @@ class Guard:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             given = token.strip()
-        # Compared with all of them, so that the time tells nothing.
-        matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]  # the bytes as they came
+        # All keys are compared, so that the time does not reveal which one matched.
+        matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]  # headers are latin-1
         return any(matches)
 
 
 def read_keys(given: Sequence[str]) -> list[str]:
-    """Keys as options name them: without white space around them, and none that is empty. Raises ValueError."""
+    """Strip white space around API keys. Raises ValueError for an empty one."""
     keys = [key.strip() for key in given]
     if not all(keys):
         raise ValueError("an API key must not be empty")

@@ -8,19 +8,19 @@ from typing import Any
 
 from pystaged.options import SAMPLING
 
-STALL = 60.0  # seconds that a client may take to send a request, or to read anything of what it is sent
+STALL = 60.0  # longest time, in seconds, to send a request, or without reading any of the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Settings of a server.
 
-    name: the model's name for clients. strict: requests must name it. defaults: TextOptions that requests may override;
-    max_tokens is also a limit. api_keys: a request needs one of them; none needed where there are none.
-    allowed_hosts: names of the server in requests, besides localhost and addresses. cors_origins: sites whose pages may
-    use it, "*" for all. parallel: texts in progress at most; queue: texts waiting at most.
-    max_body: bytes of a request at most. timeout, queue_timeout: longest time of a request in all and in the queue, in
-    seconds. metrics_prefix: of the names in /metrics. log: called with a line for each request, or None.
+    name: the model's name for clients. strict: requests must give that name. defaults: TextOptions that requests may
+    override; max_tokens is also a limit. api_keys: keys of which a request needs one; empty for no check.
+    allowed_hosts: host names to accept, besides localhost and addresses. cors_origins: sites whose pages may use the
+    server, "*" for all. parallel: most sequences in progress; queue: most sequences waiting. max_body: most bytes of a
+    request. timeout, queue_timeout: longest time of a request, in all and in the queue, in seconds. metrics_prefix: of
+    the names in /metrics. log: called with a line for each request, or None.
     """
 
     name: str
@@ -39,5 +39,5 @@ class Settings:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Of the defaults, those of SamplingConfig."""
+        """The defaults that belong to SamplingConfig."""
         return {name: self.defaults[name] for name in SAMPLING if name in self.defaults}

@@ -1,4 +1,4 @@
-"""The state that all requests share."""
+"""State that all requests share."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SAMPLE = 1 << 16  # bytes
 
 
 class State:
-    """An engine with its gate and metrics.
+    """An engine with its gate and its metrics.
 
     Args:
-        engine: open; nobody else closes it.
+        engine: an open one, which its owner closes after the server.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -32,7 +32,7 @@ class State:
         self.fingerprint = f"b{pystaged.__version__}-{_fingerprint(engine)}"
 
     def check_model(self, request: ModelRequest) -> None:
-        """Refuse a request for another model, if the server is strict. Raises ApiError."""
+        """Raise ApiError for a request for another model if the server is strict."""
         if not self.settings.strict:
             return
         if request.model is None:
@@ -43,7 +43,7 @@ class State:
 
 
 def _fingerprint(engine: Engine) -> str:
-    """A hash of what texts depend on besides requests: samples of the model's files, kv, n_ctx and devices."""
+    """A hash of all that outputs depend on besides requests: samples of the model's files, kv, n_ctx and devices."""
     model = engine.model
     found = hashlib.sha256(f"{model.kv}|{engine.n_ctx}|{','.join(model.devices)}".encode())
     for seen in engine.runtime.bundle.file.files:

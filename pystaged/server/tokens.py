@@ -8,11 +8,11 @@ from pystaged.server.errors import ApiError
 from pystaged.server.request_types import DetokenizeRequest, TokenizeRequest
 from pystaged.server.state import State
 
-_MOST_PIECES = 1 << 17  # more, as JSON, would take seconds in which nobody else is answered
+_MOST_PIECES = 1 << 17  # encoding more as JSON would block the server for seconds
 
 
 def tokenize(state: State, request: TokenizeRequest) -> Tokens:
-    """The tokens of a text: as llama-server counts them, without what begins texts, or as vLLM, with it."""
+    """Tokenize a text: `content` without bos, as llama-server does, or `prompt` with it, as vLLM does."""
     is_content = request.content is not None
     text = request.content if is_content else request.prompt
     if text is None:
@@ -29,7 +29,7 @@ def tokenize(state: State, request: TokenizeRequest) -> Tokens:
         words = "the text is not valid Unicode" if isinstance(error, UnicodeError) else str(error)
         raise ApiError(400, words, param="content" if is_content else "prompt") from None
     if request.with_pieces and len(found) > _MOST_PIECES:
-        message = f"the text has {len(found)} tokens; with_pieces tells of {_MOST_PIECES} at most"
+        message = f"the text has {len(found)} tokens; with_pieces supports at most {_MOST_PIECES}"
         raise ApiError(400, message, param="with_pieces")
     return {
         "tokens": [_piece(tokenizer, token) for token in found] if request.with_pieces else found,
@@ -39,7 +39,7 @@ def tokenize(state: State, request: TokenizeRequest) -> Tokens:
 
 
 def detokenize(state: State, request: DetokenizeRequest) -> Detokenized:
-    """The text of tokens, control tokens too."""
+    """Decode tokens, including control tokens."""
     try:
         text = state.engine.tokenizer.decode(request.tokens, special=True)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Tools in the Hermes form: their description in the prompt, the grammar of calls, and calls in an answer."""
+"""Tools in the Hermes form: their description in the prompt, the grammar of calls, and parsing of calls."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pystaged.server.errors import ApiError
 from pystaged.server.request_types import ChatRequest, Tool, ToolChoice
 
 _BEGIN = "<tool_call>"
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes
-# As Qwen's templates say it; for templates that know no tools.
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
+# The words of Qwen's templates, for templates that do not support tools.
 _SYSTEM = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -32,7 +32,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 def offered(request: ChatRequest) -> list[Tool]:
-    """The tools that the model may call. Raises ApiError for a choice that is none."""
+    """The tools that the model may call. Raises ApiError for an invalid tool_choice."""
     tools = [] if request.tool_choice == "none" else request.tools or []
     if request.tool_choice not in (None, "none", "auto") and not tools:
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
@@ -40,12 +40,12 @@ def offered(request: ChatRequest) -> list[Tool]:
         name = request.tool_choice.function.name
         tools = [tool for tool in tools if tool.function.name == name]
         if not tools:
-            raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
+            raise ApiError(400, f"tool_choice names {name!r}, which is not one of the tools", param="tool_choice")
     return tools
 
 
 def told(request: ChatRequest) -> list[dict[str, Any]]:
-    """The messages as templates read them: arguments of calls are data, and there are no tokens, which could forge."""
+    """Messages for templates: call arguments are parsed, and clients' "tokens", which could be forged, are dropped."""
     messages = [message.model_dump(exclude_none=True, exclude={"tokens"}) for message in request.messages]
     for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
         with suppress(ValueError, RecursionError):
@@ -54,7 +54,7 @@ def told(request: ChatRequest) -> list[dict[str, Any]]:
 
 
 def grammar(request: ChatRequest, tools: Sequence[Tool]) -> str | None:
-    """The grammar of an answer that must be a call; None where it need not be one."""
+    """The grammar of an answer that must be a call; None if it need not be one."""
     if request.tool_choice in (None, "none", "auto"):
         return None
     rules, names = [], []
@@ -71,8 +71,8 @@ def grammar(request: ChatRequest, tools: Sequence[Tool]) -> str | None:
 
 
 def messages_with(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for a template that knows no tools: they are described in the system's message, earlier calls are part
-    of the answers, and what came of them is said by the user."""
+    """Adapt messages to a template without tool support: the system message describes the tools, answers contain their
+    calls, and the user's messages contain the results."""
     found: list[dict[str, Any]] = []
     for message in messages:
         content = message.get("content")
@@ -93,20 +93,20 @@ def messages_with(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, 
 
 
 def has_calls(messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether a conversation has calls of tools in it."""
+    """Whether a conversation contains tool calls or their results."""
     return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
 
 
 def knows_tools(chat_format: ChatFormat) -> bool:
-    """Whether a model's template writes tools itself."""
+    """Whether a model's chat template supports tools."""
     return "tool_use" in chat_format.names or "tools" in chat_format.variables()
 
 
 class CallReader:
-    """Splits an answer, as it comes, into text and calls.
+    """Splits an answer into text and calls while it is generated.
 
-    Text is passed on at once, but for white space that a call may follow; from the first call on all is kept until the
-    end.
+    Text is passed on at once, except white space that a call may follow; from the first call on, everything is
+    kept until the end.
 
     Args:
         key: part of the calls' ids.
@@ -118,7 +118,7 @@ class CallReader:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Take more of the answer; returns what is text for certain."""
+        """Add to the answer; returns what is certainly text."""
         if not self._reads:
             return text
         self._held += text
@@ -132,7 +132,7 @@ class CallReader:
         return words
 
     def finish(self) -> tuple[str, list[Call]]:
-        """The rest of the text, and the calls."""
+        """The remaining text, and the calls."""
         words, found = split_tool_calls(self._held)
         self._held = ""
         calls: list[Call] = []

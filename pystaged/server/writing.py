@@ -1,4 +1,4 @@
-"""Generates a request's texts together, as far as the gate admits them."""
+"""Generate a request's sequences together, as far as the gate admits them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from pystaged.server.gate import Gate
 
 
 class Listener(Protocol):
-    """Receives pieces of texts."""
+    """Receives pieces of sequences."""
 
     async def piece(self, i: int, piece: Piece) -> None:
-        """The next piece of text i."""
+        """Receive the next piece of sequence i."""
         ...
 
     async def ended(self, i: int) -> None:
-        """Text i has ended."""
+        """Sequence i has ended."""
         ...
 
 
 async def write(scheduler: Scheduler, gate: Gate, sequences: Sequence[Text], listener: Listener, wait: float) -> None:
-    """Generate texts. An error of one ends all.
+    """Generate sequences; an error in one ends all.
 
     Args:
-        wait: seconds that the first may wait for its turn; the others come behind it.
+        wait: longest time, in seconds, that the first may wait for admission; the others wait without limit.
 
     Raises:
         ApiError: the first waited too long.
-        Exception: what ended a text.
+        Exception: the error that ended a sequence.
     """
     failed: list[Exception] = []
 

@@ -86,7 +86,7 @@ def test_a_full_queue_refuses_and_says_for_how_long() -> None:
         await settle()
         texts = [Text(gate, begun, name) for name in "bcd"]
         await settle()
-        with pytest.raises(ApiError, match="2 texts are being written and 1 wait") as refused, gate.coming():
+        with pytest.raises(ApiError, match="2 sequences are in progress and 1 wait") as refused, gate.coming():
             pass
         # One text of 8 seconds leaves every 4.
         assert refused.value.status == 429
@@ -108,7 +108,7 @@ def test_nobody_waits_longer_than_allowed() -> None:
         gate, begun = Gate(1, 8), list[str]()
         first = Text(gate, begun, "a")
         await settle()
-        with pytest.raises(ApiError, match="no turn came in time"):
+        with pytest.raises(ApiError, match="waited too long"):
             async with gate.inside(0.01):
                 pass
         assert gate.num_waiting == 0
@@ -151,7 +151,7 @@ def test_requests_that_come_at_once_count() -> None:
     """While they are taken in, which may take a while, none of their texts waits yet."""
     gate = Gate(1, 1)
     with gate.coming(), gate.coming():
-        with pytest.raises(ApiError, match="0 texts are being written and 0 wait") as refused, gate.coming():
+        with pytest.raises(ApiError, match="0 sequences are in progress and 0 wait") as refused, gate.coming():
             pass
         assert refused.value.status == 429
     with gate.coming():

@@ -277,7 +277,7 @@ def test_who_never_reads_is_given_up(engine: Engine, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("error", "words"), [(GrammarError("too complex"), "too complex"), (ValueError("secret"), "its log says more")]
+    ("error", "words"), [(GrammarError("too complex"), "too complex"), (ValueError("secret"), "log has details")]
 )
 def test_a_failure_in_the_middle_is_an_event(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
@@ -406,7 +406,7 @@ def test_a_log_has_a_line_for_each_request(engine: Engine) -> None:
         server.ask(PATH, {"prompt": ""})
         wait_until(lambda: len(lines) == 2)
     assert lines[0].startswith(f"{PATH} 200 ")
-    assert ", 2 texts, " in lines[0]
+    assert ", 2 sequences, " in lines[0]
     assert lines[1].startswith(f"{PATH} 400 ")
 
 

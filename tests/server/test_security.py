@@ -198,7 +198,7 @@ def test_addresses_of_other_servers(usual: TestClient) -> None:
     for theirs, hint in ADDRESSES.items():
         assert refusal(theirs) == f"there is no GET {theirs}; {hint}"
         assert not hint.startswith("use ") or hint.removeprefix("use ") in ours
-    assert refusal("/nothing") == "there is no GET /nothing; /openapi.json says what there is"
+    assert refusal("/nothing") == "there is no GET /nothing; see /openapi.json for all paths"
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../secret.gguf", "openai-community/gpt2", "x" * 10_000, "a\0b"])
