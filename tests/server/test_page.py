@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 from support.scheduling import wait_until
-from support.server import Server, live
+from support.server import NAME, Server, live
 
 import pystaged
 from pystaged.config import SamplingConfig
 from pystaged.engine import Engine
+from pystaged.server.run import bound
 
 pytestmark = pytest.mark.slow
 SIZES = {"phone": (390, 844), "desk": (1280, 800)}
@@ -181,7 +182,8 @@ STAND_IN = """
 window.fetch = (path, options) => {
   const body = new ReadableStream({start: (stream) => {
     window.say = (event) => stream.enqueue(new TextEncoder().encode("data: " + JSON.stringify(event) + "\\n\\n"));
-    window.fail = () => stream.error(new Error("the line broke"));
+    window.fail = () => stream.error(new TypeError("network error"));
+    window.end = () => stream.close();
     options.signal.addEventListener("abort", () => stream.error(options.signal.reason));
   }});
   window.asked = JSON.parse(options.body);
@@ -289,19 +291,45 @@ def test_a_refusal_replaces_nothing(page: Page) -> None:
     assert [each.text for each in page.all(".words")] == [ANSWER, "old"]
 
 
+@pytest.mark.parametrize("how", ["fail", "end"])
 @desk
-def test_what_was_shown_stays_when_the_line_breaks(page: Page) -> None:
+def test_what_was_shown_stays_when_the_line_breaks(page: Page, server: Server, how: str) -> None:
     page.script(STAND_IN)
     page.ask("a")
     for word in ("so ", "far"):
         page.script("say(arguments[0])", piece(word))
     page.wait(lambda: page.one(".assistant .words").text == "so far")
-    page.script("fail()")
+    page.script(f"{how}()")
     page.wait(page.is_done)
     assert page.one(".assistant .words").text == "so far"
     assert page.one(".assistant .figures").text == "broken off"
-    assert page.one("#error").text == "the line broke"
+    assert page.one("#error").text == f"The server at {server.url} does not answer. Regenerate asks again."
     assert [turn["content"] for turn in page.turns()] == ["a", "so far"]
+
+
+def test_a_server_that_goes_and_comes_back(page: Page, engine: Engine) -> None:
+    page.expected = "ERR_CONNECTION_REFUSED"
+    with live(engine) as gone:
+        page.browser.get(gone.url)
+        page.choose(max_tokens="2")
+    page.script("at('model').textContent = 'another'")
+    page.ask(ANSWER)
+    page.wait(lambda: page.is_done() and page.one("#error").is_displayed())
+    said = f"The server at {gone.url} does not answer."
+    assert page.one("#error").text == said + " The question is back in the box."
+    assert (page.one("#ask").get_attribute("value"), page.turns()) == (ANSWER, [])
+    page.shot("gone")
+    with live(engine, bound("127.0.0.1", gone.port)):
+        page.one("#send").click()
+        page.wait(lambda: page.all(".assistant") and page.is_done())
+        assert not page.one("#error").is_displayed()
+        page.wait(lambda: page.one("#model").text == NAME)
+    # The answer that was to be replaced stays.
+    old = [each.text for each in page.all(".words")]
+    page.all(".assistant .below button")[1].click()
+    page.wait(lambda: page.is_done() and page.one("#error").is_displayed())
+    assert page.one("#error").text == said + " Regenerate asks again."
+    assert [each.text for each in page.all(".words")] == old
 
 
 def test_the_progress_of_a_prompt(page: Page) -> None:
