@@ -36,7 +36,8 @@ def models(context: typer.Context) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("name", "MB", "type", "shape", "license"):
         table.add_column(heading, justify="right" if heading == "MB" else "left", no_wrap=True)
-    for model in [*(cache.describe(name, path) for name, path in packaged.items()), *cache.models()]:
+    listed = [*(cache.describe(name, path) for name, path in packaged.items()), *cache.models()]
+    for model in listed:
         cells = (
             model.name,
             f"{model.bytes / 1e6:.1f}",
@@ -51,11 +52,12 @@ def models(context: typer.Context) -> None:
     report("get another with, for example: pystaged pull openai-community/gpt2")
     for what, kept in (("packed weights of", PACKED), ("recycled candidates of", RECYCLED)):
         if found_files := kept.all():
+            of_models = {kept.path(model.path): model.name for model in listed}
             table = Table(box=None, pad_edge=False)
             table.add_column(what, no_wrap=True)
             table.add_column("MB", justify="right", no_wrap=True)
             for each in found_files:
-                table.add_row(Text(each.model), Text(f"{each.bytes / 1e6:.1f}"))
+                table.add_row(Text(of_models.get(each.path, each.model)), Text(f"{each.bytes / 1e6:.1f}"))
             print_table(table)
     leftovers = _leftovers()
     if leftovers:

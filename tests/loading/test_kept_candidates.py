@@ -19,7 +19,7 @@ from support.commands import assert_refused, run
 import pystaged
 from pystaged._core import RecycledCandidates
 from pystaged.files import keep
-from pystaged.loading import recycled
+from pystaged.loading import names, recycled
 from pystaged.loading.kept import RECYCLED
 from pystaged.loading.recycled import KeptCandidates
 
@@ -243,11 +243,15 @@ def test_commands(random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch:
     done = run("generate", "abcabcabcabc", "--model", path, "--max-tokens", "4", "--no-recycle")
     assert done.returncode == 0, done.stderr
     assert RECYCLED.all() == []
-    memory = KeptCandidates(path, "v", 100)
-    teach(memory.candidates)
-    memory.save()
+    for each in (path, names.resolve("bundled")):
+        memory = KeptCandidates(each, "v", 100)
+        teach(memory.candidates)
+        memory.save()
     listed = [line.split() for line in run("models").stdout.decode().splitlines()]
-    assert listed[listed.index(["recycled", "candidates", "of", "MB"]) + 1 :] == [[str(path), "0.0"]]
+    listed = listed[listed.index(["recycled", "candidates", "of", "MB"]) + 1 :]
+    assert sorted(listed) == [[str(path), "0.0"], ["bundled", "0.0"]]  # by name, where it is in the list
+    done = run("models", "remove", "--recycled", "bundled")
+    assert done.stderr == b"removed recycled candidates of 1 model, 0.0 MB freed\n"
     assert_refused(run("models", "remove", "--recycled", tmp_path / "no"), "no recycled candidates of")
     done = run("models", "remove", "--packed", "--recycled", path)
     assert (done.returncode, done.stderr) == (0, b"removed recycled candidates of 1 model, 0.0 MB freed\n")
