@@ -332,6 +332,22 @@ def test_a_server_that_goes_and_comes_back(page: Page, engine: Engine) -> None:
     assert [each.text for each in page.all(".words")] == old
 
 
+@desk
+def test_a_page_that_is_left_while_the_model_writes(page: Page) -> None:
+    page.script(STAND_IN)
+    page.ask("a")
+    page.script("say(arguments[0])", piece("so far"))
+    page.wait(lambda: page.one(".assistant .words").text == "so far")
+    page.browser.refresh()
+    assert [each.text for each in page.all(".words")] == ["a", "so far"]
+    assert page.one(".figures").text == "broken off"
+    page.script(STAND_IN)
+    page.ask("b")
+    page.browser.refresh()
+    assert [each.text for each in page.all(".words")] == ["a", "so far"]
+    assert page.one("#ask").get_attribute("value") == "b"
+
+
 def test_the_progress_of_a_prompt(page: Page) -> None:
     page.script(STAND_IN)
     page.ask("a")
