@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.children import forks, in_child
+from support.children import forks, in_child, stuck
 from support.scheduling import held, wait_until
 
 import pystaged
@@ -499,18 +499,6 @@ def test_a_child_takes_contexts_whatever_its_parent_was_about(monkeypatch: pytes
     texts.run(SYSTEM, list(range(50)))
     lent = texts.begin([*SYSTEM, 1])
     assert lent is not None
-    begun, go_on, parent, make = threading.Event(), threading.Event(), os.getpid(), texts.pool._make
-
-    def slow(source: Decoder | None, length: int) -> Decoder:
-        if os.getpid() == parent:
-            begun.set()
-            assert go_on.wait(60)
-        return make(source, length)
-
-    monkeypatch.setattr(texts.pool, "_make", slow)
-    other = threading.Thread(target=texts.take, args=[[*SYSTEM, 2], 10])
-    other.start()
-    assert begun.wait(60)
 
     def takes() -> bool:
         resting = next(iter(texts.pool._at_rest))
@@ -520,10 +508,8 @@ def test_a_child_takes_contexts_whatever_its_parent_was_about(monkeypatch: pytes
         found = [texts.take(prompt, 10) for prompt in ([*SYSTEM, 3], [7, 8, 9])]
         return not any(each is None or each in (resting, lent) for each in found)
 
-    found = in_child(takes)
-    go_on.set()
-    other.join()
-    assert found
+    with stuck(monkeypatch, texts.pool, "_make", lambda: texts.take([*SYSTEM, 2], 10)):
+        assert in_child(takes)
 
 
 def test_texts_of_models_with_windows_take_less_memory() -> None:

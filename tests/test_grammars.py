@@ -8,8 +8,6 @@ import math
 import os
 import random
 import re
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +17,8 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from support.children import forks, in_child, stuck
+from support.commands import run_python
 from support.schemas import schema_of
 
 import pystaged
@@ -398,7 +398,8 @@ thread.join()
 
 @pytest.mark.slow
 def test_forms_within_forms_do_not_end_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", IN_A_SMALL_THREAD], capture_output=True, text=True, check=True)
+    done = run_python(IN_A_SMALL_THREAD)
+    assert done.returncode == 0, done.stderr
     chain, long, nested, _ = done.stdout.splitlines()
     assert (chain, nested) == ("usable", "usable")
     assert long.startswith("json_schema cannot be used: its 50001 references in 4 levels may nest")
@@ -423,29 +424,14 @@ def test_a_grammar_that_is_compiled_does_not_keep_others_waiting(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars = Grammars(engine.tokenizer)
-    begun, go_on, honest = threading.Event(), threading.Event(), Grammars._compile
-
-    def compiled(self: Grammars, grammar: Grammar, worker: Child) -> Any:
-        if grammar.text == "a":
-            begun.set()
-            assert go_on.wait(60)
-        return honest(self, grammar, worker)
-
-    monkeypatch.setattr(Grammars, "_compile", compiled)
-    slow = threading.Thread(target=grammars.constraint, args=[Grammar("regex", "a")], daemon=True)
-    slow.start()
-    assert begun.wait(60)
-    fast = threading.Thread(target=grammars.constraint, args=[Grammar("regex", "b")], daemon=True)
-    fast.start()
-    fast.join(60)
-    waited = fast.is_alive()
-    go_on.set()
-    slow.join()
-    assert not waited
+    with stuck(monkeypatch, Grammars, "_compile", lambda: grammars.constraint(Grammar("regex", "a"))):
+        fast = threading.Thread(target=grammars.constraint, args=[Grammar("regex", "b")], daemon=True)
+        fast.start()
+        fast.join(60)
+        assert not fast.is_alive()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@forks
 def test_a_child_has_grammars_whatever_its_parent_was_about(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, parent = threading.Event(), threading.Event(), os.getpid()
 
@@ -462,17 +448,10 @@ def test_a_child_has_grammars_whatever_its_parent_was_about(engine: Engine, monk
     other = threading.Thread(target=engine.stream, args=["The answer is "], kwargs={"regex": "no"}, daemon=True)
     other.start()
     assert begun.wait(60)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)  # ends it where it would wait for ever
-        ok = False
-        try:
-            ok = engine.generate("The answer is ", regex="yes").text == "yes"
-        finally:
-            os._exit(0 if ok else 1)
+    found = in_child(lambda: engine.generate("The answer is ", regex="yes").text == "yes")
     go_on.set()
     other.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert found
 
 
 def test_more_is_forced_than_is_asked_for(engine: Engine) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.children import forks, in_child
+from support.commands import run_python
 from support.scheduling import is_idle, wait_until
 
 import pystaged
@@ -507,9 +507,7 @@ print(not engine.runtime.scheduler.is_idle)
 @pytest.mark.slow
 def test_a_process_ends_while_texts_are_being_written(path: Path) -> None:
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", ENDING, path], capture_output=True, text=True, timeout=60, check=False
-        )
+        done = run_python(ENDING, path)
         assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 

@@ -7,6 +7,7 @@ import gc
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -235,13 +236,8 @@ def test_texts_of_an_event_loop(engine: Engine, path: Path) -> None:
     expected = [alone(path, prompt, max_tokens=30, **WARM) for prompt in PROMPTS]
     assert run(read_all()) == expected
     # Several loops at once.
-    found: list[list[Any]] = []
-    threads = [threading.Thread(target=lambda: found.append(run(read_all()))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert found == [expected, expected]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda _: run(read_all()), range(2))) == [expected, expected]
 
 
 def test_progress_may_be_told_to_a_coroutine(plain: Engine) -> None:

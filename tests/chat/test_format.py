@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import threading
 import tracemalloc
 from typing import Any
 
 import pytest
 from support import paths
 from support.chat import KEY, chat_format, write_vocabulary
-from support.children import forks, in_child
+from support.children import forks, in_child, stuck
 from support.conversations import BOS, CASES, EOS, EXPECTED, TEMPLATES, says, transformers_writes
 
 from pystaged._core import Tokenizer
@@ -151,22 +149,8 @@ def test_what_clients_think_of_is_neither_kept_nor_said_without_bound(tokenizer:
 @forks
 def test_a_child_renders_whatever_its_parent_was_about(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_format("{{ messages[0].content }}", tokenizer)
-    begun, go_on, parent, guarded = threading.Event(), threading.Event(), os.getpid(), ChatFormat._guarded
-
-    def slow(self: ChatFormat, *args: Any) -> str:
-        if os.getpid() == parent:
-            begun.set()
-            assert go_on.wait(60)
-        return guarded(self, *args)
-
-    monkeypatch.setattr(ChatFormat, "_guarded", slow)
-    other = threading.Thread(target=chat.render, args=[QUESTION])
-    other.start()
-    assert begun.wait(60)
-    found = in_child(lambda: chat.render(QUESTION) == "Hello")
-    go_on.set()
-    other.join()
-    assert found
+    with stuck(monkeypatch, ChatFormat, "_guarded", lambda: chat.render(QUESTION)):
+        assert in_child(lambda: chat.render(QUESTION) == "Hello")
 
 
 # ---- What is refused ----

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
+from support.commands import run_python
 from support.device import DEVICE, GPU_LAYERS
 from support.families import CASES
 from support.family_reference import FamilyReference
@@ -454,13 +453,6 @@ for number in range(int(sys.argv[3])):
 def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> None:
     """Damaged files are refused or work; none ends the process."""
     count = 60
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(written(case)), str(tmp_path), str(count)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
+    child = run_python(CHILD, written(case), tmp_path, count)
     assert child.returncode == 0, child.stdout[-50:] + child.stderr[-3000:]
     assert min(child.stdout.count("loaded"), child.stdout.count("refused")) > count // 20

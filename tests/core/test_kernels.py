@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import run_python
 from support.kernels import KERNELS
 
 from pystaged import _core
@@ -246,7 +245,6 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
     ids=["no-threads", "removed-type"],
 )
 def test_refusals_that_once_divided_by_zero(arguments: str) -> None:
-    script = f"import numpy as np; from pystaged import _core; _core.multiply({arguments})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = run_python(f"import numpy as np; from pystaged import _core; _core.multiply({arguments})")
     assert done.returncode == 1
     assert "ValueError" in done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -19,8 +17,9 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import run_python
 from support.kernels import KERNELS
-from support.memory import used
+from support.memory import resident, used
 from support.random_models import RandomModel, write
 
 from pystaged import ContextFullError, _core
@@ -439,9 +438,6 @@ def test_a_large_pass_gives_its_memory_back_when_smaller_ones_follow(tmp_path: P
 def test_a_text_that_is_cut_gives_its_memory_back(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", RandomModel("llama", width=256, heads=4, kv_heads=4, layers=8, context=8192))
 
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     for kv in ("f16", "q8_0"):
         model = _core.Model(path, kv=kv)
         session = text(model, PREFIX[:50])
@@ -544,7 +540,5 @@ print("handled", len(refused) > 3)
 
 @pytest.mark.slow
 def test_signal_handler_that_uses_another_session_of_the_model(bundled_target: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HANDLED, str(bundled_target)], capture_output=True, text=True, check=False, timeout=300
-    )
+    done = run_python(HANDLED, bundled_target)
     assert (done.stdout, done.stderr) == ("handled True\n", "")

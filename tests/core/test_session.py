@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_weights import write_random_gpt2
 from support.children import forks, in_child
+from support.commands import run_python
 from support.kernels import KERNELS
 
 from pystaged import ContextFullError, _core, _llama
@@ -420,12 +420,6 @@ def test_a_context_stretched_to_time_passes(random_gguf: Callable[..., Path], de
     np.testing.assert_allclose(session.logits(0), fresh.logits(0), rtol=0, atol=0 if device == "cpu" else 0.02)
 
 
-@pytest.mark.parametrize("n_ctx", [-1, 97])
-def test_context_the_model_does_not_have(random_gguf: Callable[..., Path], n_ctx: int) -> None:
-    with pytest.raises(ValueError, match=f"n_ctx must be between 1 and the model's 96, not {n_ctx}"):
-        _core.Session(load(str(random_gguf("Q8_0"))), n_ctx)
-
-
 def test_context_of_the_model(random_gguf: Callable[..., Path]) -> None:
     model = load(str(random_gguf("Q8_0")))
     assert [_core.Session(model, n_ctx).n_ctx for n_ctx in (0, 1, 96)] == [96, 1, 96]
@@ -480,18 +474,6 @@ def test_other_threads_run_during_a_prefill(bundled_target: Path) -> None:
     done.set()
     thread.join()
     assert after > before
-
-
-def run_python(script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A script in a fresh interpreter."""
-    return subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
 
 
 INTERRUPTED = """

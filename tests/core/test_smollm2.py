@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.family_reference import FamilyReference
+from support.logits import llama_context, llama_pass
 
 import pystaged
 from pystaged import Engine
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench.pairs import continuation, drafters
-from pystaged.bench.passes import decode
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.loading import names
@@ -101,17 +101,8 @@ def texts(path: Path, model: Model) -> list[list[int]]:
 @pytest.fixture
 def theirs(path: Path) -> Iterator[Any]:
     """A context of llama.cpp."""
-    llama_cpp.llama_backend_init()
-    model_params = llama_cpp.llama_model_default_params()
-    model_params.n_gpu_layers = 0
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = params.n_batch = params.n_ubatch = 256
-    params.n_threads = params.n_threads_batch = 1
-    context = llama_cpp.llama_init_from_model(model, params)
-    yield context
-    llama_cpp.llama_free(context)
-    llama_cpp.llama_model_free(model)
+    with llama_context(path, num_threads=1) as context:
+        yield context
 
 
 def log_probabilities(logits: npt.NDArray[Any]) -> Doubles:
@@ -134,10 +125,9 @@ def our_logits(session: Session, tokens: list[int]) -> npt.NDArray[np.float32]:
     return found
 
 
-def their_logits(context: Any, tokens: list[int], vocab_size: int) -> npt.NDArray[np.float32]:
+def their_logits(context: Any, tokens: list[int]) -> npt.NDArray[np.float32]:
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-    decode(context, tokens, 0)
-    return np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (len(tokens), vocab_size)).copy()
+    return llama_pass(context, tokens, 0)
 
 
 @pytest.mark.slow
@@ -147,7 +137,7 @@ def test_beside_llama_cpp(model: Model, texts: list[list[int]], theirs: Any) -> 
     differences, same, clear = list[float](), 0, 0
     for tokens in texts:
         ours = log_probabilities(our_logits(session, tokens))
-        reference = log_probabilities(their_logits(theirs, tokens, model.vocab_size))
+        reference = log_probabilities(their_logits(theirs, tokens))
         rows = np.arange(len(tokens) - 1)
         differences += (ours[rows, tokens[1:]] - reference[rows, tokens[1:]]).tolist()
         sure = clear_choices(reference)
@@ -168,7 +158,7 @@ def test_beside_exact_logits(path: Path, model: Model, texts: list[list[int]], t
     for tokens in texts[::8]:
         exact = log_probabilities(exact_model.logits(tokens))
         ours = log_probabilities(our_logits(session, tokens))
-        reference = log_probabilities(their_logits(theirs, tokens, model.vocab_size))
+        reference = log_probabilities(their_logits(theirs, tokens))
         likely = exact > np.log(1e-3)
         our_error += np.abs(ours - exact)[likely].tolist()
         their_error += np.abs(reference - exact)[likely].tolist()

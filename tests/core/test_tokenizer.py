@@ -16,6 +16,7 @@ from gguf import GGUFReader, GGUFWriter, TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_weights import byte_alphabet
+from support.logits import llama_tokenize, llama_vocabulary
 from support.paths import DATA
 
 from pystaged import _core
@@ -50,13 +51,10 @@ def tokenizer() -> _core.Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def llama() -> Iterator[llama_cpp.llama_vocab_p_ctypes]:
+def llama() -> Iterator[Any]:
     """The vocabulary as llama-cpp-python opens it."""
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(VOCABULARY).encode(), params)
-    yield llama_cpp.llama_model_get_vocab(model)
-    llama_cpp.llama_model_free(model)
+    with llama_vocabulary(VOCABULARY) as model:
+        yield model
 
 
 def round_trip(tokenizer: _core.Tokenizer, text: str) -> bytes:
@@ -71,18 +69,13 @@ def test_llama_cpp_cases(tokenizer: _core.Tokenizer, text: str, tokens: list[int
 
 @settings(derandomize=True, deadline=None)
 @given(text=texts)
-def test_same_tokens_as_llama_cpp_python(
-    tokenizer: _core.Tokenizer, llama: llama_cpp.llama_vocab_p_ctypes, text: str
-) -> None:
-    data = text.encode()
-    expected = (ctypes.c_int32 * (len(data) + 2))()
-    count = llama_cpp.llama_tokenize(llama, data, len(data), expected, len(expected), True, True)
-    tokens = tokenizer.encode(text)
+def test_same_tokens_as_llama_cpp_python(tokenizer: _core.Tokenizer, llama: Any, text: str) -> None:
+    tokens, vocab = tokenizer.encode(text), llama_cpp.llama_model_get_vocab(llama)
     assert tokens.dtype.name == "int32"
-    assert tokens.tolist() == expected[:count]
+    assert tokens.tolist() == llama_tokenize(llama, text)
     for token in tokens.tolist():
         piece = ctypes.create_string_buffer(64)
-        size = llama_cpp.llama_token_to_piece(llama, token, piece, len(piece), 0, False)
+        size = llama_cpp.llama_token_to_piece(vocab, token, piece, len(piece), 0, False)
         assert tokenizer.token_bytes(token) == piece.raw[:size]
 
 
@@ -205,11 +198,8 @@ def tangled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-    yield _core.Tokenizer(path), llama_cpp.llama_model_get_vocab(model)
-    llama_cpp.llama_model_free(model)
+    with llama_vocabulary(path) as model:
+        yield _core.Tokenizer(path), model
 
 
 @pytest.mark.slow
@@ -221,10 +211,7 @@ def tangled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 )
 def test_long_texts_of_special_tokens(tangled: tuple[Any, Any], parts: list[str]) -> None:
     tokenizer, llama = tangled
-    data = "".join(parts).encode()
-    expected = (ctypes.c_int32 * (len(data) + 2))()
-    count = llama_cpp.llama_tokenize(llama, data, len(data), expected, len(expected), True, True)
-    assert tokenizer.encode(data.decode()).tolist() == expected[:count]
+    assert tokenizer.encode("".join(parts)).tolist() == llama_tokenize(llama, "".join(parts))
 
 
 def test_ctrl_c_while_a_text_is_tokenized(tokenizer: _core.Tokenizer) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from ctypes import c_int32
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from support.logits import llama_tokenize, llama_vocabulary
 from support.random_models import RandomModel, add_sentencepiece, add_vocabulary, write
 
 from pystaged._core import ModelError, Tokenizer
@@ -51,23 +50,20 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, model_file: Callable[..., Path]) -> Iterator[tuple[Tokenizer, Any]]:
-    """Our tokenizer and libllama's vocabulary."""
+    """Our tokenizer and libllama's model."""
     path = model_file(request.param)
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-    yield Tokenizer(path), llama_cpp.llama_model_get_vocab(model)
-    llama_cpp.llama_model_free(model)
+    with llama_vocabulary(path) as model:
+        yield Tokenizer(path), model
 
 
 @pytest.mark.parametrize("add_special", [True, False])
 @pytest.mark.parametrize("parse_special", [True, False])
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_as_libllama(pair: tuple[Tokenizer, Any], text: str, add_special: bool, parse_special: bool) -> None:
-    ours, vocab = pair
-    data, ids = text.encode(), (c_int32 * 4096)()
-    count = llama_cpp.llama_tokenize(vocab, data, len(data), ids, 4096, add_special, parse_special)
-    assert ours.encode(text, add_special, parse_special).tolist() == list(ids[:count])
+    ours, model = pair
+    assert ours.encode(text, add_special, parse_special).tolist() == llama_tokenize(
+        model, text, add_special, parse_special
+    )
 
 
 def test_what_sentencepiece_says(model_file: Callable[..., Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.memory import resident
 from support.random_models import RandomModel, write
 
 import pystaged
@@ -190,9 +190,6 @@ def test_memory_is_given_back(tmp_path: Path, kv: str) -> None:
     metadata = {"attention.sliding_window": 512, "attention.sliding_window_pattern": [True] * 5 + [False]}
     shape = RandomModel("gemma3", width=64, heads=4, kv_heads=4, head_dim=64, layers=6, context=8192, metadata=metadata)
     model = _core.Model(write(tmp_path / "model.gguf", shape), kv=kv)
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     session = Session(model)
     session.prefill(TOKENS[:256])

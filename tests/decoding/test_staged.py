@@ -186,28 +186,29 @@ def test_a_draft_that_vanishes_after_loading_is_still_there(random_gguf: Callabl
         pystaged.load(random_gguf("F32"), draft=draft)
 
 
+class Breaking:
+    """A session of which the `count`-th such call fails before anything has been done."""
+
+    def __init__(self, session: Session, call: str, count: int, error: BaseException) -> None:
+        self.session, self.call, self.left, self.error = session, call, count, error
+
+    def __getattr__(self, name: str) -> object:
+        if name == self.call:
+            self.left -= 1
+            if self.left == 0:
+                raise self.error
+        return getattr(self.session, name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["evaluate", "candidates", "commit", "verify"])
 @pytest.mark.parametrize("which", ["target", "draft"])
 def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
     call: str, which: str, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
 ) -> None:
-    class Fragile:
-        """A session whose tenth such call is interrupted."""
-
-        def __init__(self, session: Session) -> None:
-            self.session, self.left = session, 10
-
-        def __getattr__(self, name: str) -> object:
-            if name == call:
-                self.left -= 1
-                if self.left == 0:
-                    raise KeyboardInterrupt
-            return getattr(self.session, name)
-
     expected = continuation(Decoder(Session(target)), prompts[1], GREEDY, 30)
     sessions = {"target": Session(target), "draft": Session(draft)}
-    wrapped: dict[str, object] = {**sessions, which: Fragile(sessions[which])}
+    wrapped: dict[str, object] = {**sessions, which: Breaking(sessions[which], call, 10, KeyboardInterrupt())}
     drafter = TreeDrafter([ModelProposer(wrapped["draft"])], TREE, target.vocab_size)  # type: ignore[arg-type]
     decoder = Decoder(wrapped["target"], drafter)  # type: ignore[arg-type]
     if (call == "verify") == (which == "target"):
@@ -520,21 +521,8 @@ def test_a_step_whose_policy_fails_can_be_made_again(
 def test_a_step_that_fails_while_verifying_or_telling_can_be_followed_by_others(
     call: str, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
 ) -> None:
-    class Failing:
-        """A session whose third such call fails before anything has been done."""
-
-        def __init__(self, session: Session) -> None:
-            self.session, self.left = session, 3
-
-        def __getattr__(self, name: str) -> object:
-            if name == call:
-                self.left -= 1
-                if self.left == 0:
-                    raise RuntimeError("failed")
-            return getattr(self.session, name)
-
     sessions = [Session(target), Session(draft)]
-    wrapped = [Failing(session) for session in sessions]
+    wrapped = [Breaking(session, call, 3, RuntimeError("failed")) for session in sessions]
     drafter = TreeDrafter([ModelProposer(wrapped[1])], TREE, target.vocab_size)  # type: ignore[arg-type]
     decoder = Decoder(wrapped[0], drafter)  # type: ignore[arg-type]
     finish(decoder.start(prompts[0]))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter
+from support.commands import run_python
 from support.families import CASES
 from support.random_models import add_vocabulary, write
 
@@ -112,8 +112,6 @@ with pystaged.load(sys.argv[1], policy=FixedPolicy(2, 2, 4), report=lambda _: No
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 def test_memory_that_ends_in_the_middle_of_a_text(model: Path) -> None:
     """What does not fit is refused with MemoryError; the engine goes on as soon as there is room."""
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, model], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run_python(LIMITED, model)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "refused True\n"

@@ -7,11 +7,9 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -28,7 +26,7 @@ from support.checkpoints import (
     write_weights,
 )
 from support.convert import change_json, convert, llama_tokens, write_bfloat16
-from support.logits import engine_logits, llama_pass
+from support.logits import engine_logits, llama_context, llama_pass
 from support.paths import DATA
 
 from pystaged import _core
@@ -140,33 +138,13 @@ def expected_logits(model: Any) -> Floats:
     return logits
 
 
-@contextmanager
-def exact_llama(path: Path) -> Iterator[Any]:
-    """A context of llama.cpp with keys and values in F32."""
-    params = llama_cpp.llama_model_default_params()
-    params.use_extra_bufts, params.n_gpu_layers = False, 0
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-    assert model
-    options = llama_cpp.llama_context_default_params()
-    options.n_ctx = options.n_batch = options.n_ubatch = 256
-    options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
-    options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    options.n_threads = options.n_threads_batch = 2
-    context = llama_cpp.llama_init_from_model(model, options)
-    try:
-        yield context
-    finally:
-        llama_cpp.llama_free(context)
-        llama_cpp.llama_model_free(model)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, case: str) -> None:
     expected = expected_logits(save(transformers, tmp_path / "saved", case))
     path = tmp_path / "model.gguf"
     convert(tmp_path / "saved", path)
-    with exact_llama(path) as context:
+    with llama_context(path, num_threads=2, exact=True) as context:
         tolerance = 1e-2 if "gemma" in case else 1e-3  # its GELU is a table of F16 numbers
         assert np.abs(llama_pass(context, TOKENS, 0) - expected).max() <= tolerance
     # Our keys and values are F16.

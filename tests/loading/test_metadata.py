@@ -10,6 +10,7 @@ import llama_cpp
 import pytest
 from support.families import CASES
 from support.gguf_parts import ARRAY, STRING, Entry, Gguf, array, assemble, text
+from support.logits import llama_vocabulary
 from support.random_models import write
 
 from pystaged.loading import cache
@@ -17,22 +18,16 @@ from pystaged.loading.metadata import read_metadata
 
 
 def libllama_says(path: Path) -> dict[str, str]:
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-    assert model
-
     def said(get: Callable[..., int], index: int) -> str:
         buffer = ctypes.create_string_buffer(1 << 16)
         assert get(model, index, buffer, len(buffer)) < len(buffer)
         return buffer.value.decode()
 
-    found = {
-        said(llama_cpp.llama_model_meta_key_by_index, i): said(llama_cpp.llama_model_meta_val_str_by_index, i)
-        for i in range(llama_cpp.llama_model_meta_count(model))
-    }
-    llama_cpp.llama_model_free(model)
-    return found
+    with llama_vocabulary(path) as model:
+        return {
+            said(llama_cpp.llama_model_meta_key_by_index, i): said(llama_cpp.llama_model_meta_val_str_by_index, i)
+            for i in range(llama_cpp.llama_model_meta_count(model))
+        }
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama-yarn", "granite-no-rope", "gemma3"])

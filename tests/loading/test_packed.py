@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.commands import assert_refused, run
+from support.commands import assert_refused, run, run_python
 from support.random_models import RandomModel, quantize, split, write
 
 import pystaged
@@ -307,7 +307,7 @@ def test_loading_takes_no_more_than_it_says(tmp_path: Path) -> None:
     if not Path("/proc/self/status").exists():
         pytest.skip("only Linux says what a process took at most")
     path = write(tmp_path / "model.gguf", RandomModel("llama", layers=1, ffn_width=1 << 16))
-    done = subprocess.run([sys.executable, "-c", PEAK, path], capture_output=True, check=True, timeout=60)
+    done = run_python(PEAK, path)
     took, matrices, buffers = map(int, done.stdout.split())
     assert matrices > 50_000_000
     assert buffers < 10_000_000

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 from support.scheduling import wait_until
-from support.server import NAME, Server, live
+from support.server import NAME, Server
 
 from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
@@ -55,22 +54,6 @@ def test_a_stream(client: anthropic.Anthropic) -> None:
     assert kinds == [*begin, *["content_block_delta"] * (len(kinds) - 5), *end]
 
 
-def test_many_at_once_in_an_event_loop(server: Server, engine: Engine) -> None:
-    async def work() -> list[str]:
-        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-
-            async def one(word: str) -> str:
-                asked: Any = [{"role": "user", "content": word}]
-                async with client.messages.stream(messages=asked, **GREEDY) as stream:
-                    return await stream.get_final_text()
-
-            return await asyncio.gather(*map(one, "abcd"))
-
-    assert asyncio.run(work()) == [
-        engine.chat([{"role": "user", "content": word}], max_tokens=12).text for word in "abcd"
-    ]
-
-
 def test_parts_and_the_system(client: anthropic.Anthropic, engine: Engine) -> None:
     turns: Any = [
         {"role": "user", "content": [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]},
@@ -112,17 +95,6 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
     image: Any = {"type": "image", "source": {"type": "url", "url": "http://localhost/x.png"}}
     with pytest.raises(anthropic.BadRequestError, match="content"):
         client.messages.create(messages=[{"role": "user", "content": [image]}], **GREEDY)
-
-
-def test_a_key_that_is_wrong(engine: Engine) -> None:
-    with live(engine, api_keys=["right"]) as server:
-        for key in ("wrong", "right"):
-            with anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0) as client:
-                if key == "right":
-                    assert client.messages.create(messages=MESSAGES, **GREEDY).content
-                else:
-                    with pytest.raises(anthropic.AuthenticationError):
-                        client.messages.create(messages=MESSAGES, **GREEDY)
 
 
 def test_a_failure_in_the_middle(client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:

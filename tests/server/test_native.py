@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -77,19 +77,13 @@ def test_the_same_text_however_busy_the_server_is(server: Server, temperature: f
     """llama-server tests this at temperature 0 only, and without its cache."""
     options: dict[str, Any] = {"seed": 42, "temperature": temperature}
     alone = complete(server, **options)["content"]
-    found: list[str] = []
     chooses = random.Random(1)
-
-    def other(i: int) -> None:
-        complete(server, prompt="x" * chooses.randrange(1, 99), seed=i, n_predict=40)
-
-    threads = [threading.Thread(target=other, args=(i,)) for i in range(7)]
-    threads += [threading.Thread(target=lambda: found.append(complete(server, **options)["content"])) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [alone] * 4
+    with ThreadPoolExecutor(11) as threads:
+        for i in range(7):
+            prompt = "x" * chooses.randrange(1, 99)
+            threads.submit(complete, server, prompt=prompt, seed=i, n_predict=40)
+        found = threads.map(lambda _: complete(server, **options)["content"], range(4))
+        assert list(found) == [alone] * 4
 
 
 def test_other_seeds_give_other_texts(server: Server) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -60,17 +59,6 @@ def test_a_stream(client: openai.OpenAI) -> None:
     assert set(kinds[4:-4]) == {"response.output_text.delta"}
     *_, last = client.responses.create(input="Hello", stream=True, **GREEDY)
     assert last.type == "response.incomplete"
-
-
-def test_many_at_once_in_an_event_loop(server: Server, engine: Engine) -> None:
-    async def work() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            found = await asyncio.gather(*(client.responses.create(input=word, **GREEDY) for word in "abcd"))
-            return [each.output_text for each in found]
-
-    assert asyncio.run(work()) == [
-        engine.chat([{"role": "user", "content": word}], max_tokens=12).text for word in "abcd"
-    ]
 
 
 def test_parts_instructions_and_earlier_answers(client: openai.OpenAI, engine: Engine) -> None:

@@ -201,19 +201,19 @@ def test_addresses_of_other_servers(usual: TestClient) -> None:
     assert refusal("/nothing") == "there is no GET /nothing; see /openapi.json for all paths"
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../../secret.gguf", "openai-community/gpt2", "x" * 10_000, "a\0b"])
 def test_a_models_name_reaches_neither_files_nor_hub(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
+    usual: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a request was resolved")
 
     monkeypatch.setattr("pystaged.loading.names.resolve", never)
-    with client(engine) as lax, client(engine, strict=True) as strict:
-        assert lax.post(TEXT, json=ASK | {"model": name}).json()["model"] == NAME
-        response = strict.post(TEXT, json=ASK | {"model": name})
-        assert response.status_code == 404
-        assert response.json()["error"]["code"] == "model_not_found"
+    with client(engine, strict=True) as strict:
+        for name in ("/etc/passwd", "../../secret.gguf", "openai-community/gpt2", "x" * 10_000, "a\0b"):
+            assert usual.post(TEXT, json=ASK | {"model": name}).json()["model"] == NAME
+            response = strict.post(TEXT, json=ASK | {"model": name})
+            assert response.status_code == 404
+            assert response.json()["error"]["code"] == "model_not_found"
         assert strict.post(TEXT, json=ASK).status_code == 400
         assert strict.post(TEXT, json=ASK | {"model": NAME}).status_code == 200
 

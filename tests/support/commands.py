@@ -26,6 +26,18 @@ def run(*arguments: str | bytes | Path, stdin: bytes = b"", **changes: str) -> s
     )
 
 
+def run_python(script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
 def assert_refused(done: subprocess.CompletedProcess[bytes], *words: str) -> None:
     """One line on standard error that says what is wrong; nothing on standard output."""
     said = done.stderr.decode()

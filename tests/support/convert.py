@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from pystaged.loading.quantize import quantize_checkpoint
+from support.logits import llama_tokenize, llama_vocabulary
 
 
 def convert(folder: Path, out: Path, quantization: str = "F32", **options: Any) -> None:
@@ -22,17 +22,8 @@ def convert(folder: Path, out: Path, quantization: str = "F32", **options: Any) 
 
 def llama_tokens(path: Path, text: str) -> list[int]:
     """The tokens of a text as llama-cpp-python sees them in a GGUF file."""
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-    try:
-        data = text.encode()
-        tokens = (llama_cpp.llama_token * (len(data) + 2))()
-        vocab = llama_cpp.llama_model_get_vocab(model)
-        count = llama_cpp.llama_tokenize(vocab, data, len(data), tokens, len(tokens), True, True)
-        return list(tokens[:count])
-    finally:
-        llama_cpp.llama_model_free(model)
+    with llama_vocabulary(path) as model:
+        return llama_tokenize(model, text)
 
 
 def write_bfloat16(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> None:

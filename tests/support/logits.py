@@ -33,13 +33,14 @@ def model_logits(model: _core.Model, tokens: list[int]) -> Floats:
 
 @contextmanager
 def llama_context(
-    path: Path, gpu_layers: int = 0, *, n_ctx: int = 256, rows: int = 256, num_threads: int = 0
+    path: Path, gpu_layers: int = 0, *, n_ctx: int = 256, rows: int = 256, num_threads: int = 0, exact: bool = False
 ) -> Iterator[Any]:
     """A context of llama.cpp, without the repacked weights that crash on some CPUs.
 
     Args:
         rows: of a pass at most.
         num_threads: 0 for one per physical core.
+        exact: whether keys and values are F32.
     """
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
@@ -51,12 +52,36 @@ def llama_context(
     params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, rows, rows
     params.n_seq_max, params.kv_unified, params.swa_full = 8, True, True
     params.n_threads = params.n_threads_batch = num_threads or _core.physical_cores()
+    if exact:
+        params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     context = llama_cpp.llama_init_from_model(model, params)
     try:
         yield context
     finally:
         llama_cpp.llama_free(context)
         llama_cpp.llama_model_free(model)
+
+
+@contextmanager
+def llama_vocabulary(path: Path) -> Iterator[Any]:
+    """A model of llama.cpp without its weights."""
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    assert model, path
+    try:
+        yield model
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+def llama_tokenize(model: Any, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+    """The tokens of a text by llama.cpp."""
+    data, vocab = text.encode(), llama_cpp.llama_model_get_vocab(model)
+    tokens = (llama_cpp.llama_token * (len(data) + 2))()
+    count = llama_cpp.llama_tokenize(vocab, data, len(data), tokens, len(tokens), add_special, parse_special)
+    return list(tokens[:count])
 
 
 def llama_pass(context: Any, tokens: list[int], position: int) -> Floats:

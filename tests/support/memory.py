@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+from pathlib import Path
 
 import psutil
 
@@ -15,6 +17,11 @@ class Mallinfo(ctypes.Structure):
         (name, ctypes.c_size_t)
         for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # noqa: SIM905
     )
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory. Linux."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def used() -> int:
