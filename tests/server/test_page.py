@@ -276,6 +276,22 @@ def test_a_refused_question_goes_back(page: Page) -> None:
     assert page.one("#ask").get_attribute("value") == ""
 
 
+def test_a_server_that_wants_a_key(page: Page, engine: Engine) -> None:
+    page.expected = "401 (Unauthorized)"
+    with live(engine, api_keys=["secret"]) as server:
+        page.browser.get(server.url)
+        page.ask(ANSWER)
+        page.wait(lambda: page.is_done() and page.one("#error").is_displayed())
+        assert "API key" in page.one("#error").text
+        page.shot("key")
+        page.one("#key").send_keys("secret\t")
+        page.wait(lambda: page.one("#model").text == NAME)
+        page.choose(max_tokens="2")
+        page.one("#send").click()
+        page.wait(lambda: page.all(".assistant") and page.is_done())
+        assert page.one(".figures").text.startswith("2 tokens")
+
+
 @desk
 def test_a_refusal_replaces_nothing(page: Page) -> None:
     page.seed(ASKED, written("old"))
