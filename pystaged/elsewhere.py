@@ -32,8 +32,17 @@ _CACHE = "is --kv here, f16 or q8_0 for keys and values together"
 _DEPTH = "is decided anew at each step; --draft names a model"
 _DEVICE = "is --device here: all layers run on the device it names, such as metal or gpu"
 _PASSES = "has no like: how many tokens a pass takes is decided here"
+# What options of commands were called in the last release.
+FORMER_OPTIONS = {
+    "--keep-packed": "--weight-cache",
+    "--memory": "--recycle",
+    "--no-memory": "--no-recycle",
+    "--no-peer": "--no-baseline",
+    "--peer": "--baseline",
+}
 # llama.cpp's, Ollama's and vLLM's options of programs.
 OPTIONS = {
+    **FORMER_OPTIONS,
     "-a": "--alias",
     "-b": _PASSES,
     "-cb": _ALWAYS,
@@ -80,12 +89,10 @@ OPTIONS = {
     "--interactive": "is the command chat here",
     "--jinja": _ALWAYS,
     "--json-schema-file": "--json-schema",
-    "--keep-packed": "--weight-cache",
     "--logits-all": "is --logprobs here, with --json",
     "--lora": "has no like: adapters have to be merged into the model first",
     "--max-model-len": "--n-ctx",
     "--max-new-tokens": "--max-tokens",
-    "--memory": "--recycle",
     "--metrics": "is always so: they are at /metrics",
     "--mirostat": "has no like: there are --top-p, --min-p and other filters",
     "--mlock": "has no like: weights are read into memory, not mapped",
@@ -94,7 +101,6 @@ OPTIONS = {
     "--n-gpu-layers": _DEVICE,
     "--n-predict": "--max-tokens",
     "--no-conversation": "is the command generate here, or chat --raw",
-    "--no-memory": "--no-recycle",
     "--no-mmap": _ALWAYS,
     "--num-ctx": "--n-ctx",
     "--num-predict": "--max-tokens",

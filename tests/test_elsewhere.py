@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -234,5 +235,14 @@ def test_names_of_the_last_release_still_work(bundled_target: Path) -> None:
         assert names.resolve("house") == bundled_target
     with pytest.warns(DeprecationWarning, match="memory is called recycle now"):
         pystaged.load("bundled", memory=False).close()
-    done = run("generate", "def f", "--model", "bundled", "-n", "3", "--no-memory")
-    assert (done.returncode, done.stderr.count(b"--no-recycle")) == (0, 0)
+    expected = run("generate", "def f", "--model", "bundled", "-n", "3").stdout
+    done = run("generate", "def f", "--model", "house", "-n", "3", "--no-memory")
+    assert (done.returncode, done.stdout) == (0, expected)
+    said = done.stderr.decode().splitlines()
+    assert said.count("--no-memory is called --no-recycle now") == 1
+    assert said.count("house is called bundled now") == 1
+    assert b"called" not in run("generate", "def f", "--model", "bundled", "-n", "3", "--no-recycle").stderr
+    for arguments in (["--peers", "x"], ["passes", "--no-peer", "--model", "none.gguf"]):
+        done = run("bench", *arguments, COLUMNS="200")
+        assert done.returncode != 0
+        assert re.search(rb"^--(peers is called --baselines|no-peer is called --no-baseline) now$", done.stderr, re.M)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -103,6 +104,8 @@ def _main(
 def main() -> None:
     """Run the command line and leave with its exit status; failures that a user can mend are one line, without a
     traceback."""
+    warnings.filterwarnings("once", ".* is called .* now$", DeprecationWarning)
+    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     status = 0
     try:
         _run()

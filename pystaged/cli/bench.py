@@ -87,11 +87,10 @@ def bench(
     baselines: Annotated[
         str,
         typer.Option(
-            "--baselines",
-            "--peers",
-            help="Other engines to compare with: 'all', 'none', or beginnings of names, as openvino,llama.cpp.",
+            help="Other engines to compare with: 'all', 'none', or beginnings of names, as openvino,llama.cpp."
         ),
     ] = "all",
+    peers: Annotated[str | None, typer.Option(hidden=True)] = None,
     llama_cpp: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of a build of llama.cpp or ik_llama.cpp: it takes part, too. Repeatable."),
@@ -120,6 +119,9 @@ def bench(
         if any(source and source.name == "COMMANDLINE" for source in given):
             raise typer.BadParameter(f"the options of {context.invoked_subcommand} stand after its name")
         return
+    if peers is not None:
+        report("--peers is called --baselines now")
+        baselines = peers
     rates = _rates(accept) if accept is not None else []
     if rates and warm:
         raise typer.BadParameter("--accept measures nothing that remembers; leave --warm out")
@@ -178,9 +180,7 @@ def passes(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed passes per row count and context.", callback=check)] = 11,
     threads: Threads = 0,
-    baseline: Annotated[
-        bool, typer.Option("--baseline/--no-baseline", "--peer/--no-peer", help="Measure llama.cpp too.")
-    ] = True,
+    baseline: Annotated[bool, typer.Option(help="Measure llama.cpp too.")] = True,
     as_json: Json = False,
 ) -> None:
     """Time one pass over n = 1 to 32 rows, the curve on which speculation lives; behind 256 tokens of context unless
