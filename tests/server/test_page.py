@@ -305,6 +305,9 @@ def test_a_refusal_replaces_nothing(page: Page) -> None:
     assert page.one("#ask").get_attribute("value") == ANSWER + " now"
     assert [turn["content"] for turn in page.turns()] == [ANSWER, "old"]
     assert [each.text for each in page.all(".words")] == [ANSWER, "old"]
+    assert page.one("#error").is_displayed()
+    page.one("#ask").send_keys("\ue00c")  # Escape
+    assert not page.one("#error").is_displayed()
 
 
 @pytest.mark.parametrize("how", ["fail", "end"])
@@ -509,6 +512,7 @@ def test_regenerate(page: Page) -> None:
     page.all(".assistant .below button")[1].click()
     page.wait(lambda: len(page.turns()) == 2 and page.is_done() and page.one(".figures").text)
     assert "old" not in page.turns()[1]["content"]
+    assert page.browser.switch_to.active_element == page.one("#send")
     # The settings' seed would have given the same text each time.
     assert int(page.one(".figures").text.split("seed ")[1].split(";")[0]) != 5
 
