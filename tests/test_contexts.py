@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -635,33 +634,6 @@ def test_texts_that_begin_together_read_their_common_beginning_once(bundled: Eng
         assert result.tokens == cold(bundled, prompt, 20, SamplingConfig())
     common = len(bundled.encode(GREETING * 3)) - 64
     assert sorted(result.stats.reused_tokens > common > 40 for result in results) == [False, True, True, True]
-
-
-@pytest.mark.slow
-def test_little_memory_changes_nothing() -> None:
-    sampling = SamplingConfig(0.8, seed=2)
-    with pystaged.load("bundled", kv_memory=3 << 20) as engine:
-        assert engine.kv_memory == 3 << 20
-        for prompt in PROMPTS:
-            result = engine.generate(prompt, max_tokens=40, sampling=sampling)
-            assert result.tokens == cold(engine, prompt, 40, sampling)
-            assert engine.runtime.contexts.num_bytes <= 3 << 20
-
-
-@pytest.mark.slow
-def test_a_text_waits_for_another_thread_s() -> None:
-    with pystaged.load("bundled") as sized:
-        memory = sized.runtime.contexts._needed(200)
-    found: list[list[int]] = []
-    with pystaged.load("bundled", kv_memory=memory) as engine:
-        stream = engine.stream(GREETING, max_tokens=60)
-        next(stream)
-        thread = threading.Thread(target=lambda: found.append(engine.generate("class Tree:", max_tokens=80).tokens))
-        thread.start()
-        tokens = stream.finish().tokens
-        thread.join(60)
-        assert tokens == cold(engine, GREETING, 60, SamplingConfig())
-        assert found == [cold(engine, "class Tree:", 80, SamplingConfig())]
 
 
 def test_a_real_conversation_survives_strangers(bundled: Engine) -> None:

@@ -174,17 +174,6 @@ def test_result_at_the_end(engine: Engine) -> None:
 # ---- Ends ----
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
-@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-def test_max_tokens(engine: Engine, count: int, options: dict[str, Any]) -> None:
-    whole = engine.generate(PROMPT, max_tokens=60, **options)
-    result = engine.generate(PROMPT, max_tokens=count, **options)
-    assert result.tokens == whole.tokens[:count]
-    assert len(result.tokens) == count
-    assert result.finish_reason == "length"
-    assert result.text == text_of(engine, result.tokens)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_stop_strings_anywhere(path: Path, options: dict[str, Any]) -> None:
@@ -491,17 +480,6 @@ def test_closed_engine(path: Path) -> None:
     ):
         with engine, pytest.raises(ValueError, match="the engine is closed"):
             use()  # type: ignore[no-untyped-call]
-
-
-# ---- Seeds ----
-
-
-def test_seeds(engine: Engine) -> None:
-    texts = [engine.generate(PROMPT, max_tokens=20, temperature=1.0, seed=seed).text for seed in (1, 1, 2, 2**64 - 1)]
-    assert texts[0] == texts[1]
-    assert len(set(texts)) == 3
-    greedy = {engine.generate(PROMPT, max_tokens=20, seed=seed).text for seed in (1, 2)}
-    assert len(greedy) == 1
 
 
 # ---- What one generation leaves for the next ----

@@ -86,19 +86,6 @@ def test_a_character_comes_whole(character: str) -> None:
     assert pieces == [""] * (len(pieces) - 1) + [character]
 
 
-def test_after_a_stop_string_nothing_comes() -> None:
-    buffer = TextBuffer(("stop", "x"))
-    assert [buffer.push(part) for part in (b"a st", b"op b", b"c x d")] == ["a ", "", ""]
-    assert buffer.stopped
-    assert buffer.finish() == ""
-
-
-def test_what_was_held_comes_at_the_end() -> None:
-    buffer = TextBuffer(("stop",))
-    assert [buffer.push(b"no sto"), buffer.push(b"\xc3"), buffer.finish()] == ["no ", "", "sto\ufffd"]
-    assert not buffer.stopped
-
-
 def test_stop_strings_take_a_step_for_each_character() -> None:
     """Not one for each of their beginnings."""
     longest, steps = 1 << 12, 0

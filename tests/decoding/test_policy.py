@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from pystaged.decoding.requests import finish
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
 from pystaged.drafting.mixing import Calibration
-from pystaged.loading.costs import CostStore
 
 TARGET = PassCost({1: 0.030, 2: 0.031, 4: 0.033, 8: 0.040, 16: 0.055, 32: 0.095})
 DRAFT = PassCost({1: 0.0004, 8: 0.0006, 32: 0.002})
@@ -185,34 +182,6 @@ def test_measuring_takes_less_than_two_seconds() -> None:
     assert now[0] < 2
     assert max(rows) == 16
     assert cost(16) > cost(1) >= 0.001
-
-
-def test_stored_costs_come_back_and_damaged_ones_are_measured_again(tmp_path: Path) -> None:
-    store = CostStore(tmp_path / "costs")
-    assert store.load("machine|model") is None
-    store.save("machine|model", PassCost(DRAFT.seconds, dict.fromkeys(DRAFT.seconds, 1e-4)))
-    again = store.load("machine|model")
-    assert again is not None
-    assert again.seconds == DRAFT.seconds
-    assert again(1, 3000) == pytest.approx(DRAFT(1) + 3e-4)
-    assert store.load("machine|other") is None
-    file = next((tmp_path / "costs").iterdir())
-    for damage in (
-        "",
-        "{",
-        "[]",
-        '{"key": "machine|model"}',
-        json.dumps({"key": "machine|model", "seconds": {"1": -1}, "slopes": {"1": 0}}),
-        json.dumps({"key": "other", "seconds": {"1": 1}, "slopes": {"1": 0}}),
-        json.dumps({"key": "machine|model", "seconds": {"2": 1}, "slopes": {"2": 0}}),
-    ):
-        file.write_text(damage)
-        assert store.load("machine|model") is None
-
-
-def test_costs_that_cannot_be_written_are_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    CostStore(tmp_path / "file" / "below").save("key", DRAFT)
 
 
 def test_calibration_learns_rates() -> None:

@@ -57,6 +57,8 @@ def assert_measured_again(store: CostStore, file: Path) -> None:
         '"1": true, "8": []',
         '"1": 0.001, "2": 0.003',
         '"one": 0.001',
+        '"1": -1.0',
+        '"2": 0.001',
     ],
 )
 def test_times_no_pass_takes_and_rows_nobody_measures(store: CostStore, file: Path, seconds: str) -> None:
@@ -88,6 +90,15 @@ def test_a_little_less_for_more_rows_is_what_running_may_teach(store: CostStore,
     learnt = {"seconds": {"1": 0.001, "2": 0.0008}, "slopes": {"1": 0.0005, "2": 0.0004}}
     file.write_text(json.dumps(json.loads(file.read_text()) | learnt))
     assert store.load("key") is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"key": "key"}', '{"key": "other", "seconds": {"1": 1}, "slopes": {"1": 0}}']
+)
+def test_texts_that_hold_no_costs_of_this(store: CostStore, file: Path, text: str) -> None:
+    assert store.load("other") is None
+    file.write_text(text)
+    assert_measured_again(store, file)
 
 
 def brackets(path: Path) -> None:
