@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from support.children import forks, in_child
 from support.commands import run_python
-from support.scheduling import is_idle, wait_until
+from support.scheduling import held, is_idle, wait_until
 
 import pystaged
 from pystaged import Growth
@@ -80,6 +81,22 @@ def in_threads(*works: Callable[[], object]) -> None:
         raise errors[0]
 
 
+def together(engine: Engine, *works: Callable[[], object]) -> None:
+    """Do them at once: no text takes a step before each has opened one."""
+    scheduler, start = engine.runtime.scheduler, threading.Barrier(len(works) + 1)
+
+    def hold() -> None:
+        with held(engine):
+            start.wait()
+            wait_until(lambda: len(scheduler._sequences) + scheduler._inbox.qsize() == len(works))
+
+    def begin(work: Callable[[], object]) -> None:
+        start.wait()
+        work()
+
+    in_threads(hold, *(partial(begin, work) for work in works))
+
+
 def test_texts_of_many_threads_share_passes(engine: Engine, steps: list[int]) -> None:
     def text(i: int, **options: Any) -> list[int]:
         return engine.generate(PROMPTS[i % 4], max_tokens=60, **OPTIONS[i % 4], **options).tokens
@@ -87,13 +104,7 @@ def test_texts_of_many_threads_share_passes(engine: Engine, steps: list[int]) ->
     alone = [text(i, speculate=False) for i in range(4)]
     assert max(steps) == 1
     found: dict[int, list[int]] = {}
-    start = threading.Barrier(8)
-
-    def work(i: int) -> None:
-        start.wait()
-        found[i] = text(i)
-
-    in_threads(*(lambda i=i: work(i) for i in range(8)))  # type: ignore[misc]
+    together(engine, *(lambda i=i: found.update({i: text(i)}) for i in range(8)))  # type: ignore[misc]
     assert [found[i] for i in range(8)] == alone * 2
     assert max(steps) > 3
 
@@ -127,8 +138,8 @@ def test_a_reader_that_is_left_behind(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_what_is_dropped_or_closed_leaves_the_others_alone(engine: Engine) -> None:
-    alone = engine.generate(PROMPTS[1], max_tokens=60).tokens
-    kept, dropped, closed, unread = (engine.stream(PROMPTS[i], max_tokens=60) for i in (1, 2, 3, 0))
+    alone = engine.generate(PROMPTS[1], max_tokens=300).tokens
+    kept, dropped, closed, unread = (engine.stream(PROMPTS[i], max_tokens=300) for i in (1, 2, 3, 0))
     for stream in (kept, dropped, closed):
         next(stream)
     del dropped, unread
@@ -156,7 +167,8 @@ def test_a_policy_that_fails_harms_nobody_else(path: Path) -> None:
         streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(4)]
         for stream in streams:
             next(stream)
-        Failing.left = 5
+        with held(engine):  # or a call that counts down might set it back
+            Failing.left = 5
         found: list[object] = []
         for stream in streams:
             try:
@@ -245,7 +257,7 @@ def test_a_text_opened_while_another_one_is_cancelled(engine: Engine, one_slice:
     wait_until(lambda: asleep.num_sent > 0 and engine.runtime.scheduler._is_waiting)
     said = opened(engine, engine.stream(PROMPTS[1], max_tokens=3).sequence)
     engine.runtime.scheduler.cancel(asleep)
-    while not isinstance(item := said.get(timeout=10), End):
+    while not isinstance(item := said.get(timeout=60), End):
         pass
     assert item.error is None
 
@@ -321,9 +333,9 @@ def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, m
 
 def test_a_context_that_cannot_be_given_back_hangs_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
-    streams = [engine.stream(PROMPTS[0], max_tokens=(400, 40, 400)[i]) for i in range(3)]
+    streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(3)]
     for stream in streams:
-        next(stream)
+        next(stream)  # the text waits for its reader before its end
     with monkeypatch.context() as patch:
 
         def fail(_: object) -> None:
@@ -341,7 +353,9 @@ def sequences(engine: Engine, max_tokens: int = 400) -> list[Text]:
     return [engine.runtime.sequence(prompt, GenerationConfig(max_tokens=max_tokens)) for prompt in PROMPTS]
 
 
-def test_a_batch_that_the_collector_closes_in_the_thread(path: Path) -> None:
+def test_a_batch_that_the_collector_closes_in_the_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pystaged.batch, "inf", 1)  # unread tokens, after which its texts wait
+
     class Collecting(FixedPolicy):
         batch: Any = None
 
@@ -356,6 +370,7 @@ def test_a_batch_that_the_collector_closes_in_the_thread(path: Path) -> None:
         next(batch)
         Collecting.batch = batch
         del batch
+        opened(engine, engine.stream(PROMPTS[0], max_tokens=30).sequence)  # whose steps close it
         wait_until(lambda: is_idle(engine))
 
 
@@ -401,19 +416,26 @@ def test_closing_an_engine_under_its_texts(path: Path) -> None:
         engine.generate(PROMPTS[0])
 
 
-def test_texts_wait_for_memory(path: Path) -> None:
+def test_texts_wait_for_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pystaged.load(path, kv_memory=1) as engine:
         alone = [engine.generate(prompt, max_tokens=30).tokens for prompt in PROMPTS]
         found: dict[int, list[int]] = {}
         most: list[int] = []
+        contexts = engine.runtime.contexts
+        take = contexts.take
+
+        def counted(*args: Any, **options: Any) -> Any:
+            context = take(*args, **options)
+            most.append(len(contexts._lent))
+            return context
+
+        monkeypatch.setattr(contexts, "take", counted)
 
         def work(i: int) -> None:
-            stream = engine.stream(PROMPTS[i], max_tokens=30)
-            for _ in stream:
-                most.append(len(engine.runtime.contexts._lent))
-            found[i] = stream.result.tokens
+            found[i] = engine.stream(PROMPTS[i], max_tokens=30).finish().tokens
 
-        in_threads(*(lambda i=i: work(i) for i in range(4)))  # type: ignore[misc]
+        together(engine, *(lambda i=i: work(i) for i in range(4)))  # type: ignore[misc]
+        monkeypatch.undo()
         assert [found[i] for i in range(4)] == alone
         assert max(most) == 1
         # But none waits for a text whose reader waits for it.
