@@ -1,4 +1,4 @@
-"""The runner of llama-server, of a build of llama.cpp or ik_llama.cpp."""
+"""Runner for llama-server, from a build of llama.cpp or ik_llama.cpp."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 from pystaged.bench.worker import Measurement, peak_bytes
 
 _SECONDS_TO_LOAD = 300.0
-_LONGEST_SILENCE = 600.0  # seconds in which a prompt is surely read
+_LONGEST_SILENCE = 600.0  # seconds; longer than any prefill
 _SAMPLERS = ["top_k", "top_p", "min_p", "temperature"]
 
 
 def command(setup: dict[str, Any]) -> list[str]:
-    """llama-server with a model and its draft.
+    """The command line of llama-server with a model and its draft.
 
     Args:
-        setup: program (its path), model, draft (path or None), threads, n_ctx.
+        setup: program (its path), model, draft (path or None), threads, n_ctx (tokens).
     """
     threads = str(setup["threads"])
     found = [str(setup["program"]), "-m", setup["model"], "-c", str(setup["n_ctx"]), "-t", threads, "-tb", threads]
@@ -32,10 +32,10 @@ def command(setup: dict[str, Any]) -> list[str]:
 
 
 class Runner:
-    """Decodes with a server that stays.
+    """Decodes with one server process, which keeps running.
 
     Args:
-        setup: as in command; arguments: further ones of this way.
+        setup: as in command, and arguments: further options of this way.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -54,10 +54,10 @@ class Runner:
         try:
             found = self._server.complete(request)
         except RuntimeError:
-            # ik_llama.cpp does not answer with a text that ends amid a character, unless in pieces.
+            # ik_llama.cpp gives no whole answer that ends within a character, only a stream.
             *_, found = self._server.stream(request | {"stream": True})
         times, tokens = found["timings"], found.get("tokens", [])
-        counted = times["predicted_n"] - 1  # the first token came with the prompt
+        counted = times["predicted_n"] - 1  # the first token comes from prefill
         return Measurement(
             counted,
             times["predicted_ms"] / 1e3,
@@ -72,12 +72,12 @@ class Runner:
 
 
 class Server:
-    """llama-server, or one that understands the same, on a free port of this machine.
+    """llama-server, or a compatible server, on a free port of this machine.
 
     Args:
         command: the program and its options.
-        output: where what it prints goes, as in Popen.
-        name: for errors.
+        output: destination of its output, as in Popen.
+        name: its name in errors.
 
     Raises:
         RuntimeError: it does not become ready.
@@ -89,13 +89,13 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
-        # Only this machine is asked, whatever proxy is set.
+        # The server is local, so proxies must not be used.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         command = [*command, "--host", "127.0.0.1", "--port", str(port)]
         self.process = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             self._wait()
-        except BaseException:  # Ctrl-C too
+        except BaseException:  # Ctrl-C, too
             self.close()
             raise
 
@@ -106,7 +106,7 @@ class Server:
             return found
 
     def stream(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The same piece by piece, for a request that asks for that; also where none comes for a long time."""
+        """Post a streaming completion and yield its parts; also raises RuntimeError if none comes for a long time."""
         with self._post(request, _LONGEST_SILENCE) as response:
             for line in response:
                 if line.startswith(b"data: {"):

@@ -1,4 +1,4 @@
-"""The runner of llama-cpp-python: plain, or with its LlamaPromptLookupDecoding."""
+"""Runner for llama-cpp-python: plain, or with its LlamaPromptLookupDecoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
 
-_LOOKUP_TOKENS = 2  # what its documentation advises where there is only a CPU
+_LOOKUP_TOKENS = 2  # as its documentation advises for CPUs
 
 
 class _Counting(LlamaPromptLookupDecoding):
@@ -30,7 +30,7 @@ class Runner:
     """Decodes with `Llama.generate`.
 
     Args:
-        setup: model, threads, n_ctx; lookup: whether to look up; extra_buffers: whether weights may be repacked.
+        setup: model, threads, n_ctx; lookup: whether to use prompt lookup; extra_buffers: whether to repack weights.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class Runner:
             n_threads=setup["threads"],
             n_threads_batch=setup["threads"],
             draft_model=self._lookup,
-            logits_all=self._lookup is not None,  # else prompts of more than a batch are an error with a draft
+            logits_all=self._lookup is not None,  # with a draft, longer prompts than a batch fail otherwise
             flash_attn=True,
             verbose=False,
         )
@@ -69,7 +69,7 @@ class Runner:
             if len(tokens) == job["max_tokens"] or llama_cpp.llama_vocab_is_eog(self._vocab, token):
                 break
         seconds = time.perf_counter() - begin - first
-        counted = len(tokens) - 1  # the first token came with the prompt
+        counted = len(tokens) - 1  # the first token comes from prefill
         steps = counted if self._lookup is None else self._lookup.calls - calls
         return Measurement(counted, seconds, first, tokens, steps)
 

@@ -1,4 +1,4 @@
-"""The runner of openvino-genai, which reads GGUF files itself: plain, with a draft model, or with prompt lookup."""
+"""Runner for openvino-genai, which reads GGUF files: plain, with a draft model, or with prompt lookup."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import openvino_genai
 from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
 
-_GUESSES = 5  # tokens drafted at once, of its documentation's examples
+_GUESSES = 5  # tokens drafted at once, as in its documentation's examples
 _NGRAM = 3
 
 
@@ -35,7 +35,7 @@ class Runner:
             scheduler.enable_prefix_caching = False
             more["scheduler_config"] = scheduler
         if setup["way"] == "draft":
-            # A draft is not read from GGUF, but from what is kept of a model that is.
+            # A draft must be a saved OpenVINO model; GGUF is not accepted there.
             self._folder = TemporaryDirectory()
             (link := Path(self._folder.name) / "draft.gguf").symlink_to(Path(setup["draft"]).resolve())
             openvino_genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
@@ -49,7 +49,7 @@ class Runner:
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(prompt), openvino.Tensor(np.ones_like(prompt)))
         found = self._pipeline.generate(inputs, self._config(job))
         raw = found.perf_metrics.raw_metrics
-        # Microseconds, whatever their names say; one per token and one per pass after the first of each.
+        # Despite their names these are microseconds: one per token, and one per pass after the first of each.
         seconds, steps = sum(raw.m_durations) / 1e6, len(raw.m_batch_sizes) - 1
         first = raw.m_times_to_first_token[0] / 1e6
         return Measurement(len(raw.m_durations), seconds, first, list(found.tokens[0]), steps)

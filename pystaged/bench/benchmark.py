@@ -21,16 +21,15 @@ from pystaged.loading.heads import load_head
 from pystaged.loading.metadata import is_head
 from pystaged.loading.tables import find_table
 
-_TREE_ROOM = 64  # positions left for the last tree
+_TREE_ROOM = 64  # positions for the last draft tree
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """What to measure; each field as the option of `pystaged bench`.
+    """What to measure; for each field see the option of `pystaged bench`.
 
-    accept: of a draft that one does not have: how often its guess at depth 1, 2, ... is right; empty for the usual
-        benchmark.
-    warm: prompts of the file that are continued first, unmeasured, to fill the recycled candidates.
+    accept: acceptance rates at depth 1, 2, ... of a simulated draft; empty for the usual benchmark.
+    warm: number of the file's prompts that are continued first, unmeasured, to fill the recycled candidates.
     """
 
     model: str = "bundled"
@@ -47,10 +46,10 @@ class Benchmark:
     warm: int = 0
 
     def run(self, progress: Callable[[str, float, float], None]) -> Report:
-        """Measure everything, until the time is over, or until Ctrl-C.
+        """Measure until everything is done, the time is over, or Ctrl-C.
 
         Args:
-            progress: as in Suite.
+            progress: see Suite.
 
         Raises:
             FileNotFoundError: no such model, draft, prompts or folder.
@@ -73,7 +72,7 @@ class Benchmark:
         progress("passes of the target", 0.0, 0.0)
         times = passes.measure(path, repeats=5, num_threads=setup["threads"], baseline=False)
         outcome = Suite(chosen_methods, chosen, misleading, self.max_tokens, 60 * self.minutes, progress).run()
-        counted = Path(methods.without_head(setup)["draft"] or path)  # whose text its table is of
+        counted = Path(methods.without_head(setup)["draft"] or path)  # the model whose text the n-gram table counts
         table = find_table(counted, None, Tokenizer(os.fsencode(path)))
         used = {run.prompt for run in outcome.runs} & set(range(len(chosen)))
         found = {
@@ -83,7 +82,7 @@ class Benchmark:
             "threads": setup["threads"],
             "model": conditions.model_file(path, self.model),
             "draft": conditions.model_file(draft) if draft else None,
-            "ngram_table": table.num_tokens if table else 0,  # tokens that were counted
+            "ngram_table": table.num_tokens if table else 0,  # tokens counted in the table
             "prompts": {
                 "file": file.name,
                 "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
@@ -100,7 +99,7 @@ class Benchmark:
         return Report(found, summary.tables(chosen_methods, outcome), times.to_dict(), outcome)
 
     def _setup(self, path: Path, draft: Path | None, longest: int) -> tuple[Setup, str]:
-        """What all methods get, and the kernel's name."""
+        """The setup for all methods, and the kernel's name."""
         target, tokenizer = Model(str(path), "", self.threads), Tokenizer(os.fsencode(path))
         if longest + self.max_tokens > target.max_context:
             raise ValueError(
@@ -108,7 +107,7 @@ class Benchmark:
                 f"context of {target.max_context}; choose a smaller --max-tokens"
             )
         if draft and is_head(draft):
-            load_head(draft, target, tokenizer)  # now, or every method would fail
+            load_head(draft, target, tokenizer)  # fail here, not in every method
         setup = {
             "model": str(path),
             "draft": str(draft) if draft else None,

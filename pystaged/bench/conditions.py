@@ -1,4 +1,4 @@
-"""What a measurement was made on: the machine, the versions, the files."""
+"""The conditions of a measurement: machine, versions, files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import Any
 from pystaged.loading.seen import SeenModel
 
 _ABOUT = {
-    "grown": "grown from the bundled target: it costs what GPT-2 Large costs and says what the small model says",
-    "grown-smollm2": "grown from SmolLM2: it costs what a model of a billion weights costs and says what SmolLM2 says",
-    **dict.fromkeys(
-        ("random", "llama1b", "llama8b"), "random weights: only its costs mean something, its acceptance does not"
-    ),
+    "grown": "grown from the bundled target: the cost of GPT-2 Large, the output of the small model",
+    "grown-smollm2": "grown from SmolLM2: the cost of a billion weights, the output of SmolLM2",
+    **dict.fromkeys(("random", "llama1b", "llama8b"), "random weights: costs are meaningful, acceptance is not"),
     "bundled": "the small target in the package",
 }
 
@@ -32,7 +30,7 @@ def machine() -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that take part."""
+    """Versions of the packages that take part."""
     found = {}
     for name in ("pystaged", "llama-cpp-python", "numpy", "openvino-genai"):
         with suppress(metadata.PackageNotFoundError):
@@ -41,10 +39,10 @@ def versions() -> dict[str, str]:
 
 
 def model_file(path: Path, named: str = "") -> dict[str, Any]:
-    """A model's file, or all files of one in parts.
+    """A model's file, or all files of a split model: name, bytes, SHA-256, description.
 
     Args:
-        named: what the user called it.
+        named: the name that the user gave.
     """
     seen = SeenModel.now(path)
     return {"name": path.name, "bytes": seen.size, "sha256": seen.sha256(), "about": _ABOUT.get(named, "")}

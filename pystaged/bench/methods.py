@@ -1,8 +1,8 @@
-"""The methods that a benchmark compares: our own, and the baselines that this machine has.
+"""The methods that a benchmark compares: pystaged's own, and the baselines installed on this machine.
 
-All get the same setup: model and draft (paths, the latter None where n-grams alone draft), threads, n_ctx, ends (tokens
-that end a text). Each adds the module of its runner, and what that asks for: what makes it fastest here. The word on a
-setup names it.
+All get the same setup: model and draft (paths; draft is None for n-grams alone), threads, n_ctx, ends (ids of tokens
+that end a text). Each method adds its runner's module and the runner's fastest options on this machine; a note in the
+report names these options.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OURS = {
     "n-grams": "n-grams alone",
 }
 _SERVER = "llama-server"
-# What llama-server calls a draft model, and prompt lookup with n-grams of 3 tokens; ik_llama.cpp's has other names.
+# llama-server's names for drafting with a model and for prompt lookup with n-grams of 3 tokens; ik_llama.cpp's differ.
 _SPECULATIONS = {
     "draft": ["--spec-type", "draft-simple"],
     "prompt lookup": [
@@ -50,8 +50,8 @@ _IK_REPACK = "--run-time-repack"
 class Method:
     """A row of the report.
 
-    key: of the row. way: what its worker calls it. worker: methods of the same worker share a process. setups: of the
-    worker; where one crashes the next is tried. missing: why it cannot run, "" if it can.
+    key: the row's name. way: its name in the worker. worker: methods with the same worker share a process. setups: for
+    the worker, with notes; if one crashes, the next is tried. missing: why it cannot run, "" if it can.
     """
 
     key: str
@@ -63,12 +63,12 @@ class Method:
 
     @property
     def meets_misleading(self) -> bool:
-        """Whether it is measured on the worst of cases, too."""
+        """Whether it also runs on the misleading prompts."""
         return not self.is_baseline and self.way in ("plain", "staged")
 
 
 def ours(setup: Setup, accept: Sequence[float] = ()) -> list[Method]:
-    """Our own methods; with `accept` plain decoding, and drafting of that acceptance at depth 1, 2, ..."""
+    """pystaged's own methods; with `accept`, plain decoding and drafting of that acceptance at depth 1, 2, ..."""
     with_model = without_head(setup)["draft"]
     setups = [("", setup | {"runner": f"{__package__}.own_methods", "accept": accept})]
     named = {way: name for way, name in OURS.items() if with_model or way not in ("tree", "chain")}
@@ -78,11 +78,11 @@ def ours(setup: Setup, accept: Sequence[float] = ()) -> list[Method]:
 
 
 def baselines(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> list[Method]:
-    """What people would use instead.
+    """The baselines to compare with.
 
     Args:
-        llama_cpp: folders of llama.cpp's and ik_llama.cpp's programs, or of builds of them.
-        names: "all", "none", or beginnings of their names with commas between them.
+        llama_cpp: folders of llama.cpp's and ik_llama.cpp's programs, or of their builds.
+        names: "all", "none", or beginnings of their names, separated by commas.
 
     Raises:
         FileNotFoundError: there is no such folder, or no llama-server in it.
@@ -107,7 +107,7 @@ def baselines(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> li
 
 
 def find_server(folder: Path) -> Path:
-    """llama-server in a folder of programs, or of a build.
+    """Find llama-server in a folder of programs, or of a build.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -121,7 +121,7 @@ def find_server(folder: Path) -> Path:
 
 
 def without_head(setup: Setup) -> Setup:
-    """A setup whose draft, if any, is a model: draft heads are ours alone. Raises ModelError for a damaged draft."""
+    """The setup without a draft head, which only pystaged supports. Raises ModelError for a damaged draft."""
     return setup | {"draft": None} if setup["draft"] and is_head(Path(setup["draft"])) else setup
 
 
@@ -137,7 +137,7 @@ def _llama_cpp_python(setup: Setup) -> list[Method]:
 
 
 def _openvino(setup: Setup) -> list[Method]:
-    """Each with a process, and so weights, of its own: a pipeline is made for one way."""
+    """openvino-genai's methods; each has its own process and weights, because a pipeline supports one way only."""
     found = []
     for way in ("plain", "draft", "prompt lookup") if setup["draft"] else ("plain", "prompt lookup"):
         key = f"openvino-genai, {way}"
@@ -147,13 +147,13 @@ def _openvino(setup: Setup) -> list[Method]:
 
 
 def _absent(*modules: str) -> str:
-    """What there is to say where one of them is not installed."""
+    """A message that names the modules that are not installed; "" if all are."""
     missing = [name for name in modules if find_spec(name) is None]
     return f"not installed: {', '.join(missing)}; pip install 'pystaged[peers]'" if missing else ""
 
 
 def _server(setup: Setup, program: Path, taken: Collection[str]) -> list[Method]:
-    """The ways of one llama-server."""
+    """The methods of one llama-server."""
     done = subprocess.run([program, "--help"], capture_output=True, text=True, errors="replace", check=False)
     is_ik = _IK_REPACK in done.stdout + done.stderr
     name = "ik_llama.cpp" if is_ik else "llama.cpp"

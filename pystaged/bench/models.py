@@ -1,4 +1,4 @@
-"""Models to measure on: a file, or one of a known shape that is made once and kept in the cache folder."""
+"""Models for benchmarks: a file, or a model of a known shape, made once and kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pystaged.loading.heads import find_head
 from pystaged.loading.progress import announced
 from pystaged.loading.quantize import quantize
 
-WIDTH, LAYERS, HEADS, CONTEXT = 1280, 36, 20, 1024  # of GPT-2 Large
+WIDTH, LAYERS, HEADS, CONTEXT = 1280, 36, 20, 1024  # GPT-2 Large's
 LLAMAS: dict[str, dict[str, Any]] = {  # Llama 3.2 1B and 3.1 8B
     "llama1b": {
         "width": 2048,
@@ -46,24 +46,24 @@ LLAMAS: dict[str, dict[str, Any]] = {  # Llama 3.2 1B and 3.1 8B
         "tie": False,
     },
 }
-# SmolLM2 has more layers and fewer tokens than Llama 3.2 1B; with this many hidden units it has as many weights.
+# SmolLM2 has more layers and fewer tokens than Llama 3.2 1B; this ffn_width gives it as many weights.
 GROWN_SMOLLM2 = {"width": 2048, "layers": 30, "heads": 32, "kv_heads": 8, "ffn_width": 4352}
 MADE = ("grown", "grown-smollm2", "random", *LLAMAS)
 
 
 def find(model: str, quantization: str, report: Callable[[str], None] = lambda _: None) -> Path:
-    """The file of a model.
+    """The file of a model, made or downloaded if necessary.
 
     Args:
-        model: a name from MADE: "random" for a GPT-2 Large of random weights, "grown" for one that says what the
-            bundled target says, "llama1b" and "llama8b" for Llamas of random weights, "grown-smollm2" for one of 1.2
-            billion weights that says what SmolLM2 says; else as in names.resolve.
-        quantization: type of a model to be made: F32, F16, Q8_0, Q4_0 (random also BF16; Llamas also Q4_K and Q4_K_M).
-        report: told before one is made, which takes minutes, or downloaded.
+        model: a name from MADE, else as in names.resolve. "random": a GPT-2 Large of random weights; "grown": its shape
+            with the bundled target's output; "llama1b", "llama8b": Llamas of random weights; "grown-smollm2": 1.2
+            billion weights with SmolLM2's output.
+        quantization: type of a model to make: F32, F16, Q8_0, Q4_0 (random also BF16; Llamas also Q4_K and Q4_K_M).
+        report: called with a line before a model is made, which takes minutes, or downloaded.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a type that cannot be made.
+        ValueError: the model cannot be made in that type.
     """
     if model not in MADE:
         return names.resolve(model, announced(report))
@@ -71,7 +71,7 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
     folder = cache_folder() / "bench"
     name = f"gpt2-large-{model}" if model in ("grown", "random") else model
     path = folder / f"{name}.{quantization}.gguf"
-    # A model grown from an older source would not be that of this version.
+    # The cache may hold a model that an older version grew from an older source.
     if not path.exists() or path.stat().st_mtime < source.stat().st_mtime:
         report(f"making {path}, once")
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
 
 
 def check_type(model: str, quantization: str) -> None:
-    """Refuse a type that a model cannot be made in. Raises ValueError."""
+    """Raise ValueError for a type in which a model cannot be made."""
     if model not in MADE:
         return
     types: tuple[str, ...] = _recipe("random_weights" if model in ("random", *LLAMAS) else "grow").TYPES
@@ -93,7 +93,7 @@ def check_type(model: str, quantization: str) -> None:
 
 
 def find_draft(model: str, draft: str | Path | None, report: Callable[[str], None] = lambda _: None) -> Path | None:
-    """The file of a draft as in names.resolve_draft, where "auto" is the bundled draft for all that speak like it, or
+    """The file of a draft, as in names.resolve_draft; "auto" is the bundled draft for all models with its output, or
     the draft head that fits."""
     progress = announced(report)
     found = names.resolve_draft("bundled" if model in ("grown", "random") else model, draft, progress)
@@ -123,13 +123,13 @@ def _make(model: str, source: Path, path: Path, quantization: str) -> None:
 
 
 def _recipe(name: str) -> ModuleType:
-    """A recipe of the models folder, which is not on Python's path."""
+    """Import a recipe from the models folder, which is not on Python's path."""
     full_name = f"pystaged.models.{name}"
     if full_name in sys.modules:
         return sys.modules[full_name]
     spec = spec_from_file_location(full_name, names.bundled_file(f"{name}.py"))
     if spec is None or spec.loader is None:
         raise ImportError(f"there is no {name}.py")
-    module = sys.modules[spec.name] = module_from_spec(spec)  # where dataclasses look for it
+    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look it up there
     spec.loader.exec_module(module)
     return module

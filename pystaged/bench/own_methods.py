@@ -1,4 +1,4 @@
-"""The runner of our own methods: they share the weights of one bundle, and each has contexts of its own."""
+"""Runner for pystaged's own methods, which share a bundle's weights and have separate contexts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DRAFTING = "staged", "n-grams"  # the methods that use recycled candidates
 
 
 class _Ready(Decoder):
-    """Its drafters read the prompt before decoding is timed: they draft whatever it gains."""
+    """Prefills its drafters before decoding is timed; they draft whether or not it gains."""
 
     def start(self, *args: Any, **options: Any) -> Requests[int]:
         reused = yield from super().start(*args, **options)
@@ -37,12 +37,12 @@ class _Ready(Decoder):
 
 
 class Runner:
-    """Decodes by the methods of Spector & Ré's Table 2, and some more.
+    """Decodes with the methods of Spector & Ré's Table 2, and some more.
 
     Args:
-        setup: model, draft (path or None), threads, n_ctx; accept: acceptance at depth of "synthetic"; warm: prompts,
-            lists of tokens, which are continued first, by max_tokens each, to fill the recycled candidates; without any
-            there are no recycled candidates.
+        setup: model, draft (path or None), threads, n_ctx; accept: rates by depth for "synthetic"; warm: prompts (lists
+            of tokens) that are continued first, by max_tokens each, to fill the recycled candidates. Without any there
+            are no recycled candidates.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -51,11 +51,11 @@ class Runner:
         self._n_ctx = setup["n_ctx"]
         self._accept = setup.get("accept", [])
         self._warm, self._warm_tokens = setup.get("warm", []), setup.get("max_tokens", 0)
-        # Rates of acceptance learnt under one sampling do not help another.
+        # One decoder for each sampling, because acceptance rates differ between samplings.
         self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
-        # Recycled candidates of all that draft, and a copy from before the first prompt that is measured.
+        # Recycled candidates shared by all drafters, and a copy from before the first measured prompt.
         self._recycled: tuple[RecycledCandidates, RecycledCandidates] | None = None
-        # Now, not while another method is being timed.
+        # Measured here, so that it does not happen while a method is timed.
         self._factory.target_cost()
         self._factory.draft_cost()
 
@@ -74,7 +74,7 @@ class Runner:
         self._recycled = self._bundle.recycled = None
 
     def _remember(self) -> None:
-        """Fill the recycled candidates with the prompts of `warm`, or put back what those left in them."""
+        """Fill the recycled candidates with the prompts of `warm`, or restore them to that state."""
         if self._recycled is None:
             recycled = self._bundle.recycled = RecycledCandidates()
             keys = list(product(_DRAFTING, SAMPLINGS.values()))
@@ -115,7 +115,7 @@ class Runner:
 
     def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
         prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()
-        # Forget the last text, so that no method finds a part of this prompt in its context.
+        # Forget the last sequence, so that no method can reuse part of this prompt.
         finish(decoder.start(prompt[:1]))
         for drafter in decoder.drafters:
             if isinstance(drafter, ScriptedDrafter):
@@ -127,7 +127,7 @@ class Runner:
             tokens += step.tokens
             ended = step.finish_reason == "stop"
         return Measurement(
-            len(tokens) + ended,  # the end is a token, too
+            len(tokens) + ended,  # the end of text is a token, too
             stats.decode_seconds,
             first,
             tokens,

@@ -1,4 +1,4 @@
-"""Whole generations over a set of prompts: is it plain output whatever drafts, and what does each part bring?"""
+"""Generate over a set of prompts: does the output equal plain decoding's with any drafter, and what does each gain?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODES = SAMPLINGS | {"T=0.8 top-p 0.95": SamplingConfig(temperature=0.8, top_p=0
 
 
 class _LyingProposer(Proposer):
-    """Proposes random tokens: what no drafter may do to the output."""
+    """Proposes random tokens, which must not affect the output."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size, self._random = vocab_size, np.random.default_rng(0)
@@ -43,15 +43,14 @@ class _LyingProposer(Proposer):
 
 
 class LyingDrafter(TreeDrafter):
-    """Draws trees of twelve random tokens."""
+    """Drafts trees of twelve random tokens."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__([_LyingProposer(vocab_size)], FixedPolicy(width=3, depth=4, budget=12), vocab_size)
 
 
 class UnsharedDrafter(TreeDrafter):
-    """Ranks by probability alone, whatever noise the target's tokens are drawn with: what shared noise is compared
-    with."""
+    """Ranks by probability alone, ignoring the noise that the target samples with; the comparison for shared noise."""
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
         del sampling
@@ -59,11 +58,11 @@ class UnsharedDrafter(TreeDrafter):
 
 
 def parts(bundle: Bundle, session: Session, budget: int) -> Mapping[str, Drafter]:
-    """Drafting with trees of `budget` nodes: with a draft model, and then without one of its parts; or of n-grams, and
-    then with one source more each time. Recycled candidates are each drafter's own, and begin empty.
+    """Drafters with trees of `budget` nodes: with a draft model, then without one of its parts; or of n-grams, then
+    with one more source each. Each drafter has its own recycled candidates, empty at first.
 
     Args:
-        session: of the target, which the decoders of all of them step.
+        session: the target's, which all decoders step.
     """
     return _of_model(bundle, bundle.draft, budget) if bundle.draft else _of_ngrams(bundle, session, budget)
 
@@ -95,12 +94,12 @@ def _of_ngrams(bundle: Bundle, session: Session, budget: int) -> dict[str, TreeD
 def drafters(
     target: Model, draft: Model | None, table: NgramTable | None, substitutes: Mapping[int, int] | None = None
 ) -> dict[str, Drafter]:
-    """Ways to draft that differ as much as they can: what the output must not depend on.
+    """Drafters that differ as much as possible; the output must be the same with all.
 
     Args:
         draft: None for n-grams alone.
         table: of n-grams.
-        substitutes: as in ModelProposer.
+        substitutes: see ModelProposer.
     """
     vocab_size = target.vocab_size
     tree, chain = FixedPolicy(width=4, depth=6, budget=12), FixedPolicy(width=1, depth=6, budget=6, children=1)
@@ -132,7 +131,7 @@ def drafters(
 
 
 def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
-    """The tokens a decoder writes after a prompt, end of text or not."""
+    """The tokens that a decoder generates after a prompt, continuing past the end of text."""
     return [token for step in decoder.generate(prompt, sampling, max_tokens) for token in step.tokens]
 
 
@@ -143,7 +142,7 @@ def run_texts(
     max_tokens: int,
     is_end: Callable[[int], bool],
 ) -> GenerationStats:
-    """Continue prompts one after the other, each up to its end of text; the figures of all of them together."""
+    """Continue prompts one after the other, each up to its end of text; returns the statistics of all."""
     stats = GenerationStats()
     for prompt in prompts:
         for _ in decoder.generate(prompt, sampling, max_tokens, is_end=is_end, stats=stats):

@@ -1,4 +1,4 @@
-"""T(n): the time of one pass over n rows by the length of the context, beside the machine's floor and llama.cpp."""
+"""T(n): time of a pass over n rows, by past length, with the machine's lower bound and llama.cpp's time."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from pystaged.bench.worker import Worker, WorkerError
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 CONTEXT_TOKENS = 256
 BANDWIDTH_BYTES = 1 << 30
-_BASELINE_PIECE = 512  # tokens that llama.cpp reads at once
-_SECONDS = 7200.0  # after which llama.cpp is taken to hang
+_BASELINE_PIECE = 512  # tokens in a prefill batch of llama.cpp
+_SECONDS = 7200.0  # after which llama.cpp counts as hung
 
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Medians over n rows behind `context` tokens; floor_ms: max(bytes / bandwidth, n * work / rate).
+    """Medians for n rows after `context` past tokens; floor_ms: max(bytes / bandwidth, n * work / rate).
 
-    Bytes are those of the weights and of the keys and values that a layer without a window reads; the work is that of
-    the weights alone.
+    Bytes are those of the weights and of the keys and values that a layer without a window reads. Work is that of the
+    weights only.
     """
 
     context: int
@@ -46,9 +46,9 @@ class PassTime:
 class PassTimes:
     """One run.
 
-    llama_cpp: "measured", or why not. read_bandwidth: bytes per second that the threads read; dot_rate: int8
-    multiply-adds per second that they do from registers. read_ms: time to read the weights once; cells_ms: the same of
-    the keys and values of 1,000 tokens; row_ms: time for the multiply-adds of one row.
+    llama_cpp: "measured", or why not. read_bandwidth: bytes per second that the threads read. dot_rate: int8
+    multiply-adds per second from registers. read_ms: to read the weights once; cells_ms: to read the keys and values of
+    1,000 tokens; row_ms: for the multiply-adds of one row.
     """
 
     passes: list[PassTime]
@@ -67,7 +67,7 @@ class PassTimes:
         return asdict(self) | {"machine": conditions.machine()}
 
     def table(self) -> Table:
-        """For a terminal."""
+        """The times as a table for terminals."""
         table = Table(title=f"{self.model}: kernel {self.kernel}, {self.threads} threads")
         for heading in ("context", "n", "ms", "T(n)/T(1)", "of floor", "llama.cpp ms", "llama.cpp / ours"):
             table.add_column(heading, justify="right")
@@ -99,18 +99,18 @@ def measure(
     num_threads: int = 0,
     baseline: bool = True,
 ) -> PassTimes:
-    """Measure one model, its passes in turn so that a drift of the machine falls on all row counts alike.
+    """Measure one model; row counts take turns, so that changes in the machine's speed affect all alike.
 
     Args:
         path: GGUF file.
-        contexts: tokens before the rows; by default 256, or half of what the model was trained for.
-        repeats: timed passes per row count and context.
+        contexts: past lengths in tokens; by default 256, or half of the model's trained context.
+        repeats: timed passes for each row count and past length.
         kernel: "" for the best. num_threads: 0 for one per physical core.
-        baseline: also measure llama.cpp, in a process of its own.
+        baseline: also measure llama.cpp, in its own process.
 
     Raises:
         ModelError: the file cannot be loaded.
-        ValueError: a context that the model has no room for.
+        ValueError: a past length exceeds the model's context.
     """
     model = Model(str(path), kernel, num_threads)
     lengths = sorted(set(contexts)) or [min(CONTEXT_TOKENS, model.max_context // 2)]
@@ -148,12 +148,12 @@ def measure(
 
 
 def _tokens(vocab_size: int, length: int) -> NDArray[np.int32]:
-    """Any tokens: as many as a context has, or the rows of a pass."""
+    """Arbitrary tokens, for a past or for the rows of a pass."""
     return np.random.default_rng(0).integers(0, vocab_size, max(length, ROWS[-1]), dtype=np.int32)
 
 
 def _medians(context: int, times: list[dict[int, float]]) -> dict[tuple[int, int], float]:
-    """Median milliseconds by context and rows; the first round is not counted."""
+    """Median milliseconds by past length and rows, without the first round."""
     return {(context, n): 1e3 * statistics.median(each[n] for each in times[1:]) for n in times[0]}
 
 
@@ -167,7 +167,7 @@ def _time_pass(session: Session, tokens: NDArray[np.int32]) -> float:
 
 
 def _measure_llama_cpp(setup: dict[str, Any]) -> tuple[dict[tuple[int, int], float], str]:
-    """The fastest of llama.cpp's buffer types that works here; some crash, so each runs in a process of its own."""
+    """Times with the fastest of llama.cpp's buffer types; some crash, so each runs in its own process."""
     results, failures = list[dict[tuple[int, int], float]](), list[str]()
     for extra_buffers in (True, False):
         worker = Worker(("", setup | {"runner": __name__, "extra_buffers": extra_buffers}))
@@ -185,15 +185,14 @@ class Runner:
     """Times llama.cpp's passes, in a worker.
 
     Args:
-        setup: path; rows to time, by the tokens of context; repeats of each; threads; extra_buffers: whether weights
-            may be repacked.
+        setup: path; rows to time, by past length; repeats of each; threads; extra_buffers: whether to repack weights.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._setup = setup
 
     def run(self, _: dict[str, Any]) -> dict[tuple[int, int], float]:
-        """Median milliseconds of one llama_decode over n rows of logits, by context and n."""
+        """Median milliseconds of one llama_decode with logits for all n rows, by past length and n."""
         setup = self._setup
         lengths = list(setup["rows"])
         llama_cpp.llama_backend_init()
@@ -203,7 +202,7 @@ class Runner:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = lengths[-1] + _BASELINE_PIECE
         params.n_batch = params.n_ubatch = _BASELINE_PIECE
-        # One row runs on n_threads, several on n_threads_batch.
+        # llama.cpp uses n_threads for one row and n_threads_batch for several.
         params.n_threads = params.n_threads_batch = setup["threads"]
         context = llama_cpp.llama_init_from_model(model, params)
         if not context:
@@ -230,7 +229,7 @@ class Runner:
 
 
 def decode(context: Any, tokens: Any, position: int, judged: int | None = None) -> None:
-    """One llama_decode of a chain of tokens from `position` on, with logits for the last `judged`, by default all."""
+    """One llama_decode of a chain of tokens at `position`, with logits for the last `judged`, by default for all."""
     batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
     batch.n_tokens = len(tokens)
     for i, token in enumerate(tokens):
@@ -243,5 +242,5 @@ def decode(context: Any, tokens: Any, position: int, judged: int | None = None) 
     llama_cpp.llama_batch_free(batch)
     if status != 0:
         raise RuntimeError(f"llama_decode returned {status}")
-    # The logits are lazily computed where a device is asynchronous.
+    # An asynchronous device computes logits only when they are read.
     ctypes.cast(llama_cpp.llama_get_logits(context), ctypes.c_void_p)

@@ -1,4 +1,4 @@
-"""Pictures of a report, with matplotlib (`pip install 'pystaged[bench]'`)."""
+"""Pictures for a report, with matplotlib (`pip install 'pystaged[bench]'`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _STAGES = {"target": "#4477aa", "draft": "#228833", "ngram": "#ccbb44"}
 
 
 def draw(folder: Path, tables: dict[str, list[Row]], passes: dict[str, Any]) -> list[str]:
-    """Write the pictures; returns their names.
+    """Write the pictures; returns their file names.
 
     Args:
         tables: rows by sampling.
-        passes: as PassTimes.to_dict.
+        passes: see PassTimes.to_dict.
     """
     pictures: dict[str, Callable[[Axes], None]] = {
         "speedup.png": lambda axes: _speedups(axes, tables),
@@ -36,7 +36,7 @@ def draw(folder: Path, tables: dict[str, list[Row]], passes: dict[str, Any]) -> 
 
 
 def _speculating(tables: dict[str, list[Row]]) -> dict[str, Row]:
-    """Our rows that draft, by name and sampling."""
+    """pystaged's rows that draft, by name and sampling."""
     return {
         f"{row.name}, {sampling}": row
         for sampling, rows in tables.items()
@@ -48,7 +48,7 @@ def _speculating(tables: dict[str, list[Row]]) -> dict[str, Row]:
 def _speedups(axes: Axes, tables: dict[str, list[Row]]) -> None:
     """Figure 2 of Spector & Ré."""
     chosen = {name: row for name, row in _speculating(tables).items() if name == "staged"}
-    if chosen:  # an interrupted run may not have come so far
+    if chosen:  # an interrupted run may have none
         axes.hist([row.speedups for row in chosen.values()], bins=16, label=list(chosen), color=_COLORS[: len(chosen)])
         axes.legend(fontsize=8)
     axes.axvline(1, color="black", linewidth=0.8)

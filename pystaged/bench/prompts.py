@@ -1,4 +1,4 @@
-"""What is continued: questions by category, of HumanEval's and Spec-Bench's files, or our own."""
+"""Prompts for benchmarks: questions by category, from HumanEval's, Spec-Bench's or the package's files."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pystaged.loading.metadata import read_metadata
 OWN = Path(__file__).with_name("prompts.jsonl")
 MISLEADING = Path(__file__).with_name("misleading.jsonl")
 CODE = "code"
-_MOST_BYTES = 1 << 26  # of a file of prompts
+_MOST_BYTES = 1 << 26  # largest file of prompts
 _CONVERSATION = "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
-# Spec-Bench's file names eight parts of its first kind, MT-Bench, instead of that.
+# Spec-Bench's file gives the eight categories of its first kind, MT-Bench, in place of the kind.
 _KINDS = dict.fromkeys(_CONVERSATION, "conversation") | {
     "qa": "question answering",
     "math_reasoning": "math reasoning",
@@ -35,9 +35,9 @@ _KINDS = dict.fromkeys(_CONVERSATION, "conversation") | {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A text to be continued.
+    """A text to continue.
 
-    is_message: it is one to a model that chats, else the beginning of what the model writes.
+    is_message: whether it is a user's message for a chat, or else text for the model to continue.
     """
 
     text: str
@@ -54,11 +54,11 @@ class Prompt:
 
 
 def load_questions(path: Path) -> list[Question]:
-    """The questions of a file of JSON objects, one a line: HumanEval's, with a `prompt`, or Spec-Bench's, with a
-    `category` and `turns`, of which the first is taken.
+    """Read questions from a file of JSON objects, one a line: HumanEval's, with a `prompt`, or Spec-Bench's, with a
+    `category` and `turns`, of which the first is used.
 
     Raises:
-        ValueError: a line is something else, or the file is no regular one of at most 64 MiB.
+        ValueError: a line is something else, or the file is not a regular one of at most 64 MiB.
     """
     found = []
     for number, line in enumerate(read_small(path, _MOST_BYTES).splitlines(), 1):
@@ -72,16 +72,16 @@ def load_questions(path: Path) -> list[Question]:
 
 
 def choose(model: Path, file: Path | None, most: int | None = None) -> tuple[Path, list[Prompt]]:
-    """The prompts for a model and the file they are from, in an order of which every beginning is spread over the
-    categories, and each of them over its part of the file.
+    """The prompts for a model, and their file. Any first part of the list covers the categories evenly, and each
+    category's questions in random order.
 
     Args:
         model: its file.
-        file: as load_questions reads; None for our own, of questions where the model chats and else of code.
-        most: so many at most.
+        file: see load_questions; None for the package's: questions if the model chats, else code.
+        most: largest number of prompts.
 
     Raises:
-        ValueError: as load_questions, or there are none.
+        ValueError: as in load_questions, or the file has no prompts.
     """
     chat = _chat(model)
     file = file or (OWN if chat else names.bundled_file(names.BUNDLED_PROMPTS))
@@ -92,7 +92,7 @@ def choose(model: Path, file: Path | None, most: int | None = None) -> tuple[Pat
 
 
 def misleading(model: Path) -> list[Prompt]:
-    """Prompts after which drafts go wrong."""
+    """Prompts for which drafts are mostly wrong."""
     return _encoded(load_questions(MISLEADING), model, _chat(model))
 
 
@@ -110,7 +110,7 @@ def _text(value: object) -> str:
 
 
 def _in_turn(questions: Iterable[Question]) -> list[Question]:
-    """One of each category after the other; which of its questions comes when is a matter of chance."""
+    """Take one question of each category in turn, each category's in random order."""
     categories: dict[str, list[Question]] = {}
     for question in questions:
         categories.setdefault(question.category, []).append(question)
@@ -120,7 +120,7 @@ def _in_turn(questions: Iterable[Question]) -> list[Question]:
 
 
 def _chat(model: Path) -> ChatFormat | None:
-    """How a model's messages are written, None where its file does not say."""
+    """The model's chat format, None if its file has no template."""
     metadata = read_metadata(model)
     tokenizer = Tokenizer(os.fsencode(model))
     return ChatFormat(metadata, tokenizer, lambda _: None) if metadata.get("tokenizer.chat_template") else None

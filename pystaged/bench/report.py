@@ -1,4 +1,4 @@
-"""A benchmark's report: for the terminal, as JSON, as Markdown."""
+"""A benchmark's report: for terminals, as JSON, and as Markdown."""
 
 from __future__ import annotations
 
@@ -41,32 +41,31 @@ def _megabytes(row: Row) -> str:
     return f"{row.peak_bytes / 1e6:.0f}" if row.peak_bytes else "-"
 
 
-# By heading, cell and meaning. The more important ones first: a narrow terminal shows as many as it can.
+# Cell and meaning by heading, the most important first: a narrow terminal shows only the first columns.
 _COLUMNS: dict[str, tuple[Callable[[Row], str], str]] = {
-    "tokens/s": (_figure("tokens_per_second", ".1f"), "new tokens per second of decoding, the prompt apart"),
-    "x plain": (_figure("speedup", ".2f"), "over plain decoding on the same prompts: all tokens by all seconds"),
-    "95 %": (_interval("interval"), "where that lies for other prompts of these kinds, by the bootstrap over prompts"),
-    "least": (_figure("least", ".2f"), "of a single prompt"),
+    "tokens/s": (_figure("tokens_per_second", ".1f"), "new tokens per second of decoding, without prefill"),
+    "x plain": (_figure("speedup", ".2f"), "speed-up over plain decoding on the same prompts, by total tokens/s"),
+    "95 %": (_interval("interval"), "its 95 % confidence interval, by the bootstrap over prompts"),
+    "least": (_figure("least", ".2f"), "smallest speed-up of a single prompt"),
     "per step": (_figure("tokens_per_step", ".2f"), "tokens per pass of the target"),
     "x best baseline": (
         _figure("over_best_baseline", ".2f"),
-        "over the baseline that is fastest on these prompts, on those that both had",
+        "speed-up over the fastest baseline, on prompts that both had",
     ),
-    "its 95 %": (_interval("over_best_baseline_interval"), "likewise"),
+    "its 95 %": (_interval("over_best_baseline_interval"), "95 % confidence interval of that"),
     "first ms": (_figure("first_token_ms", ".0f"), "median time to the first token"),
-    "MB": (_megabytes, "most memory of a process of its own"),
-    "prompts": (lambda row: str(row.prompts or "-"), "how many it continued"),
+    "MB": (_megabytes, "peak memory of a process with this method only"),
+    "prompts": (lambda row: str(row.prompts or "-"), "number of prompts"),
 }
-# What differs between categories.
+# Columns whose figures differ between categories.
 _OF_CATEGORIES = [name for name in _COLUMNS if name not in ("first ms", "MB")]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was measured, and on what.
+    """The figures of a benchmark and their conditions.
 
-    conditions: machine, versions, files and settings, for JSON. tables: as summary.tables. passes: T(n), as
-    PassTimes.to_dict.
+    conditions: machine, versions, files and settings. tables: see summary.tables. passes: T(n), see PassTimes.to_dict.
     """
 
     conditions: dict[str, Any]
@@ -75,7 +74,7 @@ class Report:
     outcome: Outcome
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, single runs too, for JSON."""
+        """Everything for JSON, including single runs."""
         return {
             "conditions": self.conditions,
             "complete": self.outcome.complete,
@@ -89,7 +88,7 @@ class Report:
         }
 
     def write(self, folder: Path) -> list[str]:
-        """Write report.md, report.json and, where matplotlib is installed, pictures; returns their names."""
+        """Write report.md, report.json and, if matplotlib is installed, pictures; returns their file names."""
         with whole_file(folder / "report.json") as path:
             path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
         pictures: list[str] = []
@@ -101,7 +100,7 @@ class Report:
         return ["report.md", "report.json", *pictures]
 
     def terminal(self, width: int) -> Iterator[Table | Text]:
-        """Tables and notes: of each sampling who takes part, and staged decoding by category.
+        """Tables and notes: all methods for each sampling, and staged decoding by category.
 
         Args:
             width: of the terminal, in characters.
@@ -117,7 +116,7 @@ class Report:
             yield Text(note, style="dim")
 
     def markdown(self, pictures: list[str]) -> str:
-        """The whole as a page.
+        """The report as a Markdown page.
 
         Args:
             pictures: names of files beside it.
@@ -188,11 +187,11 @@ class Report:
                 shares = ", ".join(f"{part} {seconds / total:.1%}" for part, seconds in row.parts.items())
                 lines[f"- {sampling}, {row.name}: time by part: {shares}"] = None
         different = [
-            f"- {sampling}, {row.name}: {row.different} texts differ from plain decoding"
+            f"- {sampling}, {row.name}: {row.different} sequences differ from plain decoding"
             for sampling, row in usual
             if row.different
         ]
-        return [*lines, *(different or ["- All of pystaged's texts are plain decoding's, token for token."])]
+        return [*lines, *(different or ["- All of pystaged's outputs equal plain decoding's, token for token."])]
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, Row]]) -> Table:
@@ -225,5 +224,5 @@ def _cells(row: Row, headings: Sequence[str]) -> list[str]:
 
 
 def _width(table: Table) -> int:
-    """Characters that a table needs."""
+    """Width of a table in characters."""
     return Console(width=1000).measure(table).maximum

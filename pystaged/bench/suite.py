@@ -1,4 +1,4 @@
-"""Runs all methods on one prompt after the other, so that a drift of the machine falls on all alike."""
+"""Run all methods on one prompt after the other, so that changes in the machine's speed affect all alike."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pystaged.bench.worker import Measurement, Worker, WorkerError, tokens_per_s
 from pystaged.config import SamplingConfig
 
 SAMPLINGS = {"greedy": SamplingConfig(), "T=1 top-k 50": SamplingConfig(temperature=1.0, top_k=50)}
-# What a draft guesses least: the misleading prompts have this, too.
+# The hardest sampling for drafts; also applied to the misleading prompts.
 HOT = {"T=1.5": SamplingConfig(temperature=1.5)}
 _WARM_UP_TOKENS = 8
-_TRIED = 2  # prompts after which a baseline may be found too slow
+_TRIED = 2  # prompts after which a slow baseline may be stopped
 _TOO_SLOW = 3  # times slower than the fastest baseline
 
 
@@ -41,10 +41,10 @@ class Run:
 
 @dataclass(slots=True)
 class Outcome:
-    """What was measured so far.
+    """The measurements so far.
 
-    notes: by method, its settings, and what went wrong. memory: by method, most bytes of a process that ran it
-    alone. complete: False when interrupted.
+    notes: by method, its settings and failures. memory: by method, peak bytes of a process that ran only this method.
+    complete: False if interrupted.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -62,15 +62,15 @@ class _Job:
 
 
 class Suite:
-    """A benchmark that may be interrupted: what was measured by then stands in `outcome`.
+    """A benchmark that can be interrupted; its measurements so far are in `outcome`.
 
     Args:
         methods: the first one is plain decoding.
-        prompts: what all of them continue, one after the other for as long as there is time, and the first one anyway.
-        misleading: what our plain and staged decoding continue besides.
-        max_tokens: new tokens per prompt, unless a text ends before.
-        seconds: for everything.
-        progress: called with the seconds passed and the seconds left, as far as can be told.
+        prompts: what all methods continue, one after the other while there is time, and the first in any case.
+        misleading: what pystaged's plain and staged decoding continue in addition.
+        max_tokens: most new tokens of a prompt; a text may end before.
+        seconds: limit for everything.
+        progress: called with the current work, the seconds passed, and the seconds left, as estimated.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Suite:
         self._seconds = seconds
         self._progress = progress
         self._begin = 0.0
-        self._limit = 300.0 + 10.0 * max_tokens  # seconds after which a worker is taken to hang
+        self._limit = 300.0 + 10.0 * max_tokens  # seconds after which a worker counts as hung
         self._took: dict[str, list[float]] = {}
 
     def run(self) -> Outcome:
-        """Measure everything, until there is no time for another prompt, or until Ctrl-C."""
+        """Measure until there is no time for another prompt, or until Ctrl-C."""
         self._begin, at_once = time.monotonic(), True
         usual = [self._jobs(prompt) for prompt in range(self._num_prompts)]
         last = [job for prompt in range(self._num_prompts, len(self._prompts)) for job in self._jobs(prompt)]
@@ -112,7 +112,7 @@ class Suite:
             self._run_jobs(last, [])
             self.outcome.complete, at_once = True, False
         except KeyboardInterrupt:
-            pass  # whoever waits for a job to end presses Ctrl-C again, and loses the report
+            pass  # a second Ctrl-C, while a job ends, loses the report
         finally:
             self.outcome.seconds = self._passed
             for worker in self._workers.values():
@@ -134,10 +134,10 @@ class Suite:
                 self._guarded(self._measure, job)
 
     def _jobs(self, prompt: int) -> list[_Job]:
-        """All that is done with a prompt."""
+        """All jobs of a prompt."""
         is_misleading = prompt >= self._num_prompts
         keys = [key for key, each in self._methods.items() if each.meets_misleading or not is_misleading]
-        random.Random(prompt).shuffle(keys)  # so that no one always follows the same one
+        random.Random(prompt).shuffle(keys)  # so that no method always follows the same one
         return [
             _Job(sampling, prompt, key)
             for sampling in (SAMPLINGS | HOT if is_misleading else SAMPLINGS)
@@ -145,21 +145,21 @@ class Suite:
         ]
 
     def _guarded(self, work: Callable[[_Job], None], job: _Job) -> None:
-        """A method that fails is not run again."""
+        """Run a job; a method that fails is not run again."""
         try:
             work(job)
         except WorkerError as error:
             self._drop(job.key, str(error))
 
     def _drop(self, key: str, *why: str) -> None:
-        """What there is to say about one that has done its part."""
+        """Stop a method, and note why."""
         worker = self._methods.pop(key).worker
         self.outcome.notes[key] += [*self._workers[worker].notes, *why]
         if all(each.worker != worker for each in self._methods.values()):
             self._workers[worker].close()  # the others may need its memory
 
     def _drop_slow_baselines(self) -> None:
-        """Stop baselines that are far slower than another one, to spend the time on the others."""
+        """Stop baselines that are far slower than the fastest one, to save time for the others."""
         measured: dict[str, list[Measurement]] = {key: [] for key, each in self._methods.items() if each.is_baseline}
         for run in self.outcome.runs:
             if run.method in measured and run.measurement.is_timed:
@@ -172,7 +172,7 @@ class Suite:
     def _warm_up(self, job: _Job) -> None:
         method, task = self._methods[job.key], self._task(job)
         task["max_tokens"] = _WARM_UP_TOKENS
-        if not method.is_baseline:  # ours share a process, so their memory is told from processes of their own
+        if not method.is_baseline:  # these share a process, so their memory is measured in a separate one
             alone = Worker(*((note, setup | {"warm": []}) for note, setup in method.setups))
             try:
                 found: Measurement = alone.run(task, self._limit)
@@ -203,6 +203,6 @@ class Suite:
         }
 
     def _expected(self, jobs: Sequence[_Job]) -> float:
-        """Seconds that jobs will take, by those before."""
+        """Seconds that jobs will take, estimated from earlier ones."""
         means = {key: statistics.fmean(seconds[-10:]) for key, seconds in self._took.items()}
         return sum(means.get(job.key, 0.0) for job in jobs if job.key in self._methods)

@@ -1,4 +1,4 @@
-"""From single runs to the figures of a report."""
+"""Compute a report's figures from single runs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pystaged.bench.worker import tokens_per_second
 ALL = "all"
 WORST = "misleading prompts"
 _RESAMPLES = 2000
-_FEWEST = 3  # prompts that an interval is told of
+_FEWEST = 3  # prompts that an interval needs
 _Key = TypeVar("_Key", int, str)
 _Text = tuple[str, int]  # sampling and prompt
 
 
 @dataclass(slots=True)
 class Row:
-    """One method's texts under one sampling, of one category or all. Figures that are not known are None; a text
-    that ended before any token could be timed is none of these.
+    """Figures of one method under one sampling, in one category or all. Unknown figures are None; sequences that ended
+    before any token could be timed are left out.
 
-    speedup: over plain decoding on the same prompts, all tokens by all seconds; interval: 95 % over prompts, by the
-    bootstrap; speedups: of single texts, least: of them. over_best_baseline, over_best_baseline_interval: likewise over
-    best_baseline, the fastest on these prompts. tokens_per_step: as in GenerationStats. first_token_ms: median.
-    different: texts whose tokens were not those of plain decoding; ours only.
+    speedup: over plain decoding on the same prompts, by total tokens and seconds; interval: its 95 % confidence
+    interval by the bootstrap over prompts; speedups: of single sequences, least: the smallest. over_best_baseline,
+    over_best_baseline_interval: the same over best_baseline, the fastest on these prompts. tokens_per_step: see
+    GenerationStats. first_token_ms: median. different: number of own sequences that differ from plain decoding.
     """
 
     name: str
@@ -57,8 +57,8 @@ Tables = dict[str, dict[str, list[Row]]]
 
 
 def tables(methods: Sequence[Method], outcome: Outcome) -> Tables:
-    """Rows by sampling and category, those of all prompts first, which the misleading ones are none of. These have a
-    table of their own, by sampling, after the others."""
+    """Rows by sampling and category, beginning with all prompts except the misleading ones. Those have a table of their
+    own, by sampling, at the end."""
     usual = [run for run in outcome.runs if not run.is_misleading]
     worst = [run for run in outcome.runs if run.is_misleading]
     found: Tables = {}
@@ -81,10 +81,10 @@ def _by(
 
 
 def rows(methods: Sequence[Method], outcome: Outcome, runs: Iterable[Run]) -> list[Row]:
-    """Figures of some runs in the methods' order; the first is plain decoding."""
+    """Rows for some runs in the methods' order; the first is plain decoding."""
     texts: dict[str, dict[_Text, Run]] = {each.key: {} for each in methods}
     for run in runs:
-        # One that ended at once says how its writer ends texts, not how fast it is.
+        # A sequence that ended at once has no speed.
         if run.measurement.is_timed:
             texts[run.method][run.sampling, run.prompt] = run
     plain = texts[methods[0].key]
@@ -125,14 +125,14 @@ def _fill(row: Row, mine: dict[_Text, Run], plain: dict[_Text, Run]) -> None:
 
 
 def _ratio(mine: Mapping[_Text, Run], others: Mapping[_Text, Run]) -> float | None:
-    """How much faster than others on the texts that both wrote."""
+    """Speed-up over `others` on the sequences that both have."""
     shared = mine.keys() & others.keys()
     base = tokens_per_second(others[text].measurement for text in shared)
     return tokens_per_second(mine[text].measurement for text in shared) / base if base else None
 
 
 def _interval(mine: Mapping[_Text, Run], others: Mapping[_Text, Run]) -> tuple[float, float] | None:
-    """In which _ratio is with 95 %, had there been other prompts: of prompts drawn anew, with what was measured."""
+    """95 % confidence interval of _ratio, by the bootstrap: prompts are drawn with replacement."""
     shared = sorted(mine.keys() & others.keys())
     prompts = sorted({prompt for _, prompt in shared})
     if len(prompts) < _FEWEST:

@@ -1,4 +1,4 @@
-"""A drafter of a given acceptance: what a draft would gain that one does not have."""
+"""A drafter with given acceptance rates, which predicts the gain from a draft that does not exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pystaged.drafting.proposer import Candidates, GrowingTree, Proposer
 
 
 class _FreeProposer(Proposer):
-    """Says nothing, and costs nothing."""
+    """Proposes nothing, at no cost."""
 
     stage = Stage.DRAFT
 
@@ -31,16 +31,16 @@ class _FreeProposer(Proposer):
 
 
 class ScriptedDrafter(TreeDrafter):
-    """Proposes a chain that is right with given probabilities. It knows what plain decoding writes (`script`, from the
-    prompt on), and makes the passes of a draft for their cost alone.
+    """Proposes a chain that is right with given probabilities. It knows plain decoding's output (`script`, from the
+    prompt on), and runs the draft's passes only for their cost.
 
     Args:
-        accept: probability that the node at depth 1, 2, ... is right if the one above it is.
-        draft: makes the passes; None where drafting costs nothing.
-        target_cost: seconds of a target pass over n rows where a text begins. draft_cost: of a draft pass. They set the
-            chain's length: the one with the most expected tokens per second.
-        vocab_size: wrong tokens are drawn below this.
-        seed: of what is right and what is wrong.
+        accept: probability that the node at depth 1, 2, ... is right if its parent is.
+        draft: runs the passes; None if drafting costs nothing.
+        target_cost: seconds of a target pass over n rows with an empty past. draft_cost: of a draft pass. They set the
+            chain's length to that with the most expected tokens per second.
+        vocab_size: wrong tokens are below this.
+        seed: for the choice of right and wrong tokens.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Many texts at once: tokens per second of all and of each, with and without drafting, through the server, and beside
-llama-server's slots."""
+"""Many sequences at once: tokens per second of all and of each, with and without drafting, through the server, and
+with llama-server's slots."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from pystaged.engine import Engine
 from pystaged.sequence import Sequence as Text
 from pystaged.stats import PassStats
 
-BESIDE = 4  # texts beside which a prompt arrives
-_BEGUN = 8  # tokens that each of them has written by then
+BESIDE = 4  # sequences in progress when another prompt arrives
+_BEGUN = 8  # tokens that each of them has by then
 SERVED = "pystaged serve"
 _BASELINE = "llama-server, plain"
-_UNKNOWN = -1  # for a token that a baseline does not tell
-_ROOM = 64  # positions left for the last tree
-_LONGEST = 8  # times the tokens asked for, which a text may write until all others have written theirs
+_UNKNOWN = -1  # stands for a token that a baseline does not report
+_ROOM = 64  # positions for the last draft tree
+_LONGEST = 8  # most tokens of a sequence that waits for the others, in multiples of max_tokens
 
 Tokens = Sequence[int] | NDArray[np.int32]
 _LeaveOut = Callable[[int, str, RuntimeError], None]
@@ -44,29 +44,28 @@ Way: TypeAlias = Union["Ours", "Slots"]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One text: its tokens, and how many came when, in seconds."""
+    """One sequence: its tokens, and the seconds at which tokens came, with their numbers."""
 
     tokens: list[int]
     times: list[tuple[float, int]]
 
     @property
     def longest_gap(self) -> float:
-        """Seconds between two times at which tokens came."""
+        """Longest time, in seconds, between two arrivals of tokens."""
         times = [at for at, _ in self.times]
         return max((after - before for before, after in pairwise(times)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Texts written together.
+    """Figures of sequences that were decoded together.
 
-    texts: how many. way: "plain", "drafted", SERVED or a baseline's. tokens_per_second: of all together, while all
-    write; of_each: of a text, in the mean, from its first token to its last; overall: of all, prompts included.
-    first_token_seconds: median time from the prompt to the first token; longest_gap_seconds: between tokens of a text.
-    different: texts that are not, up to their ends, what the first way wrote for the same prompt. passes: what was
-    shared, of ours.
-    newcomer_seconds, newcomer_gap_seconds: where a prompt arrived beside them, its time to the first token, and their
-    longest gap between tokens from when it arrived until then.
+    texts: number of sequences. way: "plain", "drafted", SERVED or a baseline. tokens_per_second: of all together, while
+    all decode; of_each: mean of a sequence from its first token to its last; overall: of all, with prefill.
+    first_token_seconds: median time from the prompt to the first token; longest_gap_seconds: between tokens of a
+    sequence. different: sequences that differ, up to their ends, from the first way's for the same prompt. passes:
+    statistics of pystaged's passes. newcomer_seconds, newcomer_gap_seconds: if another prompt arrived, its time to the
+    first token, and the longest gap between the others' tokens in that time.
     """
 
     texts: int
@@ -84,7 +83,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A way of which there are no figures for so many texts at once, and why."""
+    """A way that could not decode so many sequences at once, and why."""
 
     texts: int
     way: str
@@ -93,7 +92,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class TextsReport:
-    """One run: what was measured, and on what."""
+    """One run: the figures and their conditions."""
 
     conditions: dict[str, Any]
     figures: list[Figures]
@@ -104,7 +103,7 @@ class TextsReport:
         return asdict(self)
 
     def tables(self) -> Iterator[Table]:
-        """For a terminal: texts at once, and where there was one, a prompt beside them."""
+        """Tables for terminals: sequences at once and, if measured, with another prompt arriving."""
         model = self.conditions["model"]["name"]
         title = f"{model}: {self.conditions['max_tokens']} tokens each, temperature {self.conditions['temperature']:g}"
         headings = ("texts", "", "tokens/s", "x one plain", "of each", "first ms", "longest gap ms")
@@ -119,7 +118,7 @@ class TextsReport:
         for missing in self.left_out:
             table.add_row(str(missing.texts), missing.way, missing.reason)
         different = sum(each.different for each in self.figures if each.passes or each.way == SERVED)
-        table.caption = "tokens/s: of all together, while all write; " + (
+        table.caption = "tokens/s: of all together, while all decode; " + (
             f"{different} of our texts differ from plain ones" if different else "our texts are the plain ones"
         )
         yield table
@@ -153,19 +152,19 @@ def measure(
     served: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> TextsReport:
-    """Write texts together, in each way in turn so that a drift of the machine falls on all alike.
+    """Decode sequences together; ways take turns, so that changes in the machine's speed affect all alike.
 
     Args:
-        prompts: as many as texts at once are begun with, one after the other and from the first again.
-        counts: texts at once.
+        prompts: assigned to the sequences in order, beginning again at the end.
+        counts: numbers of sequences at once.
         repeats: of everything; medians are reported.
-        llama_server: the program; it takes part, plainly and with the draft, too.
-        prompt_beside: tokens of a prompt that arrives beside texts that are being written; 0 for none.
-        served: `pystaged serve` takes part, in a process of its own, with the draft.
-        progress: told what is being done.
+        llama_server: the program to compare with, without and with the draft.
+        prompt_beside: tokens of a prompt that arrives while others are decoded; 0 for none.
+        served: also measure `pystaged serve` with the draft, in its own process.
+        progress: called with a line about what is being done.
 
     Raises:
-        ValueError: prompts too long for the model.
+        ValueError: prompts are too long for the model.
     """
     with Engine(model, draft=draft, num_threads=threads, recycle=False, report=progress) as engine:
         longest = max(prompt_beside, *map(len, prompts)) + max_tokens
@@ -174,7 +173,7 @@ def measure(
                 f"the longest prompt and {max_tokens} tokens more are {longest} tokens, but the model's context holds "
                 f"{engine.n_ctx}"
             )
-        # Greedy texts and others, past their ends, from prompts that all have to read.
+        # Sequences continue past their ends, and all prompts need a full prefill.
         most = min(_LONGEST * max_tokens, engine.n_ctx - longest + max_tokens)
         config = GenerationConfig(max_tokens=most, temperature=temperature, reuse=False)
         setup: dict[str, Any] = {"model": str(model), "draft": str(draft) if draft else None, "program": llama_server}
@@ -217,7 +216,7 @@ def measure(
 def _ways(
     engine: Engine, config: GenerationConfig, setup: dict[str, Any], count: int, leave_out: _LeaveOut
 ) -> Iterator[list[Way]]:
-    """Whoever writes so many texts; plain decoding is the first."""
+    """The ways that can decode so many sequences; plain decoding is the first."""
     with ExitStack() as stack:
         ways: list[Way] = [
             Ours(name, engine, replace(config, speculate=name == "drafted"), setup["max_tokens"])
@@ -279,7 +278,7 @@ def _summary(
     figures = Figures(
         texts=len(texts),
         way=way,
-        # Where one ends before another one begins, they did not write together.
+        # They did not overlap if one ended before another began.
         tokens_per_second=together / (end - begin) if end > begin else num_tokens / last,
         of_each=statistics.fmean(tokens / seconds if seconds else 0.0 for seconds, tokens in spans),
         overall=num_tokens / last,
@@ -301,27 +300,27 @@ def _summary(
 
 
 def _median(runs: Sequence[Figures]) -> Figures:
-    """The run in the middle, by tokens per second; with a newcomer, by its time."""
+    """The middle run by tokens per second, or by the newcomer's time if there is one."""
     ordered = sorted(runs, key=lambda run: run.newcomer_seconds or run.tokens_per_second)
     return replace(ordered[len(runs) // 2], different=sum(run.different for run in runs))
 
 
 class Ours:
-    """Texts of an engine.
+    """Sequences of an engine.
 
     Args:
-        config: of all texts, which go on past the end of text; its max_tokens are those that a text may write.
-        least: tokens that each is to write.
+        config: of all sequences, which continue past the end of text; its max_tokens is the most a sequence may have.
+        least: tokens that each sequence must reach.
     """
 
     def __init__(self, name: str, engine: Engine, config: GenerationConfig, least: int) -> None:
         self.name, self._engine, self._config, self._least = name, engine, config, least
 
     def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
-        """Continue prompts, all from the same moment on, time 0, until each text has as many tokens as are asked for:
-        who begins early writes on. A newcomer's is opened when all others have begun, and its text is the last."""
+        """Continue prompts from the same moment, time 0, until each sequence has the required tokens; early ones
+        continue meanwhile. The newcomer starts when all others have begun; it is the last in the result."""
         engine = self._engine
-        # No way finds a part of a prompt in a context.
+        # No prompt may be reused from an earlier run.
         engine.runtime.contexts.forget()
         before = engine.passes
         texts = {self._sequence(prompt): Written([], []) for prompt in prompts}
@@ -350,12 +349,12 @@ class Ours:
 
 
 class Slots:
-    """Requests to a server that writes so many texts at once.
+    """Requests to a server that decodes `slots` sequences at once.
 
     Args:
         name: SERVED, or llama-server's with the kind of speculation.
-        setup: program, model, draft (path or None), threads, n_ctx of each slot, and max_tokens that each is to write.
-        slots: how many.
+        setup: program, model, draft (path or None), threads, n_ctx of each slot, and max_tokens that each must reach.
+        slots: their number.
 
     Raises:
         RuntimeError: it does not become ready.
@@ -395,11 +394,11 @@ class Slots:
                 while any(len(text.tokens) < self._least for text in texts) and not all(each.done() for each in asked):
                     time.sleep(0.001)
             finally:
-                is_done.set()  # or Ctrl-C would wait for whole texts
+                is_done.set()  # otherwise Ctrl-C would wait for whole sequences
             for each in asked:
                 each.result()
         if silent := sum(not text.tokens for text in texts):
-            raise RuntimeError(f"{self.name} answered {silent} of {len(texts)} texts without a token")
+            raise RuntimeError(f"{self.name} answered {silent} of {len(texts)} requests without a token")
         return texts, None
 
     def _ask(self, prompt: Tokens, text: Written, begin: float, is_done: threading.Event) -> None:
@@ -416,7 +415,7 @@ class Slots:
             **self._options,
         }
         for part in self._server.stream(request):
-            # ik_llama.cpp does not tell tokens; each has a part of its own.
+            # ik_llama.cpp does not report tokens, but sends each in a part of its own.
             tokens = part.get("tokens", [_UNKNOWN] if part.get("content") else [])
             if not isinstance(tokens, list):
                 raise RuntimeError(f"{self.name} answers oddly: its tokens are {tokens!r:.80}")
@@ -427,5 +426,5 @@ class Slots:
                 return
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         self._server.close()

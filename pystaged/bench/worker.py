@@ -1,7 +1,7 @@
-"""A way of decoding in a process of its own: one that crashes takes nothing else with it.
+"""Decoding methods in their own processes, so that a crash affects nothing else.
 
-What decodes there is the `Runner` of the module that a setup names. It is made from the setup; `run(job)` continues one
-prompt and returns a Measurement, `close()` ends what was started.
+A process runs the `Runner` of the module that its setup names, made from that setup. `run(job)` continues one prompt
+and returns a Measurement; `close()` ends what was started.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if sys.platform == "darwin":
 
 _SECONDS_TO_LOAD = 600.0
 _SECONDS_TO_END = 10.0
-_MOST_WORDS = 300  # characters that a failure is told in
+_MOST_WORDS = 300  # characters of an error message
 
 
 class WorkerError(RuntimeError):
-    """A worker crashed, hung or could not do what it was asked."""
+    """A worker crashed, hung or failed."""
 
 
 def peak_bytes(pid: int | None = None) -> int:
-    """Most memory this process, or another one that still runs, ever had; 0 where the system does not tell."""
+    """Peak memory in bytes of this process, or of another running one; 0 where the system does not report it."""
     try:
-        # Not from getrusage: on Linux a process inherits its parent's peak there.
+        # Not from getrusage: on Linux it includes the parent's peak.
         status = Path(f"/proc/{pid or 'self'}/status").read_text()
         return 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
     except (OSError, IndexError):
@@ -44,10 +44,10 @@ def peak_bytes(pid: int | None = None) -> int:
 class Measurement:
     """One prompt continued once.
 
-    tokens: the new ones, empty where a baseline does not tell. counted: tokens that came in `seconds` of decoding;
-    first_token_seconds: from the prompt to the first token. steps: passes of the target, 0 where not known.
-    parts: seconds by part of the step. emitted: tokens by stage. offered, taken: as in GenerationStats. peak_bytes:
-    most memory so far of the process that measured.
+    tokens: the new ones, empty if a baseline does not report them. counted: tokens decoded in `seconds`, without those
+    of prefill. first_token_seconds: from the prompt to the first token. steps: passes of the target, 0 if unknown.
+    parts: seconds by part of the step. emitted: tokens by stage. offered, taken: see GenerationStats. peak_bytes: peak
+    memory so far of the measuring process.
     """
 
     counted: int
@@ -63,25 +63,25 @@ class Measurement:
 
     @property
     def is_timed(self) -> bool:
-        """Whether it says anything of speed: there were tokens, and they took time."""
+        """Whether it measures speed: there were tokens, and they took time."""
         return self.counted > 0 and self.seconds > 0
 
 
 def tokens_per_second(measured: Iterable[Measurement]) -> float:
-    """Of decoding, without the prompts; all together."""
+    """Decoding speed of all measurements together, without prefill."""
     found = list(measured)
     seconds = sum(each.seconds for each in found)
     return sum(each.counted for each in found) / seconds if seconds else 0.0
 
 
 class Worker:
-    """A runner in a process of its own, made from the first of several setups that works.
+    """A runner in its own process, made from the first of several setups that works.
 
     Args:
-        setups: with a word on each, for the report; the best first. Each names its runner's module and what that needs.
+        setups: each with a note for the report, the best first; each has its runner's module and options.
 
     Attributes:
-        notes: what crashed, and a word on what runs now.
+        notes: failures, and the note on the current setup.
     """
 
     def __init__(self, *setups: tuple[str, dict[str, Any]]) -> None:
@@ -94,10 +94,10 @@ class Worker:
         return [*self._failures, *filter(None, (note for note, _ in self._left[:1]))]
 
     def run(self, job: dict[str, Any], seconds: float) -> Any:
-        """What the runner makes of a job within that many seconds; with the next setup when one fails.
+        """Run a job within that many seconds; if it fails, try the next setup.
 
         Raises:
-            WorkerError: the last one crashed, hung or failed, too; the process is ended.
+            WorkerError: the last setup crashed, hung or failed, too; the process has been ended.
         """
         while True:
             note, setup = self._left[0]
@@ -117,7 +117,7 @@ class Worker:
         """End the process and what it started.
 
         Args:
-            at_once: even in the middle of a job.
+            at_once: even during a job.
         """
         if self._child:
             self._child.close(0.0 if at_once else _SECONDS_TO_END)
@@ -125,7 +125,7 @@ class Worker:
 
 
 class _Host:
-    """The runner in the process. Whatever it raises is a row of the report, not a traceback."""
+    """The runner in the process; its errors are sent to the report without a traceback."""
 
     _runner: Any = None
 
@@ -149,6 +149,6 @@ def _told(work: Callable[[dict[str, Any]], Any], task: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Serve jobs until whoever gives them is gone."""
+    """Serve jobs until the parent process is gone."""
     with closing(_Host()) as host:
         serve(parent(), host)

@@ -123,7 +123,7 @@ def server(folder: Path, fails: str = "") -> Path:
     [
         ("loading", "ended with 3 while loading"),
         ("writing", "refused"),
-        ("tokens", "answered 2 of 2 texts without a token"),
+        ("tokens", "answered 2 of 2 requests without a token"),
         ("words", "answers oddly"),
         ("kinds", "answers oddly: its tokens are 5"),
         ("silence", "was silent for 0.2 seconds"),
