@@ -1,4 +1,4 @@
-"""Staged speculative decoding for quantized GGUF models: faster, and exactly the text the model alone would write."""
+"""Staged speculative decoding for quantized GGUF models: the same text as the model alone generates, but faster."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 from importlib import import_module, util
 
 if not util.find_spec(f"{__name__}._core"):
-    # Python finds the source's folder before an installed package when it is started beside it.
+    # Started beside the source's folder, Python finds that before an installed package.
     _source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     raise ImportError(
         f"{_source} holds pystaged's source without its compiled module; run: pip install -e {_source}, "
         "or start Python in another folder if pystaged is installed"
     )
 
-TYPE_CHECKING = False  # typing itself takes a while to import, before the command line can mind Ctrl-C
+TYPE_CHECKING = False  # importing typing takes time before the command line can handle Ctrl-C
 if TYPE_CHECKING:
     from typing import Any
 
@@ -66,7 +66,7 @@ __all__ = [
     "stream",
 ]
 
-# Imported when first used, so that the command line can say what it offers without loading what it runs.
+# Imported on first use, so that the command line shows its help without loading the compiled module.
 _MODULES = {
     "_core": ("ContextFullError", "DeviceError", "ModelError"),
     "backends.devices": ("Device", "devices"),
@@ -85,7 +85,7 @@ _MODULES = {
 
 
 class _LibrariesFirst:
-    """Loads llama_cpp's libraries before the extension that is linked against them, as soon as anybody imports that."""
+    """Loads llama_cpp's libraries before the first import of the extension, which is linked against them."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:

@@ -1,4 +1,4 @@
-"""`python -m pystaged` is the command line."""
+"""Runs the command line as `python -m pystaged`."""
 
 from pystaged._program import main
 

@@ -1,4 +1,4 @@
-"""What Ctrl-C does to the program as a whole. Imported before anything that takes time."""
+"""Handling of Ctrl-C in the command line. Imported before anything that takes time."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import signal
 from types import FrameType
 
 INTERRUPTED = 130
-_BURST = 5  # presses of Ctrl-C that are one wish
+_BURST = 5  # presses of Ctrl-C that count as one interrupt
 
 _patience = itertools.repeat(None, _BURST)
 
 
 def leave_at_once() -> None:
-    """Let Ctrl-C end the program without an exception, unless it is ignored, as in what a shell runs in the background.
-    While modules are imported there is nothing to tidy up, and an exception might get lost."""
+    """Let Ctrl-C end the program without an exception, unless SIGINT is ignored, as in a shell's background jobs.
+    While modules are imported there is nothing to clean up, and an exception might get lost."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 def let_tidy_up() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt, once: what ends then is not disturbed by the rest of a burst."""
+    """Let the first Ctrl-C raise KeyboardInterrupt; the next few are ignored, so that cleanup is not interrupted."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, _interrupt)
 
@@ -39,6 +39,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _tidying(number: int, frame: FrameType | None) -> None:
-    """Who keeps pressing does not want to wait."""
+    """After more presses than a burst has, end without cleanup."""
     if next(_patience, _leave) is _leave:
         _leave(number, frame)

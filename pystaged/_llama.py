@@ -1,31 +1,31 @@
 """Loads llama-cpp-python's libraries before the extension that is linked against them.
 
-Their ABI moves with every release, and loading them in the other order would put two copies into one process.
+Their ABI changes with every release, and the other order would load two copies into one process.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os  # and not pathlib, which takes several times as long to import as the rest
+import os  # instead of pathlib, which takes several times as long to import as the rest
 import sys
 from importlib import util
 
 _core = util.find_spec("pystaged._core")
 assert _core is not None and _core.origin is not None  # noqa: PT018  else the package would not have been imported
-# The build writes it beside the module: the version that pyproject.toml names.
+# The build writes the version of pyproject.toml into this file.
 with open(os.path.join(os.path.dirname(_core.origin), "llama_cpp_version.txt")) as _file:  # noqa: PTH118, PTH120, PTH123
     VERSION = _file.read().strip()
 
 
 def check(installed: str | None, redirected: str | None) -> None:
-    """Refuse a llama-cpp-python this build does not fit.
+    """Check that the installed llama-cpp-python is the one that this build is linked against.
 
     Args:
-        installed: version of llama-cpp-python, None where it is missing.
-        redirected: the environment's LLAMA_CPP_LIB_PATH, with which llama_cpp loads another library.
+        installed: version of llama-cpp-python, None if it is missing.
+        redirected: the environment's LLAMA_CPP_LIB_PATH, which makes llama_cpp load another library.
 
     Raises:
-        ImportError: naming what is wrong and what to do.
+        ImportError: the version differs, or the library is redirected.
     """
     if installed != VERSION:
         found = f"{installed} is installed" if installed else "it is not installed"
@@ -41,14 +41,14 @@ def check(installed: str | None, redirected: str | None) -> None:
 
 
 def check_lock(enabled: bool, wanted_off: bool) -> None:
-    """Refuse a Python of free threads that is told to stay without its lock: objects of this package count on it.
-    Otherwise such a Python turns the lock on by itself when it loads the extension.
+    """Refuse a free-threaded Python whose lock the user keeps off, because this package is not safe without it. By
+    default such a Python turns the lock on when it loads the extension.
 
     Args:
-        enabled: whether the global interpreter lock is on. wanted_off: by PYTHON_GIL=0 or -X gil=0.
+        enabled: whether the global interpreter lock is on. wanted_off: whether PYTHON_GIL=0 or -X gil=0 is set.
 
     Raises:
-        ImportError: it is off, and stays so.
+        ImportError: the lock is off and stays off.
     """
     if wanted_off and not enabled:
         raise ImportError(
@@ -66,7 +66,7 @@ def _package() -> str | None:
 def _installed(package: str) -> str | None:
     if os.path.isdir(os.path.join(package, "..", f"llama_cpp_python-{VERSION}.dist-info")):  # noqa: PTH112, PTH118
         return VERSION
-    from importlib import metadata  # noqa: PLC0415  reads what the name of a folder usually says, in a tenth of a second
+    from importlib import metadata  # noqa: PLC0415  takes a tenth of a second, so the folder's name is tried first
 
     try:
         return metadata.version("llama-cpp-python")
@@ -75,10 +75,10 @@ def _installed(package: str) -> str | None:
 
 
 def _load(package: str) -> None:
-    """Load the very file that `import llama_cpp` loads, without the rest of that package, which takes longer.
+    """Load the library file that `import llama_cpp` loads, without the rest of that package, which takes longer.
 
     Raises:
-        ImportError: it is not there.
+        ImportError: the file does not exist.
     """
     files = [os.path.join(package, "lib", name) for name in ("libllama.so", "libllama.dylib")]  # noqa: PTH118
     found = next((file for file in files if os.path.exists(file)), None)  # noqa: PTH110

@@ -1,4 +1,4 @@
-"""The program's first steps: what must be in place before anything is imported that takes time."""
+"""Entry point of the command line: sets up Ctrl-C and the standard streams before slow imports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 class _Output(io.FileIO):
-    """Standard output. That nobody reads it any more ends the program, whoever was writing."""
+    """Standard output. A broken pipe ends the program, wherever it was writing."""
 
     def write(self, data: object, /) -> int:
         try:
@@ -33,7 +33,7 @@ class _Output(io.FileIO):
 
 
 class _ClosedInput(io.TextIOBase):
-    """Standard input of a program that was started without one."""
+    """Standard input of a program that was started with it closed."""
 
     def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
         del size
@@ -43,18 +43,17 @@ class _ClosedInput(io.TextIOBase):
 
 
 def _open_streams() -> None:
-    """Standard streams that fail as they should."""
+    """Replace standard streams that are closed, and let broken ones raise clear errors."""
     for descriptor, flags in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
             os.fstat(descriptor)
         except OSError:
-            # Else the next file that is opened takes the number, and may be written to. What cannot be read or written
-            # fails when it is tried; messages may get lost.
+            # Otherwise the next file that is opened would get this descriptor, and messages would be written into it.
             os.open(os.devnull, flags)
     if sys.stdin is None:
         sys.stdin = _ClosedInput()
     elif isinstance(sys.stdin, io.TextIOWrapper):
-        # Bytes that are no text are refused where the text is used, not where it happens to be read.
+        # Invalid UTF-8 is refused where the text is used, with a better message than where it is read.
         sys.stdin.reconfigure(errors="surrogateescape")
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115

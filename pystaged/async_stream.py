@@ -1,4 +1,4 @@
-"""The pieces of one generation for an event loop."""
+"""Asynchronous stream of one generation."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pystaged.sequence import End, PrefillProgress, Sequence
 
 
 class AsyncStream(AsyncIterator[Piece]):
-    """The pieces of one generation as they come, to be read in one event loop.
+    """Asynchronous iterator of the pieces of one generation, to be read in one event loop.
 
-    Texts of an engine share passes; each runs at most 256 tokens ahead of its reader, in a thread of the engine's.
-    `aclose`, or leaving `async with`, stops it early; so does cancelling the task that reads it. One that is dropped
-    gives its context back. The option `progress` may be a coroutine function here.
+    A thread of the engine decodes all sequences in batches, each at most 256 tokens ahead of its reader. `aclose`,
+    leaving `async with`, or cancelling the task that reads stops it early; so does dropping the stream. The option
+    `progress` may be a coroutine function here.
     """
 
     def __init__(self, scheduler: Scheduler, sequence: Sequence) -> None:
         self._scheduler, self.sequence = scheduler, sequence
         self._said: asyncio.Queue[Any] = asyncio.Queue()
-        self._loop: asyncio.AbstractEventLoop | None = None  # from when it is begun
+        self._loop: asyncio.AbstractEventLoop | None = None  # set by the first read
         self._is_read = self._over = False
 
     async def __anext__(self) -> Piece:
@@ -53,20 +53,20 @@ class AsyncStream(AsyncIterator[Piece]):
 
     @property
     def result(self) -> GenerationResult:
-        """The whole, once the stream is exhausted or closed. Raises RuntimeError before."""
+        """The whole result, once the stream is exhausted or closed. Raises RuntimeError before."""
         if not self._over:
             raise RuntimeError("the stream has not been read to its end")
         return self.sequence.result()
 
     async def finish(self) -> GenerationResult:
-        """Read the rest and return the whole."""
+        """Read the rest and return the whole result."""
         async with self:
             async for _ in self:
                 pass
         return self.result
 
     async def aclose(self) -> None:
-        """Stop here, after the pass in hand. Where another task reads, that one comes to the end."""
+        """Stop after the current pass. If another task is reading, its iteration ends."""
         self._cancel()
         if self._loop is None:
             self._over = True
@@ -82,12 +82,12 @@ class AsyncStream(AsyncIterator[Piece]):
     async def _next(self) -> Any:
         if self._loop is not asyncio.get_running_loop():
             raise RuntimeError(
-                "the stream was begun in another event loop; begin, read and close it in one, such as one asyncio.run()"
+                "the stream was begun in another event loop; begin, read and close it in the same asyncio.run()"
             )
         said = await self._said.get()
         if isinstance(said, End):
             self._over = True
-            self._said.put_nowait(said)  # for whoever waits for it, too
+            self._said.put_nowait(said)  # for other tasks that wait for the end
         return said
 
     def _open(self) -> None:
@@ -99,7 +99,7 @@ class AsyncStream(AsyncIterator[Piece]):
             try:
                 loop.call_soon_threadsafe(said.put_nowait, item)
             except RuntimeError:
-                # The loop is closed, which ends the text.
+                # The loop is closed, which ends the sequence.
                 if not isinstance(item, End):
                     raise
 

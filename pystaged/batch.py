@@ -1,4 +1,4 @@
-"""Many texts of an engine for one reader."""
+"""Batches of sequences that one reader waits for."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pystaged.scheduler import Scheduler
 from pystaged.sequence import End, PrefillProgress, Sequence
 from pystaged.streams import Stream
 
-MOST_AT_ONCE = 64  # texts: more gain nothing, and take memory
+MOST_AT_ONCE = 64  # sequences; more gain no speed and take memory
 
 
 class Batch:
-    """Sequences that one reader waits for; they run ahead of it without bound. Not for a policy to use, in the middle
-    of a step that would wait for it."""
+    """Sequences that one reader waits for; they run ahead of it without bound. A policy must not use it, because it
+    would wait for its own step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -29,16 +29,16 @@ class Batch:
         self._open: set[Sequence] = set()
 
     def __len__(self) -> int:
-        """Sequences that have not ended."""
+        """Number of sequences that have not ended."""
         return len(self._open)
 
     def open(self, sequence: Sequence) -> None:
-        """Begin a sequence beside the others."""
+        """Add a sequence to the batch and begin it."""
         self._open.add(sequence)
         self._scheduler.open(sequence, lambda said: self._said.put((sequence, said)), inf)
 
     def next(self) -> tuple[Sequence, Piece | None]:
-        """Wait for the next piece of any: whose, and the piece, None at an end. Raises what ended a text."""
+        """Wait for the next piece: returns its sequence and the piece, None at an end. Raises the error of an end."""
         sequence, said = self._said.get()
         while isinstance(said, PrefillProgress):
             said.report()
@@ -51,10 +51,10 @@ class Batch:
         return sequence, None
 
     def close(self) -> None:
-        """End all after the pass in hand, and wait for that, but where the collector closes it in the thread."""
+        """End all sequences after the current pass and wait for their ends, except in the thread that steps them."""
         for sequence in self._open:
             self._scheduler.cancel(sequence)
-        # One that Ctrl-C kept from being opened has no end to wait for, nor has one of the process that forked this.
+        # A sequence that Ctrl-C kept from being opened never ends, nor does one of the process that forked this one.
         here = [sequence for sequence in self._open if sequence.process == os.getpid()]
         while not self._scheduler.in_step and any(sequence.end is None for sequence in here):
             self._said.get()
@@ -62,8 +62,8 @@ class Batch:
 
 
 def pieces(scheduler: Scheduler, sequences: Iterable[Sequence]) -> Generator[tuple[Sequence, Piece | None], None, None]:
-    """What sequences say, as Batch.next gives it, until all have ended; no more than 64 are written at once. Closing it
-    ends those that have not."""
+    """Decode sequences, at most 64 at once, and yield as Batch.next returns, until all have ended. Closing the
+    generator ends them."""
     waiting = iter(sequences)
     with closing(Batch(scheduler)) as batch:
         while True:
@@ -75,16 +75,16 @@ def pieces(scheduler: Scheduler, sequences: Iterable[Sequence]) -> Generator[tup
 
 
 def results(scheduler: Scheduler, sequences: Iterator[Sequence]) -> Generator[GenerationResult, None, None]:
-    """Write sequences, many at once.
+    """Decode sequences in batches.
 
     Yields:
-        Results in order, each as soon as it and all before it are there.
+        Results in order, each as soon as it and all before it are complete.
 
     Raises:
-        Exception: what ended a text; the other ones are cancelled.
+        Exception: the error that ended a sequence; the others are cancelled.
     """
     if scheduler.in_step:
-        # A policy waits for these texts, and the thread for the policy.
+        # The thread waits for the policy that calls this, so the policy has to step them itself.
         yield from (Stream(scheduler, sequence).finish() for sequence in sequences)
         return
     left, ended = deque[Sequence](), set[Sequence]()

@@ -1,4 +1,4 @@
-"""Options of a generation, checked once where they enter."""
+"""Checked options of a generation."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _LARGEST_FLOAT = 3.4e38  # a float in C++
-_LARGEST_BIAS = 1e30  # as C++ has it
-NO_LIMIT = 2**31 - 1  # as max_tokens: no fewer than a context has
+_LARGEST_BIAS = 1e30  # the same as in C++
+NO_LIMIT = 2**31 - 1  # max_tokens that no context can hold
 _POSITIONAL = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def _described(options: Mapping[str, Option]) -> str:
-    """A part of a docstring."""
+    """Docstring lines for options."""
     lines = (f"    {name}: {option.help} Default: {option.default!r}." for name, option in options.items())
     return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class SamplingConfig:
-    """How tokens are chosen: SamplingOptions, checked. Logits are changed first: logit bias, min_tokens and ignore_eos,
-    penalties, DRY; then filters apply in the order temperature, top-k, typical, top-p, min-p, XTC. The rules are
-    llama.cpp's, also where transformers has others; by default all are off.
+    """Checked options of sampling. Logits are changed first, by logit bias, min_tokens and ignore_eos, penalties, DRY;
+    then filters apply in the order temperature, top-k, typical, top-p, min-p, XTC. They work as in llama.cpp, even
+    where transformers differs; by default all are off.
 
     Raises:
-        ValueError: naming the field that is out of range.
+        ValueError: a field is out of range.
         TypeError: a field of the wrong type, or an unknown one.
 
     """
@@ -68,7 +68,7 @@ class SamplingConfig:
 
     def __init__(self, *first: Any, **given: Unpack[SamplingOptions]) -> None:
         if len(first) > len(_POSITIONAL):
-            raise TypeError(f"only {', '.join(_POSITIONAL)} may be given without their names")
+            raise TypeError(f"only {', '.join(_POSITIONAL)} may be positional arguments")
         fields: dict[str, Any] = dict(given)
         for name, value in zip(_POSITIONAL, first, strict=False):
             if name in fields:
@@ -83,7 +83,7 @@ class SamplingConfig:
         values["logit_bias"] = _Biases(_biases(values["logit_bias"]))
         for name in self.__dataclass_fields__:
             object.__setattr__(self, name, values.get(name))
-        # Made here, too, so that C++ checks all ranges. A text in logit_bias has no id yet: 0 stands for it.
+        # Also made if it needs binding, so that C++ checks all ranges; 0 stands for the unknown ids of strings.
         biases = [(token if isinstance(token, int) else 0, bias) for token, bias in self.logit_bias.items()]
         rules = self.native_rules(logit_bias=biases)
         native = self.native_sampling(rules if self.has_rules else None)
@@ -95,7 +95,7 @@ class SamplingConfig:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether decoding is greedy: the likeliest token is always chosen."""
         return self.temperature == 0
 
     @property
@@ -108,33 +108,33 @@ class SamplingConfig:
 
     @property
     def needs_binding(self) -> bool:
-        """Whether it has something that only a vocabulary or a prompt's length gives a meaning: see sampling.bind."""
+        """Whether it has options that depend on a vocabulary or a prompt's length: see sampling.bind."""
         breaks = self._has_dry and self.dry_sequence_breakers
         spelled = any(isinstance(token, str) for token in self.logit_bias)
         return bool(breaks or spelled or self.min_tokens or self.ignore_eos)
 
     @property
     def native(self) -> Sampling:
-        """For C++. Raises ValueError where the config is not bound to a text yet: see sampling.bind."""
+        """The C++ object. Raises ValueError if the config is not bound to a sequence: see sampling.bind."""
         if self._native is None:
             raise ValueError(
-                "min_tokens, ignore_eos, dry_multiplier and texts in logit_bias need a vocabulary and a prompt: "
+                "min_tokens, ignore_eos, dry_multiplier and strings in logit_bias need a vocabulary and a prompt: "
                 "bind the sampling to them with pystaged.sampling.bind"
             )
         return self._native
 
     def native_rules(self, **of_text: Any) -> LogitRules:
-        """C++'s form of what is done to logits before they are filtered.
+        """The C++ object for the changes of logits before filtering.
 
         Args:
-            **of_text: what only a text knows, as LogitRules takes it.
+            **of_text: arguments of LogitRules that depend on the sequence.
         """
         names = ["repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n"]
         names += ["dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"]
         return LogitRules(**{name: getattr(self, name) for name in names}, **of_text)
 
     def native_sampling(self, rules: LogitRules | None, logprobs: int | None = None) -> Sampling:
-        """C++'s form of the rest, with these rules."""
+        """The C++ object for sampling with these rules."""
         return Sampling(
             self.temperature,
             self.top_k,
@@ -150,7 +150,7 @@ class SamplingConfig:
         )
 
     def with_native(self, native: Sampling) -> SamplingConfig:
-        """The same with C++'s form for a certain text."""
+        """A copy with the C++ object for one sequence."""
         return _restore({name: getattr(self, name) for name in self.__dataclass_fields__}, native)
 
     @property
@@ -158,17 +158,17 @@ class SamplingConfig:
         return bool(self.dry_multiplier and self.dry_penalty_last_n)
 
 
-# Characters that each string may have, and all of them together.
+# Most characters of each string, and of all of them together.
 _LONGEST_TEXTS = {"stop": (1 << 16, 1 << 16), "dry_sequence_breakers": (40, 640)}
 
 SamplingConfig.__doc__ = f"{SamplingConfig.__doc__}Args:\n{_described(SAMPLING)}\n"
 
 
 class _Biases(dict[Any, Any]):
-    """A dictionary that does not change."""
+    """An immutable dictionary."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError("the logit_bias of a SamplingConfig does not change; make another one by dataclasses.replace")
+        raise TypeError("the logit_bias of a SamplingConfig is immutable; make a new config by dataclasses.replace")
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
@@ -177,7 +177,7 @@ class _Biases(dict[Any, Any]):
 
 
 def _restore(values: dict[str, Any], native: Sampling | None) -> SamplingConfig:
-    """The config of fields that were checked when they were given first."""
+    """A config of fields that were checked before."""
     config = object.__new__(SamplingConfig)
     for name, value in (values | {"_native": native}).items():
         object.__setattr__(config, name, value)
@@ -185,7 +185,7 @@ def _restore(values: dict[str, Any], native: Sampling | None) -> SamplingConfig:
 
 
 def _biases(given: object) -> dict[int | str, float]:
-    """A logit bias, checked but for whether there are such tokens."""
+    """Check a logit bias, except whether its tokens exist."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -194,7 +194,7 @@ def _biases(given: object) -> dict[int | str, float]:
     for key, value in given.items():
         token = key if isinstance(key, str) else integer("a token of logit_bias", key)
         if isinstance(token, int) and not 0 <= token < 2**31:
-            raise ValueError(f"logit_bias names token {token}, which no vocabulary has")
+            raise ValueError(f"logit_bias names token {token}, which is out of range")
         if value == -math.inf:
             biases[token] = -math.inf
             continue
@@ -208,13 +208,13 @@ def _biases(given: object) -> dict[int | str, float]:
 
 
 class TextOptions(TextFields, total=False):
-    """What a generation may be told. Those of SamplingConfig may come as one `sampling` instead. Of json_schema, regex
-    and grammar one may be given; the text ends where nothing more may follow, whatever min_tokens and ignore_eos say,
-    and is cut where max_tokens end.
+    """Options of a generation. `sampling` may stand for all fields of SamplingConfig. Only one of json_schema, regex
+    and grammar may be given; the text ends when it is complete, regardless of min_tokens and ignore_eos, and is cut
+    off at max_tokens.
 
     sampling: how tokens are chosen.
-    progress: called while the prompt is read, with the number of its tokens that are read and that are to be: before
-        the first few hundred and after each; from the thread that reads the text.
+    progress: called during prefill with the tokens that are done and the tokens in all, before the first piece of a
+        few hundred and after each; in the thread that reads the stream.
     """
 
     sampling: SamplingConfig
@@ -225,10 +225,10 @@ TextOptions.__doc__ = f"{TextOptions.__doc__}\n{_described(TEXT)}\n"
 
 
 def check_options(given: Iterable[str], options: type[Any]) -> None:
-    """Refuse names that are none of a TypedDict's.
+    """Check that names are keys of a TypedDict.
 
     Raises:
-        TypeError: naming the first, and the options there are.
+        TypeError: naming the first unknown one, and all options.
     """
     unknown = set(given) - options.__annotations__.keys()
     if not unknown:
@@ -243,7 +243,7 @@ def check_options(given: Iterable[str], options: type[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a text must be. option: which of json_schema, regex and grammar says so; text: what it says."""
+    """A constraint on the text. option: json_schema, regex or grammar; text: the value of that option."""
 
     option: str
     text: str
@@ -251,11 +251,11 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, init=False)
 class GenerationConfig:
-    """What TextOptions says, checked.
+    """Checked TextOptions.
 
     Raises:
         ValueError: an option out of range, or an empty stop string.
-        TypeError: an option of the wrong type, an unknown one, or `sampling` beside one of its own.
+        TypeError: an option of the wrong type, an unknown one, or both `sampling` and one of its fields.
     """
 
     sampling: SamplingConfig
@@ -279,7 +279,7 @@ class GenerationConfig:
         if sampling is not None and given:
             raise TypeError(f"give either sampling or {min(given)}, not both")
         if progress is not None and not callable(progress):
-            raise TypeError(f"progress must be called with two numbers, which {type(progress).__name__} cannot be")
+            raise TypeError(f"progress must be a function of two numbers, not {type(progress).__name__}")
         text = {name: _checked(name, TEXT[name], value) for name, value in text.items()}
         text["stop"], text["prediction"] = _texts("stop", text["stop"]), _prediction(text["prediction"])
         text["grammar"] = _grammar(text.pop("json_schema"), text.pop("regex"), text["grammar"])
@@ -291,7 +291,7 @@ class GenerationConfig:
 
 
 def _checked(name: str, option: Option, value: Any) -> Any:
-    """A value of a table's option, of which numbers are checked."""
+    """Check the type and range of a value whose option is a number or a bool."""
     if option.kind is None or (value is None and option.default is None):
         return value
     value = {bool: truth, int: integer, float: _number}[option.kind](name, value)
@@ -308,7 +308,7 @@ def _prediction(given: object) -> str | tuple[int, ...]:
 
 
 def _texts(name: str, given: object) -> tuple[str, ...]:
-    """One string or several, none of them empty."""
+    """Check one string or several: none may be empty or too long."""
     if isinstance(given, bytes) or not isinstance(given, Sequence):
         raise TypeError(f"{name} must be a string or a sequence of strings, not {type(given).__name__}")
     strings = (given,) if isinstance(given, str) else tuple(given)
@@ -334,7 +334,7 @@ def _grammar(json_schema: object, regex: object, grammar: object) -> Grammar | N
     if len(given) > 1:
         raise TypeError(f"give one of {', '.join(given)}, not {len(given)}")
     if isinstance(grammar, Grammar):
-        return grammar  # of a config that is replaced
+        return grammar  # from dataclasses.replace of a config
     for option, value in given.items():
         if isinstance(value, str):
             text = value
@@ -355,7 +355,7 @@ def _grammar(json_schema: object, regex: object, grammar: object) -> Grammar | N
 
 
 def integer(name: str, value: object) -> int:
-    """As an int, of numpy's too."""
+    """Convert to int, also from numpy's integers. Raises TypeError."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)  # type: ignore[arg-type]
@@ -365,14 +365,14 @@ def integer(name: str, value: object) -> int:
 
 
 def truth(name: str, value: object) -> bool:
-    """As a bool, of numpy's too."""
+    """Convert to bool, also from numpy's. Raises TypeError."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, not {value!r}")
     return bool(value)
 
 
 def _number(name: str, value: object) -> float:
-    """As a float, of numpy's too."""
+    """Convert to float, also from numpy's numbers. Raises TypeError, ValueError."""
     if (
         type(value) is not float
         and type(value) is not int

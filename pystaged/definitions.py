@@ -1,5 +1,5 @@
-"""Grammars as llguidance reads them, tried in a process of their own: some of a few bytes would take all memory, and
-nothing but the process's end stops that."""
+"""Conversion of grammars for llguidance and their trial in a child process: a grammar of a few bytes can take all
+memory, and only the end of the process stops that."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from pystaged import process
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-# As json.dumps writes it. White space that a schema leaves to the model is where small models lose themselves.
+# The style of json.dumps. With free white space, small models emit it without end.
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_LONGEST = 16384  # characters that a grammar may force at its beginning: what goes on for ever does
+_LONGEST = 16384  # most characters that a grammar may force at its beginning; an endless text forces more
 _MOST_RULES = 16384
-_MOST_LEVELS = 16384  # of a schema, its references followed
-_MOST_MULTIPLE = 100_000  # what numbers must be multiples of, in units of their last digit: each remainder is a state
-_STACK = 256 << 20  # bytes; enough for so many rules, each in the one before
-_SECONDS = 5  # of processor time
-_ROOM = _STACK + (256 << 20)  # bytes of addresses
+_MOST_LEVELS = 16384  # levels of a schema, with its references followed
+_MOST_MULTIPLE = 100_000  # largest multipleOf, in units of its last digit: each remainder is a state
+_STACK = 256 << 20  # bytes; enough for _MOST_RULES rules nested in each other
+_SECONDS = 5  # processor time
+_ROOM = _STACK + (256 << 20)  # bytes of address space
 _T = TypeVar("_T")
 
 
 class GrammarError(ValueError):
-    """A grammar, schema or expression that is none, that no text meets, or that is too complex to follow."""
+    """A grammar, schema or expression is invalid, matches no text, or is too complex."""
 
 
 def main() -> int:
-    """The process: it answers with definitions."""
+    """Run the child process, which answers calls."""
     process.serve(process.parent(), _Host())
     return 0
 
@@ -43,11 +43,11 @@ class _Host:
     def __init__(self) -> None:
         import llguidance  # noqa: PLC0415
 
-        # What can take long depends on no vocabulary.
+        # A vocabulary of bytes is enough: the time to compile a grammar does not depend on the vocabulary.
         self._vocabulary = llguidance.LLTokenizer(cast("TokenizerWrapper", _Bytes()))
 
     def define(self, option: str, text: str) -> str:
-        """The definition of a grammar that can be compiled, or will be refused, within the limits. Raises ValueError,
+        """Convert a grammar and compile it within the limits; returns the definition for llguidance. Raises ValueError,
         RecursionError."""
         with process.limits(_SECONDS, _ROOM):
             definition = _definition(option, text)
@@ -60,7 +60,7 @@ class _Host:
 
 
 class _Bytes:
-    """The vocabulary of bytes, as TokenizerWrapper has it."""
+    """A vocabulary of bytes with the interface of llguidance's TokenizerWrapper."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -73,7 +73,7 @@ class _Bytes:
 
 
 def compiled(vocabulary: LLTokenizer, definition: str) -> LLMatcher:
-    """A matcher that has read nothing, or is in error."""
+    """Compile a definition; returns a matcher at its beginning, which is in error for an invalid definition."""
     import llguidance  # noqa: PLC0415
 
     limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -81,7 +81,7 @@ def compiled(vocabulary: LLTokenizer, definition: str) -> LLMatcher:
 
 
 def _definition(option: str, text: str) -> str:
-    """A grammar as llguidance writes it."""
+    """Convert a grammar to llguidance's format."""
     from llguidance import LLMatcher  # noqa: PLC0415
     from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415
 
@@ -101,13 +101,13 @@ def _definition(option: str, text: str) -> str:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except RecursionError:
         raise
-    except Exception as error:  # which the converter raises as such
+    except Exception as error:  # the converter raises plain Exception
         raise GrammarError(str(error)) from None
 
 
 def _check_size(schema: Any) -> None:
-    """Refuse what may recur too deeply: each reference leads at most through as many levels as the schema has; and
-    numbers that are too much to follow."""
+    """Refuse schemas that may nest too deeply, as each reference can add all levels of the schema; and too large
+    multipleOf."""
     references, deepest = set(), 0
     parts = [(schema, 1)]
     while parts:
@@ -126,7 +126,7 @@ def _check_size(schema: Any) -> None:
 
 
 def _check_multiples(part: dict[str, Any]) -> None:
-    """Refuse what numbers must be a multiple of, by themselves and in all of several ways, where that is too much."""
+    """Refuse a part whose multipleOf, combined with those of its allOf, is too large."""
     both = part.get("allOf")
     parts = [part, *(each for each in (both if isinstance(both, list) else ()) if isinstance(each, dict))]
     given = [each.get("multipleOf") for each in parts]
@@ -142,10 +142,10 @@ def _check_multiples(part: dict[str, Any]) -> None:
 
 
 def has_finite_value(schema: Any) -> bool:
-    """Whether a schema that refers to itself can be met by a value of finite size; True where that cannot be told."""
+    """Whether a value of finite size can match a schema that refers to itself; True if that cannot be decided."""
     targets: dict[str, Any] = {}
-    missing: dict[int, int] = {}  # of each part that was seen, how many of its needs are not met yet
-    waiting: dict[int, list[list[int]]] = {}  # by part, who needs it: lists of one, emptied once met
+    missing: dict[int, int] = {}  # for each visited part, number of its needs that are not met yet
+    waiting: dict[int, list[list[int]]] = {}  # by part, the parts that need it: lists of one, emptied once met
     met: list[int] = []
     parts = [schema]
     while parts:
@@ -173,7 +173,7 @@ def has_finite_value(schema: Any) -> bool:
 
 
 def _needs(part: dict[str, Any], schema: Any, targets: dict[str, Any]) -> list[list[Any]]:
-    """What a finite value of this part takes: of each list, one schema that has a finite value."""
+    """The needs of a finite value of this part: of each list, one schema must have a finite value."""
     if "const" in part or "enum" in part:
         return []
     needs = []
@@ -193,18 +193,18 @@ def _needs(part: dict[str, Any], schema: Any, targets: dict[str, Any]) -> list[l
 
 
 def _target(schema: Any, ref: str) -> Any:
-    """What a pointer into a schema names, None for nothing."""
+    """The part of a schema that a pointer names, None if it does not exist."""
     for step in ref[1:].strip("/").split("/") if ref[1:] else []:
         name = step.replace("~1", "/").replace("~0", "~")
         schema = schema.get(name) if isinstance(schema, dict) else None
     return schema
 
 
-_starting = process.ProcessLock()  # a thread's stack is a setting of the process
+_starting = process.ProcessLock()  # threading.stack_size is a setting of the whole process
 
 
 def _with_deep_stack(build: Callable[[], _T]) -> _T:
-    """Call it in a thread with a deep stack: llguidance recurs once for each rule that refers to another."""
+    """Call `build` in a thread with a deep stack, because llguidance recurses into each rule that a rule refers to."""
     with ThreadPoolExecutor(1) as pool:
         with _starting.here():
             before = threading.stack_size(_STACK)

@@ -1,5 +1,5 @@
-"""Other programs' names of commands, options and addresses. A tuple, name or address is ours for theirs; a
-sentence says why there is none."""
+"""Names of commands, options and addresses in other programs, and pystaged's equivalents: a tuple or a name, or a
+sentence that says why there is none."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-# Ollama's, and what ours were called before.
+# Commands of Ollama, and former names of pystaged's.
 COMMANDS: dict[str, tuple[str, ...] | str] = {
     "list": ("models",),
     "ls": ("models",),
-    "ps": "nothing stays loaded between commands; of a server, GET /v1/models says what it serves",
+    "ps": "nothing stays loaded between commands; GET /v1/models lists the models of a server",
     "repl": ("chat", "--raw"),
     "rm": ("models", "remove"),
     "run": ("chat",),
@@ -26,13 +26,13 @@ COMMANDS: dict[str, tuple[str, ...] | str] = {
     "models show": ("info",),
 }
 
-PROMPT = "PROMPT"  # of an option: what follows it is the argument
-_ALWAYS = "is always so"
+PROMPT = "PROMPT"  # the option's value is the argument PROMPT
+_ALWAYS = "is always on"
 _CACHE = "is --kv here, f16 or q8_0 for keys and values together"
-_DEPTH = "is decided anew at each step; --draft names a model"
+_DEPTH = "is chosen automatically at each step; --draft names a model"
 _DEVICE = "is --device here: all layers run on the device it names, such as metal or gpu"
-_PASSES = "has no like: how many tokens a pass takes is decided here"
-# What options of commands were called in the last release.
+_PASSES = "has no equivalent: the tokens of a pass are chosen automatically"
+# Command-line options' names in the last release, and today's.
 FORMER_OPTIONS = {
     "--keep-packed": "--weight-cache",
     "--memory": "--recycle",
@@ -40,7 +40,7 @@ FORMER_OPTIONS = {
     "--no-peer": "--no-baseline",
     "--peer": "--baseline",
 }
-# llama.cpp's, Ollama's and vLLM's options of programs.
+# Command-line options of llama.cpp, Ollama and vLLM.
 OPTIONS = {
     **FORMER_OPTIONS,
     "-a": "--alias",
@@ -49,7 +49,7 @@ OPTIONS = {
     "-cnv": "is the command chat here",
     "-ctk": _CACHE,
     "-ctv": _CACHE,
-    "-f": "has no like: give the text on standard input, as in: pystaged generate - < FILE",
+    "-f": "has no equivalent: give the text on standard input, as in: pystaged generate - < FILE",
     "-fa": _ALWAYS,
     "-hf": "--model",
     "-hfd": "--draft",
@@ -71,16 +71,16 @@ OPTIONS = {
     "--batch-size": _PASSES,
     "--cache-type-k": _CACHE,
     "--cache-type-v": _CACHE,
-    "--chat-template": "has no like: the model's own template is used",
+    "--chat-template": "has no equivalent: the model's own template is used",
     "--context-length": "--n-ctx",
     "--conversation": "is the command chat here",
     "--ctx-size": "--n-ctx",
     "--device-draft": "--draft-device",
     "--draft-max": _DEPTH,
     "--draft-min": _DEPTH,
-    "--embedding": "has no like: there are no embeddings",
-    "--embeddings": "has no like: there are no embeddings",
-    "--file": "has no like: give the text on standard input, as in: pystaged generate - < FILE",
+    "--embedding": "has no equivalent: there are no embeddings",
+    "--embeddings": "has no equivalent: there are no embeddings",
+    "--file": "has no equivalent: give the text on standard input, as in: pystaged generate - < FILE",
     "--flash-attn": _ALWAYS,
     "--format": "is --json-schema here, which takes a schema",
     "--gpu-layers": _DEVICE,
@@ -90,13 +90,13 @@ OPTIONS = {
     "--jinja": _ALWAYS,
     "--json-schema-file": "--json-schema",
     "--logits-all": "is --logprobs here, with --json",
-    "--lora": "has no like: adapters have to be merged into the model first",
+    "--lora": "has no equivalent: merge adapters into the model first",
     "--max-model-len": "--n-ctx",
     "--max-new-tokens": "--max-tokens",
-    "--metrics": "is always so: they are at /metrics",
-    "--mirostat": "has no like: there are --top-p, --min-p and other filters",
-    "--mlock": "has no like: weights are read into memory, not mapped",
-    "--mmproj": "has no like: models read text alone",
+    "--metrics": "is always on: metrics are at /metrics",
+    "--mirostat": "has no equivalent: there are --top-p, --min-p and other filters",
+    "--mlock": "has no equivalent: weights are read into memory, not mapped",
+    "--mmproj": "has no equivalent: models read text only",
     "--model-draft": "--draft",
     "--n-gpu-layers": _DEVICE,
     "--n-predict": "--max-tokens",
@@ -108,17 +108,17 @@ OPTIONS = {
     "--prompt": PROMPT,
     "--reasoning-budget": "is --think or --no-think here",
     "--repetition-penalty": "--repeat-penalty",
-    "--samplers": "has no like: filters have one order, and --temperature-last llama.cpp's of the temperature",
+    "--samplers": "has no equivalent: filters have a fixed order; --temperature-last moves temperature to its end",
     "--served-model-name": "--alias",
     "--system-prompt": "--system",
     "--system-prompt-file": "is --system @FILE here",
     "--temp": "--temperature",
-    "--tensor-parallel-size": "has no like: --device rpc:HOST:PORT,... divides a model between machines",
+    "--tensor-parallel-size": "has no equivalent: --device rpc:HOST:PORT,... splits the layers over machines",
     "--typical": "--typical-p",
     "--ubatch-size": _PASSES,
 }
 
-# What ours were called in the last release.
+# Names in the last release, and today's.
 RENAMED = {
     "house": "bundled",
     "house-draft": "bundled-draft",
@@ -127,13 +127,13 @@ RENAMED = {
     "prompt_delay": "prefill_budget",
 }
 
-# transformers', llama-cpp-python's and vLLM's options in Python.
+# Python options of transformers, llama-cpp-python and vLLM.
 KEYWORDS = {
     "context_length": "n_ctx",
     "ctx_size": "n_ctx",
     "do_sample": "a temperature above 0 samples",
     "draft_model": "draft",
-    "flash_attn": "that is always so",
+    "flash_attn": "that is always on",
     "max_completion_tokens": "max_tokens",
     "max_length": "max_tokens",
     "max_model_len": "n_ctx",
@@ -154,7 +154,7 @@ KEYWORDS = {
     "use_mmap": "weights are always read into memory",
 }
 
-# Ollama's, LM Studio's and llama-server's addresses.
+# HTTP paths of Ollama, LM Studio and llama-server.
 ADDRESSES = {
     "/api/chat": "use /v1/chat/completions",
     "/api/embed": "there are no embeddings",
@@ -190,8 +190,7 @@ def hub_id(name: str) -> str:
 
 
 def renamed(name: Any) -> Any:
-    """Today's name of a model or an option that had another one in the last release, with a DeprecationWarning; what
-    else is given, as it is."""
+    """Replace a name of the last release by today's, with a DeprecationWarning; return anything else unchanged."""
     if not (isinstance(name, str) and name in RENAMED):
         return name
     warnings.warn(f"{name} is called {RENAMED[name]} now", DeprecationWarning, stacklevel=3)
@@ -199,7 +198,7 @@ def renamed(name: Any) -> Any:
 
 
 def meant(word: str, ours: Iterable[str]) -> str | None:
-    """Our name that a wrong one is likely to mean."""
+    """The name among `ours` that a mistyped one is likely to mean, or None."""
     ours = list(ours)
     beginning = [each for each in ours if len(word) > 3 and each.startswith(word)]
     return next(iter(beginning or get_close_matches(word, ours, 1)), None)

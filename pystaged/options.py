@@ -1,7 +1,7 @@
-"""Every option once: its name, type, default, range and help.
+"""The tables of all options: name, type, default, range and help.
 
-Configs are checked against these tables; the options of the command line, the members of the server's requests, the
-plugin for `llm` and the tables in docs/usage.md are made from them. Nothing that computes is imported here.
+They check configs, and generate the options of the command line, the fields of the server's requests, the options of
+the `llm` plugin and the tables in docs/usage.md. To load fast, this module does not import the compiled one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, get_args, get_type_hints
 
-MOST_LOGPROBS = 100  # likeliest tokens of each position, which are Python objects; others allow 20
+MOST_LOGPROBS = 100  # likeliest tokens per position; limited because each is a Python object
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 
 _MOST = 2**31 - 1
@@ -28,11 +28,11 @@ _BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
 class Option:
     """An option.
 
-    default: where it is not given.
+    default: value if it is not given.
     help: one or two sentences.
-    ge, gt, le, lt: bounds of its value, as pydantic calls them.
-    flags: how the command line spells it; None for two dashes and its name, () where it has none.
-    type: of its value.
+    ge, gt, le, lt: bounds of its value, with pydantic's names.
+    flags: its spellings on the command line; None for two dashes and its name, () for none.
+    type: type of its value.
     """
 
     default: Any
@@ -46,18 +46,18 @@ class Option:
 
     @property
     def kind(self) -> type | None:
-        """Of float, int and bool the one that its value is, None where it is something else."""
+        """The type of its value if that is float, int or bool, else None."""
         kinds = [each for each in get_args(self.type) or (self.type,) if each is not type(None)]
         return kinds[0] if kinds[0] in (float, int, bool) and len(kinds) == 1 else None
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Those there are, by name."""
+        """The bounds that are set, by name."""
         return {name: getattr(self, name) for name in _BOUNDS if getattr(self, name) is not None}
 
     @property
     def range(self) -> str:
-        """The same in words, such as "above 0 and at most 1", without what no integer of 32 bits is beyond."""
+        """The bounds in words, such as "above 0 and at most 1", without the upper bound 2**31 - 1."""
         bounds = {name: _word(bound) for name, bound in self.bounds.items() if bound != _MOST}
         if bounds.keys() == {"ge", "le"}:
             return f"between {bounds['ge']} and {bounds['le']}"
@@ -79,33 +79,33 @@ def _word(bound: float) -> str:
 
 # fmt: off
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen. The rules are llama.cpp's; by default all are off."""
+    """Options of sampling, which work as in llama.cpp; by default all are off."""
 
     temperature: Annotated[float, Option(0.0, ge=0, help=
         "Divide logits by this before sampling; 0 always takes the likeliest token.")]
     top_k: Annotated[int, Option(0, "Keep this many of the likeliest tokens; 0 keeps all.", ge=0, le=_MOST)]
     top_p: Annotated[float, Option(1.0, gt=0, le=1, help=
-        "Keep the fewest tokens that have this probability together; 1 keeps all.")]
+        "Keep the likeliest tokens, as few as have this total probability; 1 keeps all.")]
     min_p: Annotated[float, Option(0.0, ge=0, lt=1, help=
         "Keep tokens at least this likely relative to the likeliest; 0 keeps all.")]
     seed: Annotated[int | None, Option(0, ge=0, le=2**64 - 1, help=
-        "The same prompt, options and seed give the same text. -1 (in Python None) draws one.")]
+        "The same prompt, options and seed give the same text. -1 (in Python None) draws a random seed.")]
     typical_p: Annotated[float, Option(1.0, gt=0, le=1, help=
-        "Keep the fewest tokens that have more than this probability together, those first whose surprise, -log p, "
-        "is nearest to its mean; 1 keeps all.")]
+        "Keep the tokens whose surprise, -log p, is nearest to its mean, as few as have more than this total "
+        "probability; 1 keeps all.")]
     xtc_probability: Annotated[float, Option(0.0, ge=0, le=1, help=
-        "How often XTC excludes all top choices but the least likely one; 0 is never.")]
+        "Probability that XTC, at a position, excludes all top choices but the least likely one; 0 is never.")]
     xtc_threshold: Annotated[float, Option(0.1, ge=0, le=1, help=
         "Probability from which XTC counts a token as a top choice; above 0.5 it is off.")]
     temperature_last: Annotated[bool, Option(False, "Apply the temperature after all filters, as llama.cpp does.")]
     repeat_penalty: Annotated[float, Option(1.0, gt=0, help=
-        "Divide positive logits of tokens that the text has already by this, and multiply negative ones; 1 is off.")]
+        "Divide positive logits of tokens that occurred before by this, and multiply negative ones; 1 is off.")]
     presence_penalty: Annotated[float, Option(0.0, help=
-        "Subtract this from the logits of tokens that the text has already; 0 is off.")]
+        "Subtract this from the logits of tokens that occurred before; 0 is off.")]
     frequency_penalty: Annotated[float, Option(0.0, help=
-        "Subtract this from a token's logit for each time that the text has it; 0 is off.")]
+        "Subtract this from a token's logit for each time that it occurred before; 0 is off.")]
     repeat_last_n: Annotated[int, Option(64, ge=-1, le=_MOST, help=
-        "Tokens that these three penalties look back, those of the prompt included; -1 for all, 0 for none.")]
+        "Number of last tokens, prompt included, that these three penalties apply to; -1 for all, 0 for none.")]
     dry_multiplier: Annotated[float, Option(0.0, ge=0, help=
         "DRY: subtract dry_multiplier * dry_base ** (n - dry_allowed_length) from the logit of a token that would "
         "continue a repetition of n tokens; 0 is off.")]
@@ -113,69 +113,69 @@ class SamplingOptions(TypedDict, total=False):
     dry_allowed_length: Annotated[int, Option(2, ge=0, le=_MOST, help=
         "Tokens of the shortest repetition that DRY penalizes.")]
     dry_penalty_last_n: Annotated[int, Option(-1, ge=-1, le=_MOST, help=
-        "Tokens that DRY looks back, those of the prompt included; -1 for all, 0 for none.")]
+        "Number of last tokens, prompt included, that DRY searches for repetitions; -1 for all, 0 for none.")]
     dry_sequence_breakers: Annotated[str | Sequence[str], Option(
         DRY_SEQUENCE_BREAKERS, flags=("--dry-sequence-breaker",), help=
-        "Texts that no repetition goes beyond; 40 characters each, 640 in all.")]
+        "Strings at which a repetition ends for DRY; at most 40 characters each, 640 in all.")]
     logit_bias: Annotated[Mapping[int | str, float] | None, Option(None, flags=("--logit-bias", "-l"), help=
-        "Numbers to add to the logits of tokens, each named by its id or by a text that is one token; -inf "
+        "Numbers to add to the logits of tokens, each given by its id or by a string that is one token; -inf "
         "excludes a token.")]
     min_tokens: Annotated[int, Option(0, ge=0, le=_MOST, help=
-        "New tokens before which the model may not end the text; stop strings may.")]
+        "Fewest new tokens before the model may end the text; a stop string may end it earlier.")]
     ignore_eos: Annotated[bool, Option(False, "Never let the model end the text.")]
 
 
 class TextFields(SamplingOptions, total=False):
-    """What a generation may be told as data."""
+    """Options of a generation that are plain data."""
 
-    max_tokens: Annotated[int, Option(128, "New tokens at most.", ge=1, flags=("--max-tokens", "-n"))]
+    max_tokens: Annotated[int, Option(128, "Most new tokens.", ge=1, flags=("--max-tokens", "-n"))]
     stop: Annotated[str | Sequence[str], Option((), help=
-        "End the text before this string, or one of several, appears in it; 65,536 characters in all.")]
+        "String, or several, that ends the text and is no part of it; at most 65,536 characters in all.")]
     stop_loops: Annotated[bool, Option(False, flags=("--stop-loops/--no-stop-loops",), help=
-        "End a text that repeats itself: whose last tokens are one span of 1 to 512 tokens, three times or more, "
-        "128 tokens or more in all. Its finish_reason is then 'loop'.")]
+        "End a text whose last tokens repeat one span of 1 to 512 tokens at least three times, over at least 128 "
+        "tokens in all. Its finish_reason is then 'loop'.")]
     json_schema: Annotated[Mapping[str, Any] | str | None, Option(None, help=
         'The text is JSON that meets this schema. Needs the extra "grammar".')]
     regex: Annotated[str | None, Option(None, "The text matches this regular expression.")]
     grammar: Annotated[str | None, Option(None, "The text follows this grammar, in Lark's or llama.cpp's notation.")]
     speculate: Annotated[bool, Option(True, flags=("--speculate/--no-speculate",), help=
-        "Draft tokens and verify them; without, the text is the same, only slower.")]
+        "Use speculative decoding; without it the text is the same, but slower.")]
     logprobs: Annotated[int | None, Option(None, ge=0, le=MOST_LOGPROBS, help=
-        "Report the log-probability of each token, of unfiltered logits at temperature 1, and those of this many of "
-        "the likeliest tokens at its position.")]
+        "Report the log-probability of each token, from unfiltered logits at temperature 1, and those of this many "
+        "of the likeliest tokens at its position.")]
     prompt_logprobs: Annotated[int | None, Option(None, ge=0, le=MOST_LOGPROBS, flags=(), help=
-        "Report of each token of the prompt what logprobs reports of new ones; the prompt is then evaluated anew.")]
+        "Report the same log-probabilities for each token of the prompt, which is then prefilled in full.")]
     reuse: Annotated[bool, Option(True, flags=(), help=
-        "Reuse keys and values that other texts have left of the prompt; the text is the same.")]
+        "Reuse the KV cache of other texts that begin like the prompt; the text is the same.")]
     prediction: Annotated[str | Sequence[int], Option((), flags=(), help=
-        "Text or token ids that the text will largely repeat, to draft from; the text is the same.")]
+        "Expected text or token ids, to draft from; the text is the same.")]
 
 
 class LoadFields(TypedDict, total=False):
-    """What drafts for a model, and where and how both run."""
+    """Options of loading: the drafter, and where and how model and draft run."""
 
     draft: Annotated[str | Path | None, Option("auto", help=
-        "Draft model with the same vocabulary, or draft head: a path or name. none: n-grams alone draft; auto: the "
-        "draft that belongs to the model, where there is one.")]
+        "Draft model with the same vocabulary, or draft head: a path or name. none: draft by n-grams alone; auto: "
+        "the model's own draft, if there is one.")]
     ngrams: Annotated[str | Path | None, Option(None, help=
-        "File of an n-gram table that drafts; by default the one beside the draft's file.")]
+        "File of an n-gram table to draft from; by default the one beside the draft's file.")]
     device: Annotated[str, Option("cpu", help=
         "Device of the model: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name that info shows.")]
-    draft_device: Annotated[str, Option("cpu", "Device of the draft, likewise.")]
+    draft_device: Annotated[str, Option("cpu", "Device of the draft, with the same values.")]
     n_ctx: Annotated[int, Option(0, ge=0, le=_MOST, flags=("--n-ctx", "-c"), help=
-        "Tokens of a context, prompt and text together; 0 for what the model was trained for, 8192 at most.")]
+        "Context length in tokens, prompt and new text together; 0 for the model's own, but at most 8192.")]
     kv: Annotated[str, Option("f16", help=
-        "Type of keys and values: f16, or q8_0 for half the memory and slightly different texts.")]
+        "Type of the KV cache: f16, or q8_0 for half the memory and slightly different texts.")]
     num_threads: Annotated[int, Option(0, ge=0, le=_MOST, flags=("--threads",), help=
-        "Threads; 0 for one per physical core.")]
+        "Number of threads; 0 for one per physical core.")]
     weight_cache: Annotated[bool, Option(False, help=
-        "Keep packed weights in the cache folder, as many bytes as the model, to load at once from then on.")]
+        "Save packed weights in the cache folder, about as large as the model, to load faster from then on.")]
     recycle: Annotated[bool, Option(True, flags=("--recycle/--no-recycle",), help=
-        "Draft from recycled candidates, the likely tokens of earlier texts, too; the cache folder keeps them, 10 MB "
-        "at most.")]
+        "Draft from recycled candidates, the likely tokens of earlier texts, too; the cache folder keeps at most "
+        "10 MB of them.")]
     kv_memory: Annotated[int | None, Option(None, ge=1, help=
-        "Bytes for the keys and values of all texts, on the command line also as 2G; by default a quarter of what "
-        "is free. One text alone always fits.")]
+        "Bytes for the KV cache of all texts, on the command line also as 2G; by default a quarter of the free "
+        "memory. One text alone always fits.")]
 
 # fmt: on
 
@@ -193,12 +193,12 @@ ALL = SAMPLING | TEXT | LOADING
 
 
 def flags(name: str, option: Option) -> tuple[str, ...]:
-    """How the command line spells an option."""
+    """Spellings of an option on the command line."""
     return (f"--{name.replace('_', '-')}",) if option.flags is None else option.flags
 
 
 def documented() -> str:
-    """The tables in docs/usage.md."""
+    """The Markdown of the tables in docs/usage.md."""
     lines: list[str] = []
     for heading, options in (("sampling", SAMPLING), ("text", TEXT), ("loading", LOADING)):
         lines += [f"| {heading} | command line | default | range | |", "|---|---|---|---|---|"]

@@ -74,8 +74,8 @@ def refused(*arguments: str | Path) -> str:
         (["generate", "x", "--temprature", "1"], "there is no option --temprature; did you mean --temperature?"),
         (["generate", "x", "--tempp", "1"], "did you mean --temperature?"),
         (["serve", "--hots", "x"], "there is no option --hots; did you mean --host?"),
-        (["ngram", "build", "-fa"], "-fa is always so"),
-        (["bench", "passes", "--flash-attn"], "--flash-attn is always so"),
+        (["ngram", "build", "-fa"], "-fa is always on"),
+        (["bench", "passes", "--flash-attn"], "--flash-attn is always on"),
         (["ps"], "ps: nothing stays loaded between commands"),
         (["generate", "x", "--color", "stage"], "Invalid value for '--color': 'stage' is not one of 'none', 'stages'"),
         (

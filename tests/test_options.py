@@ -70,5 +70,5 @@ def test_the_first_options_may_come_without_names() -> None:
     assert SamplingConfig(0.5, 3, seed=2) == SamplingConfig(temperature=0.5, top_k=3, seed=2)
     with pytest.raises(TypeError, match="temperature is given twice"):
         SamplingConfig(0.5, temperature=1.0)
-    with pytest.raises(TypeError, match="may be given without their names"):
+    with pytest.raises(TypeError, match="may be positional arguments"):
         SamplingConfig(0.5, 0, 1.0, 0.0, 1, 0.5)
