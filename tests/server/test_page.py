@@ -181,7 +181,8 @@ LONG = [
 STAND_IN = """
 window.fetch = (path, options) => {
   const body = new ReadableStream({start: (stream) => {
-    window.say = (event) => stream.enqueue(new TextEncoder().encode("data: " + JSON.stringify(event) + "\\n\\n"));
+    window.send = (data) => stream.enqueue(new TextEncoder().encode("data: " + data + "\\n\\n"));
+    window.say = (event) => send(JSON.stringify(event));
     window.fail = () => stream.error(new TypeError("network error"));
     window.end = () => stream.close();
     options.signal.addEventListener("abort", () => stream.error(options.signal.reason));
@@ -307,6 +308,30 @@ def test_a_refusal_replaces_nothing(page: Page) -> None:
     assert [each.text for each in page.all(".words")] == [ANSWER, "old"]
     assert page.one("#error").is_displayed()
     page.one("#ask").send_keys("\ue00c")  # Escape
+    assert not page.one("#error").is_displayed()
+
+
+@pytest.mark.parametrize(
+    ("last", "over", "said"),
+    [
+        ({"finish_reason": "stop"}, 1, ""),
+        ({"finish_reason": "length"}, 0, "; cut at the most tokens"),
+        ({"finish_reason": "length"}, 1, "; cut where the context is full"),
+        ({"finish_reason": "length", "stop_reason": "repetition_detected"}, 0, "; ended where it repeats itself"),
+    ],
+)
+@desk
+def test_why_an_answer_ended(page: Page, engine: Engine, last: dict[str, str], over: int, said: str) -> None:
+    page.wait(lambda: page.script("return room") == engine.n_ctx)
+    page.script(STAND_IN)
+    page.ask("a")
+    usage = {"completion_tokens": 9, "total_tokens": engine.n_ctx + over}
+    page.script("say(arguments[0])", piece("so far"))
+    page.script("say(arguments[0])", {"choices": [{"delta": {}, **last}]})
+    page.script("say(arguments[0])", {"choices": [], "usage": usage, "timings": {"predicted_per_second": 2}, "seed": 5})
+    page.script("send('[DONE]')")
+    page.wait(page.is_done)
+    assert page.one(".figures").text == "9 tokens, 2.0 per second, seed 5" + said
     assert not page.one("#error").is_displayed()
 
 
