@@ -18,7 +18,7 @@ from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import Requests, finish
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
-from pystaged.drafting.model import ModelProposer
+from pystaged.drafting.pard import draft_proposer
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
 from pystaged.stats import GenerationStats
@@ -103,14 +103,14 @@ class Runner:
             proposer = None
             if draft and draft_cost:
                 session = Session(draft, self._n_ctx)
-                proposer = ModelProposer(session, substitutes=bundle.substitutes)
+                proposer = draft_proposer(session, bundle.draft_mask, substitutes=bundle.substitutes)
             return _Ready(
                 target, ScriptedDrafter(self._accept, proposer, target_cost, draft_cost or (lambda _: 0.0), vocab_size)
             )
         if draft is None or draft_cost is None:
             raise ValueError(f"{way} needs a draft")
         policy = GainPolicy(target_cost, draft_cost, children={"tree": 4, "chain": 1}[way])
-        proposer = ModelProposer(Session(draft, self._n_ctx), draft_cost, bundle.substitutes)
+        proposer = draft_proposer(Session(draft, self._n_ctx), bundle.draft_mask, draft_cost, bundle.substitutes)
         return _Ready(target, TreeDrafter([proposer], policy, vocab_size))
 
     def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:

@@ -21,6 +21,7 @@ from pystaged.drafting.head import HeadProposer
 from pystaged.drafting.lookups import lookups
 from pystaged.drafting.mixing import CONTEXT
 from pystaged.drafting.model import ModelProposer
+from pystaged.drafting.pard import ParallelModelProposer, draft_proposer
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 from pystaged.drafting.table import NgramTable
 from pystaged.drafting.third_stage import GuidedModelProposer
@@ -69,7 +70,9 @@ def parts(bundle: Bundle, session: Session, budget: int) -> Mapping[str, Drafter
 
 def _of_model(bundle: Bundle, draft: Model, budget: int) -> dict[str, TreeDrafter]:
     tree, vocab_size = FixedPolicy(width=4, depth=8, budget=budget), bundle.target.vocab_size
-    shared, unshared = (ModelProposer(Session(draft), substitutes=bundle.substitutes) for _ in range(2))
+    shared, unshared = (
+        draft_proposer(Session(draft), bundle.draft_mask, substitutes=bundle.substitutes) for _ in range(2)
+    )
     guided = GuidedModelProposer(Session(draft), lookups(bundle.table), substitutes=bundle.substitutes)
     return {
         "shared noise": TreeDrafter([shared], tree, vocab_size),
@@ -124,6 +127,9 @@ def drafters(
             "tree": model(tree),
             "chain": model(chain),
             "wide tree": model(wide),
+            "parallel tree": TreeDrafter(
+                [ParallelModelProposer(Session(draft), draft.vocab_size - 1)], tree, vocab_size
+            ),
             "chain over n-grams": guided(chain),
             "tree over n-grams": guided(tree),
         }

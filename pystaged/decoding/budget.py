@@ -119,7 +119,7 @@ class Budget:
         known.left = 0.0  # until prefill ends: the time of an interrupted prefill is not subtracted
         for i, first in enumerate(self._first):
             known.rates[i] += _RETURN * (first - known.rates[i])
-        best = self._best([drafter.price() / self._token for drafter in drafters], range(len(drafters)))
+        best = self._best(drafters, [drafter.price() / self._token for drafter in drafters], range(len(drafters)))
         if best is not None:
             allowance = PROMPT * self._cost(_READ, self._past // 2) / _READ * read
             begin = self._meter()
@@ -145,7 +145,8 @@ class Budget:
         prices = [drafter.price() / self._token for drafter in drafters]
         least = [drafter.lag() / self._token + price for drafter, price in zip(drafters, prices, strict=True)]
         verifying = self._extra(2)
-        self.chosen = self._best(prices, [i for i, price in enumerate(least) if price + verifying <= self.credit])
+        affordable = [i for i, price in enumerate(least) if price + verifying <= self.credit]
+        self.chosen = self._best(drafters, prices, affordable)
         self._least = least[self.chosen] * self._token if self.chosen is not None else 0.0
         # Scoring must leave enough credit for the chosen drafter, or for one to be used again.
         reserved = least[self.chosen] if self.chosen is not None else min(least, default=0.0)
@@ -216,13 +217,13 @@ class Budget:
         known.scored[i] = min(known.scored[i] + 1, _MEMORY)
         known.rates[i] += (hit - known.rates[i]) / known.scored[i]
 
-    def _best(self, prices: Sequence[float], among: Sequence[int]) -> int | None:
-        """The drafter with the most tokens per second; None where none is faster than plain decoding. prices: tokens
-        that a guess of each costs."""
+    def _best(self, drafters: Sequence[Drafter], prices: Sequence[float], among: Sequence[int]) -> int | None:
+        """The drafter with the most tokens per second; None where none is faster than plain decoding. prices: of each
+        drafter, in tokens."""
         extra = cache(self._extra)  # each drafter needs the same few values
         best, most = None, 1.0
         for i in among:
-            speedup = chain_speedup(self._known.rates[i], prices[i], extra)
+            speedup = chain_speedup(self._known.rates[i], prices[i], extra, drafters[i].places)
             if speedup > most:
                 best, most = i, speedup
         return best
@@ -247,18 +248,18 @@ def _certain_rows(tree: TokenTree) -> int:
     return 1 + int(np.count_nonzero(tree.stages == Stage.GRAMMAR))
 
 
-def chain_speedup(rate: float, price: float, extra: Callable[[int], float]) -> float:
+def chain_speedup(rate: float, price: float, extra: Callable[[int], float], places: int = 1) -> float:
     """Speedup over plain decoding of a chain of guesses of the best length.
 
     Args:
         rate: probability that a guess is right.
-        price: tokens that drafting a guess costs.
+        price: tokens that drafting `places` guesses costs.
         extra: tokens that a pass over the given number of rows costs beyond a plain step.
     """
     tokens, most = 1.0, 0.0
     for depth in range(1, _DEEPEST + 1):
         tokens += rate**depth
-        speedup = tokens / (1 + extra(1 + depth) + depth * price)
+        speedup = tokens / (1 + extra(1 + depth) + -(-depth // places) * price)
         if speedup <= most:
             break
         most = speedup

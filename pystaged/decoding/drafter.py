@@ -20,10 +20,13 @@ from pystaged.stats import DrafterStats
 class Drafter(Protocol):
     """Proposes trees of tokens for one sequence at a time. Methods that may need passes are generators of requests.
 
-    prediction: tokens expected after the prompt; set before `start`, and no part of the sequence.
+    prediction: tokens expected after the prompt; set before `start`, and no part of the sequence. places: consecutive
+    guesses that one pass or lookup makes.
     """
 
     prediction: Sequence[int]
+
+    places: int
 
     recycled: RecycledCandidates | None
     """Learns from every row of the verified trees of this drafter; None for a drafter that does not."""

@@ -51,6 +51,7 @@ class TreeDrafter:
         self.stats = DrafterStats()
         self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
         self.hit: bool | None = None
+        self.places = min(proposer.places for proposer in proposers)
         self.prediction: Sequence[int] = ()
         self._proposers = proposers
         self._meter = meter or Meter()

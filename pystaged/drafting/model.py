@@ -108,8 +108,25 @@ class ModelProposer(Proposer):
             yield from self._read(piece)
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Candidates]]:
-        begin = self.meter()
         paths = [tuple(tree.path(node)) for node in nodes]
+        guesses = self._guess(tree, nodes[0])
+        found = yield from self._evaluate(tree, paths, guesses)
+        self.stats.guessed += len(guesses)
+        last = found[0]
+        for token, after in zip(guesses, found[len(paths) :], strict=True):
+            if token not in last.scores:
+                break
+            last.following[token] = after
+            last = after
+            self.stats.confirmed += 1
+        return found[: len(paths)]
+
+    def _evaluate(
+        self, tree: GrowingTree, paths: Sequence[Path], more: Sequence[int], *, are_tokens: bool = True
+    ) -> Requests[list[Candidates]]:
+        """Candidates after each path, and after each of further tokens that follow the first path, by one pass.
+        are_tokens: whether the further ones may become part of the text."""
+        begin = self.meter()
         tokens: list[int] = []
         parents: list[int] = []
 
@@ -125,12 +142,14 @@ class ModelProposer(Proposer):
                 add(paths[0][:depth])
         for path in paths:
             add(path)
-        guesses = self._guess(tree, nodes[0])
-        guessed = [paths[0] + tuple(guesses[:end]) for end in range(1, len(guesses) + 1)]
-        for path in guessed:
+        followed = [paths[0] + tuple(more[:end]) for end in range(1, len(more) + 1)] if are_tokens else []
+        for path in followed:
             add(path)
-        judged = len(paths) + len(guesses)
-        masks = self._masks(tree.constraint, [*paths, *guessed]) if tree.constraint else None
+        if not are_tokens:
+            parents += range(len(tokens) - 1, len(tokens) + len(more) - 1)
+            tokens += more
+        judged = len(paths) + len(more)
+        masks = self._masks(tree.constraint, [*paths, *followed], judged) if tree.constraint else None
         k, sampling = tree.num_candidates, tree.sampling.native
         done = yield from self.meter.draft(
             Propose(self.session, self._length, tokens, parents, judged, k, sampling, masks)
@@ -139,18 +158,10 @@ class ModelProposer(Proposer):
         self.stats.native_seconds += done.share * done.seconds
         self.stats.weight_bytes += round(done.share * self.session.weight_bytes)
         found = [self._candidates(tree.vocab_size, *each) for each in zip(*done.result, strict=True)]
-        self.stats.guessed += len(guesses)
-        last = found[0]
-        for token, after in zip(guesses, found[len(paths) :], strict=True):
-            if token not in last.scores:
-                break
-            last.following[token] = after
-            last = after
-            self.stats.confirmed += 1
         if self._cost:
             others = (1 - done.share) * done.processor_seconds
             self._cost.observe(done.num_rows, done.past, self.meter() - begin + others, done.share)
-        return found[: len(paths)]
+        return found
 
     def advance(self, tokens: Sequence[int]) -> None:
         emitted = self._spelled([self._root, *tokens])
@@ -183,13 +194,13 @@ class ModelProposer(Proposer):
         }
         return Candidates(good, DRAFT)
 
-    def _masks(self, constraint: Constraint, paths: Sequence[Path]) -> NDArray[np.uint32]:
-        """Allowed tokens after each path, uint32[paths, words]. All are allowed after a forbidden path, or if the draft
-        has none of the allowed tokens: its proposals do not matter there."""
+    def _masks(self, constraint: Constraint, paths: Sequence[Path], num_rows: int) -> NDArray[np.uint32]:
+        """Allowed tokens after each path, uint32[num_rows, words]. All are allowed in further rows, after a forbidden
+        path, and if the draft has none of the allowed tokens: its proposals do not matter there."""
         words, rest = divmod(self.session.vocab_size, 32)
         known = np.full(words + 1, 0xFFFFFFFF, np.uint32)  # the draft's tokens
         known[words] = (1 << rest) - 1
-        masks = np.zeros((len(paths), words + 1), np.uint32)
+        masks = np.zeros((num_rows, words + 1), np.uint32)
         for i, path in enumerate(paths):
             found = constraint.mask(list(path))
             if found is not None:

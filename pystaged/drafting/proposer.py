@@ -98,11 +98,12 @@ class Proposer:
 
     Methods that may need passes are generators of requests, whose session is the proposer's own.
 
-    stage: stage of its tokens. recycled: the candidates that it looks up and that learn from the target's rows, or
-    None. stats, meter: those of its drafter, which sets them.
+    stage: stage of its tokens. places: consecutive tokens that it proposes at once. recycled: the candidates that it
+    looks up and that learn from the target's rows, or None. stats, meter: those of its drafter, which sets them.
     """
 
     stage = Stage.NGRAM
+    places = 1
     recycled: RecycledCandidates | None = None
     stats: DrafterStats
     meter: Meter

@@ -17,7 +17,7 @@ from pystaged.drafting.lookups import NgramCost
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
 from pystaged.loading.heads import find_head, load_head
-from pystaged.loading.metadata import is_head
+from pystaged.loading.metadata import is_head, mask_token
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
 from pystaged.loading.recycled import KeptCandidates
@@ -38,6 +38,7 @@ class Bundle:
         file: the target's files as they were when it was loaded.
         vocabulary: fingerprint of the target's vocabulary.
         draft, head: the draft model and the draft head, None where absent; at most one is loaded.
+        draft_mask: mask token of a parallel draft, None for any other.
         substitutes: see the function of that name.
         recycled: the likeliest tokens that the target computed after each token it has seen; None if they are not kept.
         costs: seconds of passes, measured or loaded.
@@ -86,9 +87,11 @@ class Bundle:
         targets = load(self.path, self.tokenizer, device)
         drafts: dict[str, Model] = {}
         self.substitutes: dict[int, int] = {}
+        self.draft_mask: int | None = None
         if self.draft_path:
             tokenizer = Tokenizer(os.fsencode(self.draft_path))
             self.substitutes = substitutes(self.tokenizer, tokenizer)
+            self.draft_mask = mask_token(tokenizer.metadata, tokenizer.num_tokens)
             drafts = load(self.draft_path, tokenizer, draft_device)
         self.table = find_table(self.draft_path or self.path, ngrams, self.tokenizer, report)
         self.device, self.draft_device = self._fastest(targets, drafts, report)

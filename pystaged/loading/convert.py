@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from pystaged.files import check_room
 from pystaged.loading.file_types import FILE_TYPES
-from pystaged.loading.metadata import About
+from pystaged.loading.metadata import PARD_TOKEN, About
 from pystaged.loading.progress import Progress
 from pystaged.loading.shapes import Floats, Shape, Wanted, language_part
 from pystaged.loading.vocabulary import read_json, read_vocabulary
@@ -121,6 +121,9 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
     quantization = quantization or _lossless_type(shape, stored)
     tensors, num_rows = _plan(folder, shape, stored, quantization)
     vocabulary = read_vocabulary(folder, num_rows, config)
+    mask = config.get("pard_token")
+    if mask is not None and (type(mask) is not int or not 0 <= mask < num_rows):
+        raise ValueError(f"{config_path}: pard_token is {str(mask)[:20]}, which is no token of its {num_rows}")
     total = sum(tensor.nbytes for tensor in tensors)
     check_room(out.parent, total)
     with closing(GGUFWriter(out, shape.family.architecture)) as writer:
@@ -136,6 +139,8 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
             else:
                 writer.add_float32(key, number)
         vocabulary.write(writer)
+        if mask is not None:
+            writer.add_uint32(PARD_TOKEN, mask)
         for computed, factors in shape.computed.items():
             writer.add_tensor(computed, factors)
         for tensor in tensors:

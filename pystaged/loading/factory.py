@@ -15,7 +15,7 @@ from pystaged.decoding.policy import GainPolicy, TreePolicy
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.head import HeadProposer, measure_head
 from pystaged.drafting.lookups import NgramCost, lookups
-from pystaged.drafting.model import ModelProposer
+from pystaged.drafting.pard import draft_proposer
 from pystaged.drafting.proposer import Proposer
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.costs import DRAFT_RATE, HEAD_RATE, NGRAM_RATE
@@ -70,7 +70,7 @@ class DecoderFactory:
         bundle = self._bundle
         proposers: list[Proposer] = [*lookups(bundle.table, bundle.recycled)]
         if draft:
-            proposers = [ModelProposer(draft, substitutes=bundle.substitutes)]
+            proposers = [draft_proposer(draft, bundle.draft_mask, substitutes=bundle.substitutes)]
         elif bundle.head:
             proposers.append(HeadProposer(bundle.head, bundle.target, target))
         return Decoder(target, TreeDrafter(proposers, policy, bundle.target.vocab_size))
@@ -91,8 +91,10 @@ class DecoderFactory:
         drafters: dict[Drafter, float] = {}
         if draft and draft_cost:
             # A draft model drafts alone: lookups hardly ever help it.
-            by_draft = ModelProposer(draft, draft_cost, bundle.substitutes)
-            drafters[drafter([by_draft], draft_cost, None)] = DRAFT_RATE
+            by_draft = draft_proposer(draft, bundle.draft_mask, draft_cost, bundle.substitutes)
+            # A parallel draft answers for deeper nodes without another pass.
+            expanding = draft_cost if by_draft.places == 1 else self.ngram_cost.lookup
+            drafters[drafter([by_draft], expanding, None)] = DRAFT_RATE
         elif bundle.head and self.head_cost:
             drafters[by_lookups(self.head_cost, HeadProposer(bundle.head, bundle.target, target))] = HEAD_RATE
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ class About:
 
 
 HEAD = "draft-head"  # GGUF architecture of draft heads
+PARD_TOKEN = "pystaged.pard_token"  # GGUF key: id of a parallel draft's mask token, as config.json's pard_token
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -27,6 +29,20 @@ def read_metadata(path: Path) -> dict[str, str]:
         return metadata(path)
     except ModelError:
         return {}
+
+
+def mask_token(metadata: Mapping[str, str], num_tokens: int) -> int | None:
+    """The mask token of a parallel draft model (PARD), None for any other model.
+
+    Raises:
+        ValueError: it is not in the model's vocabulary of `num_tokens`.
+    """
+    text = metadata.get(PARD_TOKEN)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < num_tokens):
+        raise ValueError(f"the draft's {PARD_TOKEN}, {text[:20]}, is none of its {num_tokens} tokens; convert it again")
+    return int(text)
 
 
 def is_head(path: Path) -> bool:

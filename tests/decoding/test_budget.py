@@ -64,7 +64,7 @@ class SimulatedDrafter:
     overshoot: what the last of its operations took beyond its price.
     """
 
-    recycled = None
+    recycled, places = None, 1
     prediction: Sequence[int] = ()
 
     def __init__(self, machine: Machine, price: float = 0.1, lag: float = 0.0, true_lag: float | None = None) -> None:
@@ -412,3 +412,6 @@ def test_the_speedup_of_a_chain() -> None:
         lengths = range(1, 9)
         best = max(sum(rate**i for i in range(n + 1)) / (1 + extra(n + 1) + n * price) for n in lengths)
         assert chain_speedup(rate, price, extra) == pytest.approx(best)
+        # All guesses for the price of one.
+        at_once = max(sum(rate**i for i in range(n + 1)) / (1 + extra(n + 1) + price) for n in lengths)
+        assert chain_speedup(rate, price, extra, 8) == pytest.approx(at_once)

@@ -33,6 +33,7 @@ from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
 from pystaged.drafting.model import ModelProposer
+from pystaged.drafting.pard import ParallelModelProposer
 from pystaged.drafting.proposer import Proposer
 from pystaged.drafting.third_stage import GuidedModelProposer
 from pystaged.stats import GenerationStats
@@ -55,7 +56,7 @@ PROMPTS = [
     np.concatenate([BEGINNING[:40], BEGINNING[::-1]]),
     np.tile(BEGINNING[:5], 60),
 ]
-DRAFTERS = ["plain", "draft", "draft and n-grams", "n-grams", "recycled", "lies", "by gain"]
+DRAFTERS = ["plain", "draft", "parallel draft", "draft and n-grams", "n-grams", "recycled", "lies", "by gain"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ def decoder_of(
     drafters: list[Drafter] = []
     if kind == "draft":
         drafters = [TreeDrafter([ModelProposer(Session(draft, 512))], tree, vocab, meter=meter)]
+    elif kind == "parallel draft":
+        drafters = [TreeDrafter([ParallelModelProposer(Session(draft, 512), 299)], tree, vocab, meter=meter)]
     elif kind == "draft and n-grams":
         drafters = [TreeDrafter([GuidedModelProposer(Session(draft, 512), lookups())], tree, vocab, meter=meter)]
     elif kind == "n-grams":

@@ -31,7 +31,7 @@ from support.paths import DATA
 
 from pystaged import _core
 from pystaged.loading.families import ARCHITECTURES, FAMILIES
-from pystaged.loading.metadata import About
+from pystaged.loading.metadata import About, mask_token, read_metadata
 from pystaged.loading.quantize import quantize, quantize_checkpoint
 from pystaged.loading.shapes import Shape
 from pystaged.loading.vocabulary import read_vocabulary
@@ -195,6 +195,15 @@ def test_the_text_of_a_model_of_pictures(tmp_path: Path) -> None:
     write_weights(folder, arrays | {"model.vision_tower.embedding.weight": np.zeros((2, 2), np.float32)})
     convert(folder, tmp_path / "pictures.gguf", about=About("tiny"))
     assert (tmp_path / "pictures.gguf").read_bytes() == (tmp_path / "text.gguf").read_bytes()
+
+
+def test_the_mask_token_of_a_parallel_draft_is_kept(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "c", "llama", hidden_size=256, head_dim=64)
+    change_json("config.json", pard_token=7)(folder)
+    quantize_checkpoint(folder, tmp_path / "model.gguf", "q8_0", about=About("tiny"))
+    assert mask_token(read_metadata(tmp_path / "model.gguf"), NUM_TOKENS) == 7
+    with pytest.raises(ValueError, match=r"pystaged.pard_token, 7, is none of its 7 tokens"):
+        mask_token(read_metadata(tmp_path / "model.gguf"), 7)
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k_m"])
@@ -408,6 +417,12 @@ LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": 
 MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts": ("llama", {"num_local_experts": 8}, "'llama' is a mixture of experts"),
     "experts-by-name": ("qwen3_moe", {"num_experts": 128}, "'qwen3_moe' is a mixture of experts"),
+    "mask-token": (
+        "llama",
+        {"pard_token": NUM_TOKENS},
+        f"pard_token is {NUM_TOKENS}, which is no",
+    ),
+    "mask-word": ("llama", {"pard_token": "<mask>"}, "pard_token is <mask>, which is no token"),
     "unknown": ("falcon", {}, "the architecture 'falcon' is not supported, only gpt2, llama, mistral"),
     "quantized": ("llama", {"quantization_config": {"bits": 4}}, "is quantized already"),
     "activation": ("qwen2", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but only 'silu'"),

@@ -1,0 +1,80 @@
+"""A parallel draft model, which proposes several tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583).
+
+It is a language model that was trained to predict tokens i, i + 1, ... from the text before i and so many copies of a
+mask token. What it says of a later place does not depend on the tokens between, so all nodes of one depth of a tree
+have the same candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pystaged._core import Session
+from pystaged.decoding.constraint import allows
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.requests import Requests
+from pystaged.drafting.mixing import DRAFT, LATER
+from pystaged.drafting.model import ModelProposer
+from pystaged.drafting.proposer import Candidates, GrowingTree
+
+PLACES = 1 + len(LATER)  # tokens that one pass proposes
+
+
+def draft_proposer(
+    session: Session,
+    mask: int | None = None,
+    cost: PassCost | None = None,
+    substitutes: Mapping[int, int] | None = None,
+) -> ModelProposer:
+    """The proposer of a draft model, a parallel one if it has a mask token. Arguments as in ParallelModelProposer."""
+    if mask is None:
+        return ModelProposer(session, cost, substitutes)
+    return ParallelModelProposer(session, mask, cost, substitutes)
+
+
+class ParallelModelProposer(ModelProposer):
+    """Proposes for all depths of a tree by one pass.
+
+    Args:
+        mask: id of the mask token, which is the draft's and never part of a text.
+        session, cost, substitutes: as in ModelProposer.
+    """
+
+    places = PLACES
+
+    def __init__(
+        self,
+        session: Session,
+        mask: int,
+        cost: PassCost | None = None,
+        substitutes: Mapping[int, int] | None = None,
+    ) -> None:
+        super().__init__(session, cost, substitutes)
+        self._mask = mask
+        self._first = 0  # depth of the node that is asked for first
+        self._found: list[Candidates] = []  # after it, and after each mask token
+
+    def price(self, num_nodes: int) -> float:
+        del num_nodes
+        return 0.0 if self._rows else super().price(PLACES)
+
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Candidates]]:
+        if not self._rows:
+            self._first = tree.nodes[nodes[0]].depth
+            path, masks = tuple(tree.path(nodes[0])), [self._mask] * (min(PLACES, tree.max_depth - self._first) - 1)
+            self._found = yield from self._evaluate(tree, [path], masks, are_tokens=False)
+            for place, candidates in enumerate(self._found[1:]):
+                candidates.source = LATER[place]
+        return [self._at(tree, node) for node in nodes]
+
+    def _at(self, tree: GrowingTree, node: int) -> Candidates:
+        """What was found for the depth of a node, as far as the text may go on so."""
+        place = tree.nodes[node].depth - self._first
+        if place >= len(self._found):
+            return Candidates({}, DRAFT)
+        found = self._found[place]
+        if place == 0 or not tree.constraint:
+            return found
+        mask = tree.constraint.mask(tree.path(node))
+        scores = {} if mask is None else {token: score for token, score in found.scores.items() if allows(mask, token)}
+        return Candidates(scores, found.source)

@@ -1,0 +1,129 @@
+"""Parallel draft models: what one pass proposes, beside the same rows evaluated by hand; and that no text changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+from support.random_models import Floats, RandomModel, add_vocabulary, write
+
+from pystaged import Engine
+from pystaged._core import Model, Session
+from pystaged.bench.pairs import continuation
+from pystaged.config import SamplingConfig
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.requests import finish
+from pystaged.decoding.tree import Stage
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.pard import PLACES, ParallelModelProposer
+from pystaged.loading.costs import Costs
+from pystaged.loading.metadata import PARD_TOKEN
+
+MASK, VOCAB = 299, 300
+CONTEXT = np.arange(3, 40, dtype=np.int32)
+SAMPLINGS = [SamplingConfig(), SamplingConfig(temperature=1.0, top_k=40, seed=5)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    """A target and a draft."""
+    folder = tmp_path_factory.mktemp("pard")
+    target, draft = (write(folder / f"{seed}.gguf", RandomModel("llama", seed=seed)) for seed in (1, 2))
+    return Model(str(target)), Model(str(draft))
+
+
+class CountedSession:
+    """A session that counts its passes."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self.passes = session, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._session, name)
+
+    def evaluate(self, *arguments: object) -> None:
+        self.passes += 1
+        self._session.evaluate(*arguments)  # type: ignore[arg-type]
+
+
+def only_positions(tensors: Mapping[str, Floats]) -> None:
+    """Make the next token a function of the position: no token has a say, nor has attention."""
+    for name, values in tensors.items():
+        if name == "token_embd.weight" or "attn_output" in name or "ffn_down" in name:
+            values[:] = 0
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("children", [1, 3])
+def test_one_pass_proposes_for_all_depths(models: tuple[Model, Model], sampling: SamplingConfig, children: int) -> None:
+    _, draft = models
+    session = CountedSession(Session(draft))
+    proposer = ParallelModelProposer(session, MASK)  # type: ignore[arg-type]
+    drafter = TreeDrafter([proposer], FixedPolicy(children, 10, 40, children), VOCAB)
+    drafter.start(CONTEXT)
+    tree = finish(drafter.draft(sampling, 20))
+    assert session.passes == 1
+    hand = Session(draft)
+    hand.prefill(CONTEXT[:-1])
+    hand.evaluate([int(CONTEXT[-1]), *[MASK] * (PLACES - 1)], list(range(-1, PLACES - 1)), PLACES)
+    expected, _ = hand.candidates(list(range(PLACES)), children, sampling.native)
+    depths = [0] * len(tree)
+    for node in range(1, len(tree)):
+        depths[node] = depths[tree.parents[node]] + 1
+        assert tree.tokens[node] in expected[depths[node] - 1]
+    assert max(depths) == PLACES if children == 1 else len(tree) > PLACES
+    assert set(tree.stages[1:].tolist()) == {Stage.DRAFT}
+
+
+def test_masks_are_never_part_of_the_text(models: tuple[Model, Model]) -> None:
+    """What the draft's session holds after each step is the text, though the target accepted guesses."""
+    target, _ = models
+    session = Session(target)
+    proposer = ParallelModelProposer(session, MASK)
+    decoder = Decoder(Session(target), TreeDrafter([proposer], FixedPolicy(4, 4, 12), VOCAB))
+    finish(decoder.start(CONTEXT))
+    text, accepted = CONTEXT.tolist(), 0
+    for _ in range(20):
+        step = finish(decoder.step(SamplingConfig(), 100))
+        text += step.tokens
+        accepted += len(step.tokens) - 1
+        held = session.tokens.tolist()
+        assert held == text[: len(held)]
+        assert len(held) >= len(text) - len(step.tokens)
+    assert accepted >= 20  # the target drafts for itself, and its first place is right
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+def test_texts_are_those_of_plain_decoding(models: tuple[Model, Model], sampling: SamplingConfig) -> None:
+    target, draft = models
+    plain = continuation(Decoder(Session(target, 96)), CONTEXT, sampling, 100)
+    drafter = TreeDrafter([ParallelModelProposer(Session(draft, 96), MASK)], FixedPolicy(3, 9, 20), VOCAB)
+    assert continuation(Decoder(Session(target, 96), drafter), CONTEXT, sampling, 100) == plain
+    assert len(plain) == 60  # to the end of the context
+
+
+def test_all_places_of_a_draft_that_is_right_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft is known by a key of its file, and the budget knows that one pass brings many guesses."""
+    shape = RandomModel("gpt2", tie=False)
+    target = write(tmp_path / "target.gguf", shape, only_positions)
+
+    def vocabulary(writer: GGUFWriter, num_tokens: int) -> None:
+        add_vocabulary(writer, num_tokens)
+        writer.add_uint32(PARD_TOKEN, MASK)
+
+    draft = write(tmp_path / "draft.gguf", replace(shape, vocabulary=vocabulary), only_positions)
+    # A draft that costs half a pass of the target: it would never pay if each guess took one.
+    costs = {target: PassCost({1: 1.0, 32: 1.2}), draft: PassCost({1: 0.5, 32: 0.5})}
+    monkeypatch.setattr(Costs, "of", lambda _, path, *__, **___: costs[path])
+    with Engine(target, draft=draft, recycle=False) as engine:
+        result = engine.generate([5, 6, 7], max_tokens=100)
+        plain = engine.generate([5, 6, 7], max_tokens=100, speculate=False)
+    assert result.tokens == plain.tokens
+    assert len(set(result.tokens)) > 20
+    assert result.stats.new_tokens / result.stats.steps > 4
