@@ -112,6 +112,11 @@ def drafters(
         assert draft is not None
         return TreeDrafter([ModelProposer(Session(draft), substitutes=substitutes)], policy, vocab_size)
 
+    def parallel(policy: TreePolicy) -> TreeDrafter:
+        assert draft is not None
+        proposer = ParallelModelProposer(Session(draft), draft.vocab_size - 1, substitutes=substitutes)
+        return TreeDrafter([proposer], policy, vocab_size)
+
     def guided(policy: TreePolicy) -> TreeDrafter:
         assert draft is not None
         proposer = GuidedModelProposer(Session(draft), lookups(table), substitutes=substitutes)
@@ -127,9 +132,7 @@ def drafters(
             "tree": model(tree),
             "chain": model(chain),
             "wide tree": model(wide),
-            "parallel tree": TreeDrafter(
-                [ParallelModelProposer(Session(draft), draft.vocab_size - 1)], tree, vocab_size
-            ),
+            "parallel tree": parallel(tree),
             "chain over n-grams": guided(chain),
             "tree over n-grams": guided(tree),
         }
