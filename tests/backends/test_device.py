@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pytest
 from grow import grow
 from support.device import DEVICE, GPU_LAYERS
+from support.family_reference import FamilyReference
 from support.logits import llama_context, llama_output, llama_pass
 from support.random_models import RandomModel, write
-from support.reference import Gpt2Reference
 from typer.testing import CliRunner
 
 import pystaged
@@ -129,14 +129,14 @@ def test_any_type_of_ggml(random_gguf: Callable[..., Path], tmp_path: Path) -> N
     assert next(iter(model.weight_types)) == "iq3_s"
     assert 0 < model.weight_bytes < Model(str(source)).weight_bytes / 4
     tokens = list(range(40))
-    exact, found = Gpt2Reference(source).logits(tokens), all_logits(Session(model), tokens)
+    exact, found = FamilyReference(source, half=False).logits(tokens), all_logits(Session(model), tokens)
     assert np.corrcoef(exact.ravel(), found.ravel())[0, 1] > 0.9
 
 
 def test_trees_and_commits(random_gguf: Callable[..., Path]) -> None:
     """After any sequence of trees and commits the logits are those of the committed text."""
     path, rng = random_gguf("F32", context=96), np.random.default_rng(1)
-    reference, session = Gpt2Reference(path), open_session(path)
+    reference, session = FamilyReference(path, half=False), open_session(path)
     text = rng.integers(0, 257, 5).tolist()
     session.prefill(text)
     for _ in range(12):

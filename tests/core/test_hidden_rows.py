@@ -90,7 +90,7 @@ def test_a_model_that_reads_hidden_states_is_the_twin(
     run([Work.propose(reading, TOKENS[33:40], [-1, *range(6)], 7, 1, GREEDY, hidden=hidden[32:39])])
 
     twin, lender = FamilyReference(path), FamilyReference(target_path)
-    embedding, weights = lender._weights["token_embd.weight"], twin._weights
+    embedding, weights = lender.weights["token_embd.weight"], twin.weights
     read = np.concatenate([
         normed(embedding[TOKENS[1:40]]) * weights["nextn.enorm.weight"],
         normed(hidden.numpy()[:39].astype(np.float64)) * weights["nextn.hnorm.weight"],

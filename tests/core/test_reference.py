@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from grow import grow
+from support.family_reference import FamilyReference
 from support.logits import engine_logits, llama_logits, trained_tokens
-from support.reference import Gpt2Reference
 
 from pystaged import _core
 from pystaged.bench.prompts import load_questions
@@ -36,7 +36,7 @@ NUM_WINDOWS, WINDOW = 3, 160
 def test_random_models_against_numpy(random_gguf: Callable[..., Path], shape: dict[str, Any]) -> None:
     path = random_gguf("F32", **shape)
     tokens = np.random.default_rng(0).integers(0, 257, 96).tolist()
-    expected = Gpt2Reference(path).logits(tokens)
+    expected = FamilyReference(path, half=False).logits(tokens)
     assert expected.std() > 0.1
     assert np.abs(engine_logits(path, tokens) - expected).max() <= 1e-3
 
@@ -59,7 +59,7 @@ def test_quantized_files_against_llama_cpp(
     windows = np.random.default_rng(0).integers(0, 257, (2, 80)).tolist()
     actual = np.concatenate([engine_logits(path, window) for window in windows])
     expected = np.concatenate(llama_logits(path, windows))
-    exact = np.concatenate([Gpt2Reference(path).logits(window) for window in windows])
+    exact = np.concatenate([FamilyReference(path, half=False).logits(window) for window in windows])
     assert np.abs(actual - exact).mean() <= 1.05 * np.abs(expected - exact).mean()
     assert np.abs(actual - exact).mean() <= 0.02 * exact.std()
 
@@ -96,7 +96,7 @@ def test_bundled_target_against_llama_cpp(
         return
     # Both engines round activations to int8, and each lands as far from the exact logits as the other; so they may
     # choose differently where the two best tokens are closer than that, about one position in eighty on this model.
-    exact = np.concatenate([Gpt2Reference(path).logits(window) for window in windows])[:, tokens]
+    exact = np.concatenate([FamilyReference(path, half=False).logits(window) for window in windows])[:, tokens]
     assert np.abs(actual - exact).mean() <= 1.05 * np.abs(expected - exact).mean()
     second, first = np.sort(exact, axis=1)[:, -2:].T
     clear = first - second > 0.2

@@ -22,9 +22,9 @@ from support.checkpoints import (
     write_weights,
 )
 from support.convert import change_json, convert, header, llama_tokens, write_bfloat16
+from support.family_reference import FamilyReference
 from support.logits import engine_logits, llama_logits
 from support.paths import DATA
-from support.reference import Gpt2Reference
 
 from pystaged import _core
 from pystaged.loading.metadata import About
@@ -48,7 +48,7 @@ def assert_three_agree(path: Path, tokens: list[int], tolerance: float) -> None:
 
     llama.cpp keeps keys and values, and what GELU is given, in F16.
     """
-    expected = Gpt2Reference(path).logits(tokens)
+    expected = FamilyReference(path, half=False).logits(tokens)
     assert expected.std() > 0.1
     (llama,) = llama_logits(path, [tokens])
     assert np.abs(llama - expected).max() <= tolerance + 0.01
@@ -90,7 +90,7 @@ def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, cha
     write_tokenizer(tmp_path / "saved")
     convert(tmp_path / "saved", tmp_path / "model.gguf")
     assert expected.std() > 0.1
-    assert np.abs(Gpt2Reference(tmp_path / "model.gguf").logits(TOKENS) - expected).max() <= 1e-3
+    assert np.abs(FamilyReference(tmp_path / "model.gguf", half=False).logits(TOKENS) - expected).max() <= 1e-3
     assert_three_agree(tmp_path / "model.gguf", TOKENS, 1e-3)
 
 
@@ -143,7 +143,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Floats:
     """Logits of the usual checkpoint."""
     folder = write_checkpoint(tmp_path_factory.mktemp("usual"))
     convert(folder, folder / "model.gguf")
-    return Gpt2Reference(folder / "model.gguf").logits(TOKENS)
+    return FamilyReference(folder / "model.gguf", half=False).logits(TOKENS)
 
 
 def with_old_buffers(folder: Path) -> None:
@@ -173,7 +173,7 @@ def test_other_forms(tmp_path: Path, expected: Floats, change: Callable[[Path], 
     folder = write_checkpoint(tmp_path / "checkpoint")
     change(folder)
     convert(folder, tmp_path / "model.gguf")
-    np.testing.assert_array_equal(Gpt2Reference(tmp_path / "model.gguf").logits(TOKENS), expected)
+    np.testing.assert_array_equal(FamilyReference(tmp_path / "model.gguf", half=False).logits(TOKENS), expected)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("F16", 0.02), ("BF16", 0.2)])
@@ -185,7 +185,7 @@ def test_half_precision_checkpoints(tmp_path: Path, expected: Floats, dtype: str
     else:
         write_bfloat16(folder / "model.safetensors", arrays)
     convert(folder, tmp_path / "model.gguf")
-    found = Gpt2Reference(tmp_path / "model.gguf").logits(TOKENS)
+    found = FamilyReference(tmp_path / "model.gguf", half=False).logits(TOKENS)
     assert 0 < np.abs(found - expected).max() <= tolerance
 
 

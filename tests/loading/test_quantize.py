@@ -20,8 +20,8 @@ from gguf import GGUFReader, LlamaFileType
 from support.checkpoints import config, weights, write_checkpoint, write_weights
 from support.commands import assert_refused, run
 from support.convert import convert
+from support.family_reference import FamilyReference
 from support.logits import engine_logits, llama_logits
-from support.reference import Gpt2Reference
 
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.quantize import quantize, quantize_checkpoint
@@ -56,7 +56,7 @@ def test_every_type(source: Path, tmp_path: Path, kind: str) -> None:
     assert [done for _, done, _ in steps] == list(range(1, len(reader.tensors) + 1))
     assert list(tmp_path.iterdir()) == [out]
 
-    exact, model = Gpt2Reference(source), Gpt2Reference(out)
+    exact, model = FamilyReference(source, half=False), FamilyReference(out, half=False)
     bits = 8 if kind.endswith(("f32", "f16")) else int(kind.lstrip("iq")[0])
     for name, weight in exact.weights.items():
         # A block of 32 normal numbers reaches 2 to 3 deviations, and rounding misses by a quarter of a step.
@@ -74,7 +74,7 @@ def test_rows_that_no_block_divides(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "odd", n_embd=40)
     write_weights(folder, weights(shape))
     quantize_checkpoint(folder, tmp_path / "odd.gguf", "q4_k_m")
-    expected = Gpt2Reference(tmp_path / "odd.gguf").logits(TOKENS)
+    expected = FamilyReference(tmp_path / "odd.gguf", half=False).logits(TOKENS)
     assert np.abs(engine_logits(tmp_path / "odd.gguf", TOKENS) - expected).max() <= 0.05
 
 

@@ -22,7 +22,6 @@ from random_weights import (
 )
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
-from support.reference import Gpt2Reference
 
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.config import SamplingConfig
@@ -39,6 +38,11 @@ def random_gpt2(out: Path, quantization: str = "F32", *, tie: bool = True, seed:
         out, width=width, layers=2, heads=2, vocab_size=300, context=32, quantization=quantization, tie=tie, seed=seed
     )
     return out
+
+
+def gpt2_logits(path: Path) -> npt.NDArray[np.float64]:
+    """Nothing of them is rounded."""
+    return FamilyReference(path, half=False).logits(TOKENS)
 
 
 @pytest.fixture
@@ -59,24 +63,24 @@ def metadata(path: Path) -> dict[str, Any]:
 def test_grown_logits_are_the_sources(tmp_path: Path, tie: bool, width: int, layers: int) -> None:
     source = random_gpt2(tmp_path / "source.gguf", tie=tie)
     grow(source, tmp_path / "grown.gguf", width=width, layers=layers, quantization="F32")
-    expected = Gpt2Reference(source).logits(TOKENS)
+    expected = gpt2_logits(source)
     assert expected.std() > 0.1
-    np.testing.assert_allclose(Gpt2Reference(tmp_path / "grown.gguf").logits(TOKENS), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(gpt2_logits(tmp_path / "grown.gguf"), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("quantization", ["F16", "BF16", "Q4_0"])
 def test_source_of_any_type(tmp_path: Path, quantization: str) -> None:
     source = random_gpt2(tmp_path / "source.gguf", quantization)
     grow(source, tmp_path / "grown.gguf", width=128, layers=3, quantization="F32")
-    expected = Gpt2Reference(source).logits(TOKENS)
-    np.testing.assert_allclose(Gpt2Reference(tmp_path / "grown.gguf").logits(TOKENS), expected, rtol=0, atol=1e-5)
+    expected = gpt2_logits(source)
+    np.testing.assert_allclose(gpt2_logits(tmp_path / "grown.gguf"), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("quantization", "tolerance"), [("F16", 2e-3), ("Q8_0", 2e-2), ("Q4_0", 0.3)])
 def test_result_of_any_type(source: Path, tmp_path: Path, quantization: str, tolerance: float) -> None:
     grow(source, tmp_path / "grown.gguf", width=256, layers=5, quantization=quantization)
-    expected = Gpt2Reference(source).logits(TOKENS)
-    np.testing.assert_allclose(Gpt2Reference(tmp_path / "grown.gguf").logits(TOKENS), expected, rtol=0, atol=tolerance)
+    expected = gpt2_logits(source)
+    np.testing.assert_allclose(gpt2_logits(tmp_path / "grown.gguf"), expected, rtol=0, atol=tolerance)
     types = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "grown.gguf").tensors}
     assert types["blk.4.attn_qkv.weight"] == types["token_embd.weight"] == quantization
     assert types["position_embd.weight"] == types["blk.0.ffn_up.bias"] == "F32"
@@ -106,7 +110,7 @@ def test_quantized_integers_survive(tmp_path: Path, quantization: str, block: in
 
 def test_added_layers_are_silent_but_not_empty(source: Path, tmp_path: Path) -> None:
     grow(source, tmp_path / "grown.gguf", width=64, layers=5, quantization="F32")
-    weights = Gpt2Reference(tmp_path / "grown.gguf").weights
+    weights = FamilyReference(tmp_path / "grown.gguf", half=False).weights
     for layer, (_, added) in enumerate(layer_plan(2, 5)):
         for name in ("attn_output.weight", "attn_output.bias", "ffn_down.weight", "ffn_down.bias"):
             assert weights[f"blk.{layer}.{name}"].any() != added
@@ -173,7 +177,7 @@ def test_a_failed_run_leaves_the_old_file(source: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("quantization", TYPES)
 def test_random_weights(tmp_path: Path, quantization: str) -> None:
     width = 256 if quantization.endswith("K") else 64
-    model = Gpt2Reference(random_gpt2(tmp_path / "model.gguf", quantization, tie=False, width=width))
+    model = FamilyReference(random_gpt2(tmp_path / "model.gguf", quantization, tie=False, width=width), half=False)
     assert model.weights["blk.1.ffn_up.weight"].std() == pytest.approx(0.02, rel=0.1)
     assert model.weights["output.weight"].mean() == pytest.approx(0, abs=1e-3)
     assert model.weights["blk.1.ffn_norm.weight"].mean() == pytest.approx(1, abs=0.1)
@@ -182,8 +186,8 @@ def test_random_weights(tmp_path: Path, quantization: str) -> None:
 
 @pytest.mark.parametrize("quantization", ["F16", "BF16"])
 def test_floats_of_one_seed_agree(tmp_path: Path, quantization: str) -> None:
-    full = Gpt2Reference(random_gpt2(tmp_path / "full.gguf", "F32")).logits(TOKENS)
-    half = Gpt2Reference(random_gpt2(tmp_path / "half.gguf", quantization)).logits(TOKENS)
+    full = gpt2_logits(random_gpt2(tmp_path / "full.gguf", "F32"))
+    half = gpt2_logits(random_gpt2(tmp_path / "half.gguf", quantization))
     np.testing.assert_allclose(half, full, rtol=0, atol=2e-2)
 
 

@@ -13,9 +13,9 @@ import pytest
 from gguf import GGUFWriter
 from support.checkpoints import config, weights, write_checkpoint, write_weights
 from support.convert import convert
+from support.family_reference import FamilyReference
 from support.logits import engine_logits, llama_logits
 from support.random_models import RandomModel, add_vocabulary, write
-from support.reference import Gpt2Reference
 
 import pystaged
 from pystaged._core import DraftHead, Model
@@ -61,7 +61,7 @@ def test_distill(target: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     before, after = (float(re.search(rf"{when}: ([\d.]+) nats", done.stdout)[1]) for when in ("before", "after"))
     assert 0 < after < 0.8 * before
-    logits = Gpt2Reference(out).logits(TOKENS)
+    logits = FamilyReference(out, half=False).logits(TOKENS)
     (llama,) = llama_logits(out, [TOKENS])
     assert np.abs(llama - logits).max() <= 0.05
     assert np.abs(engine_logits(out, TOKENS) - logits).max() <= 0.05

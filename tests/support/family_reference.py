@@ -18,13 +18,17 @@ WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
 
 
 class FamilyReference:
-    """A GGUF model with all its weights as float64, whatever their type in the file."""
+    """A GGUF model with all its weights as float64, whatever their type in the file.
 
-    def __init__(self, path: str | Path) -> None:
-        reader = GGUFReader(path)
+    Args:
+        half: whether keys and values are kept as float16, as the engines keep them.
+    """
+
+    def __init__(self, path: str | Path, *, half: bool = True) -> None:
+        reader, self._half = GGUFReader(path), half
         self._values = {name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name}
         self.family: str = self._values["general.architecture"]
-        self._weights: dict[str, Doubles] = {
+        self.weights: dict[str, Doubles] = {
             tensor.name: np.array(quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float64)
             for tensor in reader.tensors
         }
@@ -38,27 +42,27 @@ class FamilyReference:
 
     def logits(self, tokens: Sequence[int], context: int = 512) -> Doubles:
         """Logits after each token: float64[len(tokens), vocabulary]; `context` chooses among long factors."""
-        x = self._weights["token_embd.weight"][list(tokens)] * self._embedding_scale()
+        x = self.weights["token_embd.weight"][list(tokens)] * self._embedding_scale()
         if self.family == "gpt2":
-            x = x + self._weights["position_embd.weight"][: len(x)]
+            x = x + self.weights["position_embd.weight"][: len(x)]
         scale = self._key("residual_scale", 1.0)
         for layer in range(self.layers):
             block = f"blk.{layer}."
             read = self._norm(block + "attn_norm", x)
             branch = self._norm(block + "post_attention_norm", self._attention(layer, read, context))
             x = x + scale * branch
-            if f"{block}ffn_norm.weight" in self._weights or self.family == "olmo2":
+            if f"{block}ffn_norm.weight" in self.weights or self.family == "olmo2":
                 read = self._norm(block + "ffn_norm", x)
             x = x + scale * self._norm(block + "post_ffw_norm", self._feed_forward(block, read))
         x = self._norm("output_norm", x)
-        head = "output" if "output.weight" in self._weights else "token_embd"
-        logits = x @ self._weights[f"{head}.weight"].T + self._weights.get("output.bias", 0)
+        head = "output" if "output.weight" in self.weights else "token_embd"
+        logits = x @ self.weights[f"{head}.weight"].T + self.weights.get("output.bias", 0)
         logits = logits / self._key("logit_scale", 1.0)
         return capped(logits, self._key("final_logit_softcapping", 30.0 if self.family == "gemma2" else 0.0))
 
     def _attention(self, layer: int, x: Doubles, context: int) -> Doubles:
         block, n, heads, kv_heads, dim = f"blk.{layer}.", len(x), self.heads, self.kv_heads, self.dim
-        if f"{block}attn_qkv.weight" in self._weights:
+        if f"{block}attn_qkv.weight" in self.weights:
             joint = self._linear(block + "attn_qkv", x)
             q, k, v = np.split(joint, [heads * dim, (heads + kv_heads) * dim], axis=1)
         else:
@@ -72,8 +76,8 @@ class FamilyReference:
         positions = np.arange(n)
         if temperature := self._key("attention.temperature_scale", 0.0):
             q = q * (1 + temperature * np.log(positions // self._original + 1))[:, None, None]
-        # The engines keep both as float16.
-        k, v = (part.astype(np.float16).astype(np.float64) for part in (k, v))
+        if self._half:
+            k, v = (part.astype(np.float16).astype(np.float64) for part in (k, v))
         k, v = (np.repeat(part, heads // kv_heads, axis=1).transpose(1, 0, 2) for part in (k, v))
         largest = (self.family, self.layers) in (("gemma2", 46), ("gemma3", 62))
         scale = self._key("attention.scale", 0.0) or (self.width // heads if largest else dim) ** -0.5
@@ -129,10 +133,10 @@ class FamilyReference:
         return result
 
     def _factors(self, context: int) -> Doubles | float:
-        if "rope_freqs.weight" in self._weights:
-            return self._weights["rope_freqs.weight"]
+        if "rope_freqs.weight" in self.weights:
+            return self.weights["rope_freqs.weight"]
         length = "long" if context > self._original else "short"
-        return self._weights.get(f"rope_factors_{length}.weight", 1.0)
+        return self.weights.get(f"rope_factors_{length}.weight", 1.0)
 
     def _feed_forward(self, block: str, x: Doubles) -> Doubles:
         up = self._linear(block + "ffn_up", x)
@@ -146,17 +150,17 @@ class FamilyReference:
         return self._linear(block + "ffn_down", opened * up)
 
     def _linear(self, name: str, x: Doubles) -> Doubles:
-        result: Doubles = x @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", 0)
+        result: Doubles = x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0)
         return result
 
     def _norm(self, name: str, x: Doubles) -> Doubles:
-        if f"{name}.weight" not in self._weights:
+        if f"{name}.weight" not in self.weights:
             return x
         if self.family in LAYER_NORM:
             x = x - x.mean(axis=-1, keepdims=True)
         epsilon = self._key("attention.layer_norm_epsilon", None) or self._key("attention.layer_norm_rms_epsilon")
         unit = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + epsilon)
-        result: Doubles = unit * self._weights[f"{name}.weight"] + self._weights.get(f"{name}.bias", 0)
+        result: Doubles = unit * self.weights[f"{name}.weight"] + self.weights.get(f"{name}.bias", 0)
         return result
 
     def _embedding_scale(self) -> float:
