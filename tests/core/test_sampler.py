@@ -207,12 +207,6 @@ def test_noise_is_the_twins(seed: int, position: int, token: int) -> None:
     assert _core.gumbel(seed, position, token) == pytest.approx(float(noise(seed, position, token)), rel=4e-7, abs=4e-7)
 
 
-def test_noise_is_gumbel_distributed() -> None:
-    values = noise(123, 45, np.arange(200_000))
-    assert values.mean() == pytest.approx(np.euler_gamma, abs=0.02)
-    assert values.var() == pytest.approx(np.pi**2 / 6, rel=0.02)
-
-
 def test_noise_of_tokens_in_a_run_is_independent() -> None:
     """Then the first arrivals of a run are exponential with their number as rate, whichever tokens are looked at."""
     times = np.exp(-noise(3, 2**33, np.arange(64 * 4000))).reshape(-1, RUN)

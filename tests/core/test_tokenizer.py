@@ -6,18 +6,18 @@ import ctypes
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import pytest
-from gguf import GGUFReader, GGUFWriter, TokenType
+from gguf import GGUFReader, TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_weights import byte_alphabet
 from support.logits import llama_tokenize, llama_vocabulary
 from support.paths import DATA
+from support.random_models import gguf_file
 
 from pystaged import _core
 
@@ -65,6 +65,7 @@ def round_trip(tokenizer: _core.Tokenizer, text: str) -> bytes:
 def test_llama_cpp_cases(tokenizer: _core.Tokenizer, text: str, tokens: list[int]) -> None:
     assert tokenizer.encode(text).tolist() == tokens
     assert round_trip(tokenizer, text) == text.encode()
+    assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @settings(derandomize=True, deadline=None)
@@ -73,6 +74,7 @@ def test_same_tokens_as_llama_cpp_python(tokenizer: _core.Tokenizer, llama: Any,
     tokens, vocab = tokenizer.encode(text), llama_cpp.llama_model_get_vocab(llama)
     assert tokens.dtype.name == "int32"
     assert tokens.tolist() == llama_tokenize(llama, text)
+    assert tokenizer.decode(tokens, special=True) == tokenizer.decode(tokens.tolist(), special=True) == text
     for token in tokens.tolist():
         piece = ctypes.create_string_buffer(64)
         size = llama_cpp.llama_token_to_piece(vocab, token, piece, len(piece), 0, False)
@@ -102,12 +104,6 @@ def test_every_token_has_bytes(tokenizer: _core.Tokenizer) -> None:
     assert all(pieces)
     assert len(set(pieces)) == END_OF_TEXT
     assert {bytes([byte]) for byte in range(256)} <= set(pieces)
-
-
-@pytest.mark.parametrize("text", [*TEXTS, *AWKWARD], ids=ascii)
-def test_decode(tokenizer: _core.Tokenizer, text: str) -> None:
-    tokens = tokenizer.encode(text)
-    assert tokenizer.decode(tokens) == tokenizer.decode(tokens.tolist()) == text
 
 
 def test_decode_of_special_and_of_half_characters(tokenizer: _core.Tokenizer) -> None:
@@ -142,13 +138,11 @@ def test_very_long_texts(tokenizer: _core.Tokenizer, unit: str) -> None:
 def bytes_alone(path: Path, pre: str) -> _core.Tokenizer:
     """A vocabulary of GPT-2's bytes whose texts are split in another way."""
     words = byte_alphabet()
-    with closing(GGUFWriter(path, "llama")) as writer:
+    with gguf_file(path, "llama") as writer:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
         writer.add_token_list(words)
         writer.add_token_merges([f"{words[0]} {words[1]}"])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
     return _core.Tokenizer(path)
 
 
@@ -185,19 +179,16 @@ def tangled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     path = tmp_path_factory.mktemp("tangled") / "vocabulary.gguf"
     reader = GGUFReader(VOCABULARY)
     words = reader.fields["tokenizer.ggml.tokens"].contents()[:256]
-    writer = GGUFWriter(path, "gpt2")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*words, *SPECIALS])
-    kinds = [TokenType.CONTROL if i % 2 else TokenType.USER_DEFINED for i in range(len(SPECIALS))]
-    writer.add_token_types([TokenType.NORMAL] * 256 + kinds)
-    writer.add_token_merges([f"{words[0]} {words[1]}"])
-    for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
-        add(260)
-        writer.add_bool(f"tokenizer.ggml.add_{name}_token", request.param)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    with gguf_file(path, "gpt2") as writer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list([*words, *SPECIALS])
+        kinds = [TokenType.CONTROL if i % 2 else TokenType.USER_DEFINED for i in range(len(SPECIALS))]
+        writer.add_token_types([TokenType.NORMAL] * 256 + kinds)
+        writer.add_token_merges([f"{words[0]} {words[1]}"])
+        for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
+            add(260)
+            writer.add_bool(f"tokenizer.ggml.add_{name}_token", request.param)
     with llama_vocabulary(path) as model:
         yield _core.Tokenizer(path), model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 from support.logits import llama_tokenize, llama_vocabulary
-from support.random_models import RandomModel, add_sentencepiece, add_vocabulary, write
+from support.random_models import RandomModel, add_sentencepiece, add_vocabulary, gguf_file, write
 
 from pystaged._core import ModelError, Tokenizer
 
@@ -137,13 +136,7 @@ def test_control_tokens_count(tmp_path: Path) -> None:
     paths = []
     for name in ("<|a|>", "<|b|>"):
         path = tmp_path / f"{len(paths)}.gguf"
-        with closing(GGUFWriter(path, "gpt2")) as writer:
-            writer.add_context_length(8)
-            writer.add_embedding_length(4)
-            writer.add_block_count(1)
-            writer.add_feed_forward_length(4)
-            writer.add_head_count(1)
-            writer.add_layer_norm_eps(1e-5)
+        with gguf_file(path, "gpt2") as writer:
             writer.add_tokenizer_model("gpt2")
             writer.add_tokenizer_pre("gpt-2")
             writer.add_token_list(["a", "b", "ab", name])
@@ -151,9 +144,6 @@ def test_control_tokens_count(tmp_path: Path) -> None:
             writer.add_token_merges(["a b"])
             writer.add_bos_token_id(3)
             writer.add_eos_token_id(2)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
         paths.append(path)
     first, second = (Tokenizer(path) for path in paths)
     assert first.token_bytes(3) == second.token_bytes(3) == b""

@@ -6,14 +6,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter
 from numpy.typing import NDArray
-from support.random_models import RandomModel, write
+from support.random_models import RandomModel, gguf_file, write
 
 import pystaged
 from pystaged._core import ContextFullError, Model, RecycledCandidates, Session, Tokenizer
@@ -238,13 +236,11 @@ def test_substitutes_where_no_line_can_end(tmp_path: Path) -> None:
     tokenizers = []
     for name in ("x", "y"):
         path = tmp_path / f"{name}.gguf"
-        with closing(GGUFWriter(path, "llama")) as writer:
+        with gguf_file(path, "llama") as writer:
             writer.add_tokenizer_model("gpt2")
             writer.add_tokenizer_pre("gpt-2")
             writer.add_token_list([name, *"abcdefghijklm"])
             writer.add_token_merges(["a b"])
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
         tokenizers.append(Tokenizer(path))
     assert substitutes(*tokenizers) == {0: 1}
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import MODEL_ARCH_NAMES, GGUFReader, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 from support.checkpoints import (
     NUM_TOKENS,
     family_config,
@@ -28,6 +28,7 @@ from support.checkpoints import (
 from support.convert import change_json, convert, llama_tokens, write_bfloat16
 from support.logits import engine_logits, llama_context, llama_pass
 from support.paths import DATA
+from support.random_models import gguf_file
 
 from pystaged import _core
 from pystaged.loading.families import ARCHITECTURES, FAMILIES
@@ -176,11 +177,8 @@ def test_names_are_those_of_gguf(model_type: str) -> None:
 
 
 def test_architectures_are_those_of_the_engine(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "odd.gguf", "odd")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
+    with gguf_file(tmp_path / "odd.gguf", "odd"):
+        pass
     with pytest.raises(_core.ModelError, match="there are: " + ", ".join(ARCHITECTURES)):
         _core.Model(str(tmp_path / "odd.gguf"))
     assert {family.architecture for family in FAMILIES.values()} <= set(ARCHITECTURES)

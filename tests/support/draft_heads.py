@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGMLQuantizationType, quants
+
+from support.random_models import add_key, gguf_file
 
 Floats = npt.NDArray[np.float32]
 EPSILON = 1e-5
@@ -81,23 +82,17 @@ def write(path: Path, head: RandomHead, changed: dict[str, Floats] | None = None
         "taps": head.taps,
         "tokens": head.tokens,
     }
-    add = {str: GGUFWriter.add_string, int: GGUFWriter.add_uint32, float: GGUFWriter.add_float32}
     kind = GGMLQuantizationType[head.quantization]
-    with closing(GGUFWriter(path, "draft-head")) as writer:
+    with gguf_file(path, "draft-head") as writer:
         writer.add_name("a random head")
         for key, value in (keys | head.metadata).items():
-            if isinstance(value, list):
-                writer.add_array(f"draft-head.{key}", value)
-            elif value is not None:
-                add[type(value)](writer, f"draft-head.{key}", value)
+            if value is not None:
+                add_key(writer, f"draft-head.{key}", value)
         for name, values in (head.tensors() | (changed or {})).items():
             if values.ndim == 2:
                 writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(name, values)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
     return path
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
     found = tensors(m)
     if change:
         change(found)
-    with closing(GGUFWriter(path, m.family)) as writer:
+    with gguf_file(path, m.family) as writer:
         writer.add_name("random weights")
         keys: dict[str, Any] = {
             "context_length": m.context,
@@ -102,7 +102,7 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         if m.family == "granite":
             keys["logit_scale"] = 8.0
         for key, value in (keys | m.metadata).items():
-            _add(writer, f"{m.family}.{key}", value)
+            add_key(writer, f"{m.family}.{key}", value)
         if m.vocabulary:
             m.vocabulary(writer, m.vocab_size)
         else:
@@ -114,9 +114,6 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
                 writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(name, values)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
     return path
 
 
@@ -137,7 +134,7 @@ def split(
     share = -(-len(reader.tensors) // count)
     paths = [folder / f"part-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
     for i, part in enumerate(paths):
-        with closing(GGUFWriter(part, "llama")) as writer:
+        with gguf_file(part, "llama") as writer:
             for name, value in reader.fields.items():
                 if i == 0 and not name.startswith(("GGUF.", "general.architecture")):
                     element = value.types[-1] if value.types[0] is GGUFValueType.ARRAY else None
@@ -147,13 +144,20 @@ def split(
                 (writer.add_int32 if "tensors" in key else writer.add_uint16)(key, number)
             for tensor in reader.tensors[i * share - overlap : (i + 1) * share]:
                 writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
     return paths
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+@contextmanager
+def gguf_file(path: Path, family: str) -> Iterator[GGUFWriter]:
+    """A writer of a file, which is whole when the context ends."""
+    with closing(GGUFWriter(path, family)) as writer:
+        yield writer
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+
+
+def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
