@@ -45,6 +45,7 @@ def expected() -> str:
     return pystaged.generate("def f(x):", max_tokens=3, temperature=0.5, seed=7).text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -91,12 +92,14 @@ def test_what_is_explained(arguments: list[str], words: str) -> None:
     assert words in refused(*arguments)
 
 
+@pytest.mark.slow
 def test_what_looks_like_an_option_may_be_a_value(expected: str) -> None:
     done = run("generate", "def f(x):", "--stop", "-ngl", "--temperature", "0.5", "-n", "3", "--seed", "7")
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n"), done.stderr
     assert run("generate", "-n", "1", "--", "-ngl").returncode == 0
 
 
+@pytest.mark.slow
 def test_commands_called_as_elsewhere() -> None:
     here = run("models")
     for words in (["ls"], ["list"], ["models", "list"], ["models", "ls"]):
@@ -134,6 +137,7 @@ def test_keywords(name: str, words: str) -> None:
 # ---- Models ----
 
 
+@pytest.mark.slow
 def test_what_is_in_packages_is_listed_and_stays() -> None:
     done = run("models")
     listed = [line.split()[0] for line in done.stdout.decode().splitlines()]
@@ -178,6 +182,7 @@ def test_a_model_that_is_meant(tmp_path: Path, bundled_draft: Path) -> None:
         names.resolve(tmp_path / "empty")
 
 
+@pytest.mark.slow
 def test_questions_on_the_command_line() -> None:
     expected = run("chat", "bundled", "--temperature", "0", "--regex", "[a-z]{3}", stdin=b"Which?")
     for arguments in (["bundled", "Which?"], ["Which?", "-m", "bundled"], ["bundled", "-p", "Which?"]):
@@ -185,6 +190,7 @@ def test_questions_on_the_command_line() -> None:
         assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
 
 
+@pytest.mark.slow
 def test_stats_called_as_in_ollama() -> None:
     done = run("run", "bundled", "Which?", "--verbose", "--regex", "[a-z]{3}")
     assert done.returncode == 0, done.stderr
@@ -192,6 +198,7 @@ def test_stats_called_as_in_ollama() -> None:
     assert b"per second" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_system_message_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "system.txt"
     file.write_text("Say \u00e9.\n", "utf-8")

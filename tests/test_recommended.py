@@ -195,6 +195,7 @@ def test_servers_say_what_a_loop_is(engine: pystaged.Engine) -> None:
         assert (body["stop_type"], body["tokens_predicted"]) == ("limit", 128)
 
 
+@pytest.mark.slow
 def test_commands_say_that_an_answer_is_a_loop(random_gguf: Callable[..., Path]) -> None:
     options = ("--model", random_gguf(context=512), "--logit-bias", "65+100", "--ignore-eos", "--max-tokens", "200")
     for command in (("generate", "--chat", "a"), ("chat",)):
