@@ -184,7 +184,10 @@ def test_an_engine_that_is_used_is_not_closed(engine: pystaged.Engine, model: ll
     first = iter(model.prompt("Hello", max_tokens=24))
     text = next(first)
     old = llm_plugin._engines[NAME].engine
+    model.prompt("Hello", max_tokens=1, temperature=1).text()
+    assert (llm_plugin._engines[NAME].engine, old.n_ctx) == (old, 512)
     assert model.prompt("Hello", max_tokens=24, n_ctx=128).text() == expected
+    assert llm_plugin._engines[NAME].engine.n_ctx == 128
     assert text + "".join(first) == expected
     with pytest.raises(ValueError, match="closed"):
         old.generate("Hello")
@@ -294,21 +297,6 @@ def test_what_is_wrong_is_an_error_of_llms(model: llm_plugin.Pystaged, monkeypat
     monkeypatch.setitem(sys.modules, "llm.parts", None)
     with pytest.raises(llm.ModelError, match=r"needs llm 0\.32 or later"):
         model.prompt("Hello").text()
-
-
-def test_one_engine_stays_loaded(model: llm_plugin.Pystaged) -> None:
-    def loaded(**options: Any) -> pystaged.Engine:
-        model.prompt("Hello", max_tokens=1, **options).text()
-        return llm_plugin._engines[NAME].engine
-
-    first = loaded()
-    assert loaded(temperature=1) is first
-    other = loaded(n_ctx=128)
-    assert other.n_ctx == 128
-    assert first.n_ctx == 512
-    with pytest.raises(ValueError, match="closed"):
-        first.generate("Hello")
-    assert loaded().n_ctx == 512
 
 
 @pytest.mark.slow
