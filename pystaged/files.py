@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and files that are read without trusting them."""
+"""Atomic writing of files, and safe reading of untrusted ones."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def update(digest: Any, file: BinaryIO) -> None:
-    """Add the rest of a file to a digest of hashlib's."""
+    """Add the rest of a file to a hashlib digest."""
     while chunk := file.read(_CHUNK):
         digest.update(chunk)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write to; it becomes `path` only if the block ends well. A link is followed.
+    """A temporary file beside `path`, which replaces `path` if the block ends without an error. Links are followed.
 
     Raises:
-        OSError: as destination.
+        OSError: as in destination.
     """
     path = destination(path)
     with part_file(path) as part:
@@ -39,10 +39,10 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def part_file(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` under a name of its own, gone when the block ends unless it was moved.
+    """An empty file beside `path` with a unique name, removed when the block ends unless it was moved.
 
-    It is locked while the block runs: a free lock tells what killed writers left, which is removed first. Raises
-    OSError that names `path` where the block has one of a full disk.
+    It is locked while the block runs. Files without a lock, which killed writers left, are removed first. If the block
+    raises an OSError of a full disk, it is raised again with `path` in it.
     """
     for other in path.parent.iterdir():
         if other.name.startswith(path.name) and _PART.fullmatch(other.name[len(path.name) :]):
@@ -60,10 +60,8 @@ def part_file(path: Path) -> Iterator[Path]:
 
 
 def keep(path: Path, data: bytes) -> None:
-    """Write a file of the cache folder, for this user alone, whole or not at all.
-
-    What is kept is a convenience: where it cannot be written, it is not there.
-    """
+    """Write a file of the cache folder atomically, readable for this user only. Errors are ignored, because caches are
+    optional."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with part_file(path) as part:
@@ -73,14 +71,14 @@ def keep(path: Path, data: bytes) -> None:
 
 
 def destination(path: Path) -> Path:
-    """Where a file that is to be written will lie: links are followed.
+    """The path at which a file will be written, with links followed.
 
     Raises:
-        OSError: a folder or a device stands there, or there is no folder to put it in.
+        OSError: the path is a folder or a device, or its folder does not exist.
     """
     try:
         target = path.resolve()
-    except RuntimeError:  # of a loop, before Python 3.13
+    except RuntimeError:  # a loop of links, before Python 3.13
         raise OSError(f"{path} is a link that leads back to itself") from None
     if target.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file in it")
@@ -92,7 +90,7 @@ def destination(path: Path) -> Path:
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with ~ or ~NAME replaced by a home folder. Raises FileNotFoundError: there is none of that name."""
+    """A path with ~ or ~NAME replaced by a home folder. Raises FileNotFoundError if that does not exist."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -100,17 +98,17 @@ def expanded(path: str | Path) -> Path:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Unfinished files anywhere in a folder that nobody is writing."""
+    """Unfinished files in a folder and those below, except those being written."""
     return [part for part in sorted(folder.rglob("*.part")) if _is_leftover(part, remove=False)]
 
 
 def remove_leftover(part: Path) -> None:
-    """Remove an unfinished file, unless somebody is writing it."""
+    """Remove an unfinished file, unless it is being written."""
     _is_leftover(part, remove=True)
 
 
 def read_small(path: Path, most_bytes: int) -> bytes:
-    """The content of a regular file; nothing else is waited for or read.
+    """Read a regular file; never blocks on pipes or devices.
 
     Raises:
         OSError: it cannot be read.
@@ -124,7 +122,7 @@ def read_small(path: Path, most_bytes: int) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file to be read; nothing else is waited for.
+    """Open a regular file for reading; never blocks on pipes or devices.
 
     Raises:
         OSError: it cannot be opened.
@@ -139,10 +137,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Refuse to begin a file that the disk has no room for.
+    """Check that the disk has room for a file.
 
     Raises:
-        OSError: naming the folder, what is needed and what is free.
+        OSError: it has not, naming the folder and the needed and free bytes.
     """
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
@@ -151,19 +149,19 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for pystaged; where there is none, a path at which nothing can be."""
+    """The user's cache folder for pystaged; without a home folder, a path that cannot exist."""
     import platformdirs  # noqa: PLC0415
 
     with suppress(RuntimeError):
         folder = Path(platformdirs.user_cache_dir("pystaged"))
         if folder.is_absolute():
             return folder
-    # Without a home it would be a folder named ~ wherever one happens to be; there nothing can be written or found.
+    # Otherwise the cache would be a folder named ~ in the current folder.
     return Path(os.devnull) / "there is no home folder, set XDG_CACHE_HOME"
 
 
 def _locked_part(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file that nobody else takes for a leftover."""
+    """Create and lock a new file."""
     while True:
         part = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
         file = part.open("xb")
@@ -172,11 +170,11 @@ def _locked_part(path: Path) -> tuple[Path, BinaryIO]:
             locked = part.exists()
         except BlockingIOError:
             locked = False
-        except OSError:  # a file system without locks, where nothing is taken for a leftover
+        except OSError:  # a file system without locks, where no file counts as a leftover
             locked = True
         if locked:
             return part, file
-        # Somebody looked whether it is a leftover before it was locked.
+        # Another process tested whether it is a leftover before it was locked.
         file.close()
         part.unlink(missing_ok=True)
 
@@ -190,5 +188,5 @@ def _is_leftover(part: Path, *, remove: bool) -> bool:
             if remove:
                 part.unlink()
             return True
-    except OSError:  # locked, gone, another user's
+    except OSError:  # locked, removed, or another user's
         return False

@@ -1,7 +1,7 @@
 """Structured output: JSON schemas, regular expressions and grammars as constraints, by llguidance.
 
-A grammar's masks also hold a text to the tokens that the vocabulary's own tokenizer would write where only one string
-can follow, so what is forced is known token by token.
+Where a grammar allows only one string, its masks allow only the tokens that the tokenizer encodes it as, which are then
+forced.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pystaged.text import encode_continuation
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_MOST_KEPT = 16  # compiled grammars, those that cannot be used too
-_AT_ONCE = 2  # that are compiled
-_SILENT = 120.0  # seconds by the clock of a process that may take 5 of the processor
-_MOST_FORCED = 1024  # characters that are known to come, of which the tokens are looked for
-_UNCERTAIN = 16  # tokens at the end of those, which what comes later may change
+_MOST_KEPT = 16  # cached grammars, invalid ones included
+_AT_ONCE = 2  # grammars that are compiled at the same time
+_SILENT = 120.0  # longest wall time of a compilation, in seconds; its processor time is limited to 5 seconds
+_MOST_FORCED = 1024  # characters of a forced string that are encoded at once
+_UNCERTAIN = 16  # last tokens of a cut string, which may depend on the characters after it
 _MOST_SHOWN = 100  # characters of an error's line, which may quote the grammar
-_CONTROL = b"\xff"  # before the spelling of a token that is no text
+_CONTROL = b"\xff"  # before the spelling of a control token
 _T = TypeVar("_T")
 
 
 class Grammars:
-    """Compiles grammars for a vocabulary, and keeps those used last.
+    """Compiles grammars for a vocabulary, and caches those used last.
 
     Raises:
         ModuleNotFoundError: llguidance is not installed.
@@ -50,21 +50,21 @@ class Grammars:
             raise GrammarError("the model's vocabulary has no token that ends a text; a grammar needs one")
         ends = sorted(self._ends)
         self._workers = Workers("pystaged.definitions", _AT_ONCE)
-        with self._workers.turn():  # the first begins meanwhile
+        with self._workers.turn():  # starts the first child process meanwhile
             vocabulary = cast("llguidance.TokenizerWrapper", _Vocabulary(tokenizer, ends[0]))
             self._vocabulary = llguidance.LLTokenizer(vocabulary, eos_token=ends)
-        self._known: dict[Grammar, LLMatcher | str] = {}  # compiled, or why not; those used last at the end
+        self._known: dict[Grammar, LLMatcher | str] = {}  # matcher or error message; the last used are at the end
         self._lock = ProcessLock()
 
     def constraint(self, grammar: Grammar) -> GrammarConstraint:
-        """The constraint of a text that begins.
+        """The constraint of a new sequence.
 
         Raises:
             GrammarError: the grammar cannot be used.
         """
         found = self._look_up(grammar)
         if found is None:
-            # Others that are compiled already need not wait; the same one may have been compiled meanwhile.
+            # The same grammar may have been compiled while this call waited for its turn.
             with self._workers.turn() as worker:
                 found = self._look_up(grammar) or self._keep(grammar, self._compile(grammar, worker))
         if isinstance(found, str):
@@ -72,7 +72,7 @@ class Grammars:
         return GrammarConstraint(found.deep_copy(), self._ends)
 
     def close(self) -> None:
-        """End what is being compiled."""
+        """Abort compilations."""
         self._workers.close()
 
     def _look_up(self, grammar: Grammar) -> LLMatcher | str | None:
@@ -90,7 +90,7 @@ class Grammars:
         return found
 
     def _compile(self, grammar: Grammar, worker: Child) -> LLMatcher | str:
-        """A matcher that has read nothing, or why there is none."""
+        """Compile a grammar in a child process, then here; returns a matcher at its beginning, or an error message."""
         try:
             definition = worker.call("define", grammar.option, grammar.text, timeout=_SILENT)
             matcher = compiled(self._vocabulary, definition)
@@ -108,19 +108,19 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """The grammar of one text.
+    """The grammar of one sequence.
 
     Raises:
-        GrammarError: the mask after the text, `advance`: the grammar became too complex to follow.
+        GrammarError: from `mask([])` and `advance`: the grammar became too complex.
     """
 
     def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
-        self._matcher = matcher  # has read the text alone, as in plain decoding
+        self._matcher = matcher  # has read the sequence alone, as in plain decoding
         self._ends = ends
-        self._after: bool | None = None  # whether only the end of the text may follow it
-        self._guesser: LLMatcher | None = None  # a copy that has read a path after the text, too
+        self._after: bool | None = None  # cached is_complete
+        self._guesser: LLMatcher | None = None  # a copy that has read a path after the sequence, too
         self._path: list[int] = []
-        self._masks: dict[tuple[int, ...], Mask | None] = {}  # of paths after the text
+        self._masks: dict[tuple[int, ...], Mask | None] = {}  # by path after the sequence
         self._forced: list[int] | None = None
 
     @property
@@ -128,7 +128,7 @@ class GrammarConstraint:
         if self._after is None:
             try:
                 mask = None if self._matcher.is_stopped() else self.mask([])
-            except GrammarError:  # which ends a text that goes on, and only such a one
+            except GrammarError:  # raised again by the next step, if there is one
                 return False
             self._after = mask is None or not count_allowed(mask, self._ends)
         return self._after
@@ -158,7 +158,7 @@ class GrammarConstraint:
         return self._guess(path, _mask)
 
     def _guess(self, path: Sequence[int], look: Callable[[LLMatcher], _T]) -> _T | None:
-        """What is found after a path that is allowed; None where that is too complex, which ends no text."""
+        """Call `look` after an allowed path; None if the grammar is too complex there, as guesses must not raise."""
         if self._guesser is None:
             self._guesser, self._path = self._matcher.deep_copy(), []
         try:
@@ -191,7 +191,7 @@ def _mask(matcher: LLMatcher) -> Mask:
 
 
 class _Vocabulary:
-    """A vocabulary as llguidance reads it: what its TokenizerWrapper has."""
+    """A vocabulary with the interface of llguidance's TokenizerWrapper."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -206,13 +206,13 @@ class _Vocabulary:
         ]
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text that goes on with another; of a long one the first, which is all that is asked for."""
+        """The tokens of a continuation; of a long one only the first tokens, which are enough."""
         tokens: list[int] = encode_continuation(self._tokenizer, text[:_MOST_FORCED], parse_special=False).tolist()
         return tokens if len(text) <= _MOST_FORCED else tokens[:-_UNCERTAIN]
 
 
 def _one_line(words: str) -> str:
-    """An error without its drawing of where it is, and not too much of the grammar."""
+    """An error message in one line, without llguidance's marks of the position, and shortened."""
     lines = [line.strip()[:_MOST_SHOWN] for line in words.splitlines() if line.strip(" ^")]
     return " ".join(line for line in lines[:8] if not line.startswith("1 |"))
 

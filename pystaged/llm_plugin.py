@@ -1,6 +1,6 @@
 """The plugin for `llm`: llm -m pystaged/smollm2 "..."
 
-Nothing that computes is imported before a model is used.
+To start fast, it imports the compiled module only when a model is used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _engines: dict[str, _Loaded] = {}
 _loading = threading.RLock()  # one model at a time
 _bookkeeping = (
     threading.RLock()
-)  # never held for long: responses that nobody reads on end wherever garbage is collected
+)  # never held for long, because the garbage collector may end a dropped response in any thread
 
 
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """The bundled model, SmolLM2 if it is installed, and what `pystaged models` lists."""
+    """Register the bundled model, SmolLM2 if it is installed, and the models that `pystaged models` lists."""
     from pystaged.loading import cache, names  # noqa: PLC0415
 
     found = ["bundled", *cache.names()]
@@ -70,7 +70,7 @@ _MORE = {
 
 
 def _offered(name: str) -> Any:
-    """An option of pystaged.options as one of `llm`'s."""
+    """An option of pystaged.options as a field of llm.Options."""
     kind = _KINDS.get(name, ALL[name].kind or str)
     return kind | None, Field(None, description=ALL[name].help + _MORE.get(name, ""))
 
@@ -82,14 +82,14 @@ else:
 
 
 class ModelOptions(_Offered):
-    """Those of pystaged.Engine.chat, checked as there, and some of pystaged.load."""
+    """Options of pystaged.Engine.chat, checked as there, and some of pystaged.load."""
 
-    think: bool | None = Field(None, description="Whether a model that can think first does.")
+    think: bool | None = Field(None, description="Whether a reasoning model thinks before it answers.")
 
     @field_validator("logit_bias", mode="before")
     @classmethod
     def parse(cls, value: Any) -> Any:
-        """As the program gives it; what is digits alone is a token id, for JSON has no other keys than texts."""
+        """Parse JSON; keys of digits alone are token ids, because JSON keys are always strings."""
         value = json.loads(value) if isinstance(value, str) else value
         if not isinstance(value, dict):
             return value
@@ -97,7 +97,7 @@ class ModelOptions(_Offered):
 
     @model_validator(mode="after")
     def check(self) -> ModelOptions:
-        """Refuse what a generation would refuse."""
+        """Check the options as a generation does."""
         options = self.of_text()
         if options:
             try:
@@ -109,24 +109,24 @@ class ModelOptions(_Offered):
         return self
 
     def of_text(self) -> dict[str, Any]:
-        """As Engine.chat takes them."""
+        """Options of Engine.chat."""
         given = self.model_dump(exclude_none=True, exclude={*_LOADING, "think"})
         return given | ({"seed": None} if given.get("seed") == -1 else {})
 
     def of_template(self) -> dict[str, Any]:
-        """The same for the chat template."""
+        """Options of the chat template."""
         return {} if self.think is None else {"enable_thinking": self.think}
 
     def of_loading(self) -> dict[str, Any]:
-        """As pystaged.load takes them."""
+        """Options of pystaged.load."""
         return self.model_dump(exclude_none=True, include=set(_LOADING))
 
 
 class _Common:
-    """What both kinds of model share.
+    """Base of both kinds of model.
 
     Args:
-        name: as pystaged.load takes it.
+        name: the model's name for pystaged.load.
     """
 
     can_stream = supports_schema = True
@@ -136,7 +136,7 @@ class _Common:
 
 
 class Pystaged(_Common, llm.Model):
-    """A model of pystaged's."""
+    """A model of pystaged."""
 
     Options = ModelOptions  # type: ignore[assignment]  # a variable, thinks mypy
 
@@ -147,7 +147,7 @@ class Pystaged(_Common, llm.Model):
         response: llm.Response,
         conversation: llm.Conversation | None,
     ) -> Iterator[str | StreamEvent]:
-        """The answer, piece by piece."""
+        """Stream the answer."""
         del stream, conversation
         with _errors(), closing(_User()) as user:
             engine = user.engine(self._name, prompt.options)
@@ -158,7 +158,7 @@ class Pystaged(_Common, llm.Model):
 
 
 class AsyncPystaged(_Common, llm.AsyncModel):
-    """The same for event loops."""
+    """A model of pystaged for event loops."""
 
     Options = ModelOptions  # type: ignore[assignment]  # a variable, thinks mypy
 
@@ -169,7 +169,7 @@ class AsyncPystaged(_Common, llm.AsyncModel):
         response: llm.AsyncResponse,
         conversation: llm.AsyncConversation | None,
     ) -> AsyncGenerator[str | StreamEvent, None]:
-        """The answer, piece by piece."""
+        """Stream the answer."""
         import asyncio  # noqa: PLC0415
 
         del stream, conversation
@@ -182,13 +182,13 @@ class AsyncPystaged(_Common, llm.AsyncModel):
 
 
 class _User:
-    """Who uses an engine until it is closed."""
+    """A user of an engine, until it is closed."""
 
     def __init__(self) -> None:
         self._loaded: _Loaded | None = None
 
     def engine(self, name: str, options: Any) -> Engine:
-        """That of a model, which stays loaded until other options of loading are asked for and nobody uses it."""
+        """The engine of a model; for other loading options, a new one. The old one is closed after its last use."""
         import pystaged  # noqa: PLC0415
 
         wanted = options.of_loading()
@@ -213,7 +213,7 @@ class _User:
         return loaded.engine
 
     def close(self) -> None:
-        """Use it no more."""
+        """End the use of the engine."""
         with _bookkeeping:
             loaded = self._loaded
             if loaded:
@@ -224,7 +224,7 @@ class _User:
 
 @dataclass
 class _Loaded:
-    """An engine, the options it was loaded with, and who uses it; who is cancelled while it loads need not close."""
+    """An engine, its loading options, and its users, held weakly because one that is cancelled may never close."""
 
     options: dict[str, Any]
     engine: Engine
@@ -250,10 +250,10 @@ def _arguments(engine: Engine, prompt: llm.Prompt) -> dict[str, Any]:
 
 
 def _message(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
-    """As pystaged takes it; an answer of our own with its tokens, so that it is not read again.
+    """Convert a message for pystaged; its own answers get their tokens, so that they are not prefilled again.
 
     Raises:
-        ValueError: it holds what is neither text nor reasoning.
+        ValueError: the message has a part that is neither text nor reasoning.
     """
     from llm.parts import ReasoningPart, TextPart  # noqa: PLC0415
 
@@ -270,7 +270,7 @@ def _message(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _tokens(ours: Any, tokenizer: Tokenizer) -> list[int] | None:
-    """Those kept with an answer; None where they are not of this vocabulary, whoever wrote them."""
+    """The tokens stored with an answer; None if they are invalid or of another vocabulary."""
     if not isinstance(ours, dict) or ours.get("vocabulary") != tokenizer.fingerprint:
         return None
     tokens = ours.get("tokens")
@@ -281,7 +281,7 @@ def _tokens(ours: Any, tokenizer: Tokenizer) -> list[int] | None:
 
 
 def _end(engine: Engine, result: GenerationResult, response: Any) -> StreamEvent:
-    """Set a response's usage; the event that ends its text keeps the answer's tokens, also in `llm`'s database."""
+    """Set a response's usage; returns a last event, with which `llm` stores the answer's tokens in its database."""
     from llm.parts import StreamEvent  # noqa: PLC0415
 
     stats = result.stats
@@ -298,7 +298,7 @@ def _end(engine: Engine, result: GenerationResult, response: Any) -> StreamEvent
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Raises errors as llm.ModelError."""
+    """Convert errors to llm.ModelError."""
     try:
         if not find_spec("llm.parts"):
             raise ImportError("pystaged needs llm 0.32 or later; run: pip install -U llm")

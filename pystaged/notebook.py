@@ -1,4 +1,4 @@
-"""Results as HTML for notebooks, without external resources, in the page's own text colour."""
+"""HTML of results for notebooks, without external resources, in the page's own text colour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pystaged.decoding.tree import Stage
 from pystaged.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
 from pystaged.stats import GenerationStats
 
-# Behind the text, and translucent: readable on light pages and on dark ones.
+# Translucent backgrounds, readable on light and dark pages.
 _BACKGROUNDS = {
     None: "",
     "green": "rgba(46,160,67,.35)",
@@ -23,17 +23,17 @@ _BACKGROUNDS = {
     "cyan": "rgba(6,182,212,.35)",
 }
 _SURPRISING = "rgba(220,60,60,{:.2f})"
-_MOST_SURPRISING = 10.0  # nats, from where on the colour stays the same
-_MOST_PERPLEXITY = 1e99  # from where on it is enough to say so
+_MOST_SURPRISING = 10.0  # nats of the strongest colour
+_MOST_PERPLEXITY = 1e99  # larger values are shown as "above 1e+99"
 _TEXT_STYLE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 _LINE_STYLE = "font-size:smaller;margin-top:.3em"
-_NO_MATH = "tex2jax_ignore mathjax_ignore"  # notebooks would typeset what is between dollars
+_NO_MATH = "tex2jax_ignore mathjax_ignore"  # keeps notebooks from typesetting text between dollar signs
 
 
 def result_html(
     text: str, pieces: Iterable[bytes], stages: Iterable[Stage], stats: GenerationStats, figures: str
 ) -> str:
-    """A text in the colours of the stages, a legend, and a line of figures."""
+    """HTML of a text in the colours of the stages, with a legend and a line of figures."""
     spans = StageSpans().split(text, pieces, stages)
     parts = []
     for stage, run in groupby(spans, key=lambda span: span[1]):
@@ -47,7 +47,7 @@ def result_html(
 
 
 def score_html(pieces: Sequence[bytes], logprobs: NDArray[np.float64], total: float) -> str:
-    """A text whose tokens are the redder the less likely they are, and its log-probability and perplexity."""
+    """HTML of a text whose less likely tokens are redder, with its log-probability and perplexity."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     parts = []
     for i, (piece, logprob) in enumerate(zip(pieces, logprobs.tolist(), strict=True)):
@@ -63,7 +63,7 @@ def score_html(pieces: Sequence[bytes], logprobs: NDArray[np.float64], total: fl
 
 
 def _perplexity(surprise: float) -> str:
-    """In words, given its logarithm."""
+    """The perplexity as text, given its natural logarithm."""
     if surprise > math.log(_MOST_PERPLEXITY):
         return f"above {_MOST_PERPLEXITY:g}"
     perplexity = math.exp(surprise)
@@ -78,7 +78,7 @@ def _shown(parts: Iterable[str], line: str) -> str:
 def _span(text: str, title: str, background: str) -> str:
     if not text:
         return ""
-    shown = escape(text).replace("\r", "&#13;")  # which a page would else read as a line's end
+    shown = escape(text).replace("\r", "&#13;")  # HTML reads a plain one as a newline
     attributes = f' title="{escape(title)}"' if title else ""
     attributes += f' style="background:{background}"' if background else ""
     return f"<span{attributes}>{shown}</span>"

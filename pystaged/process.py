@@ -1,4 +1,4 @@
-"""Python processes of our own: what may crash, or must end at once, runs in one."""
+"""Child processes for work that may crash or must be killed, and locks that survive fork()."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
 _SECONDS_TO_END = 10.0
-# glibc's names of what mallopt sets, and what it is set to.
+# glibc's parameters of mallopt, and their values.
 _M_MMAP_THRESHOLD, _LARGE = -3, 1 << 17  # bytes
 _M_ARENA_MAX, _HEAPS = -8, 2
 
 
 def bound_heaps() -> None:
-    """Have glibc give memory back that was freed: large blocks at once, and two heaps for all threads instead of one
-    for each. For programs that run for days; before threads begin. Elsewhere it does nothing."""
+    """Let glibc return freed memory to the system: large blocks at once, and two heaps for all threads instead of one
+    for each. For long-running programs, before threads start. Does nothing without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
@@ -36,13 +36,13 @@ def bound_heaps() -> None:
 
 
 def start(module: str, *args: str | os.PathLike[str], **popen_options: Any) -> subprocess.Popen[Any]:
-    """Call `main()` of a module in a new Python; what it returns is the exit status.
+    """Call `main()` of a module in a new Python process, whose exit status is its result.
 
-    The child finds modules where this process does, so it gets the same pystaged whatever the current folder holds.
+    The child has this process's sys.path, so that it imports the same pystaged in any current folder.
 
     Args:
         module: full name, such as "pystaged.loading.quantize".
-        args: become sys.argv[1:].
+        args: sys.argv[1:] of the child.
         popen_options: as in subprocess.Popen.
     """
     path = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100  "" is the current folder
@@ -51,14 +51,14 @@ def start(module: str, *args: str | os.PathLike[str], **popen_options: Any) -> s
 
 
 def end_with_parent() -> None:
-    """Called in the child: it ends when its standard input, a pipe from the parent, does; even if that was killed."""
+    """In a child: exit when its standard input ends, a pipe from the parent, even if the parent was killed."""
 
     def wait() -> None:
-        while os.read(0, 4096):  # not sys.stdin, whose lock would be held when Python ends
+        while os.read(0, 4096):  # not sys.stdin, whose lock would be held at Python's exit
             pass
         os._exit(1)
 
-    # A parent that ended while this process began must not find later what it writes.
+    # If the parent has ended already, exit before anything is written.
     if select.select([0], [], [], 0)[0] and not os.read(0, 4096):
         os._exit(1)
     threading.Thread(target=wait, daemon=True).start()
@@ -66,7 +66,7 @@ def end_with_parent() -> None:
 
 @contextmanager
 def orderly_end() -> Iterator[None]:
-    """Let SIGTERM unwind a command as Ctrl-C does, so that its temporary files and its children end too."""
+    """Let SIGTERM raise SystemExit, so that temporary files are removed and children end."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -75,10 +75,10 @@ def orderly_end() -> Iterator[None]:
 
 
 class ProcessLock:
-    """A lock that a child of fork() finds free, whoever holds it in the parent.
+    """A lock that is free in a child of fork(), even if a thread of the parent holds it.
 
     Args:
-        make: threading.Lock, or threading.RLock where a thread may take it again.
+        make: threading.Lock, or threading.RLock for a reentrant lock.
     """
 
     def __init__(self, make: Callable[[], Any] = threading.Lock) -> None:
@@ -86,35 +86,35 @@ class ProcessLock:
         self._locks: dict[int, threading.Lock] = {}
 
     def here(self) -> threading.Lock:
-        """This process's own. With it in a `with`, no Ctrl-C comes between taking and giving back."""
+        """This process's lock. In a `with` statement, Ctrl-C cannot leave it locked."""
         return self._locks.setdefault(os.getpid(), self._make())
 
 
 class ChildError(RuntimeError):
-    """A child crashed or is silent."""
+    """A child process crashed or does not answer."""
 
 
 class ChildKilledError(ChildError):
-    """A signal has ended a child, as that of a limit does."""
+    """A signal ended a child process, such as that of a limit."""
 
 
 class ChildSilentError(ChildError):
-    """A child has not answered in time."""
+    """A child process did not answer in time."""
 
 
 class Child:
-    """A process that answers calls, one at a time. It ends with this one.
+    """A child process that answers calls, one at a time. It ends with this process.
 
     Args:
-        module: its `main` calls `serve`.
-        environment: variables that it gets besides ours.
+        module: a module whose `main` calls `serve`.
+        environment: additional environment variables.
     """
 
     def __init__(self, module: str, **environment: str) -> None:
         self._connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the child
         with theirs:
-            # A session of its own: Ctrl-C is for the parent, and what the child starts ends with it.
+            # A session of its own, so that Ctrl-C reaches the parent alone and the child's children end with it.
             self._process = start(
                 module,
                 str(theirs.fileno()),
@@ -132,18 +132,18 @@ class Child:
 
     @property
     def is_free(self) -> bool:
-        """Whether it lives, and owes no answer."""
+        """Whether it is alive and not in a call."""
         return self._end.alive and not self._is_asked
 
     def call(self, name: str, *args: object, timeout: float) -> Any:
-        """What the host's method of that name returns or raises.
+        """Call a method of the child's host; returns its result or raises its error.
 
         Args:
-            timeout: longest silence, in seconds.
+            timeout: longest time without an answer or a sign of life, in seconds.
 
         Raises:
-            ChildError: it crashed, by a signal (ChildKilledError) or otherwise, or is silent (ChildSilentError); it is
-                ended.
+            ChildError: the child crashed, by a signal (ChildKilledError) or otherwise, or did not answer in time
+                (ChildSilentError) and was killed.
         """
         with self._lock:
             number = next(self._numbers)
@@ -151,7 +151,7 @@ class Child:
             self._is_asked = True
             try:
                 self._transfer(self._connection.send, (number, name, args))
-                # Signs of life, and answers to calls that were interrupted, are passed over.
+                # Skip signs of life and answers to calls that were interrupted.
                 while answered != number:
                     if not self._connection.poll(timeout):
                         self._end()
@@ -168,7 +168,7 @@ class Child:
         return value
 
     def _transfer(self, transfer: Callable[..., Any], *message: object) -> Any:
-        """Send or receive a message. What comes after one that was cut off, by Ctrl-C, could not be understood."""
+        """Send or receive a message. Ctrl-C in the middle of one ends the child, as later messages cannot be parsed."""
         try:
             return transfer(*message)
         except KeyboardInterrupt:
@@ -176,14 +176,14 @@ class Child:
             raise
 
     def kill(self) -> None:
-        """End the process, from another thread than the one that uses it: that one gets ChildKilledError."""
+        """Kill the process; a thread that waits in a call gets ChildKilledError."""
         self._process.kill()
 
     def close(self, seconds: float = 0.0) -> None:
-        """End the process and what it started.
+        """End the process and its children.
 
         Args:
-            seconds: that it has to end by itself.
+            seconds: time that it gets to end by itself.
         """
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -191,7 +191,7 @@ class Child:
         self._end()
 
     def _describe_end(self) -> str:
-        """Exit status or signal, and the last line it wrote."""
+        """Exit status or signal, and the last line of its output."""
         if not self._end.alive:
             return "it was ended"
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -210,12 +210,12 @@ class Child:
 
 
 class Workers:
-    """A pool of children that answer calls. Each is started when it is needed, and ended when its caller has not waited
-    for an answer. A process made by fork() has a pool of its own.
+    """A pool of child processes that answer calls. Each is started when it is needed, and ended if its caller did not
+    wait for an answer. A child of fork() has a pool of its own.
 
     Args:
         module: as in Child.
-        most: at once.
+        most: most child processes.
     """
 
     def __init__(self, module: str, most: int) -> None:
@@ -224,7 +224,7 @@ class Workers:
 
     @contextmanager
     def turn(self) -> Iterator[Child]:
-        """Wait until one is free, and have it for oneself."""
+        """Wait for a free child process and reserve it during the block."""
         here = self._here.setdefault(os.getpid(), _Workers(threading.Semaphore(self._most)))
         with here.turns:
             try:
@@ -242,7 +242,7 @@ class Workers:
                     child.close()
 
     def close(self) -> None:
-        """End them; who waits for an answer gets ChildKilledError."""
+        """End all child processes; threads that wait in a call get ChildKilledError."""
         here = self._here.pop(os.getpid(), None)
         if here:
             for child in list(here.busy):
@@ -260,9 +260,9 @@ class _Workers:
 
 def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
     connection.close()
-    if os.getpid() != owner:  # a child of fork(), which has a copy of this
+    if os.getpid() != owner:  # in a child of fork(), which must not end its parent's child
         return
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a zombie
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a zombie
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     log.close()
@@ -270,8 +270,8 @@ def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection, l
 
 @contextmanager
 def limits(seconds: float, room: int) -> Iterator[None]:
-    """In a child, bound a piece of work: after so many seconds of processor time the child is killed, and beyond so
-    many bytes of addresses more than it had it gets MemoryError; the latter not on macOS, which has no /proc."""
+    """In a child, limit the work of a block: after `seconds` of processor time the child is killed, and beyond `room`
+    more bytes of address space it gets MemoryError, except on macOS, which has no /proc."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     had = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:  # noqa: PTH123  imports little
@@ -288,12 +288,12 @@ def limits(seconds: float, room: int) -> Iterator[None]:
 
 
 def parent() -> Connection:
-    """In a child: the connection to whoever started it."""
+    """In a child: the connection to its parent."""
     return Connection(int(sys.argv[1]))
 
 
 def serve(connection: Connection, host: object) -> None:
-    """In a child: answer calls with a host's methods until whoever makes them is gone."""
+    """In a child: answer calls with a host's methods until the parent ends."""
     while True:
         try:
             number, name, args = connection.recv()
@@ -301,6 +301,6 @@ def serve(connection: Connection, host: object) -> None:
             return
         try:
             answer = (number, True, getattr(host, name)(*args))
-        except Exception as error:  # whatever it is, it belongs to the caller
+        except Exception as error:  # the parent raises it
             answer = (number, False, error)
         connection.send(answer)

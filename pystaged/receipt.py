@@ -1,4 +1,4 @@
-"""Receipts: small files that say what a text was made of, so that another machine can make it again and compare."""
+"""Receipts: small files with all inputs of a text, so that another machine can generate it again and compare."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from pystaged.config import GenerationConfig, Grammar, SamplingConfig
 from pystaged.files import read_small, whole_file
 from pystaged.loading.seen import SeenModel
 
-# Versions of pystaged with the same number promise the same bytes. Raise it with whatever changes a bit of a logit, a
-# token that is drawn, where a text ends, or how its bytes become text; tests/test_receipts.py says so.
+# Versions of pystaged with the same number generate the same bytes. Raise it with any change of logits, of sampled
+# tokens, of the end of a text, or of the decoding of its bytes; tests/test_receipts.py checks it.
 ARITHMETIC = 1
 MOST_BYTES = 16_000_000
 _FORMAT = "pystaged receipt 1"
-# Options that no text depends on; all others are in a receipt.
+# Options without effect on the text; a receipt has all others.
 _WITHOUT_EFFECT = {"speculate", "progress", "logprobs", "prompt_logprobs", "reuse", "prediction"}
-# Options that a receipt has only where they are not these.
+# Options that a receipt omits if they have these values.
 _UNLESS: dict[str, Any] = {"stop_loops": False}
 _FIELDS = (
     *("format", "versions", "arithmetic", "model", "vocabulary", "device", "kv", "n_ctx"),
     *("prompt", "options", "text"),
 )
 _LONGEST_WORD = 256  # characters of a name or version
-_HASHED = 4096  # tokens at a time
+_HASHED = 4096  # tokens hashed at a time
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """A model's file, or its parts one after another. name: as it calls itself. file: the first's, without folders."""
+    """A model's file, or its parts concatenated. name: from its metadata. file: name of the first part's file."""
 
     name: str
     file: str
@@ -50,9 +50,9 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an engine makes a text of: the part of its Receipt that is known before it is written.
+    """The inputs of a text: the fields of its Receipt that are known before it is generated.
 
-    file: the model's, as it was when it was loaded; its hash is made when a receipt asks for it. prompt: int32[n].
+    file: the model's file as it was when it was loaded; it is hashed when a receipt needs the hash. prompt: int32[n].
     """
 
     file: SeenModel
@@ -67,13 +67,13 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a text was made of, and the text as token ids and as a hash.
+    """The inputs of a text, and the text as token ids and as a hash.
 
-    versions: of pystaged and llama-cpp-python, and of llguidance where the text has a grammar.
-    arithmetic: versions of pystaged with the same number promise the same bytes.
-    vocabulary: names it. device, kv, n_ctx: as `load` takes them, but "rpc" without addresses; n_ctx is never 0.
-    prompt: token ids. config: options; those that no text depends on are the default ones.
-    tokens: new ones only. text_sha256: of the text in UTF-8.
+    versions: of pystaged and llama-cpp-python, and of llguidance if the text has a grammar.
+    arithmetic: versions of pystaged with the same number generate the same bytes.
+    vocabulary: fingerprint. device, kv, n_ctx: as for `load`, but "rpc" without addresses; n_ctx is never 0.
+    prompt: token ids. config: options; those without effect on the text have their defaults.
+    tokens: ids of the new tokens. text_sha256: SHA-256 of the text in UTF-8.
     """
 
     versions: dict[str, str]
@@ -91,11 +91,11 @@ class Receipt:
 
     @classmethod
     def of(cls, origin: Origin, text: str, tokens: Sequence[int], finish_reason: str) -> Receipt:
-        """The receipt of a text; the model's file is read for its hash, once.
+        """Make the receipt of a text. The first one reads the model's file to hash it.
 
         Raises:
-            ValueError: a text that was cancelled.
-            OSError: the model's file cannot be read, or is another one than was loaded.
+            ValueError: the text was cancelled.
+            OSError: the model's file cannot be read, or was changed since it was loaded.
         """
         if finish_reason == "cancelled":
             raise ValueError("a text that was cancelled has no receipt; max_tokens ends one where it can be repeated")
@@ -116,7 +116,7 @@ class Receipt:
         )
 
     def to_json(self) -> str:
-        """As a file has it: the same for the same text, whoever made it."""
+        """The content of its file, which is the same for equal receipts."""
         written = {
             "format": _FORMAT,
             "versions": self.versions,
@@ -134,7 +134,7 @@ class Receipt:
         return f"{{\n{lines}\n}}\n"
 
     def save(self, path: str | Path) -> None:
-        """Write it into a file, whole or not at all. Raises OSError; ValueError for one too large to be read again."""
+        """Write it to a file atomically. Raises OSError; ValueError if it is too large for `load`."""
         data = self.to_json().encode()
         if len(data) > MOST_BYTES:
             raise ValueError(
@@ -145,11 +145,11 @@ class Receipt:
 
     @classmethod
     def load(cls, path: str | Path) -> Receipt:
-        """Read one from a file that anybody may have written.
+        """Read a receipt from an untrusted file.
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: it is no receipt, naming the field.
+            OSError: the file cannot be read.
+            ValueError: the file is no receipt; names the field.
         """
         path = Path(path)
         try:
@@ -170,11 +170,11 @@ class Receipt:
 
     @classmethod
     def from_json(cls, text: str) -> Receipt:
-        """Read one from the content of a file. Raises ValueError, and RecursionError for JSON nested too deeply."""
+        """Parse the content of a file. Raises ValueError; RecursionError if JSON is nested too deeply."""
         given = json.loads(
             text, object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
         )
-        json.dumps(given, ensure_ascii=False).encode()  # refuses half a character
+        json.dumps(given, ensure_ascii=False).encode()  # refuses lone surrogates
         whole = _Fields(given, "")
         if isinstance(given.get("format"), str) and given["format"] != _FORMAT:
             raise ValueError(f"its format is {_word(given['format'])!r}, and this pystaged reads {_FORMAT!r}")
@@ -220,14 +220,14 @@ def text_hash(text: str) -> str:
 def token_hash(tokens: Sequence[int]) -> str:
     """SHA-256 of token ids in decimal, with a space between them."""
     digest, space = hashlib.sha256(), ""
-    for first in range(0, len(tokens), _HASHED):  # a text of all of them would take a multiple of their memory
+    for first in range(0, len(tokens), _HASHED):  # in pieces, as one string would take a multiple of the tokens' memory
         digest.update((space + " ".join(map(str, tokens[first : first + _HASHED]))).encode())
         space = " "
     return digest.hexdigest()
 
 
 def current_versions(grammar: Grammar | None) -> dict[str, str]:
-    """The versions here of all that a text depends on; llguidance's too where it has a grammar."""
+    """The installed versions of the packages that a text depends on, with llguidance if it has a grammar."""
     found = {"pystaged": pystaged.__version__, "llama-cpp-python": LLAMA_CPP_PYTHON}
     if grammar:
         from importlib import metadata  # noqa: PLC0415  slow to import
@@ -240,13 +240,13 @@ def current_versions(grammar: Grammar | None) -> dict[str, str]:
 
 
 def _names(kind: type[Any]) -> list[str]:
-    """Those of a dataclass's options that a text depends on."""
+    """Names of a dataclass's options that have an effect on the text."""
     names = [each.name for each in fields(kind)]
     return [name for name in names if not name.startswith("_") and name not in _WITHOUT_EFFECT]
 
 
 def _options(config: GenerationConfig | SamplingConfig | Grammar) -> dict[str, Any]:
-    """The options that a text depends on, as JSON has them."""
+    """The options that have an effect on the text, as JSON values."""
     values = {name: _value(getattr(config, name)) for name in _names(type(config))}
     return {name: value for name, value in values.items() if name not in _UNLESS or value != _UNLESS[name]}
 
@@ -262,7 +262,7 @@ def _value(value: Any) -> Any:
 
 
 def _config(given: Mapping[str, Any]) -> GenerationConfig:
-    """Options from JSON, checked; those that no text depends on are the default ones. Raises ValueError."""
+    """Check options from JSON; those without effect on the text get their defaults. Raises ValueError."""
     whole = _Fields(given, "options.")
     whole.check_names([name for name in _names(GenerationConfig) if name not in _UNLESS or name in given])
     sampling = _Fields(given["sampling"], "options.sampling.")
@@ -295,7 +295,7 @@ def _biases(given: list[Any]) -> dict[int | str, float]:
 
 
 class _Fields:
-    """The fields of an object. Methods raise ValueError naming the field."""
+    """The fields of a JSON object. Methods raise ValueError with the name of the field."""
 
     def __init__(self, given: Any, where: str) -> None:
         if not isinstance(given, dict):
@@ -304,7 +304,7 @@ class _Fields:
         self._where = where
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Refuse an object that lacks one of these, or has another."""
+        """Check that the object has exactly these fields."""
         for name in names:
             if name not in self.given:
                 raise ValueError(f"{self._where}{name} is missing")
@@ -312,7 +312,7 @@ class _Fields:
             raise ValueError(f"there is no field {self._where}{_word(name)}")
 
     def check_written(self, as_written: Mapping[str, Any]) -> None:
-        """Refuse spellings that options take and receipts do not have, such as a string for a list of stop strings."""
+        """Refuse values that options accept but receipts never contain, such as a string for a list of stop strings."""
         for name, value in as_written.items():
             if self.given[name] != value:
                 raise ValueError(f"{self._where}{name} is not written as receipts have it")
@@ -325,7 +325,7 @@ class _Fields:
         return value
 
     def word(self, name: str) -> str:
-        """A string that may be shown in a terminal."""
+        """A string that is safe to show in a terminal."""
         value = self.take(name, str)
         if value != _word(value):
             raise ValueError(f"{self._where}{name} must have at most {_LONGEST_WORD} characters, all printable")
@@ -351,7 +351,7 @@ class _Fields:
 
 
 def _word(text: str) -> str:
-    """A text cut and without control characters, so that a terminal may show it."""
+    """Shorten a string and replace control characters, so that it is safe to show in a terminal."""
     return "".join(each if each.isprintable() else "?" for each in text)[:_LONGEST_WORD]
 
 
@@ -363,7 +363,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > 20:  # of 2**64 - 1
+    if len(digits) > 20:  # 2**64 - 1 has 20
         raise ValueError("a number has too many digits")
     return int(digits)
 

@@ -1,4 +1,4 @@
-"""Defaults of answers: the sampling that a model's makers recommend, length, loops."""
+"""Defaults for answers: the sampling that a model's makers recommend, and the length."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from pystaged.config import SamplingConfig
 from pystaged.options import SAMPLING
 
-ANSWER_TOKENS = 2048  # of an answer at most
+ANSWER_TOKENS = 2048  # default max_tokens of an answer
 LOOP_WORDS = "ended where it repeats itself; {} lets it go on"
 
 SamplingFields = dict[str, float | int]
 """Fields of SamplingConfig."""
 
-# llama.cpp's, for models whose makers recommend nothing.
+# llama.cpp's defaults, for fields without a recommendation.
 _USUAL: SamplingFields = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-# Of SmolLM2's card; its GGUF file has no keys for it.
+# From SmolLM2's model card; its GGUF file has no keys for it.
 _SMOLLM2: SamplingFields = {"temperature": 0.2, "top_p": 0.9}
-_SECTION = "general.sampling."  # of a GGUF file
+_SECTION = "general.sampling."  # prefix of GGUF keys
 _FIELDS = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -30,7 +30,7 @@ _FIELDS = {
     "penalty_repeat": "repeat_penalty",
     "penalty_last_n": "repeat_last_n",
 }
-# The same in a checkpoint's generation_config.json.
+# Names in a checkpoint's generation_config.json, and those in GGUF keys.
 _CHECKPOINT_NAMES = {
     "temperature": "temp",
     "top_k": "top_k",
@@ -41,10 +41,10 @@ _CHECKPOINT_NAMES = {
 
 
 def recommended_sampling(metadata: Mapping[str, str]) -> SamplingFields:
-    """The sampling of answers: as the model's makers recommend, with llama.cpp's defaults for the rest.
+    """The sampling that the model's makers recommend, with llama.cpp's defaults for the rest.
 
     Args:
-        metadata: of the GGUF file. Invalid values are ignored.
+        metadata: the GGUF file's. Invalid values are ignored.
     """
     found = dict(_USUAL)
     if metadata.get("general.basename", "").lower() == "smollm2":
@@ -57,7 +57,7 @@ def recommended_sampling(metadata: Mapping[str, str]) -> SamplingFields:
 
 
 def sampling_keys(generation_config: Mapping[str, Any]) -> SamplingFields:
-    """A checkpoint's generation_config.json as keys of a GGUF file, without invalid values."""
+    """Convert a checkpoint's generation_config.json to keys of a GGUF file, without invalid values."""
     found = {}
     for name, key in _CHECKPOINT_NAMES.items():
         value = generation_config.get(name)
@@ -68,7 +68,7 @@ def sampling_keys(generation_config: Mapping[str, Any]) -> SamplingFields:
 
 
 def described(sampling: SamplingConfig) -> str:
-    """The options that are not off, in words such as "temperature 0.8, top-k 40, top-p 0.95"."""
+    """The options that are on, in words such as "temperature 0.8, top-k 40, top-p 0.95"."""
     if sampling.is_greedy:
         return "temperature 0: always the likeliest token"
     names = [name for name in SAMPLING if name not in ("temperature", "seed")]
@@ -81,7 +81,7 @@ def described(sampling: SamplingConfig) -> str:
 
 
 def _checked(name: str, value: object) -> float | int | None:
-    """A field's value, None where it is invalid."""
+    """A field's value as a number, None if it is invalid."""
     try:
         number = round(float(value), 6)  # type: ignore[arg-type]  # GGUF files have 32 bits: 0.2, not 0.200000003
         whole = SAMPLING[name].kind is int

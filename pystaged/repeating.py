@@ -1,4 +1,4 @@
-"""Making a receipt's text again, and where it differs."""
+"""Generates a receipt's text again and compares them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pystaged.streams import Stream
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a text made here differs from a receipt's.
+    """The first difference between a text generated here and a receipt's.
 
-    index: of the first token that differs, or how many tokens both have. receipt, here: the two tokens; None for a text
-    that has ended there. gap: how much likelier, in natural log, the model finds the token made here than the
-    receipt's, unfiltered at temperature 1; nan where one of them is None or cannot be read. what: "tokens"; where all
-    of these are the same, "end" (another finish_reason) or "text" (another hash).
+    index: of the first token that differs, or the number of tokens if all are the same. receipt, here: the two tokens;
+    None where a text has ended. gap: log-probability of the token here less that of the receipt's, natural, unfiltered,
+    at temperature 1; nan if one of them is None or cannot be evaluated. what: "tokens"; if all tokens are the same,
+    "end" (another finish_reason) or "text" (another hash).
     """
 
     index: int
@@ -31,20 +31,20 @@ class Difference:
 
 
 def find_model(receipt: Receipt) -> Path | None:
-    """The file of a receipt's model in the package or the cache, told by its hash, never by what the receipt calls it;
-    None where there is none. Nothing is downloaded."""
+    """Find a receipt's model in the package or the cache by its hash, ignoring its name; None if it is not there.
+    Nothing is downloaded."""
     for path in names.here():
         try:
             file = SeenModel.now(path)
             if file.size == receipt.model.size and file.sha256() == receipt.model.sha256:
                 return path
-        except OSError:  # gone, or another user's
+        except OSError:  # removed, or another user's
             continue
     return None
 
 
 def check_model(receipt: Receipt, file: SeenModel) -> None:
-    """Refuse another model than the receipt's. Raises ValueError naming both; OSError as SeenModel.sha256."""
+    """Check that a file is the receipt's model. Raises ValueError if not; OSError as SeenModel.sha256."""
     expected = receipt.model
     if file.size != expected.size or file.sha256() != expected.sha256:
         raise ValueError(
@@ -54,18 +54,18 @@ def check_model(receipt: Receipt, file: SeenModel) -> None:
 
 
 def repeat(engine: Engine, receipt: Receipt, *, speculate: bool = True) -> Difference | None:
-    """Make a receipt's text again and compare. What follows the first difference is not written.
+    """Generate a receipt's text again, up to the first difference.
 
     Args:
         speculate: False decodes plainly.
 
     Returns:
-        The first difference, None where the text is the same.
+        The first difference, None if the text is the same.
 
     Raises:
-        ValueError: another model, kv or n_ctx than the receipt's, or what this model has not: tokens, options.
+        ValueError: the model, kv or n_ctx differs from the receipt's, or the model lacks its tokens or options.
         ContextFullError, DeviceLostError: as in Engine.stream.
-        OSError: the model's file cannot be read, or is another one than was loaded.
+        OSError: the model's file cannot be read, or was changed since it was loaded.
     """
     runtime = engine.runtime
     check_model(receipt, runtime.bundle.file)
@@ -99,22 +99,22 @@ def repeat(engine: Engine, receipt: Receipt, *, speculate: bool = True) -> Diffe
 
 
 def _gap(engine: Engine, receipt: Receipt, at: int, there: int | None, here: int) -> float:
-    """How much likelier, in natural log, the token made here is than the receipt's; nan where that cannot be said."""
+    """Log-probability of the token here less that of the receipt's, natural; nan if one cannot be evaluated."""
     if there is None:
         return math.nan
     before = [*receipt.prompt, *receipt.tokens[:at]]
     try:
         ours, theirs = (engine.score([*before, token]).logprobs[-1] for token in (here, there))
-    except ValueError:  # there is no room to read it, or it is no token of the model's
+    except ValueError:  # the context is full, or the model has no such token
         return math.nan
     return float(ours - theirs)
 
 
 def promise(receipt: Receipt, device: str) -> str:
-    """Whether the versions here promise the receipt's text, in words; "" where they are the same and it is the CPU's.
+    """A sentence on whether the versions here promise the same text as the receipt's; "" if nothing differs.
 
     Args:
-        device: where the text is repeated, as `load` takes it.
+        device: the device of the repetition, as for `load`.
     """
     here = current_versions(receipt.config.grammar)
     others = [

@@ -1,4 +1,4 @@
-"""What a generation gives back."""
+"""Results of a generation."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ FinishReason = Literal["stop", "length", "loop", "cancelled"]
 
 
 class DeviceLostError(DeviceError):
-    """A device failed in the middle of a generation. prompt, text and tokens: what there was by then; tokens are the
-    new ones."""
+    """A device failed during a generation. prompt: as given; text, tokens: the new text and tokens so far."""
 
     def __init__(self, message: str, prompt: str | list[int], text: str, tokens: list[int]) -> None:
         super().__init__(message)
@@ -36,10 +35,10 @@ class DeviceLostError(DeviceError):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model itself found a token: unfiltered, at temperature 1, before any penalty or bias.
+    """The model's log-probability of a token: unfiltered, at temperature 1, before any penalty or bias.
 
-    token: its id. text: the same as text, with U+FFFD where it is a part of a character. logprob: natural. top: the
-    likeliest tokens at its place, best first, themselves without `top`.
+    token: its id. text: its text, with U+FFFD for parts of a character. logprob: natural logarithm. top: the likeliest
+    tokens at its position, best first, whose own `top` is empty.
     """
 
     token: int
@@ -49,9 +48,9 @@ class TokenLogprob:
 
 
 class Piece(str):
-    """Text as it comes from a stream: a string that knows the new tokens it came with, and who proposed each; the tree
-    that was verified for it, and the accepted nodes of that, root first; and, if that was asked for, how likely the
-    model found each token.
+    """The text of one step of a stream, a string with attributes. tokens: the step's new tokens; stages: the stage that
+    proposed each. tree: the verified tree; path: its accepted nodes, root first. logprobs: those of the tokens; None if
+    not asked for.
 
     A character is never split over two pieces, so a piece may be empty while its tokens are not.
     """
@@ -88,10 +87,10 @@ class Piece(str):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely a model finds a text.
+    """A model's log-probabilities of a text.
 
-    tokens: its token ids. pieces: the bytes of each, as the vocabulary spells it. logprobs: float64[n], the natural log
-    of each token's probability after those before it, unfiltered at temperature 1; NaN for the first.
+    tokens: ids of its n tokens. pieces: the bytes of each token. logprobs: float64[n], the natural log of each token's
+    probability after the tokens before it, unfiltered, at temperature 1; NaN for the first.
     """
 
     tokens: list[int]
@@ -111,16 +110,16 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A generation; its str() is its text, and notebooks show it in the colours of the stages.
+    """The result of a generation; its str() is its text, and notebooks show it in the colours of the stages.
 
-    text: without the prompt and without the stop string. tokens: the new ones only, end of text left out; stages: who
-    proposed each of them; pieces: the bytes of each. Where a text is cut inside a character, the tokens have its
-    beginning and the text has not.
-    finish_reason: "stop" for end of text or a stop string, "length" for max_tokens or a full context, "loop" for a text
-    that repeats itself (see stop_loops), "cancelled" for a stream that was closed early.
-    seed: of the sampling, given or drawn.
-    logprobs: of each token, None where they were not asked for; prompt_logprobs: of each of the prompt's but the first.
-    origin: what the text was made of, for `receipt`; None for a result that no Engine made.
+    text: the new text, without the stop string. tokens: ids of the new tokens, without the end token; stages: the stage
+    that proposed each; pieces: the bytes of each. If a text is cut inside a character, `tokens` has the character's
+    beginning and `text` has not.
+    finish_reason: "stop" for an end token or a stop string, "length" for max_tokens or a full context, "loop" for a
+    text that repeats itself (see stop_loops), "cancelled" for a stream that was closed early.
+    seed: given or drawn.
+    logprobs: one per token, None if not asked for; prompt_logprobs: one per prompt token but the first, or None.
+    origin: inputs of the text, for `receipt`; None for a result that no Engine made.
     """
 
     text: str
@@ -136,11 +135,11 @@ class GenerationResult:
 
     @property
     def receipt(self) -> Receipt:
-        """What another machine needs to make the same text and compare; the model's file is read for it, once.
+        """Inputs of the text, to generate it again elsewhere and compare. The first one reads the model's file.
 
         Raises:
-            ValueError: the text was cancelled, or not written by an Engine.
-            OSError: the model's file cannot be read, or is another one than was loaded.
+            ValueError: the text was cancelled, or not generated by an Engine.
+            OSError: the model's file cannot be read, or was changed since it was loaded.
         """
         from pystaged.receipt import Receipt  # noqa: PLC0415
 
@@ -150,16 +149,16 @@ class GenerationResult:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The text as an answer in a conversation, with its tokens, so that going on reads nothing again."""
+        """The text as a message for the next `chat`, with its tokens, so that they are not prefilled again."""
         return {"role": "assistant", "content": self.text, "tokens": list(self.tokens)}
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The calls of tools in an answer of the Hermes form, as OpenAI's interface has them; see split_tool_calls."""
+        """The tool calls in an answer of the Hermes format, in OpenAI's format; see split_tool_calls."""
         return split_tool_calls(self.text)[1]
 
     def json(self) -> Any:
-        """The value that a text written to a JSON schema spells. Raises ValueError where it was cut, or is no JSON."""
+        """Parse the text as JSON, such as one with a json_schema. Raises ValueError if it is cut off or no JSON."""
         return json.loads(self.text)
 
     def __str__(self) -> str:
@@ -173,7 +172,7 @@ class GenerationResult:
 
 
 class Results(list[GenerationResult]):
-    """Several generations: a list that notebooks show as they show each."""
+    """A list of results, with HTML for notebooks."""
 
     def _repr_html_(self) -> str:
         return "<hr>".join(each._repr_html_() for each in self)

@@ -1,4 +1,4 @@
-"""What all texts of a model share, and how a prompt becomes a sequence."""
+"""The shared state of an engine's sequences: models, contexts, scheduler; and the making of sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Runtime:
     """The models of an engine, its contexts and its scheduler.
 
-    bundle: target, what drafts for it, tokenizer. decoders: makes its contexts. n_ctx: positions of a context.
+    bundle: target, drafters, tokenizer. decoders: makes contexts. n_ctx: context length in tokens.
 
     Args and errors as in Engine.
     """
@@ -60,13 +60,13 @@ class Runtime:
     def sequence(
         self, prompt: Prompt, config: GenerationConfig, *, is_end: Callable[[int], bool] | None = None
     ) -> Sequence:
-        """A text that goes on with a prompt, not begun.
+        """Make a sequence that continues a prompt, without starting it.
 
         Args:
-            is_end: whether a token ends the text; by default the tokens that the vocabulary says.
+            is_end: whether a token ends the sequence; by default the vocabulary's end tokens do.
 
         Raises:
-            ValueError, TypeError, ContextFullError: as in Engine.stream; a closed engine.
+            ValueError, TypeError, ContextFullError: as in Engine.stream; ValueError: the engine is closed.
         """
         self.contexts.check_open()
         tokens = self.encode(prompt)
@@ -82,10 +82,10 @@ class Runtime:
         )
 
     def repeated(self, sequences: Iterable[Sequence], n: int) -> Iterator[Sequence]:
-        """Each n times, with its seed and those that follow, modulo 2**64; made when they are asked for.
+        """Yield each sequence n times, with the seeds seed, seed + 1, ... modulo 2**64; copies are made lazily.
 
         Raises:
-            ValueError, TypeError: at once: n is no number above 0.
+            ValueError, TypeError: at once: n is no integer above 0.
         """
         if integer("n", n) < 1:
             raise ValueError(f"n must be at least 1, not {n}")
@@ -100,7 +100,7 @@ class Runtime:
         return (each for sequence in sequences for each in all_of(sequence))
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
-        """The tokens of a prompt, int32[n]; as Engine.encode."""
+        """The tokens of a prompt, int32[n]; see Engine.encode."""
         if isinstance(prompt, str):
             try:
                 tokens = self.tokenizer.encode(prompt) if add_special else encode_continuation(self.tokenizer, prompt)
@@ -119,8 +119,8 @@ class Runtime:
         return tokens
 
     def prediction(self, expected: Prompt) -> list[int]:
-        """The tokens that a text is expected to have, no more than it can. Raises ValueError for what is no text, or no
-        token."""
+        """The tokens of the option `prediction`, cut to the context length. Raises ValueError for invalid Unicode or
+        tokens, TypeError as _token_ids."""
         if not isinstance(expected, str):
             tokens: list[int] = _token_ids(expected, self.tokenizer.num_tokens).tolist()
             return tokens[: self.n_ctx]
@@ -131,7 +131,7 @@ class Runtime:
         return tokens[: self.n_ctx]
 
     def close(self) -> None:
-        """As Engine.close."""
+        """See Engine.close."""
         if not self.contexts.closed:
             self.contexts.close()
             self.bundle.close()
@@ -139,14 +139,14 @@ class Runtime:
                 self._grammars.close()
 
     def _origin(self, prompt: NDArray[np.int32], config: GenerationConfig) -> Origin:
-        """What a text is made of."""
+        """The inputs of a sequence, for its receipt."""
         bundle, model = self.bundle, self.bundle.target
-        if config.progress:  # which may hold anything
+        if config.progress:  # a result must not keep the user's function alive
             config = replace(config, progress=None)
         return Origin(bundle.file, model.name, bundle.vocabulary, bundle.device, model.kv, self.n_ctx, prompt, config)
 
     def _constraint(self, grammar: Grammar | None) -> GrammarConstraint | None:
-        """What a text with this grammar must be. Raises as Grammars does."""
+        """The constraint for a grammar; None for none. Raises as Grammars does."""
         if grammar is None:
             return None
         with self._lock.here():
@@ -158,13 +158,13 @@ class Runtime:
 
 
 def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:
-    """Token ids as int32[n].
+    """Convert token ids to int32[n].
 
     Raises:
         TypeError: not a sequence of integers.
         ValueError: an id outside of the vocabulary.
     """
-    # Bytes are numbers too, but not of tokens.
+    # Bytes are sequences of integers, too, but no token ids.
     if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, (Sequences, np.ndarray)):
         raise TypeError(f"the prompt must be a string or token ids, not {type(prompt).__name__}")
     if len(prompt) == 0:

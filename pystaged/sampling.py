@@ -10,7 +10,7 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import Constraint, count_allowed
 from pystaged.text import encode_continuation
 
-_NEVER = 1 << 62  # tokens: no text is that long
+_NEVER = 1 << 62  # tokens that no sequence can have
 
 
 def bind(
@@ -20,15 +20,15 @@ def bind(
     logprobs: int | None = None,
     constraint: Constraint | None = None,
 ) -> SamplingConfig:
-    """The sampling of a text, with tokens for its strings and the position where min_tokens end.
+    """The sampling of one sequence, with tokens for its strings and the position where min_tokens end.
 
     Args:
         prompt_length: tokens of the prompt.
-        logprobs: number of likeliest tokens to report log-probabilities of; None reports none at all.
-        constraint: grammar of the text, None for none.
+        logprobs: number of likeliest tokens whose log-probabilities are reported; None reports none at all.
+        constraint: the sequence's constraint, or None.
 
     Raises:
-        ValueError: a token is not in the vocabulary, or no token is allowed at the beginning of the text.
+        ValueError: a token is not in the vocabulary, or no first token is allowed.
     """
     if not sampling.has_rules and logprobs is None:
         return sampling
@@ -44,12 +44,11 @@ def bind(
     ends = tokenizer.end_tokens.tolist() if sampling.min_tokens or sampling.ignore_eos else []
     excluded = {token for token, bias in biases.items() if bias == -math.inf}
     if len(excluded.union(ends)) == num_tokens:
-        raise ValueError("logit_bias, min_tokens and ignore_eos exclude all tokens that there are; allow one at least")
+        raise ValueError("logit_bias, min_tokens and ignore_eos exclude all tokens; allow at least one")
     first = None if constraint is None or constraint.is_complete else constraint.mask([])
     if first is not None and not count_allowed(first, excluded.union(ends)):
         raise ValueError(
-            "logit_bias, min_tokens, ignore_eos and the grammar together exclude all tokens that it may begin "
-            "with; allow one at least"
+            "logit_bias, min_tokens, ignore_eos and the grammar together exclude all first tokens; allow at least one"
         )
     breaks = sampling.dry_multiplier and sampling.dry_penalty_last_n
     rules = sampling.native_rules(
@@ -73,12 +72,12 @@ def _token(tokenizer: Tokenizer, key: int | str) -> int:
     return int(tokens[0])
 
 
-_MOST_KNOWN = 32  # texts of a vocabulary
+_MOST_KNOWN = 32  # cached strings per vocabulary
 _known: weakref.WeakKeyDictionary[Tokenizer, dict[str, list[list[int]]]] = weakref.WeakKeyDictionary()
 
 
 def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[list[int]]:
-    """Token sequences in which DRY's sequence breakers may begin; cached for each vocabulary."""
+    """Token sequences that contain one of DRY's sequence breakers; cached for each vocabulary."""
     known = _known.setdefault(tokenizer, {})
     breakers = []
     for text in texts:
@@ -93,8 +92,8 @@ def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[list[int]]:
 
 
 def sequences_of(tokenizer: Tokenizer, text: str) -> list[list[int]]:
-    """Token sequences that contain a text: a token that holds it, or a token that ends with its beginning, followed by
-    the tokens of the rest."""
+    """Token sequences that contain a string: one token that contains it, or a token that ends with its beginning,
+    followed by the tokens of the rest."""
     data, rests, found = text.encode(), None, dict[tuple[int, ...], None]()
     sequences = tokenizer.sequences_of(text)
     longest = max((len(tokenizer.token_bytes(sequence[0], True)) for sequence in sequences), default=0)
@@ -102,7 +101,7 @@ def sequences_of(tokenizer: Tokenizer, text: str) -> list[list[int]]:
         if data in b"".join(tokenizer.token_bytes(token, True) for token in sequence):
             found[tuple(sequence)] = None
             continue
-        # The tokenizer spells no rest that begins in the middle of a character, and one of SentencePiece with a space.
+        # The tokenizer cannot encode a rest that begins inside a character, and SentencePiece puts a space before it.
         rests = _rests(tokenizer, text, longest) if rests is None else rests
         first = tokenizer.token_bytes(sequence[0], True)
         found |= {(sequence[0], *rest): None for at, rest in rests.items() if first.endswith(data[:at])}
@@ -110,8 +109,8 @@ def sequences_of(tokenizer: Tokenizer, text: str) -> list[list[int]]:
 
 
 def _rests(tokenizer: Tokenizer, text: str, longest: int) -> dict[int, list[int]]:
-    """The tokens of what is left of a text, by the byte where that begins; where one can begin, and a token of so many
-    bytes can end."""
+    """The tokens of the rests of a string, by the byte at which a rest begins: after each character within `longest`
+    and after each token of the string."""
     rests: dict[int, list[int]] = {}
     for i in range(1, min(len(text), longest + 1)):
         rests[len(text[:i].encode())] = encode_continuation(tokenizer, text[i:], parse_special=False).tolist()

@@ -1,4 +1,4 @@
-"""When the sequences of an engine take steps: one thread steps all of them, and readers wait on queues."""
+"""Scheduling of an engine's sequences: one thread steps all of them, and readers wait on queues."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pystaged.sequence import Sequence
 
 MOST_UNREAD = 256  # tokens that a sequence runs ahead of its reader
 _ENDS = "no text can be written while the process ends"
-_MOST_ASKED = 8  # sequences that wait for a prompt of another one, and are asked again in a round
+_MOST_ASKED = 8  # most sequences per round that wait for another one's prefill and are tried again
 
 
 class Scheduler:
     """Steps the sequences of one engine in a thread, which lives as long as the engine.
 
-    Only that thread touches live sequences, their contexts and what drafters have learnt. Anybody else puts a new
-    sequence into `_inbox` or sets flags of one, then rings `_bell`, at which the thread sleeps. A SimpleQueue's `put`
-    is reentrant, so that a finalizer may call it in the middle of anything.
+    Only that thread uses running sequences, their contexts and drafters. Other threads put a new sequence into `_inbox`
+    or set its flags, then put an item into `_bell`, on which the thread waits. A SimpleQueue's `put` is reentrant, so
+    that finalizers may call it at any time.
 
     Args:
-        contexts: lend each sequence a context.
-        note_end: called when a text is over.
+        contexts: lends each sequence a context.
+        note_end: called when a sequence has ended.
     """
 
     def __init__(self, stepper: Stepper, contexts: ContextPool, note_end: Callable[[], None] = lambda: None) -> None:
@@ -38,31 +38,31 @@ class Scheduler:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin without sequences: at first, and in a child of fork()."""
+        """Reset to no sequences, when it is made and in a child of fork()."""
         self._process = os.getpid()
         self._inbox: SimpleQueue[Sequence] = SimpleQueue()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._sequences: list[Sequence] = []
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._fault: BaseException | None = None  # which ends all sequences
+        self._fault: BaseException | None = None  # an error that must end all sequences
         self._is_waiting, self._is_stopping = True, False
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is left, those aside that are not read to their end."""
+        """Whether no sequence is running or waiting; ended ones may have unread pieces."""
         return self._is_waiting and not self._sequences and self._inbox.empty()
 
     def open(self, sequence: Sequence, put: Callable[[Any], None], most_unread: float | None = None) -> None:
-        """Take on a sequence; it begins when there is room for it.
+        """Add a sequence, which begins when there is room for it.
 
         Args:
-            put: called by the thread with what the sequence says, an End as the last; must not wait.
-            most_unread: tokens that it may have said and nobody has read yet; it waits beyond that; None for 256.
+            put: called by the thread with the sequence's progress, pieces and last an End; must not block.
+            most_unread: tokens that it may decode ahead of its reader; None for 256.
         """
         if os.getpid() != self._process:
             self._begin()  # the sequences and the thread are the parent's
-        if sequence.end:  # fork() came in the middle of its end
+        if sequence.end:  # the process forked while the sequence ended
             put(sequence.end)
             sequence.process = self._process
             return
@@ -76,7 +76,7 @@ class Scheduler:
                 raise error.__context__ from None  # a signal came while threading held a lock of its own
             sequence.close(error)
         self._ring()
-        sequence.process = self._process  # the last, or Ctrl-C might leave one that nobody steps
+        sequence.process = self._process  # last, so that after Ctrl-C the reader opens it again
 
     def _start(self) -> None:
         if self._is_stopping:
@@ -90,26 +90,26 @@ class Scheduler:
                 self._thread.start()
             except BaseException:
                 self._thread = None
-                bell.put(None)  # it may have been started, and is not the one
+                bell.put(None)  # if it was started all the same, it must end
                 raise
 
     def note_read(self, sequence: Sequence, piece: Any) -> None:
-        """Note that somebody has read a piece, so that the sequence may go on."""
+        """Count a piece as read, so that the sequence may go on."""
         sequence.num_read += len(piece.tokens)
         if self._is_waiting:
             self._ring()
 
     @property
     def in_step(self) -> bool:
-        """Whether this thread is in the middle of a step, which waits for it: a policy that generates."""
+        """Whether the caller runs inside a step, as a policy does, so that nobody else can step sequences."""
         return self._thread is threading.current_thread()
 
     def is_stepping(self, sequence: Sequence) -> bool:
-        """Whether this thread is in the middle of a step that this sequence has a part in; it cannot wait for that."""
+        """Whether the caller runs inside a step of this sequence's batch, for whose end it must not wait."""
         return self.in_step and sequence in self._sequences
 
     def step(self, sequence: Sequence) -> None:
-        """Step a sequence in the middle of another one's step, where nobody else can."""
+        """Step a sequence from inside another one's step."""
         if sequence.is_cancelled:
             sequence.close()
         self._admit(sequence, must=True)
@@ -117,26 +117,26 @@ class Scheduler:
             self._stepper.step([sequence])
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence after the pass in hand. Waits for nothing."""
+        """End a sequence after the current pass. Does not wait."""
         sequence.is_cancelled = True
         self._ring()
 
     def stop(self) -> None:
-        """End all sequences after the pass in hand, and the thread: the process ends."""
+        """End all sequences after the current pass, and wait for the thread's end, at the process's exit."""
         self._is_stopping = True
         self._ring()
         if thread := self._thread:
             thread.join()
 
     def work(self) -> bool:
-        """Step until no sequence can go on. For the thread, which ends where this returns False."""
-        if not self.in_step:  # Ctrl-C came while the thread was started
+        """Step until no sequence can go on. Called by the thread, which ends if this returns False."""
+        if not self.in_step:  # Ctrl-C interrupted the start of this thread, and another one replaces it
             return False
         self._is_waiting = False
         self._settle()
         while not self._is_stopping:
             if not self._step():
-                self._is_waiting = True  # before looking, or a reader might come in between and not ring
+                self._is_waiting = True  # before the test, so that a reader in between wakes the thread
                 if not self._ready():
                     return True
                 self._is_waiting = False
@@ -144,11 +144,11 @@ class Scheduler:
         return False
 
     def note_fault(self, error: BaseException) -> None:
-        """Have an exception that `work` raised end all sequences when it is called next."""
+        """Let the next call of `work` end all sequences with an exception that this one raised."""
         self._fault = error
 
     def _settle(self) -> None:
-        """Take in new sequences, close those that are to go no further, forget those that are over."""
+        """Accept new sequences, close cancelled ones, and drop ended ones."""
         if self._is_stopping:
             self._fault = RuntimeError(_ENDS)
         if self._fault:
@@ -160,7 +160,7 @@ class Scheduler:
                 sequence = self._inbox.get_nowait()
             except Empty:
                 break
-            if sequence not in self._sequences:  # Ctrl-C may have its reader open it again
+            if sequence not in self._sequences:  # after Ctrl-C its reader may open it again
                 self._sequences.append(sequence)
         for sequence in self._sequences:
             if sequence.is_cancelled:
@@ -168,7 +168,7 @@ class Scheduler:
         self._sequences = [sequence for sequence in self._sequences if not sequence.is_over]
 
     def _admit(self, sequence: Sequence, *, must: bool) -> None:
-        """Begin a sequence in a context, or note what it has to wait for, unless it must begin."""
+        """Begin a sequence in a context, or store its reason to wait; with `must` it does not wait."""
         if sequence.decoder or sequence.is_over:
             return
         contexts = self._contexts
@@ -193,12 +193,12 @@ class Scheduler:
         self._note_end()
 
     def _ring(self) -> None:
-        """Have the thread, if there is any, look at the inbox and at the sequences' flags."""
-        if self._bell.empty():  # else it has not looked yet
+        """Wake the thread, if there is one, to read the inbox and the sequences' flags."""
+        if self._bell.empty():  # otherwise it will wake anyway
             self._bell.put(None)
 
     def _step(self) -> bool:
-        """Admit sequences in the order they came, then play a round; returns whether anything came of it."""
+        """Admit sequences in the order of their arrival, then step those that can; returns whether any went on."""
         waiting = [sequence for sequence in self._sequences if not sequence.decoder]
         asked = 0
         for sequence in waiting:
@@ -207,14 +207,13 @@ class Scheduler:
                 if asked > _MOST_ASKED:
                     continue
             self._admit(sequence, must=False)
-            # Who waits for memory is not overtaken, or those that need little would leave nothing for those that need
-            # much; who waits for a prompt keeps nobody waiting.
+            # No sequence overtakes one that waits for memory, or small ones could delay a large one for ever.
             if not sequence.decoder and not sequence.is_over and sequence.wait is Wait.MEMORY:
                 break
         ready = self._ready()
         waiting = [sequence for sequence in waiting if not sequence.decoder and not sequence.is_over]
         if not ready and waiting:
-            # What is live waits for its readers, which may wait for this one.
+            # All running sequences wait for their readers, who may wait for this one.
             self._admit(waiting[0], must=True)
             ready = self._ready()
         self._stepper.step(ready)
@@ -225,10 +224,9 @@ class Scheduler:
 
 
 def _step(scheduler: weakref.ref[Scheduler], bell: SimpleQueue[None]) -> None:
-    """The thread of an engine: steps its sequences when the bell rings, until the engine is dropped.
+    """The thread of an engine: steps its sequences whenever the bell has an item, until the engine is dropped.
 
-    Nothing ends it early, not even memory that is short wherever it looks: what it was doing is done again, and the
-    readers of all sequences are told.
+    No error ends it, not even a MemoryError in its own code: it goes on, and the error ends all sequences.
     """
     is_idle, here = True, None
     while True:
@@ -246,7 +244,7 @@ def _step(scheduler: weakref.ref[Scheduler], bell: SimpleQueue[None]) -> None:
                 here.note_fault(error)
 
 
-# A thread that is in a pass when the interpreter is taken down would end the process with an error.
+# A thread that runs a pass during the interpreter's shutdown would crash the process.
 _running: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
 

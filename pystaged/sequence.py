@@ -1,4 +1,4 @@
-"""One text from its prompt to its result."""
+"""The state of one sequence, from its prompt to its result."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from pystaged.text import Prompt, TextBuffer
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """How many tokens of a prompt are read, of how many, and who is to be told: by the reader, because the thread that
-    steps sequences must not wait."""
+    """Progress of prefill: tokens done, `of` tokens in all, for the function `progress`. The reader calls it, because
+    the thread that steps sequences must not wait."""
 
     progress: Callable[[int, int], object]
     tokens: int
@@ -40,34 +40,33 @@ class PrefillProgress:
         self.progress(self.tokens, self.of)
 
 
-# CPython has 16 MemoryErrors for when memory is short, and aborts when all are kept: sequences share those of no words
-# of their own.
+# CPython preallocates 16 MemoryErrors for when memory is short and aborts if all are in use, so sequences share these.
 _OUT_OF_MEMORY = {words: MemoryError(*words) for words in ((), ("std::bad_alloc",))}
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last thing that a sequence says: the exception that ended it, or None."""
+    """The last item of a sequence: the exception that ended it, or None."""
 
     error: BaseException | None
 
 
 class Sequence(BatchMember):
-    """The state of one text: what it was asked for, its tokens, text and figures so far, and where it stands.
+    """The state of one sequence: its options, and its tokens, text and statistics so far.
 
-    It says how far its prompt is read, pieces, and an End as the last, all to `put`, which must not wait. It is `begin`
-    and stepped by the thread of a scheduler; readers may look at what is written at any time.
+    It passes PrefillProgress, pieces, and last an End to `put`, which must not block. The scheduler's thread begins and
+    steps it; other threads may call `result` at any time.
 
-    config: what it was asked for. stats: its figures so far. wait: what it waited for when it was last asked to begin.
-    end: what it said at its end, which may be in no queue any more.
-    num_sent, num_read: tokens; it waits where most_unread of them are not read yet. process: in which it was opened.
+    config: its options. stats: its statistics so far. wait: the reason why it waits for a context. end: its End, which
+    may have left the queue. num_sent, num_read: tokens passed to `put`, and those read; it pauses at a difference of
+    most_unread. process: id of the process that opened it.
 
     Args:
-        prompt: as it was given; prompt_tokens: int32[n].
-        constraint: what the text must be; of this sequence alone.
-        prediction: tokens that the text is expected to have.
-        is_end: whether a token ends the text; by default the tokens that the vocabulary says.
-        origin: what the text is made of, for its receipt; None for a text that has none.
+        prompt: as given; prompt_tokens: int32[n].
+        constraint: limits the tokens; an object for this sequence alone.
+        prediction: expected tokens, to draft from.
+        is_end: whether a token ends the sequence; by default the vocabulary's end tokens do.
+        origin: its inputs, for its receipt; None for no receipt.
 
     Raises:
         ValueError, TypeError: as in sampling.bind.
@@ -101,7 +100,7 @@ class Sequence(BatchMember):
         self._logprobs: list[TokenLogprob] | None = None if config.logprobs is None else []
         self._finish: FinishReason | None = None
         self._release: Callable[[BaseException | None], None] | None = None
-        # Between the reader and the scheduler.
+        # Shared by the reader and the scheduler.
         self.put: Callable[[Any], None]
         self.most_unread: float = sys.maxsize
         self.num_sent = self.num_read = 0
@@ -112,26 +111,26 @@ class Sequence(BatchMember):
 
     @property
     def seed(self) -> int:
-        """Of the sampling."""
+        """Seed of the sampling."""
         return self.config.sampling.seed
 
     @property
     def reuse(self) -> bool:
-        """Whether it may begin with what a context holds already."""
+        """Whether it may reuse the KV cache of a context."""
         return self._prefill.reuse
 
     @property
     def met_stop_string(self) -> str | None:
-        """The stop string that has ended the text."""
+        """The stop string that has ended the text, or None."""
         return self._buffer.met
 
     @property
     def can_step(self) -> bool:
-        """Whether it has begun, is not over and not too far ahead of its reader."""
+        """Whether it has begun, has not ended and is not too far ahead of its reader."""
         return self.decoder is not None and not self.is_over and self.num_sent - self.num_read < self.most_unread
 
     def result(self) -> GenerationResult:
-        """What is written by now."""
+        """The result so far."""
         return GenerationResult(
             "".join(self._text),
             self.tokens,
@@ -146,10 +145,10 @@ class Sequence(BatchMember):
         )
 
     def start(self, context: Decoder, release: Callable[[BaseException | None], None]) -> None:
-        """Begin in a context. Raises as Decoder.text.
+        """Begin to decode in a context. Raises as Decoder.text.
 
         Args:
-            release: called at the end with the exception that ended the text, or None: gives the context back.
+            release: gives the context back; called at the end with the exception that ended the sequence, or None.
         """
         config, progress = self.config, self.config.progress
         steps = context.text(
@@ -181,10 +180,10 @@ class Sequence(BatchMember):
         del self.put  # it may hold this sequence
 
     def _leave(self, error: BaseException | None) -> BaseException | None:
-        """Give the context back; returns what the reader is told."""
+        """Give the context back; returns the error for the reader."""
         lost, release, self._release = error, self._release, None
         try:
-            if self._finish is None:  # what was held back is no longer the beginning of a stop string
+            if self._finish is None:  # the text held back can no longer become a stop string
                 self._text.append(self._buffer.finish(cut=True))
             if isinstance(error, DeviceError) and self.decoder:
                 words = self.prompt if isinstance(self.prompt, str) else self.prompt_tokens.tolist()
@@ -192,7 +191,7 @@ class Sequence(BatchMember):
                 lost.__cause__ = error
             if release:
                 release(error)
-        except BaseException as fault:  # this text's, and no other one's
+        except BaseException as fault:  # must end this sequence alone
             lost = lost or fault
         self.decoder = self._steps = None
         if isinstance(lost, MemoryError) and lost.args in _OUT_OF_MEMORY:
@@ -201,7 +200,7 @@ class Sequence(BatchMember):
         return lost
 
     def _piece(self, step: Step) -> Piece:
-        """What a step adds: its tokens up to a stop string or a loop, and the text that is certain after them."""
+        """Add a step; returns its tokens up to a stop string or a loop, and the text that is certain after them."""
         text, new = "", 0
         finish: FinishReason | None = step.finish_reason
         for token in step.tokens:
@@ -229,12 +228,12 @@ class Sequence(BatchMember):
     def _prompt_logprobs(self) -> list[TokenLogprob] | None:
         if self._prefill.num_top is None:
             return None
-        found = list(self._prefill.logprobs)  # the thread may be reading the prompt
+        found = list(self._prefill.logprobs)  # a copy, because the thread may be appending
         tokens = self.prompt_tokens[1 : 1 + len(found)].tolist()
         return [self._logprob(token, logprobs) for token, logprobs in zip(tokens, found, strict=True)]
 
     def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:
-        """The same with the tokens' texts."""
+        """Add the tokens' texts to log-probabilities."""
 
         def spelled(token: int) -> str:
             return self._tokenizer.token_bytes(token, special=True).decode("utf-8", "replace")

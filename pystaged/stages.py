@@ -1,4 +1,4 @@
-"""How stages are shown: their names and colours, and which part of a text is whose."""
+"""Display of stages: their names and colours, and the spans of a text that each proposed."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ STAGE_COLORS = {Stage.TARGET: None, Stage.DRAFT: "green", Stage.NGRAM: "yellow",
 
 
 def shown_stages(stats: GenerationStats) -> list[Stage]:
-    """The stages to tell of: a grammar only where it took part."""
+    """The stages to show: grammar only if it forced tokens."""
     return [stage for stage in STAGE_NAMES if stage is not Stage.GRAMMAR or stats.stages["grammar"].drafted]
 
 
 class StageSpans:
-    """Tells which part of a text came with which token, although text may lag behind tokens."""
+    """Assigns parts of a text to the tokens they came from, although text may lag behind tokens."""
 
     def __init__(self) -> None:
-        # As the stream decodes; a character belongs to the token that completes it.
+        # Decodes as the stream does; a character belongs to the token that completes it.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._waiting: deque[tuple[str, Stage]] = deque()
         self._last = Stage.TARGET
 
     def split(self, text: str, words: Iterable[bytes], stages: Iterable[Stage]) -> Iterator[tuple[str, Stage]]:
-        """The next part of a text, token by token, and who proposed it.
+        """Split the next part of a text by token; yields each token's text and stage.
 
         Args:
             words: the bytes of the tokens that came with it.
-            stages: who proposed each.
+            stages: the stage that proposed each token.
         """
         for word, stage in zip(words, stages, strict=True):
             self._last = stage
             self._waiting.append((self._decoder.decode(word), stage))
         while text:
             if not self._waiting:
-                # Bytes that never became a character.
+                # The replacement of bytes that never became a character.
                 yield text, self._last
                 return
             new, stage = self._waiting.popleft()

@@ -1,12 +1,12 @@
-"""What happened in one generation, in words and figures.
+"""Statistics of one generation, and the terms of this package.
 
-The words, used the same everywhere: the *target* is the model that decides; the *draft* is the smaller model that
-guesses; a *drafter* is anything that proposes; a *stage* is who proposed a token (target, draft, ngram, grammar). A
-*step* of a text is a *tree* of *nodes* verified by one pass of the target, which steps of other texts may share; the
-*root* (depth 0) is the last emitted token, not yet in the cache; the *budget* is the most nodes, root excluded. The
-accepted nodes are the *path*; after it comes the *bonus token*, the target's own. A *constraint* is what a text must
-be; its *mask* says which tokens may follow a node, and a token that alone may follow is *forced*.
-*Recycled candidates*, a model's *memory*, are the target's likeliest next tokens in earlier passes.
+The *target* is the model that decides; the *draft* is the smaller model that guesses; a *drafter* proposes tokens; a
+*stage* is a kind of proposer (target, draft, ngram, grammar). In a *step* of a sequence, one pass of the target, which
+a batch may share, verifies a *tree* of *nodes*. The *root* (depth 0) is the last emitted token, not yet in the KV
+cache; the *budget* is the most nodes, root excluded. The accepted nodes are the *path*, which the *bonus token* of the
+target follows. A *constraint* limits the tokens of a sequence; its *mask* has the tokens allowed after a node, and a
+token is *forced* if no other is allowed. *Recycled candidates* are the target's likeliest next tokens in earlier
+passes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NAMES = tuple(stage.name.lower() for stage in Stage)  # by number
 class DrafterStats:
     """One drafter's work.
 
-    passes: passes of a model, or lookups; weight_bytes: read in them. seconds: drafting; native_seconds: of these in
-    C++. guessed: tokens the drafter below proposed to this one; confirmed: those of them that saved it a pass.
+    passes: number of model passes or lookups; weight_bytes: bytes of weights read in them. seconds: time of drafting;
+    native_seconds: its part in C++. guessed: tokens that the stage below proposed; confirmed: those that saved a pass.
     """
 
     passes: int = 0
@@ -38,20 +38,20 @@ class DrafterStats:
     confirmed: int = 0
 
     def since(self, earlier: DrafterStats) -> DrafterStats:
-        """The work done after another moment's count."""
+        """The work done since an earlier count."""
         return DrafterStats(*(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(DrafterStats)))
 
     def plus(self, other: DrafterStats) -> DrafterStats:
-        """The work of both."""
+        """The sum of both."""
         return DrafterStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(DrafterStats)))
 
 
 @dataclass(frozen=True, slots=True)
 class PassStats:
-    """Passes of the target, whoever shared them.
+    """Passes of the target, for all sequences.
 
-    passes: how many; seconds: in them. rows: in them; prompt_rows: those of prompts being read; guesses: those of
-    trees' nodes, roots excluded. steps: that texts took in them.
+    passes: number of passes; seconds: their time. rows: their rows; prompt_rows: rows of prefill; guesses: rows of
+    trees' nodes, roots excluded. steps: steps that sequences took in them.
     """
 
     passes: int = 0
@@ -62,26 +62,26 @@ class PassStats:
     steps: int = 0
 
     def since(self, earlier: PassStats) -> PassStats:
-        """What came after another moment's count."""
+        """The passes since an earlier count."""
         return PassStats(*(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(PassStats)))
 
     def plus(self, other: PassStats) -> PassStats:
-        """All of both."""
+        """The sum of both."""
         return PassStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(PassStats)))
 
     @property
     def rows_per_pass(self) -> float:
-        """In the mean."""
+        """Mean rows of a pass."""
         return self.rows / self.passes if self.passes else 0.0
 
     @property
     def texts_per_pass(self) -> float:
-        """Texts that took a step in a pass, in the mean."""
+        """Mean number of sequences that took a step in a pass."""
         return self.steps / self.passes if self.passes else 0.0
 
     @property
     def guess_share(self) -> float:
-        """Part of all rows that were guesses."""
+        """Share of guesses among all rows."""
         return self.guesses / self.rows if self.rows else 0.0
 
     def to_dict(self) -> dict[str, float]:
@@ -92,7 +92,7 @@ class PassStats:
 
 @dataclass(slots=True)
 class StageStats:
-    """One stage's part in one generation: nodes the target verified, those it accepted, tokens emitted."""
+    """One stage's part in one generation. drafted: verified nodes; accepted: accepted ones; emitted: tokens."""
 
     drafted: int = 0
     accepted: int = 0
@@ -104,18 +104,16 @@ class GenerationStats:
     """Counts and times of one generation. Nodes are counted as verified, tokens as emitted: max_tokens may cut the last
     step.
 
-    prompt_tokens: tokens of the prompt; reused_tokens: those of them that were still in the context.
-    new_tokens: tokens emitted. steps: passes of the target that emitted them; rows: its own in them, roots included;
-    pass_rows: all of theirs, of others' prompts too; pass_texts: texts that took the steps, this one included.
-    prefill_seconds: until the prompt was in the context; decode_seconds: from there to the end, without what the
-    consumer did between steps; target_seconds: of these in verify passes. Of passes that texts share, each
-    counts the whole.
-    plain_seconds: what plain decoding of the same tokens, beside the same texts, would have taken by the measured
-    costs, 0 where none are.
-    lengths: how many steps accepted how many nodes. offered, taken: by depth, steps whose path reached the depth above
-    and whose tree went on there, and those of them that accepted a node there.
-    stages: by name. drafters: by name, the work of each. relative_weight_bytes: weights read per token, by target and
-    drafts together, relative to plain decoding (the measure of Spector & Ré's Table 1).
+    prompt_tokens: tokens of the prompt; reused_tokens: those that the KV cache held already.
+    new_tokens: emitted tokens. steps: passes of the target that emitted them; rows: this sequence's rows in them, roots
+    included; pass_rows: all rows of these passes; pass_texts: sum of the sequences that took steps in them.
+    prefill_seconds: wall time of prefill; decode_seconds: wall time after it, without the consumer's between steps;
+    target_seconds: its part in verify passes. A shared pass counts fully for each sequence.
+    plain_seconds: estimated time of plain decoding of the same tokens in the same batch; 0 without measured costs.
+    lengths: number of steps by accepted nodes. offered: by depth, steps whose path reached the depth before and whose
+    tree had nodes below it; taken: those of them that accepted one.
+    stages: by name. drafters: work by stage name. relative_weight_bytes: bytes of weights that target and drafts read
+    per token, relative to plain decoding (the measure of Spector & Ré's Table 1).
     """
 
     prompt_tokens: int = 0
@@ -137,7 +135,7 @@ class GenerationStats:
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
 
     def record(self, step: Step, seconds: float) -> None:
-        """Count one step, which took so many seconds."""
+        """Count one step and its wall time."""
         tree, path = step.tree, step.path
         stages = tree.stages.tolist()
         by_number = tuple(self.stages.values())
@@ -164,13 +162,13 @@ class GenerationStats:
             self.offered[accepted + 1] += 1
 
     def cut(self, stages: Sequence[Stage]) -> None:
-        """Take back tokens that a step counted, by who proposed each: a stop string ended the text before them."""
+        """Subtract the last tokens of a step, given their stages, because the text ended before them."""
         self.new_tokens -= len(stages)
         for stage in stages:
             self.stages[_NAMES[stage]].emitted -= 1
 
     def finish(self, before: dict[str, DrafterStats], after: dict[str, DrafterStats], target_weight_bytes: int) -> None:
-        """Complete the figures when a text is done, by the drafters' work before and after it."""
+        """Complete the figures at the end, from the drafters' work before and after the sequence."""
         for name, work in after.items():
             self.drafters[name] = self.drafters.get(name, DrafterStats()).plus(work.since(before[name]))
         read = self.steps * target_weight_bytes + sum(work.weight_bytes for work in self.drafters.values())
@@ -183,12 +181,12 @@ class GenerationStats:
 
     @property
     def drafted(self) -> int:
-        """Nodes verified, roots excluded."""
+        """Number of verified nodes, roots excluded."""
         return sum(stage.drafted for stage in self.stages.values())
 
     @property
     def accepted(self) -> int:
-        """Nodes accepted, bonus tokens excluded."""
+        """Number of accepted nodes, bonus tokens excluded."""
         return sum(stage.accepted for stage in self.stages.values())
 
     @property
@@ -198,17 +196,17 @@ class GenerationStats:
 
     @property
     def rows_per_pass(self) -> float:
-        """Mean rows of a pass with a step of this text."""
+        """Mean rows of a pass with a step of this sequence."""
         return self.pass_rows / self.steps if self.steps else 0.0
 
     @property
     def texts_per_pass(self) -> float:
-        """Mean texts that took a step in such a pass."""
+        """Mean number of sequences that took a step in such a pass."""
         return self.pass_texts / self.steps if self.steps else 0.0
 
     @property
     def guess_share(self) -> float:
-        """Part of this text's rows that were guesses."""
+        """Share of guesses among this sequence's rows."""
         return 1 - self.steps / self.rows if self.rows else 0.0
 
     @property
@@ -228,8 +226,8 @@ class GenerationStats:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Over plain decoding by the measured costs; None where none are, or where they do not hold any more: more than
-        tokens per step cannot be."""
+        """Estimated speedup over plain decoding; None without measured costs, or if it exceeds tokens_per_step, which
+        shows that the costs are outdated."""
         found = self.plain_seconds / self.decode_seconds if self.decode_seconds > 0 else 0.0
         return found if 0 < found <= self.tokens_per_step else None
 
@@ -242,7 +240,7 @@ class GenerationStats:
 
     @property
     def python_share(self) -> float:
-        """Part of the decoding time spent outside C++."""
+        """Share of the decoding time outside C++."""
         return 1 - self.native_seconds / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:

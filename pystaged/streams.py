@@ -1,4 +1,4 @@
-"""The pieces of one text as they come."""
+"""Stream of one generation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pystaged.sequence import End, PrefillProgress, Sequence
 
 
 class Stream(Iterator[Piece]):
-    """The pieces of one text as they come. Close it, from any thread, or use it as a context manager, to stop early;
-    one that is dropped gives its context back.
+    """Iterator of the pieces of one generation. To stop early, close it from any thread, use it as a context manager,
+    or drop it.
 
-    Texts of an engine share passes in a thread of the engine's, and run at most 256 tokens ahead of their readers.
+    A thread of the engine decodes all sequences in batches, each at most 256 tokens ahead of its reader.
     """
 
     def __init__(self, scheduler: Scheduler, sequence: Sequence) -> None:
@@ -28,7 +28,7 @@ class Stream(Iterator[Piece]):
         self._scheduler, self.sequence = scheduler, sequence
         self._said: SimpleQueue[Any] = SimpleQueue()
         self._turn = ProcessLock()
-        self._reader: int | None = None  # the thread whose turn it is
+        self._reader: int | None = None  # id of the thread that is reading
         self._is_open = self._cancelled = self._over = False
 
     def __next__(self) -> Piece:
@@ -63,20 +63,20 @@ class Stream(Iterator[Piece]):
         return said
 
     def _hear(self) -> Piece | PrefillProgress | End:
-        """What the sequence says next."""
+        """The next item of the sequence."""
         scheduler, sequence, said = self._scheduler, self.sequence, self._said
         if sequence.process != os.getpid():
-            scheduler.open(sequence, said.put)  # or a child of fork() goes on with its copy of the parent's
-        while scheduler.in_step and said.empty() and not sequence.end:  # in a policy, for which the thread waits
+            scheduler.open(sequence, said.put)  # at first, or in a child of fork(), which goes on with a copy
+        while scheduler.in_step and said.empty() and not sequence.end:  # in a policy, nobody else steps it
             scheduler.step(sequence)
-        if sequence.end and said.empty():  # Ctrl-C may come just when the end is taken
+        if sequence.end and said.empty():  # Ctrl-C interrupted an earlier read of the end
             return sequence.end
         item: Piece | PrefillProgress | End = said.get()
         return item
 
     @property
     def result(self) -> GenerationResult:
-        """The whole, once the stream is exhausted or closed. Raises RuntimeError before."""
+        """The whole result, once the stream is exhausted or closed. Raises RuntimeError before."""
         if self._cancelled and not self._over:
             self.close()
         if not self._over:
@@ -84,15 +84,15 @@ class Stream(Iterator[Piece]):
         return self.sequence.result()
 
     def finish(self) -> GenerationResult:
-        """Read the rest and return the whole."""
+        """Read the rest and return the whole result."""
         with self:
             for _ in self:
                 pass
             return self.result
 
     def close(self) -> None:
-        """Stop here. A step that is in hand is the last one; where another thread reads, or a policy calls this in the
-        middle of it, the result is there after it."""
+        """Stop after the current step. If another thread is reading, or a policy calls this inside the step, the result
+        is complete after that step."""
         self._cancelled = True
         if self._is_open:
             self._scheduler.cancel(self.sequence)
@@ -117,10 +117,10 @@ class Stream(Iterator[Piece]):
 
 
 class OwningStream(Stream):
-    """A stream at whose end an engine is closed.
+    """A stream that closes its engine at its end.
 
     Args:
-        close_engine: closes it; called once, at the end or when the stream is dropped.
+        close_engine: called once, at the end or when the stream is dropped.
     """
 
     def __init__(self, scheduler: Scheduler, sequence: Sequence, close_engine: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Between texts and tokens: bytes to text that can be shown as it comes, and texts that go on."""
+"""Conversion between text and tokens: continuations, incremental decoding, stop strings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 
 
 def encode_continuation(tokenizer: Tokenizer, text: str, *, parse_special: bool = True) -> NDArray[np.int32]:
-    """The tokens of a text that goes on with another, int32[n]: without what comes before texts, and without the space
-    that SentencePiece puts there. Errors as in Tokenizer.encode."""
+    """The tokens of the continuation of another text, int32[n]: without the vocabulary's initial tokens, and without
+    the space that SentencePiece adds. Errors as in Tokenizer.encode."""
     tokens = tokenizer.encode(text, add_special=False, parse_special=parse_special)
     if text and tokenizer.decode(tokens, special=True) == f" {text}":
         begun = tokenizer.encode("\n", add_special=False)
@@ -29,17 +29,17 @@ def encode_continuation(tokenizer: Tokenizer, text: str, *, parse_special: bool 
 
 
 class TextBuffer:
-    """Text so far, held back where a character or a stop string may still be incomplete.
+    """Decodes bytes to text, and holds back the end where a character or a stop string may be incomplete.
 
     Args:
-        stop: strings that end the text; they do not become part of it.
+        stop: strings that end the text and are no part of it.
     """
 
     def __init__(self, stop: tuple[str, ...] = ()) -> None:
         self._stops = _stops(stop)
-        # A model may write invalid UTF-8; then, as in a terminal, a replacement character stands for it.
+        # A model may emit invalid UTF-8, which becomes replacement characters.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held, self._state = "", 0  # of the stop strings, after what is held
+        self._held, self._state = "", 0  # text held back, and the automaton's state after it
         self.met: str | None = None  # the stop string that ended the text
 
     @property
@@ -48,14 +48,14 @@ class TextBuffer:
         return self.met is not None
 
     def push(self, data: bytes) -> str:
-        """Take the bytes of a token; returns the text that is now certain."""
+        """Add the bytes of a token; returns the text that is certain now."""
         return self._take(self._decoder.decode(data))
 
     def finish(self, *, cut: bool = False) -> str:
-        """The rest, when no more tokens come.
+        """The rest of the text, after the last token.
 
         Args:
-            cut: the model would have gone on: the beginning of a character is no part of the text.
+            cut: whether the text was cut off, so that an incomplete character is dropped, not replaced.
         """
         text = self._take("" if cut else self._decoder.decode(b"", final=True))
         if not self.stopped:
@@ -69,7 +69,7 @@ class TextBuffer:
         for end, character in enumerate(text, len(self._held) + 1):
             self._state = self._stops.after(self._state, character)
             length = self._stops.longest[self._state]
-            if length and (begin is None or end - length < begin):  # of two that begin together the shorter one
+            if length and (begin is None or end - length < begin):  # the leftmost; at the same place the shortest
                 begin, stop_end = end - length, end
         self._held += text
         if begin is not None:
@@ -81,15 +81,15 @@ class TextBuffer:
 
 
 class _Stops:
-    """Finds strings in a text as it comes, by the automaton of Aho and Corasick: its state is the longest end of the
-    text with which a string begins.
+    """Finds strings in a stream of characters by the automaton of Aho and Corasick. Its state is the longest suffix of
+    the text that is a prefix of a string.
 
-    depth, longest: by state, the length of that end, and of the longest string that it ends with, 0 for none.
+    depth: by state, the length of that suffix; longest: by state, that of the longest string that it ends with, or 0.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._next: dict[int, int] = {}  # by state and character
-        self._shorter = array("i", [0])  # by state, that of its longest end with which a string begins
+        self._shorter = array("i", [0])  # by state, the state of its longest proper suffix (failure link)
         self.depth, self.longest = array("i", [0]), array("i", [0])
         states = dict.fromkeys(strings, 0)
         for depth in range(1, max(map(len, strings), default=0) + 1):
@@ -113,4 +113,4 @@ class _Stops:
         return found or 0
 
 
-_stops = lru_cache(8)(_Stops)  # texts of one request share theirs
+_stops = lru_cache(8)(_Stops)  # shared by the sequences of one request

@@ -1,4 +1,4 @@
-"""Messages of pydantic in plain words."""
+"""Pydantic's error messages in plain words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = [
 
 
 def plainly(message: str) -> str:
-    """A message, to be read after the name of the value."""
+    """Reword a message so that it can follow the name of the value."""
     for theirs, ours in _WORDS:
         message = re.sub(theirs, ours, message)
     return message
