@@ -65,7 +65,7 @@ class Engine:
             the bundled pair, with a warning.
         draft: a smaller model with nearly the same vocabulary, or a draft head that was trained for the model: a path
             or name as for `model`. None or "none": n-grams alone. "auto": the bundled draft for the bundled model, the
-            head in the package for SmolLM2-135M-Instruct, else none.
+            head in the package for SmolLM2-135M-Instruct, a known draft that the cache holds, else none.
         ngrams: n-gram table of the draft's text (`pystaged ngram build`); by default the one beside the draft's file.
         device: device of the target. "cpu": pystaged's kernels, whose texts are exact to the byte; "metal", "gpu",
             "ggml-cpu" or a name from devices(): ggml's operations; "rpc:HOST:PORT,HOST:PORT": layers split over RPC

@@ -156,7 +156,7 @@ class LoadFields(TypedDict, total=False):
 
     draft: Annotated[str | Path | None, Option("auto", help=
         "Draft model with the same vocabulary, or draft head: a path or name. none: draft by n-grams alone; auto: "
-        "the model's own draft, if there is one.")]
+        "the model's own draft, or one that info names and the cache holds.")]
     ngrams: Annotated[str | Path | None, Option(None, help=
         "File of an n-gram table to draft from; by default the one beside the draft's file.")]
     device: Annotated[str, Option("cpu", help=

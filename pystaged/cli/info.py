@@ -11,6 +11,7 @@ from pystaged.cli.options import KeysAndValues, KvMemory, ModelArgument
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.heads import find_head
+from pystaged.loading.known_drafts import cached_draft, known_draft
 
 
 def info(
@@ -28,7 +29,8 @@ def info(
         path, draft=None, kv=kv, kv_memory=kv_memory, recycle=False, policy=FixedPolicy(width=1, depth=0, budget=0)
     ) as engine:
         loaded = engine.model
-        draft = names.resolve_draft(named, "auto") or find_head(engine.tokenizer)
+        metadata = engine.tokenizer.metadata
+        draft = names.resolve_draft(named, "auto") or find_head(engine.tokenizer) or cached_draft(metadata)
         rows = {
             "pystaged": pystaged.__version__,
             "llama-cpp-python": _llama.VERSION,
@@ -36,7 +38,7 @@ def info(
             "threads": str(loaded.num_threads),
             "model": str(path),
             "name": loaded.name,
-            "draft": str(draft) if draft else "none of its own: n-grams draft, until one is named with --draft",
+            "draft": str(draft) if draft else _no_draft(known_draft(metadata)),
             "shape": f"{loaded.architecture}, {loaded.num_layers} layers, {loaded.width} wide, {loaded.num_heads} heads"
             f" ({loaded.num_kv_heads} of keys) of {loaded.head_dim}",
             "context": f"{engine.n_ctx} tokens unless asked for more, trained for {loaded.max_context}",
@@ -58,6 +60,13 @@ def info(
             f"{'device':<18}{name}: {device.description}, "
             f"{device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
         )
+
+
+def _no_draft(known: str | None) -> str:
+    """Says that a model has no draft here, and how to get one that is known for it."""
+    if known:
+        return f"none here, so n-grams draft; {known} is made for it: pystaged pull {known} --type q8_0"
+    return "none of its own: n-grams draft, until one is named with --draft"
 
 
 def _shares(types: dict[str, int]) -> str:

@@ -17,6 +17,7 @@ from pystaged.drafting.lookups import NgramCost
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
 from pystaged.loading.heads import find_head, load_head
+from pystaged.loading.known_drafts import cached_draft
 from pystaged.loading.metadata import is_head, mask_token
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
@@ -63,10 +64,13 @@ class Bundle:
         self.costs = Costs(report)
         progress = announced(report)
         self.path, found = names.resolve(model, progress), names.resolve_draft(model, draft, progress)
-        head_path = found if found and is_head(found) else None
-        self.draft_path = None if head_path else found
         self.file = SeenModel.now(self.path)
         self.tokenizer = _tokenizer(self.path)
+        is_chosen = found is not None or draft != "auto"
+        if not is_chosen:
+            found = cached_draft(self.tokenizer.metadata)
+        head_path = found if found and is_head(found) else None
+        self.draft_path = None if head_path else found
         self.vocabulary = self.tokenizer.fingerprint
         if head_path and device == "auto":
             report(f"the model runs on the cpu, because draft heads such as {head_path.name} need that")
@@ -89,10 +93,16 @@ class Bundle:
         self.substitutes: dict[int, int] = {}
         self.draft_mask: int | None = None
         if self.draft_path:
-            tokenizer = Tokenizer(os.fsencode(self.draft_path))
-            self.substitutes = substitutes(self.tokenizer, tokenizer)
-            self.draft_mask = mask_token(tokenizer.metadata, tokenizer.num_tokens)
-            drafts = load(self.draft_path, tokenizer, draft_device)
+            try:
+                tokenizer = Tokenizer(os.fsencode(self.draft_path))
+                self.substitutes = substitutes(self.tokenizer, tokenizer)
+                self.draft_mask = mask_token(tokenizer.metadata, tokenizer.num_tokens)
+                drafts = load(self.draft_path, tokenizer, draft_device)
+            except (ModelError, ValueError) as error:
+                if is_chosen:
+                    raise
+                report(f"passed over: {error}")
+                self.draft_path = None
         self.table = find_table(self.draft_path or self.path, ngrams, self.tokenizer, report)
         self.device, self.draft_device = self._fastest(targets, drafts, report)
         self.target = targets[self.device]

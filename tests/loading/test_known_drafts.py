@@ -1,0 +1,77 @@
+"""Drafts that are known for a family of targets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gguf import GGUFWriter
+from support.random_models import RandomModel, add_vocabulary, write
+from typer.testing import CliRunner
+
+import pystaged
+from pystaged import Engine, cli
+from pystaged._core import metadata
+from pystaged.loading import cache, known_drafts
+from pystaged.loading.bundle import Bundle
+from pystaged.loading.known_drafts import KnownDraft, known_draft
+
+NAME = "owner/tiny-draft"
+DRAFT = RandomModel("llama", width=32, heads=2, kv_heads=1)
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "models")
+    monkeypatch.setattr(known_drafts, "KNOWN", (KnownDraft("llama", "gpt-2", 32, NAME),))
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return write(tmp_path / "target.gguf", RandomModel("llama"))
+
+
+def download(model: RandomModel) -> Path:
+    cache.repository_folder(NAME).mkdir(parents=True)
+    return write(cache.repository_folder(NAME) / "draft.gguf", model)
+
+
+def test_a_draft_is_known_for_wider_models_of_its_family(tmp_path: Path) -> None:
+    for model, expected in (
+        (RandomModel("llama"), NAME),
+        (DRAFT, None),
+        (RandomModel("qwen2"), None),
+    ):
+        assert known_draft(metadata(write(tmp_path / "model.gguf", model))) == expected
+    assert known_draft({}) is None
+
+
+def test_auto_takes_it_from_the_cache(target: Path) -> None:
+    with Engine(target) as engine:
+        assert engine.runtime.bundle.draft is None
+    download(DRAFT)
+    with Engine(target) as engine, Engine(target, draft=None) as alone:
+        assert engine.runtime.bundle.draft is not None
+        assert engine.generate("Hello", max_tokens=20).tokens == alone.generate("Hello", max_tokens=20).tokens
+        assert alone.runtime.bundle.draft is None
+
+
+def test_auto_does_without_one_that_does_not_fit(target: Path) -> None:
+    def others(writer: GGUFWriter, num_tokens: int) -> None:
+        add_vocabulary(writer, num_tokens, {i: f"<|other-{i}|>" for i in range(num_tokens)})
+
+    path = download(replace(DRAFT, vocabulary=others))
+    said: list[str] = []
+    assert Bundle(target, "auto", 1, said.append).draft is None
+    assert [line for line in said if line.startswith("passed over: ")]
+    with pytest.raises(ValueError, match="draft"):
+        pystaged.load(target, draft=path)
+
+
+def test_info_names_it_and_then_its_file(target: Path) -> None:
+    said = CliRunner().invoke(cli.app, ["info", str(target)]).stdout
+    assert f"{NAME} is made for it: pystaged pull {NAME} --type q8_0" in said
+    path = download(DRAFT)
+    said = CliRunner().invoke(cli.app, ["info", str(target)]).stdout
+    assert ["draft", str(path)] in [line.split() for line in said.splitlines()]
