@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pystaged.config import Grammar
 from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
+from pystaged.server import run
 
 PATH = "/v1/completions"
 _MOST_GROWTH = 4 << 20  # bytes, by which 400 requests may change what a process has
@@ -59,6 +60,15 @@ def asked(server: Server, request: dict[str, Any], connection: socket.socket | N
     data = json.dumps(request).encode()
     connection.sendall(head(len(data)) + data)
     return connection
+
+
+def early(sent: bytes) -> tuple[socket.socket, socket.socket]:
+    """A listener for a server, and a connection on which this is there before it, so that it waits for none of it."""
+    listener = run.bound("127.0.0.1", 0)
+    listener.listen()
+    connection = Server(listener.getsockname()[1]).raw()
+    connection.sendall(sent)
+    return listener, connection
 
 
 def measured(server: Server, name: str) -> float:
@@ -176,11 +186,8 @@ def test_who_has_no_answer_when_the_server_ends_is_told(
 
 def test_a_request_that_is_never_finished(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pystaged.server.settings.STALL", 0.2)
-    with live(engine) as server:
-        connection = server.raw()
-        connection.sendall(
-            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n".encode() + b'{"pro'
-        )
+    listener, connection = early(head(100) + b'{"pro')
+    with live(engine, listener):
         assert b" 408 " in connection.recv(1 << 16)
         connection.close()
 
@@ -190,15 +197,16 @@ def test_a_request_that_is_never_finished(engine: Engine, monkeypatch: pytest.Mo
 def test_a_request_that_never_begins(engine: Engine, monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
     """Nothing comes, or half a head, also behind another request."""
     monkeypatch.setattr("pystaged.server.settings.STALL", 0.2)
-    with live(engine) as server:
-        for sent in (b"", b"GET /hea"):
-            connection = server.raw()
+    for sent in (b"", b"GET /hea"):
+        listener, connection = early(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" if before else sent)
+        with live(engine, listener):
             if before:
-                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                while not connection.recv(1 << 16).endswith(b"}"):
-                    pass
-            connection.sendall(sent)
-            with suppress(ConnectionResetError):
+                answer = b""
+                while not answer.endswith(b"}"):
+                    answer += (part := connection.recv(1 << 16))
+                    assert part
+            with suppress(ConnectionError):
+                connection.sendall(sent if before else b"")
                 assert connection.recv(1 << 16) == b""
             connection.close()
 
@@ -207,9 +215,8 @@ def test_a_request_that_never_begins(engine: Engine, monkeypatch: pytest.MonkeyP
 def test_a_head_that_is_never_finished(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though there is always a little more of it."""
     monkeypatch.setattr("pystaged.server.settings.STALL", 0.3)
-    with live(engine) as server:
-        connection = server.raw()
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+    listener, connection = early(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+    with live(engine, listener) as server:
         connection.settimeout(0.01)
         is_open = True
         while is_open:
@@ -220,6 +227,7 @@ def test_a_head_that_is_never_finished(engine: Engine, monkeypatch: pytest.Monke
                 continue
             except ConnectionError:
                 is_open = False
+        monkeypatch.undo()
         assert server.ask("/health")[0] == 200
         connection.close()
 
@@ -227,10 +235,12 @@ def test_a_head_that_is_never_finished(engine: Engine, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_a_text_may_take_longer_than_a_head(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pystaged.server.settings.STALL", 0.3)
-    with live(engine) as server:
+    data = json.dumps(body(3)).encode()
+    listener, connection = early(head(len(data)) + data)
+    with ExitStack() as served:
         with held(engine):
-            connection = asked(server, body(3))
-            wait_until(lambda: measured(server, "requests_processing"))
+            served.enter_context(live(engine, listener))
+            wait_until(lambda: not is_idle(engine))
             threading.Event().wait(0.6)
         assert b" 200 " in connection.recv(1 << 16)
         connection.close()
@@ -263,15 +273,27 @@ def test_who_does_not_read_holds_nobody_up(engine: Engine) -> None:
 @pytest.mark.parametrize("path", [PATH, "/detokenize"])
 def test_who_never_reads_is_given_up(engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """While texts are written, or with an answer that is ready: the connection ends, though the client is there."""
+    full, lost = threading.Event(), threading.Event()
+
+    class Told(run._Connection):
+        def pause_writing(self) -> None:
+            monkeypatch.setattr("pystaged.server.settings.STALL", 0.3)  # the request itself may take a while
+            super().pause_writing()
+            full.set()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            lost.set()
+
+    monkeypatch.setattr(run, "_Connection", Told)
     with live(engine) as server:
-        before = psutil.Process().num_fds()
         connection = server.raw(window=1 << 12)
-        request = endless(stream=True, n=16, logprobs=20) if path == PATH else {"tokens": [5] * 1_000_000}
+        # Answers that are larger than what sockets hold.
+        request = endless(stream=True, n=16, logprobs=20) if path == PATH else {"tokens": [97] * 1_000_000}
         data = json.dumps(request).encode()
         connection.sendall(head(len(data), path) + data)
-        monkeypatch.setattr("pystaged.server.settings.STALL", 0.3)  # the request itself may take a while
-        wait_until(lambda: psutil.Process().num_fds() == before + 2)
-        wait_until(lambda: psutil.Process().num_fds() == before + 1)
+        assert full.wait(60)
+        assert lost.wait(60)
         wait_until(lambda: is_idle(engine))
         connection.close()
 
