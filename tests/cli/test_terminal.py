@@ -223,6 +223,8 @@ def test_a_conversation_says_what_is_in_force_and_leaves_a_clean_line() -> None:
     window.wait_for(b"temperature 0: always")
     window.type(b"/clear\n")
     window.wait_for(b"begun again")
+    # An end of input that comes before readline begins is lost.
+    window.wait_for(b"> ", start=window.output.index(b"begun again"))
     window.type(b"\x04")
     assert window.finish() == 0
     assert window.output.endswith(b"\r\n")
@@ -292,7 +294,9 @@ def test_a_window_that_changes_its_size() -> None:
 @pytest.mark.parametrize("presses", [1, 3])
 @pytest.mark.parametrize("extra", [[], ["--color", "stages"], ["--show-tree"]], ids=str)
 def test_ctrl_c_leaves_cursor_and_text(long_text: str, extra: list[str], presses: int) -> None:
-    window = terminal("generate", PROMPT, "--model", "bundled", "--max-tokens", "900", *extra, lines=200, columns=300)
+    arguments = ("generate", PROMPT, "--model", "bundled", "--max-tokens", "900", *extra)
+    # The slowest kernel, so that there is text left to stop.
+    window = terminal(*arguments, lines=200, columns=300, PYSTAGED_KERNEL="scalar")
     # Stops in the middle: the first line of the text is there, the last is not.
     window.wait_for(long_text.split("\n")[1].strip().split()[-1].encode())
     window.type(b"\x03" * presses)
@@ -356,12 +360,12 @@ def test_ctrl_c_in_a_session_stops_the_turn_only(long_text: str) -> None:
     window.wait_for(sentence.encode())
     window.type(b"\x03")
     window.wait_for(b"stopped")
+    before = len(window.output)
     window.type(b"/text\n")
-    window.wait_for(b"/text\r\n")
+    # What was on the screen when it stopped is in the text.
+    window.wait_for(sentence.encode(), start=before)
     window.type(b"/quit\n")
     assert window.finish() == 0
-    # What was on the screen when it stopped is in the text.
-    assert "\n".join(window.shown).count(sentence) == 2
 
 
 def type_until(window: Terminal, keys: bytes, words: bytes) -> None:
