@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.scheduling import is_idle, wait_until
+from support.scheduling import in_loop, is_idle, wait_until
 
 import pystaged
 from pystaged import ContextFullError, Engine, GenerationResult, Growth, Piece
@@ -270,17 +270,15 @@ def test_an_event_loop_goes_on_meanwhile(plain: Engine, path: Path) -> None:
     assert found == alone(path, PROMPTS[0], max_tokens=200)
 
 
-def test_a_reader_that_is_behind_is_waited_for(plain: Engine) -> None:
-    async def read() -> None:
-        stream = plain.astream(PROMPTS[0], max_tokens=450, speculate=False)
-        await anext(stream)
-        sequence = stream.sequence
-        while not (plain.runtime.scheduler._is_waiting or sequence.is_over):
-            await asyncio.sleep(0)
-        assert sequence.num_sent <= MOST_UNREAD + 1
-        assert len((await stream.finish()).tokens) == 450
-
-    run(read())
+@in_loop
+async def test_a_reader_that_is_behind_is_waited_for(plain: Engine) -> None:
+    stream = plain.astream(PROMPTS[0], max_tokens=450, speculate=False)
+    await anext(stream)
+    sequence = stream.sequence
+    while not (plain.runtime.scheduler._is_waiting or sequence.is_over):
+        await asyncio.sleep(0)
+    assert sequence.num_sent <= MOST_UNREAD + 1
+    assert len((await stream.finish()).tokens) == 450
 
 
 def test_closing_an_async_stream(plain: Engine) -> None:
@@ -300,17 +298,15 @@ def test_closing_an_async_stream(plain: Engine) -> None:
     assert rest(plain) == 0
 
 
-def test_several_tasks_may_close_an_async_stream(plain: Engine) -> None:
-    async def close() -> None:
-        stream = plain.astream(PROMPTS[0], max_tokens=400)
-        await anext(stream)
-        closing = [asyncio.create_task(stream.aclose()) for _ in range(3)]
-        await asyncio.sleep(0)
-        closing.append(asyncio.create_task(stream.finish()))
-        await asyncio.gather(*closing)
-        assert stream.result.finish_reason == "cancelled"
-
-    run(close())
+@in_loop
+async def test_several_tasks_may_close_an_async_stream(plain: Engine) -> None:
+    stream = plain.astream(PROMPTS[0], max_tokens=400)
+    await anext(stream)
+    closing = [asyncio.create_task(stream.aclose()) for _ in range(3)]
+    await asyncio.sleep(0)
+    closing.append(asyncio.create_task(stream.finish()))
+    await asyncio.gather(*closing)
+    assert stream.result.finish_reason == "cancelled"
 
 
 def test_cancelling_a_task_cancels_its_text(plain: Engine) -> None:
@@ -332,17 +328,15 @@ def test_cancelling_a_task_cancels_its_text(plain: Engine) -> None:
     assert rest(plain) == 0
 
 
-def test_two_tasks_cannot_read_one_stream(plain: Engine) -> None:
-    async def read() -> None:
-        stream = plain.astream(PROMPTS[0], max_tokens=4)
-        first = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="another task reads the stream"):
-            await anext(stream)
-        await first
-        await stream.finish()
-
-    run(read())
+@in_loop
+async def test_two_tasks_cannot_read_one_stream(plain: Engine) -> None:
+    stream = plain.astream(PROMPTS[0], max_tokens=4)
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="another task reads the stream"):
+        await anext(stream)
+    await first
+    await stream.finish()
 
 
 def test_a_stream_stays_with_its_event_loop(plain: Engine) -> None:

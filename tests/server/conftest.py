@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 from support.server import Server, live
 
@@ -24,3 +25,9 @@ def engine(random_gguf: Callable[..., Path]) -> Iterator[Engine]:
 def server(engine: Engine) -> Iterator[Server]:
     with live(engine) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

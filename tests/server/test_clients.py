@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -15,12 +14,6 @@ from pystaged.engine import Engine
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"model": NAME, "temperature": 0, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_models(client: openai.OpenAI) -> None:

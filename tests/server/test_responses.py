@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel
-from support.server import NAME, Server
+from support.server import NAME
 
 from pystaged.engine import Engine
 
@@ -20,12 +19,6 @@ class Answer(BaseModel, extra="forbid"):
     """What is asked for."""
 
     city: Literal["Rome", "Oslo"]
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_a_whole_answer(client: openai.OpenAI, engine: Engine) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from pystaged import Engine
@@ -16,6 +18,16 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.002)
+
+
+def in_loop(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test of a coroutine, in an event loop of its own."""
+
+    @wraps(work)
+    def test(*args: Any, **options: Any) -> None:
+        asyncio.run(asyncio.wait_for(work(*args, **options), 60))
+
+    return test
 
 
 def is_idle(engine: Engine) -> bool:
