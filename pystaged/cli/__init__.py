@@ -16,8 +16,8 @@ import pystaged
 from pystaged import _ctrl_c
 from pystaged.cli.command import Command, Group
 
-# Commands and their lines of `pystaged --help`. A command's module has its name and is imported when the command is
-# run; in it `app` holds several commands, or a function of that name is the command.
+# Commands and their lines in `pystaged --help`. A command's module has its name and is imported only to run it; it
+# holds `app` for a group of commands, or the command as a function of that name.
 _COMMANDS = {
     "generate": "Continue a prompt.",
     "chat": "Talk with a model.",
@@ -29,12 +29,12 @@ _COMMANDS = {
     "tune": "Measure how long passes take on this machine, and show it.",
     "info": "Show this build, this machine's devices, and a model's properties.",
     "verify": "Generate the text of a receipt again, and compare.",
-    "rpc-server": "Run layers of models for other machines, which name this one by --device rpc:HOST:PORT.",
+    "rpc-server": "Run layers of models for other machines, which use it with --device rpc:HOST:PORT.",
     "ngram": "Build tables of n-grams, the lowest stage.",
 }
 
 
-_FORMER = ("audit",)  # names that go with the next release
+_FORMER = ("audit",)  # former names, removed in the next release
 
 
 class _Commands(Group):
@@ -48,7 +48,7 @@ class _Commands(Group):
             self.add_command(TyperCommand(name, hidden=True))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As click's; `help COMMAND` and `version` are words of other programs."""
+        """As in click; also accepts `help COMMAND` and `version`, as other programs do."""
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
         elif args == ["version"]:
@@ -57,7 +57,7 @@ class _Commands(Group):
         return rest
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments name, the real one."""
+        """Import the command that the arguments name."""
         name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and _command(listed.name or ""), rest
 
@@ -77,7 +77,7 @@ app = typer.Typer(
     cls=_Commands,
     help="Staged speculative decoding for GGUF models on your own laptop.",
     epilog="Exit status: 0 done, 1 failed (the reason is on standard error), 2 wrong usage, 130 interrupted by Ctrl-C, "
-    "141 nobody reads the output any more.",
+    "141 the reader of the output has gone.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -93,11 +93,11 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", "-v", callback=_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", "-v", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     del version
-    # The command's module has been imported.
+    # All modules are imported, so Ctrl-C can clean up from here on.
     _ctrl_c.let_tidy_up()
 
 
@@ -120,7 +120,7 @@ def main() -> None:
 
         _say("error: ", "bold red", words(error))
     if status:
-        # Lest Python tries again to write what could not be written, and complains.
+        # Otherwise Python tries to write the output again at exit, and complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(status)
 

@@ -21,19 +21,19 @@ def audit(
     loading: LoadOptions,
     sampling: SamplingOptions,
     output: Annotated[
-        Path | None, typer.Option(help="What `generate --json` printed for that prompt; by default it is made now.")
+        Path | None, typer.Option(help="Output of `generate --json` for that prompt; generated now if not given.")
     ] = None,
     max_tokens: MaxTokens = 128,
 ) -> None:
-    """Check each token of a text against what the model chooses when it evaluates one row at a time.
+    """Compare each token of a text with the model's choice when it evaluates one row at a time.
 
-    This name goes with the next release; `generate --receipt` and `verify --by-row` do the same.
+    This command will be removed in the next release; `generate --receipt` and `verify --by-row` do the same.
     """
     with usage():
         config = sampling.config()
         GenerationConfig(max_tokens=max_tokens, sampling=config)
     prompt = read_prompt(prompt)
-    report("pystaged audit goes with the next release: use generate --receipt FILE and verify FILE --by-row")
+    report("pystaged audit will be removed in the next release: use generate --receipt FILE and verify FILE --by-row")
     with open_engine(model, loading) as engine:
         tokens = _tokens(output) if output else engine.generate(prompt, max_tokens=max_tokens, sampling=config).tokens
         said, is_same = replayed(engine, engine.tokenizer.encode(prompt).tolist(), tokens, config)
@@ -47,5 +47,5 @@ def _tokens(path: Path) -> list[int]:
         if not all(isinstance(token, int) for token in tokens):
             raise TypeError
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} is not what `pystaged generate --json` prints") from None
+        raise ValueError(f"{path} is not output of `pystaged generate --json`") from None
     return list(tokens)

@@ -1,4 +1,4 @@
-"""`pystaged bench`: speed on this machine, against what people would use instead; and what stands behind it."""
+"""`pystaged bench`: speed on this machine compared with other engines, and measurements of its parts."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from pystaged.loading.factory import DecoderFactory
 
 app = typer.Typer()
 
-_WIDE = 160  # characters, where nobody says how many there are
-_MOST_TEXTS = 1024  # at once
+_WIDE = 160  # characters, if the output is not a terminal
+_MOST_TEXTS = 1024  # sequences at once
 
 ModelName = Annotated[
     str,
     typer.Option(
         "--model",
-        help="GGUF file, 'bundled', 'smollm2', or made once: 'grown' and 'grown-smollm2' say what a small model says "
-        "and cost what a large one costs; 'random' (GPT-2 Large), 'llama1b' and 'llama8b' have random weights.",
+        help="GGUF file, 'bundled', 'smollm2', or made once: 'grown' and 'grown-smollm2' have a small model's output "
+        "at a large one's cost; 'random' (GPT-2 Large), 'llama1b' and 'llama8b' have random weights.",
         callback=lambda name: name or names.default_model(report),
         show_default=DEFAULT_MODEL,
     ),
@@ -50,19 +50,19 @@ ModelName = Annotated[
 DraftName = Annotated[
     str, typer.Option("--draft", help="Path of a draft or draft head, 'bundled', 'auto', or 'none' for n-grams alone.")
 ]
-Quantization = Annotated[str, typer.Option("--type", help="Type of a model to be made.")]
+Quantization = Annotated[str, typer.Option("--type", help="Type of a model to make.")]
 Prompts = Annotated[
     Path | None,
-    typer.Option(help="HumanEval's file, Spec-Bench's question.jsonl, or one like them; else the shipped ones."),
+    typer.Option(help="HumanEval's file, Spec-Bench's question.jsonl, or a file like them; else the packaged ones."),
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Prompts at most, evenly spread over their categories.", callback=check)
+    int | None, typer.Option(min=1, help="Most prompts, taken evenly from all categories.", callback=check)
 ]
 Warm = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Draft with recycled candidates of so many other prompts of the file; else with none.",
+        help="Draft with recycled candidates from this many other prompts of the file; 0 for none.",
         callback=check,
     ),
 ]
@@ -213,23 +213,23 @@ def texts(
     draft: DraftName = "auto",
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
-    counts: Annotated[str, typer.Option("--texts", help="Texts at once, one number or several.")] = "1,2,4,8,16",
-    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per text.", callback=check)] = 96,
-    temperature: Annotated[float, typer.Option(help="Of the sampling; 0 always takes the likeliest token.")] = 0.0,
+    counts: Annotated[str, typer.Option("--texts", help="Sequences at once: one number or several.")] = "1,2,4,8,16",
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per sequence.", callback=check)] = 96,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 always takes the likeliest token.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Times to run everything.", callback=check)] = 1,
     threads: Threads = 0,
     llama_cpp: Annotated[
-        Path | None, typer.Option(help="Folder of a llama.cpp build: llama-server takes part.")
+        Path | None, typer.Option(help="Folder of a llama.cpp build, to measure its llama-server.")
     ] = None,
     prompt_beside: Annotated[
         int,
-        typer.Option(min=0, help="Tokens of a prompt that arrives beside 4 texts; 0 for none.", callback=check),
+        typer.Option(min=0, help="Tokens of a prompt that arrives during 4 sequences; 0 for none.", callback=check),
     ] = 0,
-    served: Annotated[bool, typer.Option("--served", help="pystaged serve takes part, spoken to over HTTP.")] = False,
+    served: Annotated[bool, typer.Option("--served", help="Also measure pystaged serve, over HTTP.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write many texts at once: tokens per second of all and of each, time to the first token, with and without
-    drafting, beside llama-server's parallel slots.
+    """Decode many sequences at once: tokens per second of all and of each and time to the first token, with and without
+    drafting, compared with llama-server's parallel slots.
 
     Example: pystaged bench texts --model llama1b --texts 1,8 --llama-cpp ~/llama.cpp/build/bin
 
@@ -275,7 +275,7 @@ def lossless(
     max_tokens: MaxTokens = 96,
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Seeds for each sampling.")] = 2,
 ) -> None:
-    """Check that every way of drafting writes what plain decoding writes. Ends with 1 if one does not.
+    """Check that each way of drafting gives plain decoding's output. Exits with status 1 if one does not.
 
     Example: pystaged bench lossless --limit 10
 
@@ -303,7 +303,7 @@ def lossless(
                 found = [pairs.continuation(decoder, text, sampling, max_tokens) for text in texts]
                 different[way].append(sum(mine != theirs for mine, theirs in zip(found, expected, strict=True)))
                 progress.advance(task)
-    title = f"{len(texts)} prompts, {max_tokens} tokens each: texts that differ from plain decoding"
+    title = f"{len(texts)} prompts, {max_tokens} tokens each: sequences that differ from plain decoding"
     table = Table("drafted by", *runs, title=title, box=None)
     for way, counts in different.items():
         table.add_row(way, *map(str, counts))
@@ -320,13 +320,13 @@ def parts(
     prompts: Prompts = None,
     limit: Limit = None,
     max_tokens: MaxTokens = 96,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.", callback=check)] = 12,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a draft tree.", callback=check)] = 12,
     warm: Warm = 0,
 ) -> None:
-    """What each part that drafts brings: tokens per step, passes of the draft, acceptance.
+    """Measure what each part of drafting adds: tokens per step, passes of the draft, acceptance.
 
-    With a draft model: n-grams below it, and shared noise. Without one: n-grams, their table, recycled candidates and
-    the draft head.
+    With a draft model the parts are n-grams that guide it, and shared noise. Without one they are n-grams, their table,
+    recycled candidates and the draft head.
 
     Example: pystaged bench parts --limit 20
 
@@ -335,7 +335,7 @@ def parts(
     bundle, texts = _open(model, draft, quantization, prompts, limit and limit + warm)
     earlier, texts = texts[:warm], texts[warm:]
     if not texts:
-        raise typer.BadParameter(f"{warm} prompts to remember leave none to measure; choose fewer with --warm")
+        raise typer.BadParameter(f"--warm {warm} leaves no prompts to measure; choose fewer")
     session = Session(bundle.target)
     title = f"{len(texts)} prompts, {max_tokens} tokens each, trees of {nodes} nodes"
     passes = ["draft passes per token"] if bundle.draft else []
@@ -355,14 +355,14 @@ def parts(
 def _open(
     model: str, draft: str, quantization: str, prompts: Path | None, limit: int | None
 ) -> tuple[Bundle, list[NDArray[np.int32]]]:
-    """A target with its draft, and the tokens of the prompts."""
+    """A target with its draft, and the prompts' tokens."""
     path = _model_file(model, quantization)
     bundle = Bundle(path, models.find_draft(model, draft_name(draft), report), 0, report)
     return bundle, [prompt.tokens for prompt in choose(path, prompts, limit)[1]]
 
 
 def _model_file(model: str, quantization: str) -> Path:
-    """The file of a model, made first if need be."""
+    """The file of a model, made first if necessary."""
     _check_type(model, quantization)
     return models.find(model, quantization.upper(), report)
 
@@ -373,13 +373,13 @@ def _check_type(model: str, quantization: str) -> None:
 
 
 def _console() -> Console:
-    """Standard output; wide enough for the tables where it is no terminal."""
+    """A console for standard output, wide enough for the tables if that is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDE)
 
 
 def _numbers(option: str, given: str, least: int, most: int = 2**31 - 1) -> list[int]:
-    """The numbers of an option."""
+    """Parse an option's numbers."""
     try:
         numbers = [int(word) for word in given.split(",")]
     except ValueError:
@@ -391,7 +391,7 @@ def _numbers(option: str, given: str, least: int, most: int = 2**31 - 1) -> list
 
 
 def _rates(accept: str) -> list[float]:
-    """The numbers of --accept."""
+    """Parse the numbers of --accept."""
     try:
         rates = [float(word) for word in accept.split(",")]
     except ValueError:

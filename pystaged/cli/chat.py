@@ -1,4 +1,4 @@
-"""`pystaged chat`: a conversation."""
+"""`pystaged chat`: a conversation with a model."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ def chat(
 
 
 class Chat(Turns):
-    """A conversation, as messages.
+    """A conversation as messages.
 
-    Arguments as in Turns; system: the system message; think: whether models that can think do.
+    Arguments as in Turns; system: the system message; think: whether models that can think do so.
     """
 
     _leaving = ("exit", "quit", "bye")
@@ -207,34 +207,34 @@ class Chat(Turns):
 
 
 def read_conversation(path: Path, tokenizer: Tokenizer) -> tuple[str, list[dict[str, Any]]]:
-    """System message and messages of a saved conversation; without tokens, if they are another vocabulary's.
+    """Read the system message and the messages of a saved conversation; tokens of another vocabulary are dropped.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is none.
+        OSError: the file cannot be read.
+        ValueError: the file is not a saved conversation.
     """
     try:
         kept = json.loads(read_small(path, _MOST_BYTES).decode("utf-8"))
         system, messages = kept["system"], kept["messages"]
         turns = [("user", "assistant")[number % 2] for number in range(len(messages))]
         if not isinstance(system, str) or [message["role"] for message in messages] != turns or len(turns) % 2:
-            raise TypeError("user and assistant do not take turns")
+            raise TypeError("user and assistant do not alternate")
         if not all(isinstance(message["content"], str) for message in messages):
-            raise TypeError("a content is no text")
+            raise TypeError("a message's content is not text")
         if messages:
             marked_messages(messages)
         is_ours = kept.get("vocabulary") == tokenizer.fingerprint
         for message in messages if is_ours else ():
             _check_tokens(message.get("tokens", []), tokenizer.num_tokens)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} holds no conversation that was saved with /save: {error}") from None
+        raise ValueError(f"{path} is not a conversation saved with /save: {error}") from None
     fields = ("role", "content", "tokens") if is_ours else ("role", "content")
     return system, [{name: message[name] for name in fields if name in message} for message in messages]
 
 
 def _check_tokens(tokens: Any, num_tokens: int) -> None:
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise TypeError("the tokens of a message are no list of integers")
+        raise TypeError("the tokens of a message are not a list of integers")
     for token in tokens:
         if not 0 <= token < num_tokens:
-            raise ValueError(f"token {token} is outside of the vocabulary of {num_tokens}")
+            raise ValueError(f"token {token} is outside the vocabulary of {num_tokens} tokens")

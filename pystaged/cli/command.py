@@ -1,4 +1,4 @@
-"""Commands that accept other programs' option names, and explain errors in our own."""
+"""Commands that also accept other programs' names of options and commands."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typer.core import TyperCommand, TyperGroup
 from pystaged.elsewhere import COMMANDS, FORMER_OPTIONS, OPTIONS, PROMPT, meant
 from pystaged.validation import plainly
 
-_UsageError: Any = typer.BadParameter.__base__  # click's, or the copy of it that Typer holds
+_UsageError: Any = typer.BadParameter.__base__  # click's, or Typer's copy of it
 
 
 class Command(TyperCommand):
-    """A command that accepts other programs' names of its options."""
+    """A command that also accepts other programs' names for its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As click's."""
@@ -60,7 +60,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Commands that may be called by other programs' names."""
+    """Commands that may also be called by other programs' names."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name."""

@@ -1,4 +1,4 @@
-"""What the commands share: messages and progress bars on standard error, models by name, standard input."""
+"""Shared by the commands: messages and progress bars on standard error, models by name, standard input."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from pystaged.loading.progress import Progress
 
 
-_LONG = 1.0  # seconds after which people want to know how far something is
+_LONG = 1.0  # seconds after which progress is shown
 _ANY_WIDTH = 10_000  # characters
 
 
 class _Errors(Console):
     def on_broken_pipe(self) -> None:
-        """Messages that nobody reads get lost; the text still counts."""
+        """Ignore that standard error is closed, so that the text is still written."""
         self.quiet = True
 
 
-# A terminal would break lines within words; elsewhere they are whole.
+# In a terminal rich breaks lines between words; elsewhere lines stay whole.
 errors = _Errors(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
 def print_table(table: Table) -> None:
-    """Print a table without borders to standard output; its long lines are the terminal's to wrap, none is cut."""
+    """Print a table without borders to standard output; the terminal wraps long lines, and none is cut."""
     Console(width=_ANY_WIDTH, soft_wrap=True, highlight=False).print(table)
 
 
@@ -48,7 +48,7 @@ def report(line: str) -> None:
 
 
 def words(error: Exception) -> str:
-    """An error's message; of an OSError file and reason, without number and quotes."""
+    """An error's message; for an OSError, its file and reason without number and quotes."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
@@ -56,7 +56,7 @@ def words(error: Exception) -> str:
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """A progress bar on standard error for each task."""
+    """Progress bars on standard error, one for each task."""
     from rich import progress as rich_progress  # noqa: PLC0415
 
     columns = (
@@ -69,7 +69,7 @@ def progress_bars() -> Iterator[Progress]:
     tasks: dict[str, TaskID] = {}
 
     def progress(what: str, done: int, total: int) -> None:
-        bars.start()  # not before there is something to show: even an empty one writes a line
+        bars.start()  # only now, because even an empty bar writes a line
         if what not in tasks:
             tasks[what] = bars.add_task(escape(what), total=total)
         bars.update(tasks[what], completed=done, total=total)
@@ -82,14 +82,14 @@ def progress_bars() -> Iterator[Progress]:
 
 
 def _hide(bar: Bar) -> None:
-    if bar.live.is_started:  # else rich 13 writes an empty line where there is no terminal
+    if bar.live.is_started:  # otherwise rich 13 writes an empty line without a terminal
         bar.stop()
 
 
 @contextmanager
 def reading_bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar of a prefill that takes more than a second, where standard error is a terminal; to be called with
-    tokens evaluated and tokens to evaluate."""
+    """A progress bar for a prefill that takes more than a second, if standard error is a terminal; call it with the
+    tokens evaluated and the tokens to evaluate."""
     from rich import progress as rich_progress  # noqa: PLC0415
 
     columns = (
@@ -120,8 +120,8 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def counter() -> Iterator[tuple[Callable[[int, int, int], None], Callable[[], None]]]:
-    """A progress bar of several texts, after a second, where standard error is a terminal. The first function is to be
-    called with finished texts, all texts, and tokens; the second hides the bar until then."""
+    """A progress bar for several sequences, after a second, if standard error is a terminal. Call the first function
+    with finished sequences, all sequences, and tokens; the second hides the bar until the next call."""
     from rich import progress as rich_progress  # noqa: PLC0415
 
     columns = (
@@ -159,7 +159,7 @@ def model_name(name: str | None) -> str | Path:
 
 
 def draft_name(name: str) -> str | Path:
-    """The same for a draft."""
+    """The path of the draft that an option names; see model_name."""
     return name if name in ("auto", "none") else model_name(name)
 
 
@@ -173,7 +173,7 @@ def open_engine(model: str | None, options: LoadOptions) -> Engine:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt a command was given; - reads it from standard input. Raises ValueError if that is no text."""
+    """The prompt of a command; - reads it from standard input. Raises ValueError if that is not UTF-8."""
     if prompt != "-":
         return prompt
     text = sys.stdin.read()

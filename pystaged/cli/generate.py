@@ -189,11 +189,11 @@ def generate(
 
 
 def _question(engine: pystaged.Engine, asked: Asked, system: str, think: bool | None) -> Prompt:
-    """What the model reads when something is asked."""
+    """A question as a prompt, by the model's chat template."""
     messages = asked.messages or [{"role": "user", "content": asked.prompt}]
     if system:
         if messages[0].get("role") == "system":
-            raise ValueError("the messages have a system message besides that of --system")
+            raise ValueError("the messages have a system message, too; leave --system out")
         messages = [{"role": "system", "content": system}, *messages]
     options = {} if think is None else {"enable_thinking": think}
     return engine.chat_format.encode(messages, template_options=options)
@@ -205,7 +205,7 @@ def _sequences(
     text_of: Callable[[Asked], Prompt],
     config: GenerationConfig,
 ) -> list[Text]:
-    """A text of each prompt. Raises ValueError that says which prompt is none."""
+    """Prepare a sequence for each prompt. Raises ValueError that names an invalid prompt."""
     found: list[Text] = []
     for each in asked:
         try:
@@ -216,7 +216,7 @@ def _sequences(
 
 
 def _write_json(stream: Stream, asked: Asked, *, chat: bool) -> None:
-    """Write a text as JSON; where Ctrl-C ends it, what there is."""
+    """Write the result as JSON; after Ctrl-C, the part that there is."""
     try:
         stream.finish()
     except KeyboardInterrupt:
@@ -238,7 +238,7 @@ def _write_several(
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Write n texts of each prompt, in order and as soon as each is there."""
+    """Write n texts for each prompt in order, each as soon as it is done."""
 
     num_cut = 0
 
@@ -263,9 +263,9 @@ def _write_several(
     if verbose:
         passes = engine.passes
         report(
-            f"{passes.passes} passes of the target in {passes.seconds:.2f} seconds; each for "
-            f"{passes.texts_per_pass:.1f} texts and of {passes.rows_per_pass:.1f} rows, in the mean; "
-            f"{passes.guess_share:.0%} of these were guesses"
+            f"{passes.passes} passes of the target in {passes.seconds:.2f} seconds; on average "
+            f"{passes.texts_per_pass:.1f} texts and {passes.rows_per_pass:.1f} rows each; "
+            f"{passes.guess_share:.0%} of the rows were guesses"
         )
 
 
@@ -274,14 +274,14 @@ def _fills_context(engine: pystaged.Engine, result: GenerationResult) -> bool:
 
 
 def _tell_full(engine: pystaged.Engine, where: str = "") -> None:
-    """Say why a text ends before its time."""
+    """Report that the context is full, and how to get more."""
     most = engine.model.max_context
     more = f"; --n-ctx allows more, up to {most}" if most > engine.n_ctx else ""
     report(f"the context of {engine.n_ctx} tokens is full{where}{more}")
 
 
 def _as_json(asked: Asked, result: GenerationResult, *, chat: bool) -> str:
-    """What was asked, and the text, as a line."""
+    """A prompt and its result as a line of JSON."""
     fields = {
         **asked.fields(),
         "text": result.text,
@@ -301,7 +301,7 @@ def _logprob(found: TokenLogprob) -> dict[str, Any]:
 
 
 def stats_table(stats: pystaged.GenerationStats) -> Table:
-    """What each stage did for a text."""
+    """A table of what each stage did for a sequence."""
     table = Table(box=None, pad_edge=False)
     for heading in ("stage", "drafted", "accepted", "emitted", "passes", "seconds"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")

@@ -41,7 +41,7 @@ def info(
             "draft": str(draft) if draft else _no_draft(known_draft(metadata)),
             "shape": f"{loaded.architecture}, {loaded.num_layers} layers, {loaded.width} wide, {loaded.num_heads} heads"
             f" ({loaded.num_kv_heads} of keys) of {loaded.head_dim}",
-            "context": f"{engine.n_ctx} tokens unless asked for more, trained for {loaded.max_context}",
+            "context": f"{engine.n_ctx} tokens by default, trained for {loaded.max_context}",
             "vocabulary": f"{loaded.vocab_size} tokens",
             "weights": f"{_shares(loaded.weight_types)}, {loaded.file_bytes / 1e6:.1f} MB file, "
             f"{loaded.weight_bytes / 1e6:.1f} MB read per pass",
@@ -70,19 +70,19 @@ def _no_draft(known: str | None) -> str:
 
 
 def _shares(types: dict[str, int]) -> str:
-    """The types of a model's weights, with the share of the bytes where there are several."""
+    """A model's weight types, with each one's share of the bytes if there are several."""
     if len(types) == 1:
         return next(iter(types))
     return " ".join(f"{kind} {size / sum(types.values()):.1%}" for kind, size in types.items())
 
 
 def _behind(model: _core.Model) -> str:
-    """What tokens take that no window reaches any more, in words; nothing where there are no windows."""
+    """Memory of tokens that are outside all attention windows, in words; "" for a model without windows."""
     kept = model.cell_bytes - model.windowed_cell_bytes
     return f", {kept / 1e3:.1f} MB behind windows" if kept < model.cell_bytes else ""
 
 
 def _texts(memory: int, context_bytes: int, n_ctx: int) -> str:
-    """What texts fit into memory, in words."""
+    """How many full contexts fit into memory, in words."""
     count = memory // context_bytes
     return f"{count:,} text{'' if count == 1 else 's'} of {n_ctx:,} tokens" if count else f"less than {n_ctx:,} tokens"

@@ -1,4 +1,4 @@
-"""Ctrl-C that ends a turn, not the program."""
+"""Ctrl-C that ends a turn of a chat, not the program."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import FrameType
 
 
 class Interrupts:
-    """While this is entered, Ctrl-C raises KeyboardInterrupt in sections that allow it and nowhere else, for there it
-    could lose something; and once in a section, so that a burst of presses does not disturb what tidies up.
+    """While entered, Ctrl-C raises KeyboardInterrupt only in sections that allow it, because elsewhere it could lose
+    state, and only once in a section, so that repeated presses do not disturb cleanup.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,14 @@ class Interrupts:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """A section that ends with KeyboardInterrupt when Ctrl-C is pressed, or has been since the last section."""
+        """A section that Ctrl-C ends with KeyboardInterrupt, also if it was pressed since the last section."""
         try:
             self._raises = True
             self.check()
             yield
         except SystemError as error:
-            # Within readline the handler may be called for a second press while the exception of the first is on its
-            # way, which Python takes for a fault of the handler.
+            # Within readline a second press may call the handler during the first one's exception; Python then raises
+            # SystemError.
             if isinstance(error.__cause__, KeyboardInterrupt):
                 raise error.__cause__ from None
             raise
@@ -43,7 +43,7 @@ class Interrupts:
             self._raises = self._waiting = False
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was pressed and whatever ran then let it get lost, as a finalizer does."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed and its exception was lost, as in a finalizer."""
         if self._waiting:
             self._raises = False
             raise KeyboardInterrupt
@@ -58,7 +58,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block."""
+    """Delay Ctrl-C until the block ends."""
     presses: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: presses.append(number))
     try:

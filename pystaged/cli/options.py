@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def check(value: Any) -> Any:
-    """Refuse what nothing can take: words whose bytes were no text, integers of more than 32 bits, nan."""
+    """Refuse invalid values: text that is not UTF-8, integers of more than 32 bits, nan."""
     for each in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(each, str) and any("\ud800" <= character <= "\udfff" for character in each):
             raise typer.BadParameter(f"{each!a} is not valid UTF-8 text.")
         if isinstance(each, int) and abs(each) >= 2**31:
             raise typer.BadParameter(f"{each} is out of range.")
         if isinstance(each, float) and math.isnan(each):
-            raise typer.BadParameter(f"{each} is no number.")
+            raise typer.BadParameter(f"{each} is not a number.")
     return value
 
 
@@ -42,7 +42,7 @@ def token_limit(tokens: int | None) -> int | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine only."""
+    """Whether an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -51,7 +51,7 @@ def is_loopback(host: str) -> bool:
 
 @contextmanager
 def usage() -> Iterator[None]:
-    """What is wrong with options is wrong usage."""
+    """Turn errors about options into usage errors."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -59,7 +59,7 @@ def usage() -> Iterator[None]:
 
 
 def check_device(name: str) -> str:
-    """Refuse what is no name of a device."""
+    """Refuse an invalid name of a device."""
     from pystaged.backends import devices  # noqa: PLC0415
 
     with usage():
@@ -68,7 +68,7 @@ def check_device(name: str) -> str:
 
 
 def check_type(name: str) -> str:
-    """Refuse what is no type of a file; "" stands for none."""
+    """Refuse an invalid type of a file; "" stands for none."""
     from pystaged.loading import quantize  # noqa: PLC0415
 
     with usage():
@@ -86,13 +86,13 @@ _MOST_BYTES = 1 << 24  # of a schema, grammar or message
 
 
 def size(value: str | int) -> int:
-    """Bytes, as people write them: 2G, 2GB and 2 GiB are 2 * 2**30."""
+    """Parse a number of bytes: 2G, 2GB and 2 GiB are 2 * 2**30."""
     found = _SIZE.fullmatch(str(value).strip())
     number = float(found[1]) * 1024 ** ("KMGT".find(found[2].upper()) + 1 if found[2] else 0) if found else 0.0
     if found and number < 1:
-        raise typer.BadParameter(f"{value!r} is too little for anything; leave it out, or write 512M or 2.5G.")
+        raise typer.BadParameter(f"{value!r} is too small; leave it out, or write 512M or 2.5G.")
     if not found or number >= 2**63:
-        raise typer.BadParameter(f"{value!r} is no size; write 512M or 2.5G.")
+        raise typer.BadParameter(f"{value!r} is not a size; write 512M or 2.5G.")
     return int(number)
 
 
@@ -104,12 +104,12 @@ def either(model: str | None, named: str | None) -> str | None:
 
 
 def read_system(words: str) -> str:
-    """A message, or that in the file that it names."""
+    """A system message, or the content of the file that it names."""
     return read_text(words[1:]).rstrip("\n") if words.startswith("@") else words
 
 
 def read_text(path: str) -> str:
-    """The text in a file or pipe. Raises OSError and ValueError where there is none."""
+    """The text of a file or pipe. Raises OSError and ValueError if it cannot be read or is not text."""
     with expanded(path).open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
@@ -121,13 +121,13 @@ def read_text(path: str) -> str:
 
 
 class Color(str, Enum):
-    """What generated text is painted by."""
+    """What generated text is coloured by."""
 
     NONE = "none"
     STAGES = "stages"
 
 
-# What Typer is to know of options besides their table.
+# Typer's settings for options, besides their table.
 _TYPER: dict[str, dict[str, Any]] = {
     "json_schema": {"metavar": "FILE|JSON"},
     "grammar": {"metavar": "FILE|GRAMMAR"},
@@ -143,14 +143,14 @@ _MORE = {
 
 
 def spelled(name: str, **settings: Any) -> Any:
-    """An option of pystaged.options, as Typer takes it.
+    """An option of pystaged.options for Typer.
 
     Args:
-        **settings: as typer.Option takes them, instead of the usual ones.
+        **settings: arguments of typer.Option that replace the usual ones.
     """
     option = ALL[name]
     usual: dict[str, Any] = {"help": option.help + _MORE.get(name, ""), "callback": check}
-    if name in ("n_ctx", "num_threads"):  # others are checked with their config
+    if name in ("n_ctx", "num_threads"):  # others are checked by their config
         usual["min"] = option.ge
     return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
 
@@ -175,29 +175,29 @@ StopLoops = Annotated[bool | None, spelled("stop_loops", show_default="on for an
 Threads = Annotated[int, spelled("num_threads")]
 KeysAndValues = Annotated[str, spelled("kv")]
 KvMemory = Annotated[int | None, spelled("kv_memory")]
-Colors = Annotated[Color, typer.Option("--color", help="Paint each token by who proposed it; in terminals only.")]
-ShowTree = Annotated[bool, typer.Option("--show-tree", help="Draw each tree, its accepted path bright.")]
+Colors = Annotated[Color, typer.Option("--color", help="Colour tokens by the stage that proposed them, in terminals.")]
+ShowTree = Annotated[bool, typer.Option("--show-tree", help="Draw each draft tree, with its accepted path bright.")]
 System = Annotated[
     str,
     typer.Option(
         "--system",
         metavar="TEXT|@FILE",
         callback=read_system,
-        help="How the model is to answer: a message before all others.",
+        help="How the model should answer: a message before all others.",
     ),
 ]
 Think = Annotated[
     bool | None,
-    typer.Option("--think/--no-think", help="Whether models that can think first do; else as the model likes."),
+    typer.Option("--think/--no-think", help="Whether a model that can think does so first; by default it decides."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
 class OptionGroup:
-    """Options of pystaged.options that a command has together, and what was given of them, by name."""
+    """Options of pystaged.options that a command has together; `given` holds the values given, by name."""
 
     names: ClassVar[Iterable[str]]
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # as `spelled` takes them, and `default`
+    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # arguments of `spelled`, and `default`
     _kinds: ClassVar[dict[str, Any]] = {"dry_sequence_breakers": list[str], "logit_bias": list[str], "ngrams": Path}
 
     def __init__(self, **given: Any) -> None:
@@ -205,7 +205,7 @@ class OptionGroup:
 
     @classmethod
     def parameters(cls) -> Iterator[inspect.Parameter]:
-        """Parameters of a command."""
+        """The group's options as parameters of a command."""
         for name in cls.names:
             settings = {"default": ALL[name].default, **cls.settings.get(name, {})}
             default = settings.pop("default")
@@ -215,7 +215,7 @@ class OptionGroup:
 
 
 class PairOptions(OptionGroup):
-    """What drafts for the model, and where and how both run."""
+    """Options for target and draft: what drafts, and where and how both run."""
 
     names: ClassVar[Iterable[str]] = ("draft", "device", "draft_device", "num_threads", "kv")
 
@@ -229,7 +229,7 @@ class PairOptions(OptionGroup):
 
 
 class LoadOptions(PairOptions):
-    """The same, and what else loading is told."""
+    """PairOptions, and the further options of loading."""
 
     names: ClassVar = tuple(LOADING)
 
@@ -249,17 +249,17 @@ def _sampling_settings() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class SamplingOptions(OptionGroup):
-    """How tokens are chosen."""
+    """Options of sampling."""
 
     names: ClassVar = tuple(SAMPLING)
     settings: ClassVar = dict(_sampling_settings())
 
     def changed(self, **values: Any) -> SamplingOptions:
-        """The same with other values."""
+        """A copy with other values."""
         return SamplingOptions(**self.given | values)
 
     def fields(self) -> dict[str, Any]:
-        """Those that were given, as SamplingConfig takes them. Raises ValueError for a bias that is none."""
+        """The values given, as SamplingConfig takes them. Raises ValueError for an invalid bias."""
         found = dict(self.given)
         if "logit_bias" in found:
             found["logit_bias"] = _biases(found["logit_bias"])
@@ -268,13 +268,13 @@ class SamplingOptions(OptionGroup):
         return found | ({"seed": None} if found.get("seed") == -1 else {})
 
     def config(self, recommended: Mapping[str, Any] | None = None) -> SamplingConfig:
-        """The same for the engine.
+        """The options as a SamplingConfig.
 
         Args:
-            recommended: fields of an answer that are not given; its seed is drawn then.
+            recommended: values for options of an answer that are not given; its seed is then drawn.
 
         Raises:
-            ValueError: naming the option that is out of range.
+            ValueError: an option is out of range; the message names it.
         """
         from pystaged import SamplingConfig  # noqa: PLC0415
 
@@ -283,10 +283,10 @@ class SamplingOptions(OptionGroup):
 
 
 def _biases(words: list[str]) -> dict[int | str, float]:
-    """Biases as llama.cpp has them written, 15043+1 or 15043-1, or TEXT=BIAS.
+    """Parse biases, written 15043+1 or 15043-1 as in llama.cpp, or TEXT=BIAS.
 
     Raises:
-        ValueError: naming what is neither.
+        ValueError: one is neither; the message names it.
     """
     biases: dict[int | str, float] = {}
     for word in words:
@@ -301,12 +301,12 @@ def _biases(words: list[str]) -> dict[int | str, float]:
 
 
 class GrammarOptions(OptionGroup):
-    """What the text must be; one of them at most."""
+    """Options that constrain the output; at most one may be given."""
 
     names: ClassVar = ("json_schema", "regex", "grammar")
 
     def options(self) -> dict[str, Any]:
-        """The same for the engine. Raises OSError and ValueError for a file that cannot be read."""
+        """The options for the engine. Raises OSError and ValueError for a file that cannot be read."""
         found = dict(self.given)
         if "json_schema" in found and found["json_schema"].lstrip()[:1] != "{":
             found["json_schema"] = _read_grammar(found["json_schema"])
@@ -318,14 +318,14 @@ class GrammarOptions(OptionGroup):
 
 
 def _read_grammar(path: str) -> str:
-    """The schema or grammar in a file or pipe."""
+    """Read a schema or grammar from a file or pipe."""
     if not path:
         raise typer.BadParameter("a schema or grammar is empty")
     return read_text(path)
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command as Typer reads it: where a parameter is a group or a dataclass, its members become the options."""
+    """Adapt a command to Typer: the members of parameters that are groups or dataclasses become options."""
     groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():

@@ -1,4 +1,4 @@
-"""Generated text in a terminal: as it comes, coloured by stage, with the verified trees."""
+"""Generated text in a terminal: as it is generated, coloured by stage, with the verified trees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pystaged.stats import GenerationStats
 from pystaged.streams import Stream
 
 STAGE_STYLES = {stage: Style(color=color) for stage, color in STAGE_COLORS.items()}
-_TEXT_LINES = 4  # of a text that goes on, below its trees
+_TEXT_LINES = 4  # of an unfinished text, below its trees
 _TAB = 8
 _NODE_STYLES = {True: Style(bold=True), False: Style(dim=True)}  # by whether the node is accepted
 
@@ -40,11 +40,11 @@ def show(
     keep: Callable[[Piece], object] = lambda _: None,
     wrap: bool = False,
 ) -> GenerationResult:
-    """Write a text as it comes, and a newline after it, also when interrupted.
+    """Write a text while it is generated, and a newline after it, also when interrupted.
 
     Args:
         tokenizer: of the target.
-        show_tree: draw each step's tree too.
+        show_tree: also draw each step's tree.
         keep: called with each piece that was written.
         wrap: break lines between words, in a terminal.
     """
@@ -57,7 +57,7 @@ def show(
     try:
         with stream, view:
             for piece in stream:
-                # Lest half a drawing stays on the screen.
+                # Otherwise half a drawing could stay on the screen.
                 with uninterrupted():
                     view.show(piece)
                     keep(piece)
@@ -88,8 +88,8 @@ class Flowing:
     Args:
         console: of standard output.
         tokenizer: of the target.
-        paint: whether each token is in the colour of the stage that proposed it.
-        wrap: whether lines break between words; the last word is then held until it ends.
+        paint: whether to colour each token by the stage that proposed it.
+        wrap: whether to break lines between words; the last word is then held until it ends.
     """
 
     def __init__(self, console: Console, tokenizer: Tokenizer, *, paint: bool, wrap: bool) -> None:
@@ -127,24 +127,24 @@ class Wrap:
     """Breaks lines between words.
 
     Args:
-        width: says how many columns there are.
+        width: returns the number of columns.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
         self._column = 0
-        self._word: list[tuple[str, Style | None]] = []  # the last one, which goes on
+        self._word: list[tuple[str, Style | None]] = []  # the last word, which may continue
 
     def feed(self, text: str, style: Style | None = None) -> Iterator[tuple[str, Style | None]]:
-        """More of the text; what may be written now."""
+        """Add text; yields what may be written now."""
         for character in text:
             if not character.isspace() and cell_len(character) < 2:
                 self._word.append((character, style))
-                if len(self._word) >= self._width():  # it has to be broken anywhere
+                if len(self._word) >= self._width():  # longer than a line, so it is broken anywhere
                     yield from self.rest()
                 continue
             yield from self.rest()
-            # Between wide characters, those of Chinese, say, a line may break.
+            # Lines may break between wide characters, such as Chinese ones.
             cells = _TAB - self._column % _TAB if character == "\t" else cell_len(character)
             if character == "\n":
                 self._column = 0
@@ -158,7 +158,7 @@ class Wrap:
             yield character, style
 
     def rest(self) -> Iterator[tuple[str, Style | None]]:
-        """The word that was held."""
+        """The held word."""
         cells = sum(cell_len(character) for character, _ in self._word)
         if self._word and self._column and self._column + cells > self._width():
             yield "\n", None
@@ -169,21 +169,21 @@ class Wrap:
 
 
 def _joined(characters: list[tuple[str, Style | None]]) -> Iterator[tuple[str, Style | None]]:
-    """Characters of one style as one text."""
+    """Join neighbouring characters of one style."""
     for style, found in groupby(characters, key=lambda each: each[1]):
         yield "".join(character for character, _ in found), style
 
 
 class WithTree:
-    """Writes each tree that was verified, with the accepted path bright, and the text.
+    """Writes the text, and each verified tree with its accepted path bright.
 
-    In a terminal the end of the text stays below the trees, and all of it follows the last one. Elsewhere trees are
-    written to standard error, so that standard output holds the text alone.
+    In a terminal the end of the text stays below the trees, and the whole text follows the last one. Elsewhere trees go
+    to standard error, so that standard output has only the text.
 
     Args:
         console: of standard output.
         tokenizer: of the target.
-        paint: whether the text is in the stages' colours too.
+        paint: whether to colour the text by stage, too.
     """
 
     def __init__(self, console: Console, tokenizer: Tokenizer, *, paint: bool) -> None:
@@ -203,7 +203,7 @@ class WithTree:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._live:
-            # Also on Ctrl-C: the cursor comes back, and all of the text.
+            # Also after Ctrl-C, to restore the cursor and to write the whole text.
             self._live.stop()
             self._console.print(self._text, end="", soft_wrap=True)
             self._console.file.flush()
@@ -224,20 +224,20 @@ class WithTree:
 
 
 def _spans(spans: StageSpans, piece: Piece, tokenizer: Tokenizer) -> Iterator[tuple[str, Stage]]:
-    """The text of a piece, token by token, and who proposed it."""
+    """The text of each token of a piece, and the stage that proposed it."""
     return spans.split(piece.text, map(tokenizer.token_bytes, piece.tokens), piece.stages)
 
 
 def draw_tree(tree: TokenTree, path: tuple[int, ...], tokenizer: Tokenizer, most_nodes: int = 64) -> Tree:
-    """A verified tree, accepted nodes bright.
+    """Draw a verified tree, with accepted nodes bright.
 
     Args:
         path: accepted nodes, root first.
-        most_nodes: the rest is only counted.
+        most_nodes: nodes to draw; the rest is only counted.
     """
     accepted = set(path)
     drawn: dict[int, Tree] = {}
-    # The likeliest nodes come first in a tree, but the accepted ones must be seen.
+    # A tree's likeliest nodes come first, but all accepted ones must be shown.
     shown = [*path, *(node for node in range(len(tree)) if node not in accepted)][:most_nodes]
     for node in sorted(shown):
         parent = int(tree.parents[node])

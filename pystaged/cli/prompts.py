@@ -1,4 +1,4 @@
-"""What `generate` is asked: one prompt, or those of a file."""
+"""The prompts for `generate`: one, or those of a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from pystaged.cli.console import read_prompt, report
 
 _MOST_BYTES = 1 << 26  # of a file of prompts
-_SHOWN = 40  # characters of a prompt
+_SHOWN = 40  # characters of a prompt that messages show
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -19,7 +19,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class Asked:
     """A prompt, or the messages of a conversation.
 
-    where: its place in a file of prompts, "" of one that is none's.
+    where: its place in a file of prompts; "" for one from the command line.
     """
 
     where: str
@@ -27,11 +27,11 @@ class Asked:
     messages: list[dict[str, Any]] | None = None
 
     def about(self, error: ValueError | TypeError) -> ValueError:
-        """The error, with the place that is meant."""
+        """The error with the prompt's place."""
         return ValueError(f"{self.where}: {error}" if self.where else str(error))
 
     def named(self) -> str:
-        """A prompt on a part of a line."""
+        """The prompt, shortened to part of a line."""
         text = self.prompt if self.messages is None else str(self.messages[-1].get("content"))
         return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
 
@@ -41,12 +41,12 @@ class Asked:
 
 
 def read_prompts(path: Path) -> list[Asked]:
-    """The prompts of a file or pipe, - for standard input: one per line, or an object with a 'prompt' or
-    'messages' in a file that is called .jsonl, and in a pipe that begins with one. Lines of white space are none.
+    """Read the prompts of a file or pipe, - for standard input: one per line; in a .jsonl file, or a pipe that begins
+    with an object, an object with a 'prompt' or 'messages' per line. Blank lines are skipped.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: there are none, it is too large, or a line is no prompt.
+        OSError: the file cannot be read.
+        ValueError: there are no prompts, the file is too large, or a line is not a prompt.
     """
     name = "standard input" if str(path) == "-" else str(path)
     data = _read(path).removeprefix(_BYTE_ORDER_MARK)
@@ -66,12 +66,12 @@ def read_prompts(path: Path) -> list[Asked]:
     if not found:
         raise ValueError(f"{name} has no prompts")
     if unused:
-        report(f"{name}: of each line 'prompt' or 'messages' is used, not {', '.join(map(repr, sorted(unused)))}")
+        report(f"{name}: only 'prompt' or 'messages' of a line is used, not {', '.join(map(repr, sorted(unused)))}")
     return found
 
 
 def _begins_with_object(data: bytes) -> bool:
-    """Whether what has no name that tells holds objects, one per line."""
+    """Whether data from a source without a telling name holds JSON objects, one per line."""
     try:
         first = json.loads(data.lstrip().split(b"\n", 1)[0])
     except (ValueError, RecursionError):
@@ -87,7 +87,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parsed(where: str, line: str, unused: set[str]) -> Asked:
-    """A line of JSON; its fields that mean nothing are added to `unused`."""
+    """Parse a line of JSON; names of unused fields are added to `unused`."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
@@ -97,14 +97,14 @@ def _parsed(where: str, line: str, unused: set[str]) -> Asked:
     unused |= fields.keys() - {"prompt", "messages"}
     if "prompt" in fields:
         if not isinstance(fields["prompt"], str):
-            raise ValueError(f"{where}: the prompt is no string")
+            raise ValueError(f"{where}: the prompt is not a string")
         return Asked(where, fields["prompt"])
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise ValueError(f"{where}: the messages are no list of objects with 'role' and 'content'")
+        raise ValueError(f"{where}: the messages are not a list of objects with 'role' and 'content'")
     return Asked(where, messages=messages)
 
 
 def argument(prompt: str) -> Asked:
-    """The prompt that the command line gives; - reads it from standard input."""
+    """The command line's prompt; - reads it from standard input."""
     return Asked("", read_prompt(prompt))

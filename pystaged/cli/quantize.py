@@ -33,17 +33,17 @@ def quantize(
         bool,
         typer.Option(
             "--allow-requantize",
-            help="Take a model that is quantized already, whose rounding error stays in the new one; needs --type.",
+            help="Accept a quantized model, whose rounding error stays in the result; needs --type.",
         ),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write a model in another type, with llama.cpp's quantizer. A folder is converted first.
+    """Convert a model to another type with llama.cpp's quantizer. A checkpoint's folder is converted to GGUF first.
 
     Example: pystaged quantize gpt2.F16.gguf gpt2.Q4_0.gguf --type q4_0
     """
     if allow_requantize and not quantization:
-        # The default may be larger than what is there.
+        # The default type may be larger than the source's.
         raise typer.BadParameter("--allow-requantize needs a --type.")
     if not force and destination(out).exists():
         raise FileExistsError(f"{out} is there already; --force replaces it")
@@ -55,5 +55,5 @@ def quantize(
             path = names.resolve(source, progress)
             quantize_file(path, out, quantization, allow_requantize=allow_requantize, progress=progress)
     if allow_requantize:
-        errors.print("Of a quantized model: worse than the same type made of the original weights.", markup=False)
+        errors.print("Made from a quantized model: less accurate than from the original weights.", markup=False)
     errors.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB", style="dim", markup=False)

@@ -14,7 +14,7 @@ from pystaged.streams import Stream
 
 
 class Raw(Turns):
-    """The tokens so far, which each turn continues. Arguments as in Turns."""
+    """A text, as tokens, that each turn continues. Arguments as in Turns."""
 
     _about = "A line you type is added to the text, which the model then continues; an empty line only continues it.\n"
     _keeps_unanswered = True
@@ -26,7 +26,7 @@ class Raw(Turns):
         if not said:
             return list(self._so_far)
         begun = "\n" if self._so_far and not self._text().endswith("\n") else ""
-        # What the vocabulary puts before a text stands there once.
+        # A vocabulary's bos or space is added only at the beginning.
         return [*self._so_far, *self._engine.encode(begun + said, add_special=not self._so_far).tolist()]
 
     def _stream(self, begun: list[int], options: TextOptions) -> Stream:
@@ -36,7 +36,7 @@ class Raw(Turns):
         return [*begun, *(token for piece in pieces for token in piece.tokens)]
 
     def _text(self) -> str:
-        """What the tokens say, without the beginning of a character at their end."""
+        """The text of the tokens, without an incomplete character at the end."""
         data = b"".join(map(self._engine.tokenizer.token_bytes, self._so_far))
         return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
 

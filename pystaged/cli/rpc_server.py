@@ -22,15 +22,15 @@ def rpc_server(
     ] = "ggml-cpu",
     threads: Threads = 0,
 ) -> None:
-    """Run layers of models for other machines, which name this one by --device rpc:HOST:PORT.
+    """Run layers of models for other machines, which use it with --device rpc:HOST:PORT.
 
     Example: pystaged rpc-server --host 127.0.0.1 --port 50052
     """
     if not is_loopback(host):
         errors.print(
-            f"[bold yellow]warning:[/bold yellow] whoever reaches {host}:{port} can use this machine: the protocol "
+            f"[bold yellow]warning:[/bold yellow] anyone who reaches {host}:{port} can use this machine: the protocol "
             "has neither passwords nor encryption. Listen only on a network you trust."
         )
-    # The server waits in C++, where Python never gets to see Ctrl-C.
+    # The server waits in C++, where Python cannot handle Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _core.serve_devices(f"{host}:{port}", device, threads or _core.physical_cores())

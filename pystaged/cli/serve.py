@@ -43,7 +43,7 @@ _GIB = 1 << 30
 
 @dataclass
 class AddressOptions:
-    """Where the server listens, and whom it answers."""
+    """Where the server listens, and whose requests it answers."""
 
     host: Annotated[
         str, typer.Option(help="Address to listen on; the default is reachable from this machine only.", callback=check)
@@ -52,7 +52,7 @@ class AddressOptions:
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Requests need this key, or another one of several; also in {_KEY_VARIABLE}.",
+            help=f"API key that requests need; may be repeated, then any is valid; also {_KEY_VARIABLE}.",
             callback=check,
             show_default=False,
         ),
@@ -60,9 +60,7 @@ class AddressOptions:
     api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one per line.", show_default=False)] = None
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Name that the server may be called by; may be repeated.", callback=check, show_default=False
-        ),
+        typer.Option(help="Further host name of the server; may be repeated.", callback=check, show_default=False),
     ] = None
     cors_origin: Annotated[
         list[str] | None,
@@ -74,7 +72,7 @@ class AddressOptions:
     ] = None
 
     def keys(self) -> list[str]:
-        """All keys there are. Raises OSError and ValueError for a file that cannot be read, or an empty key."""
+        """All API keys. Raises OSError and ValueError for a file that cannot be read, or an empty key."""
         from pystaged.server.security import read_keys  # noqa: PLC0415
 
         given = list(self.api_key or [])
@@ -89,24 +87,22 @@ class AddressOptions:
 
 @dataclass
 class QueueOptions:
-    """How much the server takes on."""
+    """Limits on the requests in progress."""
 
-    parallel: Annotated[int, typer.Option(min=1, help="Texts that are written at once.", callback=check)] = 16
-    queue: Annotated[
-        int, typer.Option(min=0, help="Texts that may wait beyond that; more are refused.", callback=check)
-    ] = 64
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a request may take in all.")] = 3600.0
-    queue_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a text may wait.")] = 600.0
-    grace: Annotated[int, typer.Option(min=0, help="Seconds for texts in progress when the server ends.")] = 30
+    parallel: Annotated[int, typer.Option(min=1, help="Most sequences decoded at once.", callback=check)] = 16
+    queue: Annotated[int, typer.Option(min=0, help="Most sequences waiting; more are refused.", callback=check)] = 64
+    timeout: Annotated[float, typer.Option(min=1, help="Longest time of a request, in seconds.")] = 3600.0
+    queue_timeout: Annotated[float, typer.Option(min=1, help="Longest wait in the queue, in seconds.")] = 600.0
+    grace: Annotated[int, typer.Option(min=0, help="Seconds for sequences in progress when the server stops.")] = 30
 
 
 class SharedOptions(LoadOptions):
-    """The same, for users who need not know each other."""
+    """LoadOptions for users who may not know each other."""
 
     settings: ClassVar = {
         "recycle": {
             "default": False,
-            "help": "Draft from likely tokens of earlier texts, of all users: the time that a text takes may tell of "
+            "help": "Draft from likely tokens of all users' earlier texts: the time that a text takes may reveal "
             "others' texts.",
         }
     }
@@ -208,14 +204,14 @@ def _greet(engine: Engine, settings: Settings, where: str) -> None:
     report(f"{name}: {model.architecture}, {model.file_bytes / _GIB:.2f} GiB on {model.devices or 'cpu'}; {draft}")
     room = engine.kv_memory // max(1, engine.context_bytes)
     memory = f"{engine.kv_memory / _GIB:.2f} GiB for keys and values"
-    report(f"texts of {engine.n_ctx} tokens; {memory}, room for {room} such texts")
+    report(f"contexts of {engine.n_ctx} tokens; {memory}, room for {room} such contexts")
     sampling = SamplingConfig(**engine.recommended_sampling | settings.sampling)
-    report(f"unless requests say otherwise: {described(sampling)}")
-    report(f"listening on {where}, a page to talk with the model; OpenAI's clients use {where}/v1; Ctrl-C ends it")
+    report(f"default sampling: {described(sampling)}")
+    report(f"listening on {where}, which has a chat page; OpenAI's clients use {where}/v1; Ctrl-C stops the server")
 
 
 def _defaults(sampling: SamplingOptions, max_tokens: int | None, stop_loops: bool | None) -> dict[str, Any]:
-    """The options that were given, for requests that do not say otherwise. Raises ValueError for what is wrong."""
+    """The options given, as defaults of requests. Raises ValueError for invalid ones."""
     sampling.config()
     found = sampling.fields()
     if stop_loops is not None:

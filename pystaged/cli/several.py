@@ -1,4 +1,4 @@
-"""Many texts for one reader, who may have enough in the middle."""
+"""Write several texts in order, as they are done, also if Ctrl-C ends them early."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from pystaged.sequence import Sequence as Text
 def write_in_order(
     scheduler: Scheduler, sequences: Iterable[Text], total: int, shown: Callable[[int, GenerationResult], str]
 ) -> int:
-    """Generate texts together, and write each to standard output as soon as it and those before it are done. After an
-    error or Ctrl-C the finished texts are written.
+    """Generate sequences together, and write each to standard output as soon as it and those before it are done. After
+    an error or Ctrl-C the finished ones are written.
 
     Args:
-        total: how many there are.
-        shown: called with a text's number, from 0, and the text; what is to be written of it.
+        total: number of sequences.
+        shown: called with a sequence's number, from 0, and its result; returns the text to write.
 
     Returns:
-        Tokens of all.
+        Number of tokens of all sequences.
 
     Raises:
-        Exception: what ended a text.
+        Exception: the error that ended a sequence.
     """
-    numbers, done = dict[Text, int](), dict[int, GenerationResult]()  # of those that are not written
+    numbers, done = dict[Text, int](), dict[int, GenerationResult]()  # of sequences not yet written
     num_written = tokens = 0
 
     def begun() -> Iterator[Text]:
@@ -42,7 +42,7 @@ def write_in_order(
 
     def write(number: int) -> None:
         nonlocal num_written
-        with uninterrupted():  # all of it, and once
+        with uninterrupted():  # completely, and once
             hide()
             typer.echo(shown(number, done.pop(number)))
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What chat and chat --raw share: reading lines, turns that Ctrl-C ends, and commands such as /set."""
+"""Shared by chat and chat --raw: reading lines, turns that Ctrl-C ends, and commands such as /set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
 
 _QUOTES = '"""'
-# What /set sets.
+# Names that /set accepts.
 _SETTABLE: dict[str, Any] = {
     name: option.kind
     for name, option in ALL.items()
@@ -37,16 +37,16 @@ _SETTABLE: dict[str, Any] = {
 
 _SWITCH = {"on": True, "off": False}
 
-_HELP = '''Lines between """ and """ are one; a line that ends with \\ goes on with the next one. Only the former may
+_HELP = '''Lines between """ and """ are one; a line that ends with \\ continues on the next one. Only the former may
 begin with /. Ctrl-C ends the model's turn and keeps what it wrote.
 /clear         begin again              /undo   take the last turn back
 /retry         the last turn again, with the next seed          /seed N  same seed, same turn; -1 draws one
 /set NAME VALUE   temperature, top_k, repeat_penalty, ..., as the options; max_tokens; stop_loops on, off
-/show          what is set
-/text          show what was said and written
-/save FILE     keep that                /load FILE   go on with what was kept
-/stats         what each stage did in the last turn; on, off: a line on speed after each one
-/color on      paint by who proposed each token; off
+/show          show the settings
+/text          show the conversation
+/save FILE     save it                  /load FILE   continue a saved one
+/stats         what each stage did in the last turn; on, off: the speed after each turn
+/color on      colour each token by the stage that proposed it; off
 /help   show this          /bye   leave, as does Ctrl-D'''
 
 
@@ -54,17 +54,17 @@ class Turns(ABC):
     """User and model take turns.
 
     Args:
-        engine: stays open.
-        sampling, max_tokens, stop_loops: until /set changes them; 0 tokens for as many as the context has room for.
-        color, show_tree, stop: as in generate.
-        interrupts: entered.
-        stats: whether a line with its speed follows each turn.
-        constraint: what each turn must be, as Engine.generate takes it.
+        engine: an open one, which stays open.
+        sampling, max_tokens, stop_loops: initial values, which /set changes; 0 tokens means until the context is full.
+        color, show_tree, stop: see generate.
+        interrupts: already entered.
+        stats: whether to show the speed after each turn.
+        constraint: arguments of Engine.generate that constrain each turn.
     """
 
-    _about: str  # what a line does, for /help
+    _about: str  # explains a line of input, for /help
     _leaving: tuple[str, ...] = ()  # lines without / that say to leave
-    _keeps_unanswered = False  # whether the user's text stays where the model wrote nothing
+    _keeps_unanswered = False  # whether the user's text stays if the model wrote nothing
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Turns(ABC):
         self._stop, self._stop_loops = stop, stop_loops
         self._constraint = constraint or {}
         self._so_far: list[Any] = []
-        self._earlier: list[list[Any]] = []  # what /undo goes back to
+        self._earlier: list[list[Any]] = []  # states to which /undo returns
         self._asked: tuple[list[Any], str] | None = None  # the last turn: the state before it, and the user's text
         self._last: GenerationResult | None = None  # its result
         self._made_with: object = None  # the settings that it was made with
@@ -133,7 +133,7 @@ class Turns(ABC):
 
     @abstractmethod
     def say(self, text: str) -> None:
-        """Take a text that is no command, even where it begins with /. Raises as take."""
+        """Take text that is not a command, even if it begins with /. Errors as in take."""
 
     @abstractmethod
     def _begun(self, said: str) -> list[Any]:
@@ -141,7 +141,7 @@ class Turns(ABC):
 
     @abstractmethod
     def _stream(self, begun: list[Any], options: TextOptions) -> Stream:
-        """The model's turn."""
+        """Start the model's turn."""
 
     @abstractmethod
     def _ended(self, begun: list[Any], pieces: Sequence[Piece]) -> list[Any]:
@@ -157,7 +157,7 @@ class Turns(ABC):
 
     @abstractmethod
     def _load_from(self, path: Path) -> str:
-        """Go on from a file of /save; a phrase that says how long it is. Raises as take."""
+        """Continue from a file of /save; returns a phrase that says how long it is. Errors as in take."""
 
     def _save(self, words: str) -> None:
         path = _file("/save", words)
@@ -170,7 +170,7 @@ class Turns(ABC):
         report(f"loaded {path}: {self._load_from(path)}")
 
     def greeting(self, name: str) -> str:
-        """Lines that name the model, what drafts for it, and the sampling."""
+        """Lines that name the model, its drafters, and the sampling."""
         model = self._engine.model
         drafts = f"{self._engine.draft_name} and n-grams draft" if self._engine.draft_name else "n-grams draft"
         limit = f"{self._max_tokens} tokens at most" if self._max_tokens else f"context of {self._engine.n_ctx} tokens"
@@ -180,14 +180,14 @@ class Turns(ABC):
         )
 
     def answer_once(self, said: str) -> None:
-        """Answer one question; errors and Ctrl-C are the caller's."""
+        """Answer one question; errors and Ctrl-C are left to the caller."""
         with reading_bar() as progress:
             stream = self._stream(self._begun(said), self._options(progress))
             result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, wrap=True)
         self._tell(result, "--max-tokens", "--no-stop-loops")
 
     def _turn(self, said: str) -> None:
-        """The user's text, then the model's turn."""
+        """Run a turn: the user's text, then the model's."""
         before = self._so_far
         self._asked = before, said
         begun, made_with = self._begun(said), self._fixed_by()
@@ -223,15 +223,14 @@ class Turns(ABC):
     def _write(
         self, open_stream: Callable[[Callable[[int, int], None]], Stream], keep: Callable[[Piece], object]
     ) -> tuple[GenerationResult | None, Text]:
-        """Write a turn as it comes.
+        """Write a turn while it is generated.
 
         Args:
-            open_stream: begins it; called with a callback for the progress of prefill.
+            open_stream: starts the turn; called with a callback for the progress of prefill.
             keep: called with each piece that was written.
 
         Returns:
-            The result, cut where Ctrl-C or a lost device ended it, None where it had not begun; and a line about that
-            end.
+            The result, cut if Ctrl-C or a lost device ended it, None if it had not begun; and a line about that end.
         """
 
         def take(piece: Piece) -> None:
@@ -246,7 +245,7 @@ class Turns(ABC):
         except KeyboardInterrupt:
             pass
         except OSError as error:
-            # Of a device that is lost, say; the text so far is not.
+            # For example, the device is lost; the text so far is not.
             about = Text(f"error: {words(error)}", "red")
         if stream:
             stream.close()
@@ -266,7 +265,7 @@ class Turns(ABC):
         allows_more: str = "/set max_tokens",
         allows_loops: str = "/set stop_loops off",
     ) -> None:
-        """Show the speed of a turn if asked to, and why it was cut."""
+        """Show the speed of a turn if requested, and why it was cut."""
         if self._shows_stats:
             errors.print(speed(result.stats, self._color))
         if result.finish_reason == "loop":
@@ -279,7 +278,7 @@ class Turns(ABC):
             report(f"the context of {self._engine.n_ctx} tokens is full: /clear begins again, --n-ctx allows more")
 
     def _begin(self, so_far: list[Any], earlier: list[list[Any]]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
         self._so_far, self._earlier, self._asked, self._last = so_far, earlier, None, None
 
     def _clear(self) -> None:
@@ -388,7 +387,7 @@ def speed(stats: pystaged.GenerationStats, color: Color) -> Text:
 
 
 def take_lines(turns: Turns, interrupts: Interrupts, greeting: str = "") -> None:
-    """Run lines from standard input until one says to leave, or it ends; errors are printed. A terminal is greeted."""
+    """Run lines from standard input until one leaves or the input ends; errors are printed. A terminal is greeted."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401, PLC0415  gives `input` editing and a history where there is one
@@ -405,8 +404,8 @@ def take_lines(turns: Turns, interrupts: Interrupts, greeting: str = "") -> None
 
 
 def _read(interrupts: Interrupts) -> tuple[str, bool] | None:
-    """A line from standard input, or several that \\ joins or that stand between triple quotes, and whether they do;
-    None at its end."""
+    """Read a line from standard input, or several that \\ joins or that stand between triple quotes, and whether they
+    are; None at the end of input."""
     lines: list[str] = []
     quoted = False
     while True:
@@ -418,7 +417,7 @@ def _read(interrupts: Interrupts) -> tuple[str, bool] | None:
                 typer.echo()
             return ("\n".join(lines), quoted) if lines else None
         except KeyboardInterrupt:
-            # As in a shell: what was typed is dropped.
+            # As in a shell, the typed text is dropped.
             typer.echo()
             lines, quoted = [], False
             continue

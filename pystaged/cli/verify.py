@@ -26,14 +26,14 @@ from pystaged.sampling import bind
 
 def verify(
     receipt: Annotated[
-        Path, typer.Argument(help="What `generate --receipt` wrote.", metavar="FILE", show_default=False)
+        Path, typer.Argument(help="Receipt written by `generate --receipt`.", metavar="FILE", show_default=False)
     ],
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
             "-m",
-            help="The model, where it is not found by its hash: it is looked for in the package and the cache.",
+            help="The model, if it is not found by its hash in the package or the cache.",
             show_default=False,
         ),
     ] = None,
@@ -44,20 +44,20 @@ def verify(
         bool,
         typer.Option(
             "--by-row",
-            help="Evaluate the receipt's tokens one row at a time instead, and compare each with the model's choice "
-            "there: for devices that round differently in larger passes.",
+            help="Instead evaluate the receipt's tokens one row at a time, and compare each with the model's "
+            "choice: for devices that round differently in larger passes.",
         ),
     ] = False,
     draft: Annotated[str, typer.Option(help="Draft, as in generate.")] = "auto",
     device: Annotated[
-        str, typer.Option(help="Device of the model; only cpu promises the same text.", callback=check_device)
+        str, typer.Option(help="Device of the model; only cpu guarantees the same text.", callback=check_device)
     ] = "cpu",
     threads: Threads = 0,
 ) -> None:
     """Generate the text of a receipt again on this machine, and compare.
 
-    Says "same", or where the text differs and how far, and leaves with status 1 if it does.
-    A model is only downloaded where --model names one of the hub.
+    Prints "same"; otherwise where and how much the text differs, and exits with status 1.
+    A model is only downloaded if --model is a hub id.
 
     Example: pystaged generate "def fibonacci(n):" --receipt text.receipt && pystaged verify text.receipt
 
@@ -71,15 +71,15 @@ def verify(
     if path is None:
         record = expected.model
         raise FileNotFoundError(
-            f"no model here has the receipt's SHA-256 {record.sha256}; it calls it {record.file} ({record.name}), "
-            f"{record.size} bytes; name its file with --model"
+            f"no model here has the receipt's SHA-256 {record.sha256}; its model was {record.file} ({record.name}), "
+            f"{record.size} bytes; pass its file with --model"
         )
     check_model(expected, SeenModel.now(path))
     said = promise(expected, device)
     if said:
         report(said)
     with pystaged.load(
-        "bundled" if path == bundled else path,  # by name it has a draft
+        "bundled" if path == bundled else path,  # by this name its draft is loaded, too
         draft=draft_name(draft),
         device=device,
         num_threads=threads,
@@ -104,7 +104,7 @@ def verify(
 def replayed(
     engine: pystaged.Engine, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingConfig
 ) -> tuple[str, bool]:
-    """Whether each token is what the model chooses when it evaluates one row at a time: in words, and as a truth."""
+    """Whether each token is the model's choice when it evaluates one row at a time: in words, and as a bool."""
     with closing(open_session(engine.model)) as session:
         found = audit(session, np.asarray(prompt, np.int32), tokens, bind(sampling, engine.tokenizer, len(prompt)))
     if found is None:
@@ -126,7 +126,7 @@ def _words(difference: Difference, receipt: Receipt, engine: pystaged.Engine) ->
         if token is None:
             return "the end"
         if token >= engine.tokenizer.num_tokens:
-            return f"token {token}, which the model has not,"
+            return f"token {token}, which the model lacks,"
         return f"{engine.tokenizer.token_bytes(token, True).decode('utf-8', 'replace')!r} (token {token})"
 
     count = len(receipt.tokens)

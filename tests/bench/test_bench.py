@@ -589,7 +589,7 @@ def test_what_each_part_that_drafts_brings(two_prompts: Path, tmp_path: Path) ->
         assert list(found) == parts
         assert all(float(figures.split()[0]) >= 1 for figures in found.values())
     child = command("parts", "--prompts", two_prompts, "--warm", "2")
-    assert "leave none to measure" in child.communicate(timeout=60)[1]
+    assert "leaves no prompts to measure" in child.communicate(timeout=60)[1]
     assert child.returncode == 2
 
 

@@ -309,14 +309,14 @@ def test_save_and_load(
     assert other._so_far == expected
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
     for tokens, error in (
-        ("x", "no list of integers"),
-        ([1.0], "no list of"),
-        ([10**6], "token 1000000 is outside of"),
+        ("x", "not a list of integers"),
+        ([1.0], "not a list of"),
+        ([10**6], "token 1000000 is outside"),
     ):
         kept = json.loads(file.read_text("utf-8"))
         kept["messages"][1]["tokens"] = tokens
         file.write_text(json.dumps(kept))
-        with pytest.raises(ValueError, match=f"holds no conversation that was saved with /save: .*{error}"):
+        with pytest.raises(ValueError, match=f"is not a conversation saved with /save: .*{error}"):
             made.take(f"/load {file}")
         assert made._so_far == expected
     file.write_text(json.dumps(kept | {"vocabulary": "another"}))
@@ -355,7 +355,7 @@ def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., 
     file = tmp_path / "talk.json"
     file.write_text(text, "utf-8")
     made = session()
-    with pytest.raises(ValueError, match=r"talk\.json holds no conversation that was saved with /save"):
+    with pytest.raises(ValueError, match=r"talk\.json is not a conversation saved with /save"):
         made.take(f"/load {file}")
     assert made._so_far == []
     with pytest.raises(FileNotFoundError):
@@ -433,7 +433,7 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
     conversations.write_text(json.dumps({"messages": [system, *messages]}))
     done = run("generate", "--chat", "--prompts", conversations, *given)
     assert (done.returncode, done.stdout) == (1, b"")
-    assert "line 1: the messages have a system message besides that of --system" in done.stderr.decode()
+    assert "line 1: the messages have a system message, too; leave --system out" in done.stderr.decode()
     # As many tokens as there is room for, and the stop string of models without a template.
     done = run("generate", "--chat", "a = 1", "--model", "bundled", "--n-ctx", "192", "--temperature", "0", "--json")
     whole = json.loads(done.stdout)

@@ -212,7 +212,7 @@ def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["prompt"] for each in found] == [PROMPT, "her hat\u2028é"]
-    assert (f"{file}: of each line 'prompt' or 'messages' is used, not 'id'" in done.stderr.decode()) == in_json
+    assert (f"{file}: only 'prompt' or 'messages' of a line is used, not 'id'" in done.stderr.decode()) == in_json
     again = run("generate", "--prompts", "-", *options, stdin=file.read_bytes())
     command = ["bash", "-c", '"$@" --prompts <(cat "$0")', file, *PROGRAM, "generate", *options]
     piped = subprocess.run(command, capture_output=True, check=False, env=environment(), timeout=60)
@@ -233,8 +233,8 @@ def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
         ("a.jsonl", b'{"promt": "x"}\n', "a.jsonl, line 1: not a JSON object with a 'prompt' or 'messages'"),
         ("a.json", b"[\n", "a.json, line 1: not a JSON object"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not a JSON object"),
-        ("a.jsonl", b'{"prompt": 1}\n', "a.jsonl, line 1: the prompt is no string"),
-        ("a.jsonl", b'{"messages": 1}\n', "a.jsonl, line 1: the messages are no list"),
+        ("a.jsonl", b'{"prompt": 1}\n', "a.jsonl, line 1: the prompt is not a string"),
+        ("a.jsonl", b'{"messages": 1}\n', "a.jsonl, line 1: the messages are not a list"),
         ("a.jsonl", b'{"messages": [{}]}\n', "a.jsonl, line 1: messages are answered with --chat"),
     ],
 )
@@ -573,7 +573,7 @@ def test_verify_by_row(path: Path, result: pystaged.GenerationResult, tmp_path: 
 def test_the_former_name_of_verify_by_row_warns(path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["audit", str(path), "--prompt", PROMPT, "--max-tokens", "3"])
     assert (done.exit_code, done.stdout) == (0, "3 tokens, each the model's own choice when evaluated alone\n")
-    assert "goes with the next release" in done.stderr
+    assert "will be removed in the next release" in done.stderr
 
 
 # ---- info, version, help ----
@@ -639,7 +639,7 @@ def test_info_of_what_fits(path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["0", "-1G", "G", "2XB", "nan", "inf", "", "0.5", "9999999T"])
 def test_sizes_that_are_none(path: Path, size: str) -> None:
-    words = "too little for anything; leave it out, or" if size.startswith("0") else "no size;"
+    words = "too small; leave it out, or" if size.startswith("0") else "not a size;"
     done = CliRunner().invoke(cli.app, ["generate", PROMPT, "--model", str(path), f"--kv-memory={size}"])
     assert (done.exit_code, done.stdout) == (2, "")
     assert f"{size!r} is {words} write 512M or 2.5G." in " ".join(done.stderr.replace("│", " ").split())
