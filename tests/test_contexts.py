@@ -636,16 +636,6 @@ def test_texts_that_begin_together_read_their_common_beginning_once(bundled: Eng
     assert sorted(result.stats.reused_tokens > common > 40 for result in results) == [False, True, True, True]
 
 
-def test_a_real_conversation_survives_strangers(bundled: Engine) -> None:
-    conversation = GREETING + "# hello\n"
-    conversation += bundled.generate(conversation, max_tokens=60).text
-    for i in range(20):
-        stranger = bundled.generate(f"{GREETING}# stranger {i}\n", max_tokens=20)
-        assert stranger.stats.reused_tokens > 20
-    encode_continuation = bundled.generate(conversation + "# and then\n", max_tokens=5).stats
-    assert encode_continuation.prompt_tokens - encode_continuation.reused_tokens < 15
-
-
 def test_what_was_learnt_is_inherited() -> None:
     with pystaged.load("bundled") as engine:
         engine.generate(GREETING, max_tokens=60, temperature=0.5)
@@ -691,14 +681,6 @@ def test_a_fork_on_a_device(random_gguf: Callable[..., Path]) -> None:
         engine.generate([*prompt, 1], max_tokens=30)
         assert engine.generate([*prompt, 2], max_tokens=5).stats.reused_tokens == 40
         assert len(engine.runtime.contexts._at_rest) == 2
-
-
-@pytest.mark.parametrize("memory", [0, -5])
-def test_a_bound_that_is_none(memory: int) -> None:
-    with pytest.raises(ValueError, match="kv_memory must be a positive number of bytes"):
-        pystaged.load("bundled", kv_memory=memory)
-    with pytest.raises(TypeError):
-        pystaged.load("bundled", kv_memory="2G")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -223,7 +223,7 @@ def poison(name: str) -> Change:
     return change
 
 
-QWEN3, LLAMA, GEMMA3 = CASES["qwen3"], CASES["llama"], CASES["gemma3"]
+QWEN3, LLAMA = CASES["qwen3"], CASES["llama"]
 REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
     "unknown": (RandomModel("mpt"), None, "architecture 'mpt' is not supported; there are: gpt2, llama, mistral3"),
     "experts": (

@@ -21,7 +21,6 @@ from pystaged.server.request_types import TokenizeRequest
 VOCABULARY = Path(__file__).parents[1] / "data" / "ggml-vocab-gpt-2.gguf"
 
 TEXT = "zwölf Bäume 🤗"
-ASKED = [{"role": "user", "content": "a"}]
 
 
 def test_there_and_back(server: Server, engine: Engine) -> None:
