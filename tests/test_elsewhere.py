@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.commands import run
+from typer.testing import CliRunner
 
 import pystaged
 from pystaged import cli, elsewhere
@@ -60,12 +61,6 @@ def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n"), done.stderr
 
 
-def refused(*arguments: str | Path) -> str:
-    done = run(*arguments, COLUMNS="200")
-    assert (done.returncode, done.stdout) == (2, b"")
-    return " ".join(done.stderr.decode().replace("\u2502", "").split())
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -89,7 +84,9 @@ def refused(*arguments: str | Path) -> str:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_explained(arguments: list[str], words: str) -> None:
-    assert words in refused(*arguments)
+    done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert words in " ".join(done.stderr.replace("\u2502", "").split())
 
 
 @pytest.mark.slow
@@ -237,6 +234,7 @@ def test_messages(theirs: str, ours: str) -> None:
     assert plainly(theirs) == ours
 
 
+@pytest.mark.slow
 def test_names_of_the_last_release_still_work(bundled_target: Path) -> None:
     with pytest.warns(DeprecationWarning, match="house is called bundled now"):
         assert names.resolve("house") == bundled_target
