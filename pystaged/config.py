@@ -318,9 +318,9 @@ def _texts(name: str, given: object) -> tuple[str, ...]:
         raise ValueError("a stop string must not be empty" if name == "stop" else f"{name} must not be empty")
     each, most = _LONGEST_TEXTS[name]
     if longer := next((text for text in strings if len(text) > each), None):
-        raise ValueError(f"{name} has a string of {len(longer)} characters; it may have {each}")
+        raise ValueError(f"{name} has a string of {len(longer)} characters; at most {each} are allowed")
     if (total := sum(map(len, strings))) > most:
-        raise ValueError(f"{name} has {total} characters in all; it may have {most}")
+        raise ValueError(f"{name} has {total} characters in all; at most {most} are allowed")
     try:
         "".join(strings).encode()
     except UnicodeError:

@@ -91,7 +91,7 @@ def _definition(option: str, text: str) -> str:
             raise GrammarError(f"a schema is an object, not {text[:20]}")
         _check_size(schema)
         if schema is False or not has_finite_value(schema):
-            raise GrammarError("no text of finite length meets it")
+            raise GrammarError("no text of finite length matches it")
         return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON_STYLE)
     if option == "regex":
         return LLMatcher.grammar_from_regex(text)

@@ -177,14 +177,14 @@ ADDRESSES = {
 }
 
 
-# Ollama's name of a repository on the hub, and the browser's address of one or of a file in it.
+# A repository on the hub as Ollama names it, or the web address of one or of a file in it.
 _HUB_ADDRESS = re.compile(
     r"(?:https?://)?(?:hf|huggingface)\.co/([^/?#]+/[^/?#]+)/?(?:(?:tree|blob|resolve)/main/?)?([^?#]*)(?:[?#].*)?"
 )
 
 
 def hub_id(name: str) -> str:
-    """The hub id that an address on the hub stands for, owner/name or owner/name:FILE; what is no address, as it is."""
+    """Convert an address on the hub to a hub id, owner/name or owner/name:FILE; return anything else unchanged."""
     found = _HUB_ADDRESS.fullmatch(name)
     return ":".join(filter(None, found.groups())) if found else name
 

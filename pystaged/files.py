@@ -52,7 +52,7 @@ def part_file(path: Path) -> Iterator[Path]:
         try:
             yield part
         except OSError as error:
-            if error.errno in _FULL:  # of a write, which does not know its file
+            if error.errno in _FULL:  # raised by a write, without a file name
                 raise OSError(error.errno, error.strerror, os.fspath(path)) from None
             raise
         finally:

@@ -186,7 +186,7 @@ def _mask(matcher: LLMatcher) -> Mask:
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
     _check(matcher)
     if not mask.any():
-        raise GrammarError("no token may follow: no text goes on from here")
+        raise GrammarError("no token is allowed here, so no text matches it")
     return mask
 
 
@@ -220,4 +220,4 @@ def _one_line(words: str) -> str:
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
         words = matcher.get_error().replace("<non-verbose/>", "").strip()
-        raise GrammarError("no text meets it" if words.startswith("NoExtension") else words)
+        raise GrammarError("no text matches it" if words.startswith("NoExtension") else words)

@@ -98,7 +98,7 @@ class Receipt:
             OSError: the model's file cannot be read, or was changed since it was loaded.
         """
         if finish_reason == "cancelled":
-            raise ValueError("a text that was cancelled has no receipt; max_tokens ends one where it can be repeated")
+            raise ValueError("a cancelled text has no receipt; to end a text early, use max_tokens")
         file = origin.file
         return cls(
             current_versions(origin.config.grammar),
@@ -315,7 +315,7 @@ class _Fields:
         """Refuse values that options accept but receipts never contain, such as a string for a list of stop strings."""
         for name, value in as_written.items():
             if self.given[name] != value:
-                raise ValueError(f"{self._where}{name} is not written as receipts have it")
+                raise ValueError(f"{self._where}{name} does not have the form that receipts use")
 
     def take(self, name: str, kind: type[T]) -> T:
         value = self.given[name]

@@ -122,13 +122,13 @@ def promise(receipt: Receipt, device: str) -> str:
     ]
     said = f"The receipt has {' and '.join(others)}. " if others else ""
     if receipt.device != "cpu":
-        return f"{said}It was written on {receipt.device}, of which nothing is promised."
+        return f"{said}It was generated on device {receipt.device!r}; the same text is promised for the CPU only."
     if device != "cpu":
-        return f"{said}It is repeated on device {device!r}; the same text is promised of the CPU alone."
+        return f"{said}It is repeated on device {device!r}; the same text is promised for the CPU only."
     if receipt.arithmetic != ARITHMETIC:
         return (
-            f"{said}Versions of pystaged with the same arithmetic promise the same text; the receipt has number "
-            f"{receipt.arithmetic}, and this version {ARITHMETIC}: nothing is promised."
+            f"{said}The receipt has arithmetic {receipt.arithmetic} and this version {ARITHMETIC}; the same text is "
+            "promised only for the same arithmetic."
         )
     if not others:
         return ""
@@ -136,5 +136,5 @@ def promise(receipt: Receipt, device: str) -> str:
     return said + (
         f"Both versions of pystaged have arithmetic {ARITHMETIC} and promise the same text."
         if same
-        else "What a grammar allows is llguidance's to say, so that nothing is promised."
+        else "What a grammar allows depends on llguidance, so the same text is not promised."
     )

@@ -17,7 +17,7 @@ from pystaged.decoding.stepper import Stepper
 from pystaged.sequence import Sequence
 
 MOST_UNREAD = 256  # tokens that a sequence runs ahead of its reader
-_ENDS = "no text can be written while the process ends"
+_ENDS = "no text can be generated while the process exits"
 _MOST_ASKED = 8  # most sequences per round that wait for another one's prefill and are tried again
 
 

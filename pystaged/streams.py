@@ -33,7 +33,7 @@ class Stream(Iterator[Piece]):
 
     def __next__(self) -> Piece:
         if self._reader == threading.get_ident() or self._scheduler.is_stepping(self.sequence):
-            raise RuntimeError("a policy or a signal handler reads the stream in the middle of its own step")
+            raise RuntimeError("a policy or a signal handler reads the stream during its own step")
         try:
             with self._turn.here():
                 self._reader = threading.get_ident()

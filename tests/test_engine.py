@@ -773,7 +773,7 @@ def test_a_stream_that_is_read_in_its_own_step_says_so(path: Path) -> None:
     policy = Reading()
     with pystaged.load(path, policy=policy) as engine:
         policy.stream = stream = engine.stream(PROMPT, max_tokens=20)
-        with pytest.raises(RuntimeError, match="reads the stream in the middle of its own step"):
+        with pytest.raises(RuntimeError, match="reads the stream during its own step"):
             next(stream)
         assert stream.result.text == ""
         policy.stream = None

@@ -509,7 +509,7 @@ def test_streams_can_be_closed_when_the_process_ends(path: Path) -> None:
         engine.runtime.scheduler.stop()
         in_threads(closed.close)
         for stream in (read, engine.stream(PROMPTS[0])):
-            with pytest.raises(RuntimeError, match="no text can be written while the process ends"):
+            with pytest.raises(RuntimeError, match="no text can be generated while the process exits"):
                 stream.finish()
         assert closed.result.finish_reason == "cancelled"
 

@@ -120,6 +120,6 @@ def test_the_stop_string_that_is_met_begins_first_and_is_the_shortest() -> None:
 
 @pytest.mark.parametrize("stop", ["x" * 65537, ["x" * 40_000, "y" * 30_000]])
 def test_stop_strings_have_a_bound(stop: str | list[str]) -> None:
-    with pytest.raises(ValueError, match=r"stop has .* it may have 65536"):
+    with pytest.raises(ValueError, match=r"stop has .* at most 65536 are allowed"):
         GenerationConfig(stop=stop)
     assert GenerationConfig(stop="x" * 65536).stop

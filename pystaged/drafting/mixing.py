@@ -23,7 +23,7 @@ DRAFT = 1
 TABLE = 2
 RECYCLED = (NOBODY, 3, 4)  # by number of matching tokens
 CONTEXT = (NOBODY, 5, 6, 7, 8)  # by length of the n-gram
-LATER = (9, 10, 11, 12, 13, 14, 15)  # places of a parallel draft behind the first one, which is DRAFT's
+LATER = (9, 10, 11, 12, 13, 14, 15)  # tokens of a parallel draft's pass after the first one, which is DRAFT's
 HEAD = 16  # added to the source of the lookups that it is mixed with
 
 # The share of a proposer, by the source of the mixture before it; 1 if that is empty. The longer an n-gram of the

@@ -124,8 +124,8 @@ class ModelProposer(Proposer):
     def _evaluate(
         self, tree: GrowingTree, paths: Sequence[Path], more: Sequence[int], *, are_tokens: bool = True
     ) -> Requests[list[Candidates]]:
-        """Candidates after each path, and after each of further tokens that follow the first path, by one pass.
-        are_tokens: whether the further ones may become part of the text."""
+        """Evaluate paths and the tokens `more` after the first path in one pass; returns the candidates after each.
+        are_tokens: False if `more` never becomes part of the sequence."""
         begin = self.meter()
         tokens: list[int] = []
         parents: list[int] = []

@@ -1,8 +1,7 @@
 """A parallel draft model, which proposes several tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583).
 
-It is a language model that was trained to predict tokens i, i + 1, ... from the text before i and so many copies of a
-mask token. What it says of a later place does not depend on the tokens between, so all nodes of one depth of a tree
-have the same candidates.
+It was trained to predict tokens i, i + 1, ... from the text before i followed by copies of a mask token. Its prediction
+of a later token does not depend on the tokens between, so all nodes of one depth of a tree have the same candidates.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class ParallelModelProposer(ModelProposer):
     ) -> None:
         super().__init__(session, cost, substitutes)
         self._mask = mask
-        self._first = 0  # depth of the node that is asked for first
-        self._found: list[Candidates] = []  # after it, and after each mask token
+        self._first = 0  # depth of the first node to expand
+        self._found: list[Candidates] = []  # candidates after that node, and after each mask token
 
     def price(self, num_nodes: int) -> float:
         del num_nodes
@@ -68,7 +67,7 @@ class ParallelModelProposer(ModelProposer):
         return [self._at(tree, node) for node in nodes]
 
     def _at(self, tree: GrowingTree, node: int) -> Candidates:
-        """What was found for the depth of a node, as far as the text may go on so."""
+        """The candidates for the depth of a node, without those that the constraint forbids there."""
         place = tree.nodes[node].depth - self._first
         if place >= len(self._found):
             return Candidates({}, DRAFT)

@@ -224,8 +224,8 @@ def _decode(content: bytes) -> NgramTable:
 
     older, newer, lengths = (stored[name].astype(np.int64) for name in ("older", "newer", "lengths"))
     tokens, steps, log_backoffs = stored["tokens"], stored["logprobs"], stored["log_backoffs"]
-    _require(0 < len(older) == len(newer) == len(lengths) == len(log_backoffs), "rows of different numbers")
-    _require(len(tokens) == len(steps) == lengths.sum(), "successors of different numbers")
+    _require(0 < len(older) == len(newer) == len(lengths) == len(log_backoffs), "arrays differ in rows")
+    _require(len(tokens) == len(steps) == lengths.sum(), "arrays differ in successors")
     older = np.cumsum(older)
     keys = older * (vocab_size + 1) + newer
     rows = np.repeat(np.arange(len(keys)), lengths)
@@ -263,12 +263,12 @@ def _check_packing(archive: zipfile.ZipFile, num_bytes: int) -> None:
     members = archive.infolist()
     _require(
         all(each.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for each in members),
-        "packed as numpy packs nothing",
+        "compressed by a method that numpy does not use",
     )
     size, (times, more) = sum(each.file_size for each in members), _MOST_UNPACKED
     if size > times * num_bytes + more:
         raise _TooLargeError(
-            f"its {num_bytes / 1e6:.2f} MB would unpack to {size / 1e6:.0f} MB, as no n-gram table does"
+            f"its {num_bytes / 1e6:.2f} MB would unpack to {size / 1e6:.0f} MB, more than any n-gram table"
         )
 
 
