@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -426,11 +427,20 @@ def test_nobody_reads(path: Path, arguments: list[str]) -> None:
 @pytest.mark.slow
 def test_the_reader_has_enough() -> None:
     command = [*PROGRAM, "generate", "def f(x):\n", "--max-tokens", "300"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as child:
-        assert child.stdout is not None
+    reading, writing = os.pipe()
+    if sys.platform == "linux":  # it holds one piece, so that no text ends before its reader goes
+        import fcntl  # noqa: PLC0415
+
+        fcntl.fcntl(writing, fcntl.F_SETFL, os.O_DIRECT)
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    with (
+        os.fdopen(reading, "rb") as out,
+        subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, env=environment()) as child,
+    ):
+        os.close(writing)
         assert child.stderr is not None
-        assert len(child.stdout.read(5)) == 5
-        child.stdout.close()
+        assert len(out.read(5)) == 5
+        out.close()
         said = child.stderr.read()
     assert child.returncode == 141
     assert b"Traceback" not in said
