@@ -311,7 +311,10 @@ def test_a_context_shorter_than_the_models_says_how_to_have_more(path: Path) -> 
             short.generate([1] * (CONTEXT + 1))
 
 
-def test_a_cancelled_text_has_what_was_held_back_for_a_stop_string(engine: Engine) -> None:
+def test_a_cancelled_text_has_what_was_held_back_for_a_stop_string(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pystaged.scheduler, "MOST_UNREAD", 4)  # so that the text cannot end by itself meanwhile
     whole = engine.generate("e", max_tokens=40, **WARM)
     stop = whole.text[:10] + "\0"
     stream = engine.stream("e", max_tokens=40, stop=stop, **WARM)
@@ -664,7 +667,8 @@ def test_what_many_streams_leave_is_bounded(engine: Engine) -> None:
     assert len(engine.runtime.contexts._at_rest) <= 4
 
 
-def test_a_stream_closed_early_tells_what_there_was(engine: Engine) -> None:
+def test_a_stream_closed_early_tells_what_there_was(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pystaged.scheduler, "MOST_UNREAD", 4)  # so that the text cannot end by itself meanwhile
     whole = engine.generate(PROMPT, max_tokens=40, **WARM)
     stream = engine.stream(PROMPT, max_tokens=40, **WARM)
     pieces = [next(stream) for _ in range(3)]

@@ -278,6 +278,7 @@ def test_ctrl_c_keeps_what_is_done(
             raise KeyboardInterrupt
 
         monkeypatch.setattr(Stream, "finish", press)
+        monkeypatch.setattr(pystaged.scheduler, "MOST_UNREAD", 1)  # so that the text cannot end meanwhile
         stream = Stream(scheduler, engine.runtime.sequence(PROMPT, GenerationConfig(max_tokens=80)))
         with pytest.raises(KeyboardInterrupt):
             generate._write_json(stream, Asked("", PROMPT), chat=True)

@@ -9,8 +9,10 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -236,17 +238,25 @@ def test_type_stream_and_reload(page: Page, engine: Engine) -> None:
     assert page.one("#empty").is_displayed()
 
 
-def test_stop(page: Page, engine: Engine) -> None:
+def test_stop(page: Page, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [{"role": "user", "content": "go on"}]
     # Of a text that does not end before it is stopped.
     texts = (engine.chat(asked, max_tokens=900, sampling=sampling(engine, seed)) for seed in range(1000))
     text = next(text for text in texts if len(text.tokens) > 300)
+    step, steps, stopped = engine.runtime.stepper.step, count(), threading.Event()
+
+    def step_until_stopped(sequences: Any) -> None:
+        assert next(steps) < 40 or stopped.wait(60)
+        step(sequences)
+
+    monkeypatch.setattr(engine.runtime.stepper, "step", step_until_stopped)
     page.choose(temperature="1", max_tokens="900", seed=str(text.seed))
     page.ask("go on")
     page.wait(lambda: page.all(".assistant .words span"))
     assert page.one("#send").text == "Stop"
     page.one("#send").click()
     page.wait(page.is_done)
+    stopped.set()
     assert page.one(".assistant .figures").text == "stopped"
     written = page.turns()[1]["content"]
     assert written
