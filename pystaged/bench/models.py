@@ -13,7 +13,7 @@ from typing import Any
 
 from pystaged._core import Tokenizer
 from pystaged.files import cache_folder
-from pystaged.loading import names
+from pystaged.loading import drafts, names
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.heads import find_head
 from pystaged.loading.progress import announced
@@ -93,14 +93,15 @@ def check_type(model: str, quantization: str) -> None:
 
 
 def find_draft(model: str, draft: str | Path | None, report: Callable[[str], None] = lambda _: None) -> Path | None:
-    """The file of a draft, as in names.resolve_draft; "auto" is the bundled draft for all models with its output, or
-    the draft head that fits."""
+    """The file of a draft, as in names.resolve_draft; "auto" is the bundled draft for all models with its output, the
+    draft head that fits, or a known draft in the cache."""
     progress = announced(report)
     found = names.resolve_draft("bundled" if model in ("grown", "random") else model, draft, progress)
     if found or draft != "auto" or model in LLAMAS:
         return found
     path = names.resolve("smollm2" if model == "grown-smollm2" else model, progress)
-    return find_head(Tokenizer(os.fsencode(path)))
+    tokenizer = Tokenizer(os.fsencode(path))
+    return find_head(tokenizer) or drafts.find_draft(tokenizer, report)
 
 
 def _make(model: str, source: Path, path: Path, quantization: str) -> None:

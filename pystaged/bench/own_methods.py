@@ -109,7 +109,7 @@ class Runner:
             )
         if draft is None or draft_cost is None:
             raise ValueError(f"{way} needs a draft")
-        policy = GainPolicy(target_cost, draft_cost, children={"tree": 4, "chain": 1}[way])
+        policy = GainPolicy(target_cost, self._factory.level_cost(draft_cost), children={"tree": 4, "chain": 1}[way])
         proposer = draft_proposer(Session(draft, self._n_ctx), bundle.draft_mask, draft_cost, bundle.substitutes)
         return _Ready(target, TreeDrafter([proposer], policy, vocab_size))
 

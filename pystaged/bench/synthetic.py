@@ -52,10 +52,10 @@ class ScriptedDrafter(TreeDrafter):
         vocab_size: int,
         seed: int = 0,
     ) -> None:
-        self._accept = list(accept)
+        self._accept, places = list(accept), draft.places if draft else 1
         reached = list(accumulate(accept, mul))
         expected = [
-            (1 + sum(reached[:depth])) / (target_cost(depth + 1) + depth * draft_cost(1))
+            (1 + sum(reached[:depth])) / (target_cost(depth + 1) + -(-depth // places) * draft_cost(places))
             for depth in range(len(accept) + 1)
         ]
         self.length = expected.index(max(expected))

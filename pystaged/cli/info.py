@@ -6,12 +6,12 @@ import typer
 
 import pystaged
 from pystaged import _core, _llama
-from pystaged.cli.console import model_name
+from pystaged.cli.console import model_name, report
 from pystaged.cli.options import KeysAndValues, KvMemory, ModelArgument
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
+from pystaged.loading.drafts import find_draft, known_draft
 from pystaged.loading.heads import find_head
-from pystaged.loading.known_drafts import cached_draft, known_draft
 
 
 def info(
@@ -29,8 +29,9 @@ def info(
         path, draft=None, kv=kv, kv_memory=kv_memory, recycle=False, policy=FixedPolicy(width=1, depth=0, budget=0)
     ) as engine:
         loaded = engine.model
-        metadata = engine.tokenizer.metadata
-        draft = names.resolve_draft(named, "auto") or find_head(engine.tokenizer) or cached_draft(metadata)
+        draft = (
+            names.resolve_draft(named, "auto") or find_head(engine.tokenizer) or find_draft(engine.tokenizer, report)
+        )
         rows = {
             "pystaged": pystaged.__version__,
             "llama-cpp-python": _llama.VERSION,
@@ -38,7 +39,7 @@ def info(
             "threads": str(loaded.num_threads),
             "model": str(path),
             "name": loaded.name,
-            "draft": str(draft) if draft else _no_draft(known_draft(metadata)),
+            "draft": str(draft) if draft else _no_draft(known_draft(engine.tokenizer.metadata)),
             "shape": f"{loaded.architecture}, {loaded.num_layers} layers, {loaded.width} wide, {loaded.num_heads} heads"
             f" ({loaded.num_kv_heads} of keys) of {loaded.head_dim}",
             "context": f"{engine.n_ctx} tokens by default, trained for {loaded.max_context}",

@@ -8,16 +8,15 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from pystaged._core import DeviceError, DraftHead, Model, ModelError, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model
 from pystaged.decoding.budget import chain_speedup
 from pystaged.drafting.lookups import NgramCost
+from pystaged.drafting.pard import PLACES
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
+from pystaged.loading.drafts import find_draft, substitutes
 from pystaged.loading.heads import find_head, load_head
-from pystaged.loading.known_drafts import cached_draft
 from pystaged.loading.metadata import is_head, mask_token
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
@@ -26,7 +25,6 @@ from pystaged.loading.seen import SeenModel
 from pystaged.loading.tables import find_table
 from pystaged.memory import available_memory
 
-_LEAST_SHARED = 0.9  # share of the target's token ids that must mean the same in the draft
 _USUAL_LENGTH = 1000  # past length, in tokens, at which devices are compared
 
 
@@ -68,8 +66,8 @@ class Bundle:
         self.tokenizer = _tokenizer(self.path)
         is_chosen = found is not None or draft != "auto"
         if not is_chosen:
-            found = cached_draft(self.tokenizer.metadata)
-        head_path = found if found and is_head(found) else None
+            found = find_draft(self.tokenizer, report)
+        head_path = found if is_chosen and found and is_head(found) else None
         self.draft_path = None if head_path else found
         self.vocabulary = self.tokenizer.fingerprint
         if head_path and device == "auto":
@@ -98,12 +96,12 @@ class Bundle:
                 self.substitutes = substitutes(self.tokenizer, tokenizer)
                 self.draft_mask = mask_token(tokenizer.metadata, tokenizer.num_tokens)
                 drafts = load(self.draft_path, tokenizer, draft_device)
-            except (ModelError, ValueError) as error:
+            except (OSError, ValueError, MemoryError) as error:
                 if is_chosen:
                     raise
-                report(f"passed over: {error}")
-                self.draft_path = None
-        self.table = find_table(self.draft_path or self.path, ngrams, self.tokenizer, report)
+                report(f"passed over: {self.draft_path}: {error}")
+                self.draft_path, self.draft_mask, self.substitutes = None, None, {}
+        self.table = find_table((is_chosen and self.draft_path) or self.path, ngrams, self.tokenizer, report)
         self.device, self.draft_device = self._fastest(targets, drafts, report)
         self.target = targets[self.device]
         self.draft = drafts[self.draft_device] if drafts else None
@@ -149,20 +147,21 @@ class Bundle:
         pairs = list(itertools.product(targets, drafts or ["cpu"]))
         if len(pairs) == 1:
             return pairs[0]
-        lookup = NgramCost().lookup(1)
+        lookup, places = NgramCost().lookup(1), PLACES if self.draft_mask is not None else 1
 
         def rate(pair: tuple[str, str]) -> float:
             target_cost = self.costs.of(self.path, pair[0], targets[pair[0]])
             plain = target_cost(1, _USUAL_LENGTH)
-            guesses = [(NGRAM_RATE, lookup)]
+            guesses = [(NGRAM_RATE, lookup, 1)]
             if self.draft_path:
                 draft_cost = self.costs.of(self.draft_path, pair[1], drafts[pair[1]])
-                guesses.append((DRAFT_RATE, draft_cost(1, _USUAL_LENGTH)))
+                guesses.append((DRAFT_RATE, draft_cost(places, _USUAL_LENGTH), places))
 
             def extra(num_rows: int) -> float:
                 return target_cost(num_rows, _USUAL_LENGTH) / plain - 1
 
-            return max(1.0, *(chain_speedup(right, seconds / plain, extra) for right, seconds in guesses)) / plain
+            speedups = [chain_speedup(right, seconds / plain, extra, places) for right, seconds, places in guesses]
+            return max(1.0, *speedups) / plain
 
         rates: dict[tuple[str, str], float] = {}
         failures: dict[str, DeviceError] = {}
@@ -204,30 +203,3 @@ def _load(
             f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"
         )
     return model
-
-
-def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
-    """Map target tokens that the draft lacks or numbers differently to the draft token read instead, a line end.
-
-    Models of a family differ in a few tokens, such as chat markers, and in padding.
-
-    Raises:
-        ValueError: more than a tenth of the ids that both have differ; the message names the first.
-    """
-    shared = target.shared_with(draft)
-    both = min(target.num_tokens, draft.num_tokens)
-    if shared[:both].mean() < _LEAST_SHARED:
-        token = int(np.argmin(shared[:both]))
-        meanings = [
-            "the end of text" if tokenizer.is_end(token) else repr(tokenizer.token_bytes(token, True))
-            for tokenizer in (target, draft)
-        ]
-        raise ValueError(
-            f"the draft's vocabulary is not the target's: token {token} is {meanings[0]} in the target and "
-            f"{meanings[1]} in the draft; choose a draft trained with the target's tokenizer"
-        )
-    try:
-        neutral = int(draft.encode("\n", add_special=False)[-1])
-    except (ValueError, IndexError):  # the vocabulary has no line end
-        neutral = int(np.argmax(shared))
-    return dict.fromkeys(np.nonzero(~shared)[0].tolist(), neutral)

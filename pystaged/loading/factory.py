@@ -45,6 +45,10 @@ class DecoderFactory:
             return None
         return bundle.costs.of(bundle.draft_path, bundle.draft_device, bundle.draft, again=again)
 
+    def level_cost(self, draft_cost: PassCost) -> PassCost:
+        """Seconds that another level of the draft's tree takes: a pass, or for a parallel draft a lookup."""
+        return draft_cost if self._bundle.draft_mask is None else self.ngram_cost.lookup
+
     def decoder(self, n_ctx: int, policy: TreePolicy | None, source: Decoder | None = None, length: int = 0) -> Decoder:
         """A new context with its drafters.
 
@@ -92,9 +96,7 @@ class DecoderFactory:
         if draft and draft_cost:
             # A draft model drafts alone: lookups hardly ever help it.
             by_draft = draft_proposer(draft, bundle.draft_mask, draft_cost, bundle.substitutes)
-            # A parallel draft answers for deeper nodes without another pass.
-            expanding = draft_cost if by_draft.places == 1 else self.ngram_cost.lookup
-            drafters[drafter([by_draft], expanding, None)] = DRAFT_RATE
+            drafters[drafter([by_draft], self.level_cost(draft_cost), None)] = DRAFT_RATE
         elif bundle.head and self.head_cost:
             drafters[by_lookups(self.head_cost, HeadProposer(bundle.head, bundle.target, target))] = HEAD_RATE
         # N-grams also draft for the target directly: where it is small, no draft model is cheap enough.

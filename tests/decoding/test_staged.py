@@ -30,7 +30,7 @@ from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.proposer import Proposal
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
-from pystaged.loading.bundle import substitutes
+from pystaged.loading.drafts import substitutes
 from pystaged.stats import GenerationStats
 
 KEPT = RecycledCandidates.num_candidates

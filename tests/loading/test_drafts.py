@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGUFWriter
@@ -12,10 +14,10 @@ from typer.testing import CliRunner
 
 import pystaged
 from pystaged import Engine, cli
-from pystaged._core import metadata
-from pystaged.loading import cache, known_drafts
+from pystaged._core import Model, metadata
+from pystaged.loading import bundle, cache, drafts
 from pystaged.loading.bundle import Bundle
-from pystaged.loading.known_drafts import KnownDraft, known_draft
+from pystaged.loading.drafts import KnownDraft, known_draft
 
 NAME = "owner/tiny-draft"
 DRAFT = RandomModel("llama", width=32, heads=2, kv_heads=1)
@@ -24,7 +26,7 @@ DRAFT = RandomModel("llama", width=32, heads=2, kv_heads=1)
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cache, "folder", lambda: tmp_path / "models")
-    monkeypatch.setattr(known_drafts, "KNOWN", (KnownDraft("llama", "gpt-2", 32, NAME),))
+    monkeypatch.setattr(drafts, "KNOWN", (KnownDraft("llama", "gpt-2", 32, NAME),))
 
 
 @pytest.fixture
@@ -67,6 +69,47 @@ def test_auto_does_without_one_that_does_not_fit(target: Path) -> None:
     assert [line for line in said if line.startswith("passed over: ")]
     with pytest.raises(ValueError, match="draft"):
         pystaged.load(target, draft=path)
+
+
+@pytest.mark.parametrize("kept", [0, 200, 0.5, -100])
+def test_auto_does_without_a_damaged_one(target: Path, kept: float) -> None:
+    path = download(DRAFT)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(kept * len(data)) if 0 < kept < 1 else int(kept)])
+    said: list[str] = []
+    assert Bundle(target, "auto", 1, said.append).draft is None
+    assert [line for line in said if line.startswith("passed over: ")]
+
+
+def test_auto_does_without_one_of_several_types(target: Path) -> None:
+    download(DRAFT).rename(cache.repository_folder(NAME) / "draft.Q4_0.gguf")
+    write(cache.repository_folder(NAME) / "draft.Q5_0.gguf", DRAFT)
+    said: list[str] = []
+    assert Bundle(target, "auto", 1, said.append).draft is None
+    assert "name one of them" in said[0]
+
+
+def test_auto_does_without_one_that_has_no_room(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, load = download(DRAFT), bundle.load_model
+
+    def short(file: bytes, *more: Any) -> Model:
+        if os.fsdecode(file) == str(path):
+            raise MemoryError
+        return load(file, *more)
+
+    monkeypatch.setattr(bundle, "load_model", short)
+    made = Bundle(target, "auto", 1, lambda _: None)
+    assert (made.draft, made.draft_path, made.substitutes) == (None, None, {})
+
+
+def test_the_targets_own_table_stays(target: Path) -> None:
+    """The one that was counted from the target's texts, beside its file."""
+    done = CliRunner().invoke(cli.app, ["ngram", "build", str(target), "--tokens", "400"])
+    assert done.exit_code == 0, done.output
+    download(DRAFT)
+    with Engine(target) as engine:
+        assert engine.runtime.bundle.draft is not None
+        assert engine.runtime.bundle.table is not None
 
 
 def test_info_names_it_and_then_its_file(target: Path) -> None:
