@@ -402,6 +402,35 @@ def test_a_page_that_is_left_while_the_model_writes(page: Page) -> None:
     assert page.one("#ask").get_attribute("value") == "b"
 
 
+@desk
+@pytest.mark.parametrize("button", [".user button:nth-child(2)", ".assistant .below button:nth-child(2)"])
+def test_what_an_answer_was_to_replace_stays_when_the_page_is_left(page: Page, button: str) -> None:
+    page.seed(ASKED, written("old"), ASKED, written("older"))
+    kept = page.turns()
+    page.script(STAND_IN)
+    page.one(button).click()
+    is_edit = button.startswith(".user")
+    if is_edit:
+        page.ask(" now")
+    assert len(page.turns()) == 2
+    for _ in range(2):
+        page.browser.refresh()
+        assert page.turns() == kept
+        assert [each.text for each in page.all(".words")] == [ANSWER, "old", ANSWER, "older"]
+        assert page.one("#ask").get_attribute("value") == (ANSWER + " now" if is_edit else "")
+        assert page.one("#editing").is_displayed() == is_edit
+
+
+@desk
+def test_a_full_store_keeps_texts_without_trees(page: Page) -> None:
+    page.script(STAND_IN)
+    page.script("for (const turn of arguments[0]) { turns.push(turn); show(turn); }", [ASKED, written("old")])
+    page.script("turns[1].trees = [[['x'.repeat(6e6), -1, 'target', true]]]")
+    page.one(".assistant .below button:nth-child(2)").click()
+    page.browser.refresh()
+    assert [(turn["content"], turn.get("trees")) for turn in page.turns()] == [(ANSWER, None), ("old", [])]
+
+
 def test_the_progress_of_a_prompt(page: Page) -> None:
     page.script(STAND_IN)
     page.ask("a")
