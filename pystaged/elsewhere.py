@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
+from urllib.parse import unquote
 
 # Commands of Ollama, and former names of pystaged's.
 COMMANDS: dict[str, tuple[str, ...] | str] = {
@@ -177,16 +178,31 @@ ADDRESSES = {
 }
 
 
-# A repository on the hub as Ollama names it, or the web address of one or of a file in it.
+# A web address on the hub, also without https:// as Ollama writes it; and what follows its host where that is a model.
 _HUB_ADDRESS = re.compile(
-    r"(?:https?://)?(?:hf|huggingface)\.co/([^/?#]+/[^/?#]+)/?(?:(?:tree|blob|resolve)/main/?)?([^?#]*)(?:[?#].*)?"
+    r"(?:https?://)?(?:www\.)?(?:hf|huggingface)\.co(?::\d+)?(?:/([^?#]*))?(?:[?#].*)?", re.IGNORECASE
+)
+_HUB_MODEL = re.compile(
+    r"(?!(?:api|blog|collections|datasets|docs|papers|spaces)/)([\w.-]+/[\w.-]+)"
+    r"(?::(.+)|/tree/main|/(?:tree|blob|resolve|raw)/main/(.+))?"
 )
 
 
 def hub_id(name: str) -> str:
-    """Convert an address on the hub to a hub id, owner/name or owner/name:FILE; return anything else unchanged."""
-    found = _HUB_ADDRESS.fullmatch(name)
-    return ":".join(filter(None, found.groups())) if found else name
+    """Convert an address on the hub to a hub id, owner/name or owner/name:FILE; return what is no address unchanged.
+
+    Raises ValueError for an address of anything else than a model, or of another branch than main.
+    """
+    address = _HUB_ADDRESS.fullmatch(name)
+    if not address:
+        return name
+    found = _HUB_MODEL.fullmatch(unquote(address[1] or "").rstrip("/"))
+    if not found:
+        raise ValueError(
+            f"{name} is not the address of a model; give hf.co/OWNER/NAME, hf.co/OWNER/NAME:TYPE, "
+            "or hf.co/OWNER/NAME/blob/main/FILE.gguf"
+        )
+    return ":".join(filter(None, found.groups()))
 
 
 def renamed(name: Any) -> Any:

@@ -55,7 +55,7 @@ def find(name: str) -> Path | None:
         name: "owner/name" or "name", either with ":TYPE" or ":FILE.gguf"; or the hub's address of it.
 
     Raises:
-        ValueError: the name fits several models.
+        ValueError: the name fits several models; as hub_id.
     """
     repository, _, wanted = hub_id(name).partition(":")
     found = [path for path in paths() if repository in (_repository(path), _repository(path).partition("/")[2])]
@@ -113,7 +113,7 @@ def remove(name: str) -> int:
 
     Raises:
         FileNotFoundError: no such model.
-        ValueError: the name fits several.
+        ValueError: as in find.
     """
     path = find(name)
     if path is None:

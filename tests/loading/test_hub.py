@@ -436,13 +436,38 @@ def test_addresses_of_the_hub() -> None:
         ("https://huggingface.co/someone/tiny?library=x", "someone/tiny"),
         ("https://huggingface.co/someone/tiny/blob/main/folder/a.gguf", "someone/tiny:folder/a.gguf"),
         ("https://huggingface.co/someone/tiny/resolve/main/a.gguf?download=true", "someone/tiny:a.gguf"),
-        ("huggingface.co/someone", "huggingface.co/someone"),
+        ("https://huggingface.co/someone/tiny/raw/main/a%20b.gguf", "someone/tiny:a b.gguf"),
+        ("https://huggingface.co/someone/tiny/tree/main/Q4_0/", "someone/tiny:Q4_0"),
+        ("HTTPS://HF.co/Someone/Tiny", "Someone/Tiny"),
+        ("http://www.huggingface.co:443/someone/tiny:q8_0", "someone/tiny:q8_0"),
+        ("hf.co/someone/tiny:folder/a.gguf", "someone/tiny:folder/a.gguf"),
+        ("hf.co.gguf", "hf.co.gguf"),
         ("someone/tiny:q8_0", "someone/tiny:q8_0"),
         ("/models/hf.co/someone/tiny", "/models/hf.co/someone/tiny"),
     ],
 )
 def test_what_an_address_stands_for(address: str, name: str) -> None:
     assert hub_id(address) == name
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "",
+        "/someone",
+        "/datasets/someone/tiny",
+        "/spaces/someone",
+        "/someone/tiny/resolve/0123abcd/a.gguf",
+        "/someone/tiny/tree/dev",
+        "/someone/tiny/blob/main",
+        "/someone/tiny/commits/main",
+        "/someone/tiny/discussions/1",
+    ],
+)
+def test_other_addresses_of_the_hub_are_refused(online: Hub, rest: str) -> None:
+    with pytest.raises(ValueError, match=r"huggingface.co\S* is not the address of a model; give hf.co/OWNER/NAME,"):
+        names.resolve(f"https://huggingface.co{rest}")
+    assert online.requests == []
 
 
 @pytest.mark.usefixtures("tiny")
