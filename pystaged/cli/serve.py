@@ -28,7 +28,7 @@ from pystaged.cli.options import (
 from pystaged.config import SamplingConfig
 from pystaged.elsewhere import hub_id
 from pystaged.engine import Engine
-from pystaged.files import read_small
+from pystaged.files import expanded, read_small
 from pystaged.loading.names import SMOLLM2
 from pystaged.process import bound_heaps
 from pystaged.recommended import described
@@ -223,5 +223,5 @@ def _defaults(sampling: SamplingOptions, max_tokens: int | None, stop_loops: boo
 
 def _name_of(model: str) -> str:
     """What clients call a model: a hub id or a name as it is, of a file its name without the folder."""
-    model = hub_id(model)
-    return Path(model).stem if model.endswith(".gguf") else model
+    path = expanded(model)
+    return path.name.removesuffix(".gguf") if path.is_file() else hub_id(model)

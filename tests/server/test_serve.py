@@ -82,6 +82,16 @@ def test_it_serves_until_it_is_told_to_end(path: str, number: signal.Signals) ->
 
 
 @pytest.mark.slow
+def test_a_file_of_the_hub_is_served_under_its_hub_id(path: str, tmp_path: Path) -> None:
+    cached = tmp_path / "pystaged" / "models" / "someone" / "tiny" / "a.gguf"
+    cached.parent.mkdir(parents=True)
+    cached.symlink_to(path)
+    address = "https://huggingface.co/someone/tiny/blob/main/a.gguf"
+    with serving(address, XDG_CACHE_HOME=str(tmp_path)) as (_, server, _):
+        assert [card["id"] for card in server.ask("/v1/models")[1]["data"]] == ["someone/tiny:a.gguf"]
+
+
+@pytest.mark.slow
 def test_texts_in_progress_may_end(path: str) -> None:
     with serving(path) as (process, server, _):
         response = server.send(
