@@ -3,7 +3,8 @@
 The bound: apart from credit that earlier sequences left, drafting may slow a sequence by at most the time of 4 tokens
 of plain decoding in the first sequence of a context and of 1 token in each later one (OPENING, LEAST; greedy and
 sampled sequences have separate credits), or by 3 ms where that is more. Added to this are half a percent of its length,
-a quarter of the target's prefill time, and the time by which the operation that used up the credit exceeded its price.
+a quarter of the target's prefill time, the time of each drafter's first draft in a context, and the time by which the
+operation that used up the credit exceeded its price.
 
 Costs are counted in tokens of plain decoding, each of which takes a pass over one row, T(1). A drafted step costs
 
@@ -11,9 +12,10 @@ Costs are counted in tokens of plain decoding, each of which takes a pass over o
 
 and gains its tokens after the first. T(n) is the time of a pass over n rows, measured when the model is loaded and
 refined since; `drafting` is the time to propose the tree and to learn from the result. All times are processor time,
-which excludes other programs. Each step subtracts its price from the credit and adds its gain. A drafter is used only
-while the credit covers its smallest draft. A tree is cut to the nodes that the credit covers, but at least to its first
-guess. The next sequence inherits the remaining credit.
+which excludes other programs. A drafter's first draft in a context uses memory and code for the first time, which says
+nothing of the next ones: it is charged its estimated price. Each step subtracts its price from the credit and adds its
+gain. A drafter is used only while the credit covers its smallest draft. A tree is cut to the nodes that the credit
+covers, but at least to its first guess. The next sequence inherits the remaining credit.
 
 The drafter with the most expected tokens per second drafts. The score of a drafter is how often its first guess for
 the next token is right: it is updated when the drafter drafts, and at times by a guess that is not verified (full
@@ -88,6 +90,8 @@ class Budget:
         self._past = 0  # past length of the step's rows
         self._token = math.inf  # seconds of one token of plain decoding, in a batch the pass divided by the sequences
         self._least = 0.0  # seconds that the chosen drafter needs at least
+        self._unused = set(range(len(rates)))  # drafters that have not drafted in this context
+        self._most_drafting = math.inf  # seconds of drafting that the step is charged at most
         self._scoring = 0.0  # tokens of credit for scoring
         self._last_shadow = 0
         self._python = 0.0  # seconds of a step outside the pass and drafting
@@ -135,6 +139,7 @@ class Budget:
         """
         self._begin = self._drafted = self._meter()
         self.chosen = self.shadow = None
+        self._most_drafting = math.inf
         if self._cost is None:
             self.chosen = 0 if drafters else None
             return
@@ -157,6 +162,10 @@ class Budget:
                 self.shadow, self._last_shadow = (i, most * self._token), i
                 self._scoring -= least[i]
                 break
+        drafting = {self.chosen, self.shadow[0] if self.shadow else None} - {None}
+        if drafting & self._unused:
+            self._unused -= drafting
+            self._most_drafting = sum(least[i] for i in drafting if i is not None) * self._token
 
     @property
     def seconds(self) -> float:
@@ -172,7 +181,7 @@ class Budget:
         self._drafted = self._meter()
         if self._cost is None:
             return tree
-        left = self.credit - (self._drafted - self._begin) / self._token
+        left = self.credit - min(self._drafted - self._begin, self._most_drafting) / self._token
         rows, certain = len(tree), _certain_rows(tree)
         while rows > certain + 1 and self._extra(rows, certain) > left:
             rows -= 1
@@ -194,7 +203,8 @@ class Budget:
         self._price_token(self._past)  # in the batch that shared the pass
         # Passing tokens to drafters that did not draft takes almost no time.
         drafting = self._drafted - self._begin + telling if self.chosen is not None or self.shadow is not None else 0.0
-        price = drafting / self._token + (self._extra(len(tree), _certain_rows(tree)) if len(tree) > 1 else 0.0)
+        charged = min(drafting, self._most_drafting)
+        price = charged / self._token + (self._extra(len(tree), _certain_rows(tree)) if len(tree) > 1 else 0.0)
         guessed, before = max(1, len(tokens) - certain), self.credit
         self.credit = min(before + guessed - 1 - price + SHARE * guessed, MOST)
         # The sequence may end before the tokens that this step gained.

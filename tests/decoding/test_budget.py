@@ -73,7 +73,8 @@ class SimulatedDrafter:
         self.behaviour = Behaviour([])
         self.hit: bool | None = None
         self.overshoot, self.drafted = 0.0, 0  # nodes
-        self._behind = False
+        self.first = 0.0  # seconds of its first draft
+        self._behind, self._is_unused = False, True
 
     def constrain(self, constraint: Constraint | None) -> None:
         assert constraint is None
@@ -114,6 +115,8 @@ class SimulatedDrafter:
             # Then all that it does is one operation.
             self.overshoot = self._machine.processor - begin
         self.drafted = len(builder.nodes) - 1
+        if self._is_unused:
+            self.first, self._is_unused = self._machine.processor - begin + self.behaviour.telling, False
         return builder.build(range(1, len(builder.nodes)))
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -197,7 +200,8 @@ class Text:
             self.lost += (machine.processor - begin) / plain - len(step.tokens)
             over = max((drafter.overshoot for drafter in self.drafters), default=0.0)
             overshoot = max(overshoot, (over + behaviour.telling * len(self.drafters)) / plain)
-            bound = SHARE * self.tokens + prompt + overshoot + 1e-6 * (1 + abs(self._lost + self.lost))
+            first = sum(drafter.first for drafter in self.drafters) / plain
+            bound = SHARE * self.tokens + prompt + overshoot + 1e-6 * (1 + abs(self._lost + self.lost)) + first
             least = max(LEAST if self._bound else OPENING, LEAST_SECONDS / cost(1))
             assert self.lost <= (MOST if self._bound else least) + bound
             assert self._lost + self.lost <= self._bound + least + bound
@@ -253,7 +257,8 @@ def test_drafters_that_are_always_wrong_are_given_up(rate: float, steps: int) ->
     text = Text(FLAT, [(0.3,), (0.1,)], [rate] * 2)
     for i in range(5):
         text.write([Behaviour([0.3, 0.3])] * steps)
-        assert text.lost <= (LEAST if i else OPENING) + SHARE * steps + 0.7
+        first = 0 if i else sum(drafter.first for drafter in text.drafters)
+        assert text.lost <= (LEAST if i else OPENING) + SHARE * steps + 0.7 + first
         assert text.used[-50:].count(None) >= 45
 
 
@@ -265,6 +270,13 @@ def test_a_text_that_was_unlucky_for_twenty_steps_drafts_again_within_64(drafter
     text.write([bad] * 20 + [good] * 200)
     assert text.used[20:84] != [None] * 64
     assert text.used[120:].count(None) < 25
+
+
+def test_a_first_draft_that_takes_long_does_not_end_the_drafting() -> None:
+    """Memory and code are used for the first time; a later draft that takes as long does end it."""
+    text = Text(FLAT, [(0.1,)], [0.5])
+    text.write([Behaviour([20.0], accept=1), *[GOOD] * 60, Behaviour([40.0]), GOOD])
+    assert text.used == [0] * 62 + [None]
 
 
 def test_a_hiccup_does_not_end_the_drafting_of_a_tiny_target() -> None:
