@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from statistics import median_low
 
 import numpy as np
 
@@ -16,7 +16,7 @@ _BUDGET = 0.8  # seconds of measuring one model
 _PATIENCE = 3.0  # seconds after which one round must do: long passes vary less
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 15
 _LEAST = 1e-6  # shortest time of a pass, in seconds
-_BLEND = 0.05  # weight of a new observation, for passes of any size
+_BLEND = 0.05  # weight of a new observation, for passes of any size; the first ones of a process weigh more
 _OWN_BLEND = 0.02  # additional weight, for passes of its own size
 
 
@@ -39,6 +39,7 @@ class PassCost:
         self._knots = _rising([seconds[n] for n in self._rows])
         self._slopes = [slopes[n] for n in self._rows]
         self._scale = 1.0
+        self._observed = 0.0  # passes
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -78,7 +79,8 @@ class PassCost:
             self._knots[knot] *= 1 + own / norm
             more = own * believed / self._scale * thousands / norm
             self._slopes[knot] = max(0.0, self._slopes[knot] + more)
-        self._scale *= 1 + _BLEND * share * change
+        self._observed += share
+        self._scale *= 1 + max(_BLEND, 1 / (1 + self._observed)) * share * change
 
 
 @lru_cache(maxsize=1024)  # each step needs the same few values
@@ -102,7 +104,10 @@ def measure(
     clock: Callable[[], float] = time.thread_time,
     wall: Callable[[], float] = time.perf_counter,
 ) -> PassCost:
-    """Time passes of 1 to `most_rows` rows in turn for about a second; the shortest time of each counts.
+    """Time passes of 1 to `most_rows` rows in turn for about a second; the median of each counts.
+
+    Beside other programs a pass takes one of two times, by whether its threads ran at once. Of minima one may be of the
+    first kind and the next of the second, which says that more rows cost twice as much; medians are of the same kind.
 
     Args:
         run_pass: makes a pass over the given number of rows with the given past length.
@@ -115,7 +120,7 @@ def measure(
     passes = [(n, 0) for n in rows] + [(n, cells) for n in reversed(deep)]
     for each in passes[len(rows) - 1 : len(rows) + 1]:
         run_pass(*each)  # the largest ones, so that first-use allocations are not timed
-    best = dict.fromkeys(passes, math.inf)
+    times: dict[tuple[int, int], list[float]] = {each: [] for each in passes}
     begin = wall()
     for done in range(_MOST_ROUNDS):
         spent = wall() - begin
@@ -124,12 +129,13 @@ def measure(
         for each in passes:
             start = clock()
             run_pass(*each)
-            best[each] = min(best[each], max(clock() - start, _LEAST))  # a coarse clock may show 0
+            times[each].append(max(clock() - start, _LEAST))  # a coarse clock may show 0
         passes.reverse()
-    seconds = dict(zip(rows, _rising([best[n, 0] for n in rows]), strict=True))
+    usual = {each: median_low(took) for each, took in times.items()}
+    seconds = dict(zip(rows, _rising([usual[n, 0] for n in rows]), strict=True))
     if not cells:
         return PassCost(seconds)
-    behind = zip(deep, _rising([best[n, cells] for n in deep]), strict=True)
+    behind = zip(deep, _rising([usual[n, cells] for n in deep]), strict=True)
     slopes = [max(0.0, took - seconds[n]) / (cells / 1000) for n, took in behind]
     return PassCost(seconds, dict(zip(rows, np.interp(rows, deep, slopes).tolist(), strict=True)))
 
