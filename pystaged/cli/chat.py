@@ -120,11 +120,11 @@ def chat(
         question = read_prompt(question)
     elif not raw and not sys.stdin.isatty():
         question = read_prompt("-").removesuffix("\n")
-    if question is not None and not question.strip():
-        raise ValueError("nothing is asked: standard input is empty")
     if not raw:
         begin()
     with open_engine(name, loading) as engine, Interrupts() as interrupts:
+        if question is not None and not question.strip():
+            raise ValueError("nothing is asked: standard input is empty")
         # Refuses what cannot be used; nobody reads it.
         engine.stream(" ", sampling=replace(sampling.config(), min_tokens=0), **constraint)
         options: dict[str, Any] = {"show_tree": show_tree, "stats": stats, "stop": stop or (), "constraint": constraint}
@@ -200,9 +200,9 @@ class Chat(Turns):
 
     def _load_from(self, path: Path) -> str:
         self._system, messages = read_conversation(path, self._engine.tokenizer)
-        self._begin(messages, [messages[:i] for i in range(0, len(messages), 2)])
-        if messages:
-            self._asked = messages[:-2], messages[-2]["content"]
+        asked = [None, *((messages[:i], messages[i]["content"]) for i in range(0, len(messages), 2))]
+        earlier = [(messages[: 2 * i], turn) for i, turn in enumerate(asked[:-1])]
+        self._begin(messages, earlier, asked[-1])
         return f"{len(messages)} messages"
 
 

@@ -45,5 +45,5 @@ class Raw(Turns):
 
     def _load_from(self, path: Path) -> str:
         tokens = self._engine.encode(read_text(str(path)), add_special=True).tolist()
-        self._begin(tokens, [*self._earlier, self._so_far])
+        self._begin(tokens, [*self._earlier, (self._so_far, self._asked)])
         return f"{len(tokens)} tokens"

@@ -35,6 +35,9 @@ _SETTABLE: dict[str, Any] = {
     if option.kind in (int, float, bool)
 }
 
+Asked = tuple[list[Any], str]
+"""A turn: the state before it, and the user's text."""
+
 _SWITCH = {"on": True, "off": False}
 
 _HELP = '''Lines between """ and """ are one; a line that ends with \\ continues on the next one. Only the former may
@@ -90,8 +93,8 @@ class Turns(ABC):
         self._stop, self._stop_loops = stop, stop_loops
         self._constraint = constraint or {}
         self._so_far: list[Any] = []
-        self._earlier: list[list[Any]] = []  # states to which /undo returns
-        self._asked: tuple[list[Any], str] | None = None  # the last turn: the state before it, and the user's text
+        self._earlier: list[tuple[list[Any], Asked | None]] = []  # states to which /undo returns, and their last turns
+        self._asked: Asked | None = None  # the last turn
         self._last: GenerationResult | None = None  # its result
         self._made_with: object = None  # the settings that it was made with
         self._commands: dict[str, Callable[[str], None]] = {
@@ -188,7 +191,7 @@ class Turns(ABC):
 
     def _turn(self, said: str) -> None:
         """Run a turn: the user's text, then the model's."""
-        before = self._so_far
+        before, asked = self._so_far, self._asked
         self._asked = before, said
         begun, made_with = self._begun(said), self._fixed_by()
         pieces: list[Piece] = []
@@ -203,7 +206,7 @@ class Turns(ABC):
         is_done = result is not None and result.finish_reason != "cancelled"
         if pieces or is_done or self._keeps_unanswered:
             self._so_far = self._ended(begun, pieces)
-            self._earlier.append(before)
+            self._earlier.append((before, asked))
             self._last, self._made_with = result, made_with
         if result and is_done:
             self._tell(result)
@@ -277,25 +280,28 @@ class Turns(ABC):
         else:
             report(f"the context of {self._engine.n_ctx} tokens is full: /clear begins again, --n-ctx allows more")
 
-    def _begin(self, so_far: list[Any], earlier: list[list[Any]]) -> None:
-        """Continue from a state."""
-        self._so_far, self._earlier, self._asked, self._last = so_far, earlier, None, None
+    def _begin(
+        self, so_far: list[Any], earlier: list[tuple[list[Any], Asked | None]], asked: Asked | None = None
+    ) -> None:
+        """Continue from a state. asked: its last turn, for /retry."""
+        self._so_far, self._earlier, self._asked, self._last = so_far, earlier, asked, None
 
     def _clear(self) -> None:
-        self._begin([], [*self._earlier, self._so_far])
+        self._begin([], [*self._earlier, (self._so_far, self._asked)])
         report("begun again; /undo takes that back")
 
     def _undo(self) -> None:
         if not self._earlier:
             raise ValueError("there is nothing to undo")
-        self._begin(self._earlier[-1], self._earlier[:-1])
+        before, asked = self._earlier[-1]
+        self._begin(before, self._earlier[:-1], asked)
         report("taken back")
 
     def _retry(self) -> None:
         if not self._asked:
             raise ValueError("there is no turn to take again")
         before, said = self._asked
-        kept, earlier = self._so_far, self._earlier
+        kept, earlier, asked = self._so_far, self._earlier, self._asked
         is_done = kept is not before and self._last is not None and self._last.finish_reason == "stop"
         if self._config(self._sampling).is_greedy and is_done and self._made_with == self._fixed_by():
             raise ValueError(
@@ -305,11 +311,12 @@ class Turns(ABC):
         if seed >= 0:
             self._sampling = self._sampling.changed(seed=(seed + 1) % 2**64)
         self._so_far, self._earlier = before, earlier[: len(earlier) - (kept is not before)]
+        self._asked = earlier[-1][1] if kept is not before else None
         try:
             self._turn(said)
         finally:
             if self._so_far is before:  # nothing was written
-                self._so_far, self._earlier = kept, earlier
+                self._so_far, self._earlier, self._asked = kept, earlier, asked
 
     def _stats(self, words: str) -> None:
         if words in ("on", "off"):
@@ -340,6 +347,7 @@ class Turns(ABC):
         report(f"max_tokens {self._max_tokens}, stop_loops {loops}; a context of {self._engine.n_ctx} tokens")
 
     def _set(self, words: str) -> None:
+        words = words.removeprefix("parameter ")  # as in Ollama
         name, *values = words.split(maxsplit=1) or [""]
         if name == "system" and "/system" in self._commands:
             self._commands["/system"]("".join(values))

@@ -101,6 +101,36 @@ def test_retry_takes_the_next_seed(
         made.take("/seed 18446744073709551616")
 
 
+def test_retry_after_undo(session: Callable[..., Chat], tmp_path: Path) -> None:
+    """Takes the turn again that is the last one now, also in a conversation that was loaded or cleared."""
+    made = session(max_tokens=8, temperature=1.0)
+    for said in ("a", "b", "c"):
+        made.take(said)
+    made.take(f"/save {tmp_path / 'kept'}")
+
+    def asked() -> list[str]:
+        return [message["content"] for message in made._so_far[::2]]
+
+    made.take("/undo")
+    made.take("/retry")
+    assert asked() == ["a", "b"]
+    made.take("/undo")
+    made.take("/retry")
+    assert asked() == ["a"]
+    made.take("/clear")
+    made.take("/undo")
+    made.take("/retry")
+    assert asked() == ["a"]
+    made.take(f"/load {tmp_path / 'kept'}")
+    made.take("/undo")
+    made.take("/retry")
+    assert asked() == ["a", "b"]
+    for _ in range(2):
+        made.take("/undo")
+    with pytest.raises(ValueError, match="no turn to take again"):
+        made.take("/retry")
+
+
 def test_retry_without_chance(session: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch) -> None:
     """Is refused only where the answer is whole and nothing has changed."""
     made = session(max_tokens=8, temperature=1.0)
@@ -214,7 +244,7 @@ def test_what_is_set_is_shown(session: Callable[..., Chat], capsys: pytest.Captu
     made = session()
     for line in (
         "/set temperature 1",
-        "/set top_k 7",
+        "/set parameter top_k 7",
         "/set max_tokens 31",
         "/set stop_loops on",
         "/set ignore_eos on",
