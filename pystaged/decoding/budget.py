@@ -162,10 +162,10 @@ class Budget:
                 self.shadow, self._last_shadow = (i, most * self._token), i
                 self._scoring -= least[i]
                 break
-        drafting = {self.chosen, self.shadow[0] if self.shadow else None} - {None}
+        drafting = {i for i in (self.chosen, self.shadow[0] if self.shadow else None) if i is not None}
         if drafting & self._unused:
             self._unused -= drafting
-            self._most_drafting = sum(least[i] for i in drafting if i is not None) * self._token
+            self._most_drafting = sum(least[i] for i in drafting) * self._token
 
     @property
     def seconds(self) -> float:

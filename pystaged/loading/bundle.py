@@ -15,7 +15,7 @@ from pystaged.drafting.lookups import NgramCost
 from pystaged.drafting.pard import PLACES
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
-from pystaged.loading.drafts import find_draft, substitutes
+from pystaged.loading.drafts import cached_draft, substitutes
 from pystaged.loading.heads import find_head, load_head
 from pystaged.loading.metadata import is_head, mask_token
 from pystaged.loading.packed import load_packed
@@ -66,7 +66,7 @@ class Bundle:
         self.tokenizer = _tokenizer(self.path)
         is_chosen = found is not None or draft != "auto"
         if not is_chosen:
-            found = find_draft(self.tokenizer, report)
+            found = cached_draft(self.tokenizer, report)
         head_path = found if is_chosen and found and is_head(found) else None
         self.draft_path = None if head_path else found
         self.vocabulary = self.tokenizer.fingerprint

@@ -45,22 +45,31 @@ def known_draft(metadata: Mapping[str, str]) -> str | None:
     return None
 
 
-def find_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
-    """The file of that draft in the cache; None where there is none that fits.
+def cached_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
+    """The file of that draft in the cache, which is not opened; None where there is none.
 
     Args:
         tokenizer: the target's, with its file's metadata.
-        report: called with a line about a file that cannot be used.
+        report: called with a line about a draft that cannot be used.
     """
     name = known_draft(tokenizer.metadata)
     try:
-        found = cache.find(name) if name else None
+        return cache.find(name) if name else None
+    except ValueError as error:  # there are several
+        report(f"passed over: the draft {name}: {error}")
+        return None
+
+
+def find_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
+    """The same, opened to check that it fits the target; None where it does not."""
+    found = cached_draft(tokenizer, report)
+    try:
         if found:
             draft = Tokenizer(os.fsencode(found))
             substitutes(tokenizer, draft)
             mask_token(draft.metadata, draft.num_tokens)
-    except (OSError, ValueError) as error:  # there may also be several
-        report(f"passed over: the draft {name}: {error}")
+    except (OSError, ValueError) as error:
+        report(f"passed over: {found}: {error}")
         return None
     return found
 
