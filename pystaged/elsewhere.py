@@ -4,18 +4,15 @@ sentence that says why there is none."""
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
 from urllib.parse import unquote
 
-# Commands of Ollama, and former names of pystaged's.
+# Commands of Ollama.
 COMMANDS: dict[str, tuple[str, ...] | str] = {
     "list": ("models",),
     "ls": ("models",),
     "ps": "nothing stays loaded between commands; GET /v1/models lists the models of a server",
-    "repl": ("chat", "--raw"),
     "rm": ("models", "remove"),
     "run": ("chat",),
     "show": ("info",),
@@ -33,17 +30,8 @@ _CACHE = "is --kv here, f16 or q8_0 for keys and values together"
 _DEPTH = "is chosen automatically at each step; --draft names a model"
 _DEVICE = "is --device here: all layers run on the device it names, such as metal or gpu"
 _PASSES = "has no equivalent: the tokens of a pass are chosen automatically"
-# Command-line options' names in the last release, and today's.
-FORMER_OPTIONS = {
-    "--keep-packed": "--weight-cache",
-    "--memory": "--recycle",
-    "--no-memory": "--no-recycle",
-    "--no-peer": "--no-baseline",
-    "--peer": "--baseline",
-}
 # Command-line options of llama.cpp, Ollama and vLLM.
 OPTIONS = {
-    **FORMER_OPTIONS,
     "-a": "--alias",
     "-b": _PASSES,
     "-cb": _ALWAYS,
@@ -117,15 +105,6 @@ OPTIONS = {
     "--tensor-parallel-size": "has no equivalent: --device rpc:HOST:PORT,... splits the layers over machines",
     "--typical": "--typical-p",
     "--ubatch-size": _PASSES,
-}
-
-# Names in the last release, and today's.
-RENAMED = {
-    "house": "bundled",
-    "house-draft": "bundled-draft",
-    "keep_packed": "weight_cache",
-    "memory": "recycle",
-    "prompt_delay": "prefill_budget",
 }
 
 # Python options of transformers, llama-cpp-python and vLLM.
@@ -203,14 +182,6 @@ def hub_id(name: str) -> str:
             "or hf.co/OWNER/NAME/blob/main/FILE.gguf"
         )
     return ":".join(filter(None, found.groups()))
-
-
-def renamed(name: Any) -> Any:
-    """Replace a name of the last release by today's, with a DeprecationWarning; return anything else unchanged."""
-    if not (isinstance(name, str) and name in RENAMED):
-        return name
-    warnings.warn(f"{name} is called {RENAMED[name]} now", DeprecationWarning, stacklevel=3)
-    return RENAMED[name]
 
 
 def meant(word: str, ours: Iterable[str]) -> str | None:

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast, overload
 
@@ -19,7 +18,6 @@ from pystaged.chat.messages import Message
 from pystaged.config import GenerationConfig, TextOptions, check_options, integer, truth
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.stepper import PREFILL_BUDGET
-from pystaged.elsewhere import renamed
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
 from pystaged.options import LoadFields
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
     from pystaged.async_stream import AsyncStream
     from pystaged.chat.format import ChatFormat
-    from pystaged.receipt import Receipt
     from pystaged.sequence import Sequence as Text
 
 # Not Sequence[str], because a string is one.
@@ -380,11 +377,6 @@ class Engine:
         logprobs = np.array([np.nan, *(each.logprob for each in scored)])
         return Score(tokens, [self.tokenizer.token_bytes(token, True) for token in tokens], logprobs)
 
-    def repeat(self, receipt: Receipt, *, speculate: bool = True) -> Any:
-        """Deprecated: pystaged.repeat does this."""
-        warnings.warn("Engine.repeat is now pystaged.repeat(engine, receipt)", DeprecationWarning, stacklevel=2)
-        return import_module("pystaged").repeat(self, receipt, speculate=speculate)
-
     def close(self) -> None:
         """Free all contexts that no text uses; generating again raises ValueError. Texts in progress go on, but on RPC
         servers they end with DeviceLostError."""
@@ -402,9 +394,8 @@ class Engine:
 
 def load(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> Engine:
     """Load a model; arguments and errors as in Engine."""
-    given = _renamed(options)
-    check_options(given, LoadOptions)
-    return Engine(model, **given)
+    check_options(options, LoadOptions)
+    return Engine(model, **options)
 
 
 @overload
@@ -455,14 +446,10 @@ def _write(runtime: Runtime, sequences: Sequence[Text], n: int | None) -> Genera
     return Results(results(runtime.scheduler, runtime.repeated(sequences, n)))
 
 
-def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {renamed(name): value for name, value in options.items()}
-
-
 def _split(options: Options) -> tuple[LoadOptions, GenerationConfig]:
     """Split options into those of `load` and checked ones of a generation."""
-    given = _renamed(options)
-    check_options(given, Options)
+    check_options(options, Options)
+    given: dict[str, Any] = {**options}
     loading = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
     return cast(LoadOptions, loading), GenerationConfig(**given)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +109,6 @@ def test_commands_called_as_elsewhere() -> None:
     assert b"there is no model 'nothing'" in done.stderr
     done = run("run", "bundled", "--regex", "7{3}", stdin=b"Which?")
     assert (done.returncode, done.stdout) == (0, b"777\n")
-    done = run("repl", "bundled", "-n", "1", stdin=b"/text\n")
-    assert (done.returncode, done.stdout) == (0, b"\n")
-    assert b"repl is here: pystaged chat --raw bundled -n 1\n" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -232,22 +228,3 @@ def test_a_system_message_from_a_file(tmp_path: Path) -> None:
 )
 def test_messages(theirs: str, ours: str) -> None:
     assert plainly(theirs) == ours
-
-
-@pytest.mark.slow
-def test_names_of_the_last_release_still_work(bundled_target: Path) -> None:
-    with pytest.warns(DeprecationWarning, match="house is called bundled now"):
-        assert names.resolve("house") == bundled_target
-    with pytest.warns(DeprecationWarning, match="memory is called recycle now"):
-        pystaged.load("bundled", memory=False).close()
-    expected = run("generate", "def f", "--model", "bundled", "-n", "3").stdout
-    done = run("generate", "def f", "--model", "house", "-n", "3", "--no-memory")
-    assert (done.returncode, done.stdout) == (0, expected)
-    said = done.stderr.decode().splitlines()
-    assert said.count("--no-memory is called --no-recycle now") == 1
-    assert said.count("house is called bundled now") == 1
-    assert b"called" not in run("generate", "def f", "--model", "bundled", "-n", "3", "--no-recycle").stderr
-    for arguments in (["--peers", "x"], ["passes", "--no-peer", "--model", "none.gguf"]):
-        done = run("bench", *arguments, COLUMNS="200")
-        assert done.returncode != 0
-        assert re.search(rb"^--(peers is called --baselines|no-peer is called --no-baseline) now$", done.stderr, re.M)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import warnings
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -34,9 +33,6 @@ _COMMANDS = {
 }
 
 
-_FORMER = ("audit",)  # former names, removed in the next release
-
-
 class _Commands(Group):
     """Lists commands without importing them."""
 
@@ -44,8 +40,6 @@ class _Commands(Group):
         super().__init__(**settings)
         for name, line in _COMMANDS.items():
             self.add_command(TyperCommand(name, help=line))
-        for name in _FORMER:
-            self.add_command(TyperCommand(name, hidden=True))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As in click; also accepts `help COMMAND` and `version`, as other programs do."""
@@ -104,8 +98,6 @@ def _main(
 def main() -> None:
     """Run the command line and leave with its exit status; failures that a user can mend are one line, without a
     traceback."""
-    warnings.filterwarnings("once", ".* is called .* now$", DeprecationWarning)
-    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     status = 0
     try:
         _run()

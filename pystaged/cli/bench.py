@@ -90,7 +90,6 @@ def bench(
             help="Other engines to compare with: 'all', 'none', or beginnings of names, as openvino,llama.cpp."
         ),
     ] = "all",
-    peers: Annotated[str | None, typer.Option(hidden=True)] = None,
     llama_cpp: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of a build of llama.cpp or ik_llama.cpp: it takes part, too. Repeatable."),
@@ -119,9 +118,6 @@ def bench(
         if any(source and source.name == "COMMANDLINE" for source in given):
             raise typer.BadParameter(f"the options of {context.invoked_subcommand} stand after its name")
         return
-    if peers is not None:
-        report("--peers is called --baselines now")
-        baselines = peers
     rates = _rates(accept) if accept is not None else []
     if rates and warm:
         raise typer.BadParameter("--accept measures nothing that remembers; leave --warm out")

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pystaged.elsewhere import COMMANDS, FORMER_OPTIONS, OPTIONS, PROMPT, meant
+from pystaged.elsewhere import COMMANDS, OPTIONS, PROMPT, meant
 from pystaged.validation import plainly
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, or Typer's copy of it
@@ -49,8 +49,6 @@ class Command(TyperCommand):
                 ctx.fail(f"{word} is {ours} here, and {ctx.info_name} has none")
             if ours and not ours.startswith("--") and ours != PROMPT:
                 ctx.fail(f"{word} {ours}")
-            if ours and word in FORMER_OPTIONS and not ctx.resilient_parsing:
-                _report(f"{word} is called {ours} now")
             option = options.get(ours or word)
             yield ours + equals + value if ours and option else arg
             if word == "--":
@@ -71,12 +69,9 @@ class Group(TyperGroup):
         if ours is None:
             return super().resolve_command(ctx, args)
         if not ctx.resilient_parsing:
-            _report(f"{words} is here: {' '.join(['pystaged', *ours, *args[1:]])}")
+            from pystaged.cli.console import report  # noqa: PLC0415  slow to import
+
+            report(f"{words} is here: {' '.join(['pystaged', *ours, *args[1:]])}")
         root = ctx.find_root()
         return root.command.resolve_command(root, [*ours, *args[1:]])
 
-
-def _report(line: str) -> None:
-    from pystaged.cli.console import report  # noqa: PLC0415  slow to import
-
-    report(line)

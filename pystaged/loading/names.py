@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pystaged.elsewhere import hub_id, meant, renamed
+from pystaged.elsewhere import hub_id, meant
 from pystaged.files import expanded
 from pystaged.loading import cache
 from pystaged.loading.hub import HUB_ID, pull
@@ -33,7 +33,6 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         FileNotFoundError: no such file, name or repository.
         ValueError, OSError: as in pull.
     """
-    model = renamed(model)
     if model == "bundled":
         return bundled_file(_BUNDLED_TARGET)
     if model == "bundled-draft":
@@ -103,7 +102,6 @@ def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progres
     Raises:
         FileNotFoundError, ValueError, OSError: as in resolve.
     """
-    model, draft = renamed(model), renamed(draft)
     if draft == "bundled" or (draft == "auto" and model == "bundled"):
         return bundled_file(BUNDLED_DRAFT)
     return None if draft in (None, "none", "auto") else resolve(draft, progress)

@@ -272,18 +272,8 @@ def test_names_that_are_no_devices(device: str, error: type[Exception], message:
 def test_commands(tmp_path: Path) -> None:
     run = CliRunner().invoke
     assert "ggml-cpu" in run(app, ["info"]).stdout
-    written = run(app, ["generate", PROMPT, "-m", "bundled", "--max-tokens", "8", "--device", DEVICE, "--json"])
-    assert written.exit_code == 0
-    output = tmp_path / "output.json"
-    output.write_text(written.stdout)
-    arguments = ["audit", "bundled", "--prompt", PROMPT, "--device", DEVICE, "--output", str(output)]
-    replayed = run(app, arguments)
+    file = str(tmp_path / "it.receipt")
+    on = ["--device", DEVICE]
+    assert run(app, ["generate", PROMPT, "-m", "bundled", "--max-tokens", "8", "--receipt", file, *on]).exit_code == 0
+    replayed = run(app, ["verify", file, "--by-row", *on])
     assert (replayed.exit_code, "8 tokens" in replayed.stdout) == (0, True)
-    fields = json.loads(written.stdout)
-    fields["tokens"][2] += 1
-    output.write_text(json.dumps(fields))
-    replayed = run(app, arguments)
-    assert replayed.exit_code == 1
-    assert "token 3 of 8 differs" in replayed.stdout
-    output.write_text("{}")
-    assert isinstance(run(app, arguments).exception, ValueError)

@@ -380,7 +380,7 @@ def test_no_limit_of_tokens(path: Path, number: str) -> None:
         ["bench", "--accept", "0.5", "--warm", "3"],
         ["bench", "--minutes", "nan"],
         ["bench", "--threads", "99999999999"],
-        ["bench", "--peers", "llama,nobody"],
+        ["bench", "--baselines", "llama,nobody"],
         ["bench", "--model", "grown", "--type", "q1"],
         ["bench", "passes", "--context", "256,x"],
         ["bench", "passes", "--context", "20,-1"],
@@ -471,10 +471,9 @@ def test_output_that_cannot_be_written(path: Path, arguments: list[str], redirec
     assert b"Exception" not in done.stderr
 
 
-@pytest.mark.parametrize("command", [["generate", "-", *WARM], ["chat", "--raw"], ["audit", "--prompt", "-"]], ids=str)
+@pytest.mark.parametrize("command", [["generate", "-", *WARM], ["chat", "--raw"]], ids=str)
 def test_closed_input(path: Path, command: list[str]) -> None:
-    model = [path] if command[0] == "audit" else ["--model", path]
-    assert_refused(shell("<&-", *command, *model), "standard input is closed")
+    assert_refused(shell("<&-", *command, "--model", path), "standard input is closed")
 
 
 def test_closed_input_that_nobody_reads(path: Path, result: pystaged.GenerationResult) -> None:
@@ -570,12 +569,6 @@ def test_verify_by_row(path: Path, result: pystaged.GenerationResult, tmp_path: 
     done = CliRunner().invoke(cli.app, ["verify", str(file), "--model", str(path), "--by-row"])
     assert done.exit_code == 1
     assert done.stdout.startswith(f"token 3 of {count} differs: ")
-
-
-def test_the_former_name_of_verify_by_row_warns(path: Path) -> None:
-    done = CliRunner().invoke(cli.app, ["audit", str(path), "--prompt", PROMPT, "--max-tokens", "3"])
-    assert (done.exit_code, done.stdout) == (0, "3 tokens, each the model's own choice when evaluated alone\n")
-    assert "will be removed in the next release" in done.stderr
 
 
 # ---- info, version, help ----
