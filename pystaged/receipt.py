@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +29,8 @@ _FORMAT = "pystaged receipt 1"
 _WITHOUT_EFFECT = {"speculate", "progress", "logprobs", "prompt_logprobs", "reuse", "prediction"}
 # Options that a receipt omits if they have these values.
 _UNLESS: dict[str, Any] = {"stop_loops": False}
-_FIELDS = (
-    *("format", "versions", "arithmetic", "model", "vocabulary", "device", "kv", "n_ctx"),
-    *("prompt", "options", "text"),
-)
 _LONGEST_WORD = 256  # characters of a name or version
 _HASHED = 4096  # tokens hashed at a time
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,41 +170,26 @@ class Receipt:
             text, object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
         )
         json.dumps(given, ensure_ascii=False).encode()  # refuses lone surrogates
-        whole = _Fields(given, "")
-        if isinstance(given.get("format"), str) and given["format"] != _FORMAT:
-            raise ValueError(f"its format is {_word(given['format'])!r}, and this pystaged reads {_FORMAT!r}")
-        whole.check_names(_FIELDS)
-        versions, model, prompt, said = (
-            _Fields(given[name], f"{name}.") for name in ("versions", "model", "prompt", "text")
-        )
-        config = _config(whole.take("options", dict))
-        versions.check_names([*current_versions(config.grammar)])
-        model.check_names([each.name for each in fields(ModelRecord)])
-        prompt.check_names(["tokens", "sha256"])
-        said.check_names(["tokens", "sha256", "finish_reason"])
-        receipt = cls(
-            {name: versions.word(name) for name in versions.given},
-            whole.count("arithmetic"),
-            ModelRecord(model.word("name"), model.word("file"), model.count("size"), model.hash("sha256")),
-            whole.word("vocabulary"),
-            whole.word("device"),
-            whole.take("kv", str),
-            whole.count("n_ctx"),
-            prompt.tokens("tokens"),
-            config,
-            said.tokens("tokens"),
-            said.hash("sha256"),
-            said.take("finish_reason", str),
-        )
-        if receipt.kv not in ("f16", "q8_0"):
-            raise ValueError("kv must be f16 or q8_0")
-        if receipt.finish_reason not in ("stop", "length", "loop"):
-            raise ValueError("text.finish_reason must be stop, length or loop")
-        if not 0 < receipt.n_ctx < 2**31:
-            raise ValueError("n_ctx is out of range")
-        if prompt.hash("sha256") != token_hash(receipt.prompt):
+        _check(given, _SHAPE, "")
+        config = _config(given["options"])
+        _check(given["versions"], dict.fromkeys(current_versions(config.grammar), _WORD), "versions")
+        prompt, said = given["prompt"], given["text"]
+        if prompt["sha256"] != token_hash(prompt["tokens"]):
             raise ValueError("prompt.sha256 is not that of prompt.tokens")
-        return receipt
+        return cls(
+            given["versions"],
+            given["arithmetic"],
+            ModelRecord(**given["model"]),
+            given["vocabulary"],
+            given["device"],
+            given["kv"],
+            given["n_ctx"],
+            tuple(prompt["tokens"]),
+            config,
+            tuple(said["tokens"]),
+            said["sha256"],
+            said["finish_reason"],
+        )
 
 
 def text_hash(text: str) -> str:
@@ -263,96 +243,90 @@ def _value(value: Any) -> Any:
 
 def _config(given: Mapping[str, Any]) -> GenerationConfig:
     """Check options from JSON; those without effect on the text get their defaults. Raises ValueError."""
-    whole = _Fields(given, "options.")
-    whole.check_names([name for name in _names(GenerationConfig) if name not in _UNLESS or name in given])
-    sampling = _Fields(given["sampling"], "options.sampling.")
-    sampling.check_names(_names(SamplingConfig))
-    grammar = given["grammar"]
+    names = [name for name in _names(GenerationConfig) if name not in _UNLESS or name in given]
+    sampling = dict.fromkeys(_names(SamplingConfig), _ANY) | {"logit_bias": _BIASES}
+    _check(given, dict.fromkeys(names, _ANY) | {"sampling": sampling}, "options")
+    grammar, chosen = given["grammar"], given["sampling"]
     if grammar is not None:
-        part = _Fields(grammar, "options.grammar.")
-        part.check_names(_names(Grammar))
-        grammar = Grammar(part.take("option", str), part.take("text", str))
-        if grammar.option not in ("json_schema", "regex", "grammar"):
-            raise ValueError("options.grammar.option must be json_schema, regex or grammar")
-    values = sampling.given | {"logit_bias": _biases(sampling.take("logit_bias", list))}
+        _check(grammar, {"option": _one_of("json_schema", "regex", "grammar"), "text": _TEXT}, "options.grammar")
+        grammar = Grammar(**grammar)
+    biases = {token: -math.inf if bias == "-inf" else bias for token, bias in chosen["logit_bias"]}
     try:
-        config = GenerationConfig(**whole.given | {"grammar": grammar, "sampling": SamplingConfig(**values)})
+        bound = SamplingConfig(**chosen | {"logit_bias": biases})
+        config = GenerationConfig(**{**given, "grammar": grammar, "sampling": bound})
     except (ValueError, TypeError) as error:
         raise ValueError(_word(f"options: {error}")) from None
-    sampling.check_written(_options(config.sampling))
-    whole.check_names([*_options(config)])
-    whole.check_written(_options(config))
+    # Options accept other forms, too, such as a string for a list of stop strings.
+    for where, part, written in (
+        ("options.sampling", chosen, _options(config.sampling)),
+        ("options", given, _options(config)),
+    ):
+        for name in part.keys() | written:
+            if part.get(name) != written.get(name):
+                raise ValueError(f"{where}.{name} does not have the form that receipts use")
     return config
 
 
-def _biases(given: list[Any]) -> dict[int | str, float]:
-    biases: dict[int | str, float] = {}
-    for each in given:
-        if not isinstance(each, list) or len(each) != 2 or type(each[0]) not in (int, str):
-            raise ValueError("options.sampling.logit_bias must have pairs of a token and a number")
-        biases[each[0]] = -math.inf if each[1] == "-inf" else each[1]
-    return biases
+_Check = Callable[[Any, str], None]  # of a value and its name; raises ValueError with the name
 
 
-class _Fields:
-    """The fields of a JSON object. Methods raise ValueError with the name of the field."""
+def _check(value: Any, shape: Mapping[str, Any], where: str) -> None:
+    """Check that a value is an object with exactly the shape's fields: each has a shape of its own, or a _Check."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where or 'a receipt'} must be an object")
+    prefix = f"{where}." if where else ""
+    for name, part in shape.items():
+        if name not in value:
+            raise ValueError(f"{prefix}{name} is missing")
+        check = part if callable(part) else partial(_check, shape=part)
+        check(value[name], where=f"{prefix}{name}")
+    for name in value.keys() - shape.keys():
+        raise ValueError(f"there is no field {prefix}{_word(name)}")
 
-    def __init__(self, given: Any, where: str) -> None:
-        if not isinstance(given, dict):
-            raise ValueError(f"{where.rstrip('.') or 'a receipt'} must be an object")
-        self.given: dict[str, Any] = given
-        self._where = where
 
-    def check_names(self, names: Sequence[str]) -> None:
-        """Check that the object has exactly these fields."""
-        for name in names:
-            if name not in self.given:
-                raise ValueError(f"{self._where}{name} is missing")
-        for name in self.given.keys() - set(names):
-            raise ValueError(f"there is no field {self._where}{_word(name)}")
+def _is(kind: type[Any] | None, what: str, holds: Callable[[Any], bool] = lambda _: True) -> _Check:
+    def check(value: Any, where: str) -> None:
+        if kind is not None and (type(value) is not kind or not holds(value)):
+            raise ValueError(f"{where} must be {what}")
 
-    def check_written(self, as_written: Mapping[str, Any]) -> None:
-        """Refuse values that options accept but receipts never contain, such as a string for a list of stop strings."""
-        for name, value in as_written.items():
-            if self.given[name] != value:
-                raise ValueError(f"{self._where}{name} does not have the form that receipts use")
+    return check
 
-    def take(self, name: str, kind: type[T]) -> T:
-        value = self.given[name]
-        if type(value) is not kind:
-            known = {str: "a string", int: "a whole number", dict: "an object", list: "a list"}
-            raise ValueError(f"{self._where}{name} must be {known[kind]}")
-        return value
 
-    def word(self, name: str) -> str:
-        """A string that is safe to show in a terminal."""
-        value = self.take(name, str)
-        if value != _word(value):
-            raise ValueError(f"{self._where}{name} must have at most {_LONGEST_WORD} characters, all printable")
-        return value
-
-    def count(self, name: str) -> int:
-        value = self.take(name, int)
-        if value < 0:
-            raise ValueError(f"{self._where}{name} must not be negative")
-        return value
-
-    def hash(self, name: str) -> str:
-        value = self.take(name, str)
-        if len(value) != 64 or value.strip("0123456789abcdef"):
-            raise ValueError(f"{self._where}{name} must be 64 hexadecimal digits")
-        return value
-
-    def tokens(self, name: str) -> tuple[int, ...]:
-        value = self.take(name, list)
-        if not all(type(token) is int and 0 <= token < 2**31 for token in value):
-            raise ValueError(f"{self._where}{name} must hold token ids")
-        return tuple(value)
+def _one_of(*words: str) -> _Check:
+    return _is(str, " or ".join(words), words.__contains__)
 
 
 def _word(text: str) -> str:
     """Shorten a string and replace control characters, so that it is safe to show in a terminal."""
     return "".join(each if each.isprintable() else "?" for each in text)[:_LONGEST_WORD]
+
+
+_ANY = _is(None, "")
+_TEXT = _is(str, "a string")
+_WORD = _is(str, f"at most {_LONGEST_WORD} characters, all printable", lambda value: value == _word(value))
+_COUNT = _is(int, "a whole number of at least 0", lambda value: value >= 0)
+_HASH = _is(str, "64 hexadecimal digits", lambda value: len(value) == 64 and not value.strip("0123456789abcdef"))
+_TOKENS = _is(
+    list, "a list of token ids", lambda value: all(type(token) is int and 0 <= token < 2**31 for token in value)
+)
+_BIASES = _is(
+    list,
+    "a list of pairs of a token and a number",
+    lambda value: all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (int, str) for pair in value),
+)
+_SHAPE: dict[str, Any] = {
+    "format": _one_of(_FORMAT),
+    "versions": _is(dict, "an object"),
+    "arithmetic": _COUNT,
+    "model": {"name": _WORD, "file": _WORD, "size": _COUNT, "sha256": _HASH},
+    "vocabulary": _WORD,
+    "device": _WORD,
+    "kv": _one_of("f16", "q8_0"),
+    "n_ctx": _is(int, "a whole number from 1 to 2^31 - 1", lambda value: 0 < value < 2**31),
+    "prompt": {"tokens": _TOKENS, "sha256": _HASH},
+    "options": _ANY,
+    "text": {"tokens": _TOKENS, "sha256": _HASH, "finish_reason": _one_of("stop", "length", "loop")},
+}
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -74,4 +74,3 @@ class Group(TyperGroup):
             report(f"{words} is here: {' '.join(['pystaged', *ours, *args[1:]])}")
         root = ctx.find_root()
         return root.command.resolve_command(root, [*ours, *args[1:]])
-
