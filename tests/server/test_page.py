@@ -142,7 +142,7 @@ def written(*pieces: str, trees: Any = ()) -> dict[str, Any]:
 ASKED = {"role": "user", "content": ANSWER}
 MARKDOWN = """# A title with `code`
 
-Some **bo|ld**, *slanted*, ***both***, snake_case_name, 2 * 3 * 4 and \\*no\\*
+Some **bo|ld**, *slanted*, ***both***, snake_case_name, 2 * 3 * 4 and \\*no\\*, ~~gone **and** away~~, ~5 ~~ 6~~
 on a second line, [a link](https://example.org/a_b), https://example.org/x?y=1.
 
 1. one
@@ -157,9 +157,13 @@ def f():
 > quoted *words*
 > again
 
-| a | b |
-|---|--:|
-| 1 | **2** |
+| a | b | c |
+|---|--:|:-:|
+| 1 | **2** | 3 |
+
+- [ ] later
+- [x] `done`
+- [y] neither
 
 ---
 """
@@ -175,6 +179,7 @@ LONG = [
     "`" * 20000,
     "[" * 20000,
     "a**" * 20000,
+    "a~~" * 20000,
     "| a " * 5000 + "\n" + "|---" * 5000,
     "> " * 9000,
     "- a\n" * 9000,
@@ -490,14 +495,18 @@ def test_markdown(page: Page) -> None:
     for part in [
         "<h3>A title with <code>code</code></h3>",
         "<strong>bold</strong>, <em>slanted</em>, <strong><em>both</em></strong>, ",
-        "snake_case_name, 2 * 3 * 4 and *no*\non a",
+        "snake_case_name, 2 * 3 * 4 and *no*, <s>gone <strong>and</strong> away</s>, ~5 ~~ 6~~\non a",
         '<a href="https://example.org/a_b" target="_blank" rel="noopener noreferrer" title=',
         'title="https://example.org/a_b">a link</a>',
         'title="https://example.org/x?y=1">https://example.org/x?y=1</a>.',
         '<ol start="1"><li>one<ul><li>inner <code>x</code></li></ul></li><li>two</li></ol>',
         '<pre tabindex="0"><code>def f():\n    return "**no** &lt;b&gt;"</code></pre>',
         "<blockquote><p>quoted <em>words</em>\nagain</p></blockquote>",
-        "<tr><th>a</th><th>b</th></tr><tr><td>1</td><td><strong>2</strong></td></tr>",
+        '<tr><th>a</th><th class="right">b</th><th class="center">c</th></tr>',
+        '<tr><td>1</td><td class="right"><strong>2</strong></td><td class="center">3</td></tr>',
+        '<ul><li class="task"><input type="checkbox" disabled="" aria-label="to do">later</li>',
+        '<li class="task"><input type="checkbox" disabled="" aria-label="done"><code>done</code></li>',
+        "<li>[y] neither</li></ul>",
         "<hr>",
     ]:
         assert part in plain
@@ -507,6 +516,7 @@ def test_markdown(page: Page) -> None:
         in html
     )
     font = "return getComputedStyle(document.querySelector(arguments[0])).fontFamily"
+    assert [each.is_selected() for each in page.all(".task input")] == [False, True]
     assert all("monospace" in page.script(font, f".words {each}") for each in ("pre code", "h3 code"))
     assert "monospace" not in page.script(font, ".words p")
     page.shot("markdown")
@@ -567,6 +577,49 @@ def test_edit(page: Page) -> None:
     page.wait(lambda: len(page.all(".turn")) == 2 and page.is_done())
     assert not page.one("#editing").is_displayed()
     assert page.turns()[0]["content"] == ANSWER + " now"
+
+
+@desk
+def test_a_half_typed_question_stays_through_an_edit(page: Page) -> None:
+    def box() -> str:
+        return str(page.one("#ask").get_attribute("value"))
+
+    page.seed(ASKED, written("old"), ASKED, written("older"))
+    page.one("#ask").send_keys("half")
+    for i in (3, 1):  # another one, before the first is sent
+        page.all(".user button")[i].click()
+        assert box() == ANSWER
+    page.one("#ask").send_keys("\ue00c")  # Escape
+    assert box() == "half"
+    page.all(".user button")[1].click()
+    page.script("fetch = async () => Response.json({error: {message: 'no'}}, {status: 400})")
+    page.ask(" now")
+    page.wait(lambda: page.is_done() and page.one("#error").is_displayed())
+    assert box() == ANSWER + " now"
+    page.script(STAND_IN)
+    page.ask(" again")
+    page.script("say(arguments[0])", piece("yes"))
+    page.wait(lambda: page.one(".assistant .words").text == "yes")
+    assert [turn["content"] for turn in page.turns()] == [ANSWER + " now again", "yes"]
+    assert box() == "half"
+    page.one("#ask").send_keys("\ue00c")
+    page.wait(page.is_done)
+    assert (page.one(".figures").text, box()) == ("stopped", "half")
+
+
+@desk
+def test_escape_stops_an_answer(page: Page) -> None:
+    page.script(STAND_IN)
+    page.one("#show-tree").click()
+    page.ask("a")
+    page.script("say(arguments[0])", piece("so far"))
+    page.wait(lambda: page.one(".assistant .words").text == "so far")
+    page.one("#step").send_keys("\ue00c")
+    assert not page.one("#tree").is_displayed()  # where the keyboard was
+    assert not page.is_done()
+    page.one("#ask").send_keys("\ue00c")
+    page.wait(page.is_done)
+    assert page.one(".figures").text == "stopped"
 
 
 @desk
