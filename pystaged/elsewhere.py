@@ -123,8 +123,10 @@ KEYWORDS = {
     "n_predict": "max_tokens",
     "n_threads": "num_threads",
     "num_ctx": "n_ctx",
+    "num_gpu": "device",
     "num_predict": "max_tokens",
     "num_return_sequences": "n",
+    "num_thread": "num_threads",
     "repetition_penalty": "repeat_penalty",
     "response_format": "json_schema",
     "stop_sequences": "stop",
@@ -132,6 +134,19 @@ KEYWORDS = {
     "temp": "temperature",
     "threads": "num_threads",
     "use_mmap": "weights are always read into memory",
+}
+
+# Words after /set in Ollama's chat.
+SETTINGS = {
+    "format": "start with --json-schema, which takes a schema",
+    "history": "/save FILE saves a conversation",
+    "nohistory": "nothing is saved without /save FILE",
+    "nothink": "start with --no-think",
+    "nowordwrap": "lines always break between words",
+    "quiet": "write /stats off",
+    "think": "start with --think",
+    "verbose": "write /stats on",
+    "wordwrap": "lines always break between words",
 }
 
 # HTTP paths of Ollama, LM Studio and llama-server.

@@ -79,6 +79,11 @@ def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None
         ),
         (["chat", "bundled", "--raw", "--think"], "--system and --think are of messages"),
         (["ngram", "build"], "name the model whose text is counted"),
+        (["generate", "smollm2", "Hi"], 'write: pystaged generate "SEVERAL WORDS" --model MODEL'),
+        (["chat", "smollm2", "Why", "not?"], 'write: pystaged chat MODEL "SEVERAL WORDS"'),
+        (["quantize", "in.gguf", "Q4_0"], "Q4_0 is a type; name the file to write before it"),
+        (["quantize", "in.gguf", "out.gguf", "Q4_9"], "unknown type 'Q4_9': choose from f32, "),
+        (["quantize", "in.gguf", "out.gguf", "Q4_0", "--type", "q4_0"], "give the type once"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

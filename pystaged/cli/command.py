@@ -15,6 +15,13 @@ from pystaged.validation import plainly
 _UsageError: Any = typer.BadParameter.__base__  # click's, or Typer's copy of it
 
 
+# For who gives a command more arguments than it takes.
+_ARGUMENTS = {
+    "generate": 'more than a prompt is given; write: pystaged generate "SEVERAL WORDS" --model MODEL',
+    "chat": 'more than a model and a question are given; write: pystaged chat MODEL "SEVERAL WORDS"',
+}
+
+
 class Command(TyperCommand):
     """A command that also accepts other programs' names for its options."""
 
@@ -25,6 +32,8 @@ class Command(TyperCommand):
         except _UsageError as error:
             if not hasattr(error, "possibilities"):
                 error.message = plainly(error.message)
+                if "unexpected extra argument" in error.message:
+                    error.message = _ARGUMENTS.get(ctx.info_name, error.message)
                 raise
             ours = {word: word for word in self._options() if word.startswith("--")}
             likely = meant(error.option_name, ours | {word: own for word, own in OPTIONS.items() if own in ours})

@@ -37,7 +37,13 @@ def build(
         typer.Option(help="File to write; beside the draft if not given, where generate finds it.", show_default=False),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens to sample; the last text is cut there.")
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_TOKENS,
+            help="Tokens to sample; the last text is cut there. On two cores SmolLM2 writes half a million an hour, "
+            "larger models proportionally fewer.",
+        ),
     ] = 1_000_000,
     temperature: Annotated[
         float | None, typer.Option(help="Of the sampling.", show_default="1.5, or 1 where the model chats")
@@ -77,6 +83,7 @@ def build(
             _texts(path, tokenizer, tokens, temperature, seed, threads) as texts,
             Progress(*columns, console=errors) as progress,
         ):
+            report(f"sampling {tokens} tokens; SmolLM2 writes half a million an hour on two cores, larger models fewer")
             task = progress.add_task("sampling", total=tokens)
             left = tokens
             for text in texts:

@@ -67,8 +67,8 @@ def check_device(name: str) -> str:
     return name
 
 
-def check_type(name: str) -> str:
-    """Refuse an invalid type of a file; "" stands for none."""
+def check_type(name: str | None) -> str | None:
+    """Refuse an invalid type of a file; "" and None stand for none."""
     from pystaged.loading import quantize  # noqa: PLC0415
 
     with usage():

@@ -22,7 +22,12 @@ def quantize(
         str,
         typer.Argument(help="A model as in generate, or the folder of a checkpoint (safetensors).", metavar="IN"),
     ],
-    out: Annotated[Path, typer.Argument(help="GGUF file to write; a link is followed.")],
+    out: Annotated[Path, typer.Argument(help="GGUF file to write; a link is followed.", metavar="OUT")],
+    type_too: Annotated[
+        str | None,
+        typer.Argument(metavar="TYPE", help="The same as --type.", callback=check_type, show_default=False),
+    ] = None,
+    *,
     quantization: Annotated[
         str,
         typer.Option(
@@ -42,6 +47,11 @@ def quantize(
 
     Example: pystaged quantize gpt2.F16.gguf gpt2.Q4_0.gguf --type q4_0
     """
+    if type_too and quantization:
+        raise typer.BadParameter("give the type once, as the last argument or by --type")
+    quantization = type_too or quantization
+    if not quantization and out.name.lower() in FILE_TYPES:
+        raise typer.BadParameter(f"{out} is a type; name the file to write before it")
     if allow_requantize and not quantization:
         # The default type may be larger than the source's.
         raise typer.BadParameter("--allow-requantize needs a --type.")

@@ -19,9 +19,9 @@ from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
 from pystaged.cli.painting import show, summary
 from pystaged.config import SamplingConfig, TextOptions
-from pystaged.elsewhere import KEYWORDS, meant
+from pystaged.elsewhere import KEYWORDS, SETTINGS, meant
 from pystaged.files import expanded, whole_file
-from pystaged.options import ALL, SAMPLING
+from pystaged.options import ALL, LOADING, SAMPLING, flags
 from pystaged.recommended import LOOP_WORDS, described
 from pystaged.result import GenerationResult, Piece
 from pystaged.streams import Stream
@@ -34,6 +34,9 @@ _SETTABLE: dict[str, Any] = {
     if name in {*SAMPLING, "max_tokens", "stop_loops"}
     if option.kind in (int, float, bool)
 }
+
+# Options of the command that a running chat cannot change.
+_FIXED = {*LOADING, *SAMPLING, "stop", "json_schema", "regex", "grammar"} - _SETTABLE.keys()
 
 Asked = tuple[list[Any], str]
 """A turn: the state before it, and the user's text."""
@@ -352,13 +355,12 @@ class Turns(ABC):
         if name == "system" and "/system" in self._commands:
             self._commands["/system"]("".join(values))
             return
+        if name in SETTINGS:
+            raise ValueError(f"/set {name}: {SETTINGS[name]}")
         if len(words.split()) != 2:
             raise ValueError("write /set NAME VALUE, such as /set temperature 0.8")
         (value,) = values
-        if name not in _SETTABLE and (likely := KEYWORDS.get(name) or meant(name, _SETTABLE)) in _SETTABLE:
-            raise ValueError(f"there is nothing called {name}; did you mean {likely}?")
-        if name not in _SETTABLE:
-            raise ValueError(f"there is nothing called {name}; what can be set is {', '.join(_SETTABLE)}")
+        name = _our_name(name)
         kind = _SETTABLE[name]
         try:
             number = _SWITCH[value] if kind is bool else kind(value)
@@ -379,6 +381,18 @@ class Turns(ABC):
         self._config(sampling)
         self._sampling = sampling
         report(f"seed {value}" if name == "seed" else described(self._config(sampling)))
+
+
+def _our_name(name: str) -> str:
+    """The name of a setting, which may be another program's. Raises ValueError for what cannot be set."""
+    ours = KEYWORDS.get(name, name)
+    if ours in _SETTABLE:
+        return ours
+    if ours in _FIXED:
+        raise ValueError(f"{name} is fixed when a chat starts, by {flags(ours, ALL[ours])[0]}")
+    likely = meant(name, _SETTABLE)
+    hint = f"did you mean {likely}?" if likely else f"what can be set is {', '.join(_SETTABLE)}"
+    raise ValueError(f"there is nothing called {name}; {hint}")
 
 
 def _file(command: str, words: str) -> Path:
@@ -427,6 +441,8 @@ def _read(interrupts: Interrupts) -> tuple[str, bool] | None:
         except KeyboardInterrupt:
             # As in a shell, the typed text is dropped.
             typer.echo()
+            if sys.stdin.isatty():
+                report("/bye or Ctrl-D leaves")
             lines, quoted = [], False
             continue
         if not lines and line.lstrip().startswith(_QUOTES):

@@ -214,7 +214,11 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
         ("/seed abc", "seed must be an integer, not abc"),
         ("/seed -5", "seed must be between"),
         ("/set temperature", "write /set NAME VALUE"),
-        ("/set temp 0.3", r"there is nothing called temp; did you mean temperature\?"),
+        ("/set temprature 0.3", r"there is nothing called temprature; did you mean temperature\?"),
+        ("/set num_ctx 99", "num_ctx is fixed when a chat starts, by --n-ctx"),
+        ("/set stop x", "stop is fixed when a chat starts, by --stop"),
+        ("/set speculate off", "there is nothing called speculate; "),
+        ("/set verbose", "/set verbose: write /stats on"),
         ("/set zzz 0.3", "there is nothing called zzz; what can be set is temperature, "),
         ("/set top_k 5.5", "top_k must be an integer, not 5.5"),
         ("/set top_p x", "top_p must be a number, not x"),
@@ -243,9 +247,9 @@ def test_a_system_message_can_be_taken_back(session: Callable[..., Chat], capsys
 def test_what_is_set_is_shown(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
     made = session()
     for line in (
-        "/set temperature 1",
+        "/set temp 1",
         "/set parameter top_k 7",
-        "/set max_tokens 31",
+        "/set num_predict 31",
         "/set stop_loops on",
         "/set ignore_eos on",
         "/set system Hi,\n  you.",

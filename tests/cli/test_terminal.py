@@ -391,7 +391,7 @@ def test_bursts_of_ctrl_c_do_not_end_a_session(long_text: str) -> None:
     window.type(b"\x03\x03\x03")
     window.wait_for(b"stopped")
     for _ in range(3):
-        type_until(window, b"\x03\x03\x03", b"> ")
+        type_until(window, b"\x03\x03\x03", b"/bye or Ctrl-D leaves")
     # What was on the screen when it stopped is in the text.
     type_until(window, b"/text\n", sentence.encode())
     window.type(b"/quit\n")

@@ -142,8 +142,8 @@ def test_missing_files(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_command(checkpoint: Path, source: Path, tmp_path: Path) -> None:
-    for given in (source, checkpoint):
-        done = run("quantize", given, tmp_path / "out.gguf", "--type", "q4_0", "--force")
+    for given, how in ((source, ["--type", "q4_0"]), (checkpoint, ["Q4_0"])):
+        done = run("quantize", given, tmp_path / "out.gguf", *how, "--force")
         assert (done.returncode, done.stdout) == (0, b""), done.stderr
         assert b"quantizing" in done.stderr
         assert b"MB" in done.stderr
