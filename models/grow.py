@@ -1,8 +1,5 @@
 """Widen and deepen a GGUF of GPT-2's or Llama's architecture without changing the function it computes.
 
-    python -m models.grow SOURCE.gguf OUT.gguf --width 1280 --layers 36
-    python -m models.grow SMOLLM2.gguf OUT.gguf --width 2048 --layers 30 --heads 32 --kv-heads 8 --ffn-width 4352
-
 The result costs what a model of its shape costs, and says what the small one says.
 
 GPT-2, wider: the residual stream, the heads and the hidden units are each repeated k = width / old width times, so
@@ -17,7 +14,6 @@ epsilon are corrected. Deeper: as for GPT-2.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -423,31 +419,3 @@ def _value(reader: GGUFReader, key: str) -> Any:
 def _pack(values: Floats, quantization: GGMLQuantizationType) -> Packed:
     packed: Packed = quants.quantize(values, quantization)
     return packed
-
-
-def main() -> None:
-    """The command line; its defaults are the shape of GPT-2 Large."""
-    parser = argparse.ArgumentParser(description="Widen and deepen a GGUF file without changing what it computes.")
-    parser.add_argument("source", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--width", type=int, default=1280, help="a multiple of GPT-2's; the default is GPT-2 Large's")
-    parser.add_argument("--layers", type=int, default=36, help="at least the source's; the default is GPT-2 Large's")
-    parser.add_argument("--heads", type=int, help="of queries, for Llama: GPT-2's grow with the width")
-    parser.add_argument("--kv-heads", type=int, help="of keys and values, for Llama")
-    parser.add_argument("--ffn-width", type=int, help="for Llama")
-    parser.add_argument("--type", dest="quantization", choices=TYPES, default="Q8_0")
-    options = vars(parser.parse_args())
-    of_llama = {name: options.pop(name) for name in ("heads", "kv_heads", "ffn_width")}
-    if any(of_llama.values()) and not all(of_llama.values()):
-        parser.error("Llama needs --heads, --kv-heads and --ffn-width")
-    try:
-        if all(of_llama.values()):
-            grow_llama(**options, **of_llama)
-        else:
-            grow(**options)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()

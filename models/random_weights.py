@@ -1,17 +1,13 @@
 """Write GGUF files with random weights, of GPT-2's or Llama's architecture and of any shape.
 
-    python -m models.random_weights gpt2 OUT.gguf [--width 1280] [--layers 36] [--type Q8_0] [--vocabulary VOCAB.gguf]
-    python -m models.random_weights llama OUT.gguf [--width 2048] [--layers 16] [--type Q4_K_M] ...
-
 They cost what trained models of their shape cost, and say nothing. Quantized matrices are drawn as blocks, integers and
 scales, instead of being quantized from floats: eight billion weights take less than a minute.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -374,35 +370,3 @@ def _draw_blocks(generator: np.random.Generator, shape: tuple[int, ...], kind: G
             half = -half
         blocks[:, minimum : minimum + 2] = (half * scales).astype(np.float16)[:, None].view(np.uint8)
     return blocks
-
-
-def main() -> None:
-    """The command line; its defaults are the shapes of GPT-2 L and of Llama 3.2 1B."""
-    parser = argparse.ArgumentParser(description="Write a GGUF file with random weights.")
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    gpt2, llama = kinds.add_parser("gpt2", help="GPT-2 of any shape"), kinds.add_parser("llama", help="Llama likewise")
-    gpt2.set_defaults(width=1280, layers=36, heads=20, vocab_size=50257, context=1024)
-    llama.set_defaults(width=2048, layers=16, heads=32, vocab_size=128256, context=131072)
-    for each, types in ((gpt2, TYPES), (llama, LLAMA_TYPES)):
-        each.add_argument("out", type=Path)
-        for size in ("width", "layers", "heads", "vocab-size", "context"):
-            each.add_argument(f"--{size}", type=int)
-        each.add_argument("--type", dest="quantization", choices=types, default="Q8_0")
-        each.add_argument("--seed", type=int, default=0)
-        each.add_argument("--untied", dest="tie", action="store_false", help="a head of its own")
-        each.add_argument("--vocabulary", type=Path, help="GGUF file whose tokenizer to copy")
-    llama.add_argument("--kv-heads", type=int, default=8)
-    llama.add_argument("--head-dim", type=int, default=64)
-    llama.add_argument("--ffn-width", type=int, default=8192)
-    llama.add_argument("--rope-base", type=float, default=5e5)
-    options = vars(parser.parse_args())
-    writers: dict[str, Callable[..., None]] = {"gpt2": write_random_gpt2, "llama": write_random_llama}
-    write = writers[options.pop("kind")]
-    try:
-        write(**options)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()

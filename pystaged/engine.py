@@ -48,6 +48,20 @@ class LoadOptions(LoadFields, total=False):
     report: Callable[[str], None] | None
 
 
+class ChatOptions(TextOptions, total=False):
+    """Options of `chat`: those of a generation, and of the chat template.
+
+    tools: schemas of functions that the model may call.
+    template: one of chat_format.names, if the model has several.
+    template_options: further variables of the template, such as {"enable_thinking": False}. If the template ignores
+        these or `tools`, there is a warning, or a line for `report`.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    template: str | None
+    template_options: Mapping[str, Any] | None
+
+
 class Options(LoadOptions, TextOptions, total=False):
     """Options of `generate` and `stream`."""
 
@@ -196,52 +210,22 @@ class Engine:
             return self._chat_format
 
     @overload
-    def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[TextOptions],
-    ) -> GenerationResult: ...
+    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> GenerationResult: ...
     @overload
     def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        n: int,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[TextOptions],
+        self, messages: Sequence[Message], *, n: int, **options: Unpack[ChatOptions]
     ) -> list[GenerationResult]: ...
     def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        n: int | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[TextOptions],
+        self, messages: Sequence[Message], *, n: int | None = None, **options: Unpack[ChatOptions]
     ) -> GenerationResult | list[GenerationResult]:
         """Answer the last message of a conversation; arguments and errors as in `stream_chat`.
 
         Args:
             n: number of answers, with the seeds seed, seed + 1, ...; if given, a list is returned. Prefill runs once.
         """
-        return _write(self.runtime, [self._answer(messages, tools, template, template_options, options)], n)
+        return _write(self.runtime, [self._answer(messages, options)], n)
 
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[TextOptions],
-    ) -> Stream:
+    def stream_chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Stream:
         """Stream an answer to the last message of a conversation, until the model ends its turn.
 
         Earlier answers are not prefilled again if they are in `messages` as GenerationResult.message.
@@ -249,11 +233,7 @@ class Engine:
         Args:
             messages: dictionaries with "role" and "content", as in chat templates. Control tokens in a content are
                 read as plain text.
-            tools: schemas of functions that the model may call.
-            template: one of chat_format.names, if the model has several.
-            template_options: further variables of the template, such as {"enable_thinking": False}. If the template
-                ignores these or `tools`, there is a warning, or a line for `report`.
-            **options: see TextOptions. By default max_tokens is 2048, or the context length if that is less, stop_loops
+            **options: see ChatOptions. By default max_tokens is 2048, or the context length if that is less, stop_loops
                 is True, and decoding is greedy; `**engine.recommended_sampling` samples as the command line does.
 
         Raises:
@@ -261,21 +241,13 @@ class Engine:
             ValueError, TypeError: messages, tools or options are invalid.
             ContextFullError, DeviceLostError: as in `stream`.
         """
-        return Stream(self.runtime.scheduler, self._answer(messages, tools, template, template_options, options))
+        return Stream(self.runtime.scheduler, self._answer(messages, options))
 
-    def astream_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[TextOptions],
-    ) -> AsyncStream:
+    def astream_chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> AsyncStream:
         """`stream_chat` for an event loop, with the same arguments and errors; returns as `astream`."""
         from pystaged.async_stream import AsyncStream  # noqa: PLC0415
 
-        return AsyncStream(self.runtime.scheduler, self._answer(messages, tools, template, template_options, options))
+        return AsyncStream(self.runtime.scheduler, self._answer(messages, options))
 
     @property
     def passes(self) -> PassStats:
@@ -338,19 +310,12 @@ class Engine:
 
         return AsyncStream(self.runtime.scheduler, self.runtime.sequence(prompt, GenerationConfig(**options)))
 
-    def _answer(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template: str | None,
-        template_options: Mapping[str, Any] | None,
-        options: TextOptions,
-    ) -> Text:
+    def _answer(self, messages: Sequence[Message], options: ChatOptions) -> Text:
         """The sequence of the next answer in a conversation."""
-        options.setdefault("max_tokens", min(ANSWER_TOKENS, self.n_ctx))
-        options.setdefault("stop_loops", True)
-        config, chat_format = GenerationConfig(**options), self.chat_format
-        prompt = chat_format.encode(messages, tools=tools, template=template, template_options=template_options)
+        given: dict[str, Any] = {"max_tokens": min(ANSWER_TOKENS, self.n_ctx), "stop_loops": True, **options}
+        of_template = {name: given.pop(name) for name in ("tools", "template", "template_options") if name in given}
+        config, chat_format = GenerationConfig(**given), self.chat_format
+        prompt = chat_format.encode(messages, **of_template)
         return self.runtime.sequence(prompt, replace(config, stop=(*config.stop, *chat_format.stop)))
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:

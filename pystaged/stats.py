@@ -11,19 +11,41 @@ passes.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, cast
 
 from pystaged.decoding.step import Step
 from pystaged.decoding.tree import Stage
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _NAMES = tuple(stage.name.lower() for stage in Stage)  # by number
 
 
+class _Counts:
+    """Counts that can be added and subtracted."""
+
+    __slots__ = ()
+
+    def since(self, earlier: Self) -> Self:
+        """What was counted since an earlier count."""
+        return self._with(operator.sub, earlier)
+
+    def plus(self, other: Self) -> Self:
+        """The sum of both."""
+        return self._with(operator.add, other)
+
+    def _with(self, combined: Callable[[Any, Any], Any], other: Self) -> Self:
+        names = (each.name for each in fields(cast(Any, self)))
+        return type(self)(*(combined(getattr(self, name), getattr(other, name)) for name in names))
+
+
 @dataclass(slots=True)
-class DrafterStats:
+class DrafterStats(_Counts):
     """One drafter's work.
 
     passes: number of model passes or lookups; weight_bytes: bytes of weights read in them. seconds: time of drafting;
@@ -37,17 +59,9 @@ class DrafterStats:
     guessed: int = 0
     confirmed: int = 0
 
-    def since(self, earlier: DrafterStats) -> DrafterStats:
-        """The work done since an earlier count."""
-        return DrafterStats(*(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(DrafterStats)))
-
-    def plus(self, other: DrafterStats) -> DrafterStats:
-        """The sum of both."""
-        return DrafterStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(DrafterStats)))
-
 
 @dataclass(frozen=True, slots=True)
-class PassStats:
+class PassStats(_Counts):
     """Passes of the target, for all sequences.
 
     passes: number of passes; seconds: their time. rows: their rows; prompt_rows: rows of prefill; guesses: rows of
@@ -60,14 +74,6 @@ class PassStats:
     prompt_rows: int = 0
     guesses: int = 0
     steps: int = 0
-
-    def since(self, earlier: PassStats) -> PassStats:
-        """The passes since an earlier count."""
-        return PassStats(*(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(PassStats)))
-
-    def plus(self, other: PassStats) -> PassStats:
-        """The sum of both."""
-        return PassStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(PassStats)))
 
     @property
     def rows_per_pass(self) -> float:
@@ -245,37 +251,17 @@ class GenerationStats:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "reused_tokens": self.reused_tokens,
-            "new_tokens": self.new_tokens,
-            "steps": self.steps,
-            "tokens_per_step": self.tokens_per_step,
-            "accepted_length": self.accepted_length,
-            "acceptance_at_depth": self.acceptance_at_depth,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "rows_per_pass": self.rows_per_pass,
-            "texts_per_pass": self.texts_per_pass,
-            "guess_share": self.guess_share,
-            "relative_weight_bytes": self.relative_weight_bytes,
-            "python_share": self.python_share,
-            "tokens_per_second": self.tokens_per_second,
-            "speedup_estimate": self.speedup_estimate,
-            "prefill_seconds": self.prefill_seconds,
-            "decode_seconds": self.decode_seconds,
-            "target_seconds": self.target_seconds,
-            "stages": {
-                name: {"drafted": stage.drafted, "accepted": stage.accepted, "emitted": stage.emitted}
-                for name, stage in self.stages.items()
-            },
-            "drafters": {
-                name: {
-                    "passes": drafter.passes,
-                    "seconds": drafter.seconds,
-                    "guessed": drafter.guessed,
-                    "confirmed": drafter.confirmed,
-                }
-                for name, drafter in self.drafters.items()
-            },
-        }
+        figures = {name: getattr(self, name) for name in _FIGURES}
+        stages = {name: asdict(stage) for name, stage in self.stages.items()}
+        shown = ("passes", "seconds", "guessed", "confirmed")
+        drafters = {name: {each: getattr(work, each) for each in shown} for name, work in self.drafters.items()}
+        return figures | {"stages": stages, "drafters": drafters}
+
+
+# Of GenerationStats, for JSON.
+_FIGURES = (
+    *("prompt_tokens", "reused_tokens", "new_tokens", "steps", "tokens_per_step", "accepted_length"),
+    *("acceptance_at_depth", "drafted", "accepted", "rows_per_pass", "texts_per_pass", "guess_share"),
+    *("relative_weight_bytes", "python_share", "tokens_per_second", "speedup_estimate"),
+    *("prefill_seconds", "decode_seconds", "target_seconds"),
+)
