@@ -492,15 +492,6 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
         assert began[2] < 200 < min(began[0], began[1])
 
 
-def test_texts_on_a_device(path: Path) -> None:
-    with pystaged.load(path, device="ggml-cpu") as engine:
-        alone = [engine.generate(prompt, max_tokens=20).tokens for prompt in PROMPTS]
-        streams = [engine.stream(prompt, max_tokens=20) for prompt in PROMPTS]
-        for stream in streams:
-            next(stream)
-        assert [stream.finish().tokens for stream in streams] == alone
-
-
 def test_streams_can_be_closed_when_the_process_ends(path: Path) -> None:
     with pystaged.load(path) as engine:
         closed, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))

@@ -157,9 +157,6 @@ def test_figures_of_the_whole(engine: Engine) -> None:
         assert each.to_dict()["guess_share"] == pytest.approx(each.drafted / each.rows)
 
 
-# ---- Threads ----
-
-
 # ---- Ends ----
 
 
