@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from safetensors import SafetensorError, safe_open
 
 from pystaged.files import check_room
+from pystaged.loading import feature_drafts
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.metadata import PARD_TOKEN, About
 from pystaged.loading.progress import Progress
@@ -29,7 +30,10 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 SAMPLING = "generation_config.json"
 TYPES = ("F32", "F16", "BF16")
+DRAFT_TYPES = (*TYPES, "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # libllama's quantizer refuses many drafts
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+_INTEGERS = {"I64": np.int64, "I32": np.int32}
+_ROTATED = ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm")
 _PREFIXES = ("", "transformer.", "model.", "language_model.model.", "model.language_model.")
 # Tensors that older versions of transformers saved but never loaded: causal masks and rotary frequencies.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -88,9 +92,7 @@ class Tensor:
         groups = max(1, _CHUNK // (self.together * int(np.prod(self.stored.shape[1:]))))
         for start in range(0, rows, groups * self.together):
             values = self.stored.read(start, min(rows, start + groups * self.together))
-            if not np.isfinite(values).all():
-                raise ValueError(f"{self.stored.path}: tensor {self.source!r} holds numbers that are not finite")
-            values = np.ascontiguousarray(self.change(values))
+            values = np.ascontiguousarray(self.change(_finite(self.stored, self.source, values)))
             if self.quantization is GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
                 raise ValueError(f"{self.stored.path}: tensor {self.source!r} is too large for F16; choose BF16 or F32")
             yield quants.quantize(values, self.quantization)
@@ -103,18 +105,19 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
         folder: holds config.json, model.safetensors or its index and shards, and the tokenizer's files. Sampling
             settings in generation_config.json are copied, too.
         out: may be left incomplete after an error.
-        quantization: one of TYPES, for the matrices; "" for the smallest lossless one. Positions, norms and biases
-            stay F32.
+        quantization: one of TYPES, or DRAFT_TYPES for a draft that reads hidden states, for the matrices; "" for
+            the smallest lossless one. Positions, norms and biases stay F32.
         progress: called with bytes.
 
     Raises:
         ValueError: the checkpoint is damaged, incomplete, or of a family that is not supported.
         OSError: a file cannot be read or written.
     """
-    config_path = folder / CONFIG
-    if not config_path.is_file():
-        raise ValueError(f"{folder} holds no checkpoint: it has no {CONFIG}")
-    config = language_part(read_json(config_path))
+    config, config_path = read_config(folder)
+    config = language_part(config)
+    if numbers := feature_drafts.Numbers.of(config, config_path):
+        _write_draft(folder, out, numbers, quantization, about, progress)
+        return
     sampling = sampling_keys(read_json(folder / SAMPLING)) if (folder / SAMPLING).is_file() else {}
     shape = Shape.of(config, config_path)
     stored = _stored_tensors(folder)
@@ -124,14 +127,7 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
     mask = config.get("pard_token")
     if mask is not None and (type(mask) is not int or not 0 <= mask < num_rows):
         raise ValueError(f"{config_path}: pard_token is {str(mask)[:20]}, which is no token of its {num_rows}")
-    total = sum(tensor.nbytes for tensor in tensors)
-    check_room(out.parent, total)
-    with closing(GGUFWriter(out, shape.family.architecture)) as writer:
-        writer.add_name(about.name or folder.resolve().name)
-        if about.license:
-            writer.add_license(about.license)
-        if about.source_url:
-            writer.add_source_url(about.source_url)
+    with _writer(folder, out, shape.family.architecture, tensors, about) as writer:
         _write_metadata(writer, shape, num_rows, FILE_TYPES[quantization.lower()])
         for key, number in sampling.items():
             if isinstance(number, int):
@@ -141,27 +137,109 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
         vocabulary.write(writer)
         if mask is not None:
             writer.add_uint32(PARD_TOKEN, mask)
-        for computed, factors in shape.computed.items():
-            writer.add_tensor(computed, factors)
-        for tensor in tensors:
-            writer.add_tensor_info(
-                tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.quantization
-            )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for factors in shape.computed.values():
-            writer.write_tensor_data(factors)
-        (file,) = writer.fout or []
-        done = 0
-        for tensor in tensors:
-            writer.write_padding(file, file.tell())
-            for rows in tensor.data():
-                progress("converting", done, total)
-                rows.tofile(file)
-                done += rows.nbytes
+        _write_tensors(writer, shape.computed, tensors, progress)
+
+
+def _write_draft(
+    folder: Path, out: Path, numbers: feature_drafts.Numbers, quantization: str, about: About, progress: Progress
+) -> None:
+    """Write a draft that reads the target's hidden states, as write_gguf does."""
+    shape, stored = numbers.shape, _stored_tensors(folder)
+    quantization = quantization or _lossless_type(shape, stored)
+    plan = feature_drafts.plan(folder, numbers, {name: each.shape for name, each in stored.items()})
+    adjacent = numbers.kind == feature_drafts.EAGLE3
+    tensors = [
+        _tensor(folder, shape, wanted, wanted.source, stored[wanted.source], quantization, adjacent)
+        for wanted in plan.tensors
+    ]
+    computed: dict[str, npt.NDArray[Any]] = dict(shape.computed)
+    if plan.feature_norms:
+        for name in plan.feature_norms:
+            _check_type(folder, name, stored[name])
+        norms = [_finite(stored[name], name, stored[name].read(0, plan.target_width)) for name in plan.feature_norms]
+        computed["fc_norm.weight"] = np.stack(norms)
+    if plan.ids:
+        computed["d2t"] = _token_ids(folder, plan.ids, stored[plan.ids], numbers.num_tokens)
+    with _writer(folder, out, numbers.kind, tensors, about) as writer:
+        _write_metadata(writer, shape, numbers.num_tokens, FILE_TYPES[quantization.lower()], numbers.kind)
+        writer.add_uint32(f"{numbers.kind}.target_hidden_size", plan.target_width)
+        if numbers.taps:
+            writer.add_array(f"{numbers.kind}.target_layers", numbers.taps)
+        for key, value in plan.metadata.items():
+            if isinstance(value, bool):
+                writer.add_bool(f"{numbers.kind}.{key}", value)
+            else:
+                writer.add_uint32(f"{numbers.kind}.{key}", value)
+        if numbers.mask_token is not None:
+            writer.add_mask_token_id(numbers.mask_token)
+        _write_tensors(writer, computed, tensors, progress)
+
+
+def check(config: dict[str, Any], path: Path, quantization: str) -> bool:
+    """Check what a config.json says alone, before the weights are there; errors as in write_gguf.
+
+    Args:
+        quantization: what the file is to be, in small letters.
+
+    Returns:
+        Whether it is of a draft that reads hidden states; write_gguf gives it any of DRAFT_TYPES.
+    """
+    config = language_part(config)
+    if not feature_drafts.Numbers.of(config, path):
+        Shape.of(config, path)
+        return False
+    if quantization.upper() not in DRAFT_TYPES:
+        raise ValueError(
+            f"{path}: a draft of this kind cannot be {quantization}, only {', '.join(DRAFT_TYPES).lower()}"
+        )
+    return True
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], Path]:
+    """The config.json of a checkpoint, and where it is; errors as in write_gguf."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no checkpoint: it has no {CONFIG}")
+    return read_json(path), path
+
+
+@contextmanager
+def _writer(folder: Path, out: Path, architecture: str, tensors: list[Tensor], about: About) -> Iterator[GGUFWriter]:
+    """A writer of a file for which there is room, with what is said about it."""
+    check_room(out.parent, sum(tensor.nbytes for tensor in tensors))
+    with closing(GGUFWriter(out, architecture)) as writer:
+        writer.add_name(about.name or folder.resolve().name)
+        if about.license:
+            writer.add_license(about.license)
+        if about.source_url:
+            writer.add_source_url(about.source_url)
+        yield writer
+
+
+def _write_tensors(
+    writer: GGUFWriter, computed: Mapping[str, npt.NDArray[Any]], tensors: list[Tensor], progress: Progress
+) -> None:
+    for name, values in computed.items():
+        writer.add_tensor(name, values)
+    for tensor in tensors:
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.quantization
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for values in computed.values():
+        writer.write_tensor_data(values)
+    (file,) = writer.fout or []
+    done, total = 0, sum(tensor.nbytes for tensor in tensors)
+    for tensor in tensors:
         writer.write_padding(file, file.tell())
-        progress("converting", done, total)
+        for rows in tensor.data():
+            progress("converting", done, total)
+            rows.tofile(file)
+            done += rows.nbytes
+    writer.write_padding(file, file.tell())
+    progress("converting", done, total)
 
 
 def shard_names(index: Path) -> list[str]:
@@ -181,7 +259,9 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
-def _write_metadata(writer: GGUFWriter, shape: Shape, num_rows: int, file_type: int) -> None:
+def _write_metadata(
+    writer: GGUFWriter, shape: Shape, num_rows: int, file_type: int, architecture: str | None = None
+) -> None:
     metadata: dict[str, int | float | str] = {
         "vocab_size": num_rows,
         "context_length": shape.context,
@@ -199,7 +279,7 @@ def _write_metadata(writer: GGUFWriter, shape: Shape, num_rows: int, file_type: 
         str: writer.add_string,
     }
     for key, value in metadata.items():
-        adders[type(value)](f"{shape.family.architecture}.{key}", value)
+        adders[type(value)](f"{architecture or shape.family.architecture}.{key}", value)
     writer.add_file_type(file_type)
 
 
@@ -231,8 +311,19 @@ def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: s
     return tensors, num_rows
 
 
-def _tensor(folder: Path, shape: Shape, wanted: Wanted, source: str, stored: Stored, quantization: str) -> Tensor:
+def _tensor(
+    folder: Path,
+    shape: Shape,
+    wanted: Wanted,
+    source: str,
+    stored: Stored,
+    quantization: str,
+    adjacent: bool | None = None,
+) -> Tensor:
     """Plan a tensor of the GGUF file from one of the checkpoint.
+
+    Args:
+        adjacent: in place of the family's; norms of heads are reordered, too.
 
     Raises:
         ValueError: it has another shape, or a type that is not supported.
@@ -242,19 +333,47 @@ def _tensor(folder: Path, shape: Shape, wanted: Wanted, source: str, stored: Sto
     sizes = wanted.shape[::-1] if transposed else wanted.shape
     if stored.shape != sizes:
         raise ValueError(f"{folder}: tensor {source!r} has shape {list(stored.shape)}, not {list(sizes)}")
-    if stored.dtype not in _DTYPES:
-        raise ValueError(f"{folder}: tensor {source!r} is of type {stored.dtype}, which is not supported")
+    _check_type(folder, source, stored)
     together, change = 1, _as_it_is
     if shape.family.transposed and wanted.layer is not None:
         scale = np.float32(shape.query_scale(wanted.layer) if name == "attn_qkv" else 1)
         together, change = sizes[0], lambda values: _scaled_queries(values.T, scale)
-    elif shape.family.adjacent and name in ("attn_q", "attn_k"):
+    elif (shape.family.adjacent if adjacent is None else adjacent) and name in _ROTATED:
         together, change = shape.head_width, lambda values: _adjacent(values, shape.head_width)
     elif shape.family.norm_offset and name.endswith("norm"):
         change = lambda values: values + np.float32(shape.family.norm_offset)  # noqa: E731
-    plain = len(sizes) == 1 or name == "position_embd"
+    plain = len(sizes) == 1 or name in ("position_embd", "conf_proj")
     kind = GGMLQuantizationType["F32" if plain else quantization]
+    if sizes[-1] % GGML_QUANT_SIZES[kind][0]:
+        kind = GGMLQuantizationType.F16
     return Tensor(wanted.name, source, wanted.shape, stored, kind, together, change)
+
+
+def _check_type(folder: Path, name: str, stored: Stored) -> None:
+    if stored.dtype not in _DTYPES:
+        raise ValueError(f"{folder}: tensor {name!r} is of type {stored.dtype}, which is not supported")
+
+
+def _finite(stored: Stored, name: str, values: Floats) -> Floats:
+    if not np.isfinite(values).all():
+        raise ValueError(f"{stored.path}: tensor {name!r} holds numbers that are not finite")
+    return values
+
+
+def _token_ids(folder: Path, name: str, stored: Stored, num_tokens: int) -> npt.NDArray[np.int64]:
+    """The target's ids of a draft's tokens, from their differences to the draft's own ids."""
+    if stored.dtype not in _INTEGERS:
+        raise ValueError(f"{folder}: tensor {name!r} is of type {stored.dtype}, not of integers")
+    count = stored.shape[0]
+    differences = np.fromfile(stored.path, _INTEGERS[stored.dtype], count=count, offset=stored.offset)
+    if (np.abs(differences.astype(np.float64)) >= num_tokens).any():
+        raise ValueError(f"{folder}: tensor {name!r} names tokens outside the target's {num_tokens}")
+    ids = differences.astype(np.int64) + np.arange(count)
+    if ids.min() < 0 or ids.max() >= num_tokens:
+        raise ValueError(f"{folder}: tensor {name!r} names tokens outside the target's {num_tokens}")
+    if len(np.unique(ids)) < count:
+        raise ValueError(f"{folder}: tensor {name!r} names a token twice")
+    return ids
 
 
 def _as_it_is(values: Floats) -> Floats:

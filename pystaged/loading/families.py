@@ -197,3 +197,6 @@ ARCHITECTURES = (
     "gemma2",
     "gemma3",
 )
+# Of drafts that read the target's hidden states; Speculators' checkpoints have a type of their own.
+DRAFT_ARCHITECTURES = ("eagle3", "dflash")
+DRAFT_MODEL_TYPES = ("speculator_model",)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pystaged.elsewhere import hub_id
 from pystaged.files import check_room, update
 from pystaged.loading import cache
-from pystaged.loading.families import ARCHITECTURES, MODEL_TYPES
+from pystaged.loading.families import ARCHITECTURES, DRAFT_ARCHITECTURES, DRAFT_MODEL_TYPES, MODEL_TYPES
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.metadata import About
 from pystaged.loading.progress import Progress
@@ -90,8 +90,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
 
 def _convert(repository: _Repository, kind: str) -> Path:
     """A checkpoint of the hub as a model in the cache."""
-    from pystaged.loading.convert import CONFIG, INDEX, SAMPLING, WEIGHTS, shard_names  # noqa: PLC0415
-    from pystaged.loading.shapes import Shape  # noqa: PLC0415
+    from pystaged.loading.convert import CONFIG, INDEX, SAMPLING, WEIGHTS, check, shard_names  # noqa: PLC0415
     from pystaged.loading.vocabulary import TOKENIZER_FILES, read_json  # noqa: PLC0415
 
     name, stem = repository.name, repository.name.rpartition("/")[2]
@@ -99,11 +98,12 @@ def _convert(repository: _Repository, kind: str) -> Path:
     if cache.is_current(out, repository.revision):
         return out
     config = repository.fetch(CONFIG)
-    Shape.of(read_json(config), Path(f"{name}/{CONFIG}"))
+    is_draft = check(read_json(config), Path(f"{name}/{CONFIG}"), kind)
     weights = [WEIGHTS]
     if INDEX in repository.files:
         weights = shard_names(repository.fetch(INDEX))
-    for file in [*(file for file in (*TOKENIZER_FILES, SAMPLING) if file in repository.files), *weights]:
+    others = () if is_draft else (*TOKENIZER_FILES, SAMPLING)
+    for file in [*(file for file in others if file in repository.files), *weights]:
         repository.fetch(file)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.is_symlink():  # to a file of that name that the repository had before
@@ -165,7 +165,11 @@ class _Repository:
 
     def check_family(self, checkpoint: bool) -> None:
         """Refuse what the hub knows to be of another kind, before it is downloaded."""
-        found, known = (self.model_type, MODEL_TYPES) if checkpoint else (self.architecture, ARCHITECTURES)
+        found, known = (
+            (self.model_type, (*MODEL_TYPES, *DRAFT_MODEL_TYPES))
+            if checkpoint
+            else (self.architecture, (*ARCHITECTURES, *DRAFT_ARCHITECTURES))
+        )
         if found not in (None, *known):
             raise ValueError(f"{self.name}: the architecture {found!r} is not supported, only {', '.join(known)}")
 

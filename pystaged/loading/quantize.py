@@ -114,10 +114,10 @@ def quantize_checkpoint(
     folder: Path, out: Path, quantization: str, *, about: About | None = None, progress: Progress = lambda *_: None
 ) -> None:
     """Convert a checkpoint to a GGUF file of any type; arguments and errors as in write_gguf and quantize."""
-    from pystaged.loading.convert import TYPES, write_gguf  # noqa: PLC0415  imports gguf and safetensors
+    from pystaged.loading.convert import TYPES, check, read_config, write_gguf  # noqa: PLC0415  imports gguf
 
     quantization, about = check_type(quantization), about or About()
-    if quantization.upper() in TYPES:
+    if check(*read_config(folder), quantization) or quantization.upper() in TYPES:
         with whole_file(out) as part:
             write_gguf(folder, part, quantization.upper(), about, progress)
         return

@@ -16,6 +16,7 @@ from support.checkpoints import weights as checkpoint_weights
 from support.checkpoints import write_checkpoint, write_family, write_weights
 from support.commands import assert_refused, run
 from support.convert import convert
+from support.draft_checkpoints import FORMS, write_form
 from support.hub_server import TOKEN, Fault, Hub, Repository
 
 import pystaged
@@ -124,6 +125,24 @@ def test_pull_a_checkpoint_of_another_family(online: Hub, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("form", ["AngelSlim", "Speculators"])
+def test_pull_a_draft_that_reads_hidden_states(online: Hub, tmp_path: Path, form: str) -> None:
+    folder = write_form(tmp_path / "draft", FORMS[form]())
+    kind = "speculator_model" if form == "Speculators" else "llama"
+    online.repositories[TINY] = Repository(files_of(folder), about={"config": {"model_type": kind}})
+    with pytest.raises(ValueError, match=r"cannot be q4_k_m, only .*q4_0"):
+        hub.pull(f"{TINY}:q4_k_m")
+    assert downloads(online) == []
+    path = hub.pull(f"{TINY}:q4_0")
+    assert path.name == "tiny.Q4_0.gguf"
+    assert {tensor.tensor_type.name for tensor in GGUFReader(path).tensors} == {"F32", "I64", "Q4_0"}
+    online.repositories[GGUFS] = Repository(
+        {"tiny.gguf": path.read_bytes()}, about={"gguf": {"architecture": "eagle3"}}
+    )
+    assert hub.pull(GGUFS).read_bytes() == path.read_bytes()
+    assert cache.find(f"{TINY}:q4_0") == path
+
+
 def test_the_converted_model_is_the_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     convert(tmp_path / "checkpoint", tmp_path / "model.gguf")

@@ -19,6 +19,7 @@ from support.random_models import add_key, add_vocabulary, gguf_file
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
+MASK = "tokenizer.ggml.mask_token_id"
 
 
 @dataclass
@@ -103,41 +104,28 @@ def dspark(**options: Any) -> Block:
     return Block(**{"from_anchor": True, "markov_rank": 16, "confidence": True} | options)
 
 
-def write_eagle3(path: Path, draft: Eagle3, changed: Mapping[str, Array | None] | None = None) -> Path:
-    """Write a draft; the same seed gives the same file.
-
-    Args:
-        changed: tensors that differ, by name; None to leave one out.
-    """
-    keys = {
+def eagle3_keys(draft: Eagle3) -> dict[str, Any]:
+    """Keys of the file, without the architecture's name."""
+    return _keys(draft) | {
         "norm_before_residual": draft.norm_before_residual,
         "norm_before_fc": draft.norm_before_fc,
         "norm_output": draft.norm_output,
     }
-    return _write(path, "eagle3", draft, keys, eagle3_tensors(draft) | dict(changed or {}))
 
 
-def write_dflash(path: Path, draft: Block, changed: Mapping[str, Array | None] | None = None) -> Path:
+def block_keys(draft: Block) -> dict[str, Any]:
     """The same for DFlash and DSpark."""
-    keys = {
+    return _keys(draft) | {
         "block_size": draft.block,
         "sample_from_anchor": draft.from_anchor,
         "has_confidence_head": draft.confidence,
         "attention.causal": draft.causal,
+        MASK: draft.mask_token % draft.vocab_size,
     }
-    mask = draft.mask_token % draft.vocab_size
-    return _write(path, "dflash", draft, keys, block_tensors(draft) | dict(changed or {}), mask)
 
 
-def _write(
-    path: Path,
-    architecture: str,
-    draft: RandomDraft,
-    keys: dict[str, Any],
-    tensors: Mapping[str, Array | None],
-    mask_token: int | None = None,
-) -> Path:
-    keys |= {
+def _keys(draft: RandomDraft) -> dict[str, Any]:
+    return {
         "block_count": draft.layers,
         "context_length": draft.context,
         "embedding_length": draft.width,
@@ -152,16 +140,33 @@ def _write(
         "target_layers": draft.taps,
         "target_hidden_size": draft.target_width,
     }
+
+
+def write_eagle3(path: Path, draft: Eagle3, changed: Mapping[str, Array | None] | None = None) -> Path:
+    """Write a draft; the same seed gives the same file.
+
+    Args:
+        changed: tensors that differ, by name; None to leave one out.
+    """
+    return _write(path, "eagle3", draft, eagle3_keys(draft), eagle3_tensors(draft) | dict(changed or {}))
+
+
+def write_dflash(path: Path, draft: Block, changed: Mapping[str, Array | None] | None = None) -> Path:
+    """The same for DFlash and DSpark."""
+    return _write(path, "dflash", draft, block_keys(draft), block_tensors(draft) | dict(changed or {}))
+
+
+def _write(
+    path: Path, architecture: str, draft: RandomDraft, keys: dict[str, Any], tensors: Mapping[str, Array | None]
+) -> Path:
     kind = GGMLQuantizationType[draft.quantization]
     with gguf_file(path, architecture) as writer:
         writer.add_name("a random draft")
-        for key, value in (keys | draft.metadata).items():
-            if value is not None:
-                add_key(writer, f"{architecture}.{key}", value)
         if draft.tokenizer:
             add_vocabulary(writer, draft.vocab_size)
-        if mask_token is not None:
-            writer.add_mask_token_id(mask_token)
+        for key, value in (keys | draft.metadata).items():
+            if value is not None:
+                add_key(writer, key if key == MASK else f"{architecture}.{key}", value)
         for name, values in tensors.items():
             if values is None:
                 continue
@@ -252,6 +257,17 @@ class Contents:
     architecture: str
     keys: dict[str, Any]
     tensors: dict[str, Array]
+
+    @classmethod
+    def made(cls, draft: Eagle3 | Block) -> Contents:
+        """Of a draft that no file holds, unquantized."""
+        keys, tensors = (
+            (eagle3_keys(draft), eagle3_tensors(draft))
+            if isinstance(draft, Eagle3)
+            else (block_keys(draft), block_tensors(draft))
+        )
+        doubles = {name: values if name == "d2t" else values.astype(np.float64) for name, values in tensors.items()}
+        return cls("eagle3" if isinstance(draft, Eagle3) else "dflash", keys | draft.metadata, doubles)
 
     @classmethod
     def of(cls, path: Path) -> Contents:
@@ -461,7 +477,7 @@ class BlockTwin(_Twin):
 
     @property
     def mask_token(self) -> int:
-        return int(self.keys["tokenizer.ggml.mask_token_id"])
+        return int(self.keys[MASK])
 
     @property
     def first_place(self) -> int:

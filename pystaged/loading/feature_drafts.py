@@ -1,0 +1,395 @@
+"""Checkpoints of drafts that read the target's hidden states (EAGLE-3, DFlash, DSpark): their numbers and tensors.
+
+Projects write them differently; what is read here are the forms of SafeAILab's EAGLE, SpecForge, AngelSlim, NVIDIA's
+ModelOpt, Speculators, DeepSpec and z-lab's DFlash.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pystaged.loading.families import DRAFT_ARCHITECTURES
+from pystaged.loading.shapes import Shape, Wanted
+
+EAGLE3, DFLASH = DRAFT_ARCHITECTURES  # DSpark is DFlash with more tensors
+# Names of architectures, and Speculators' of algorithms.
+_KNOWN = {
+    "LlamaForCausalLMEagle3": EAGLE3,
+    "Eagle3LlamaForCausalLM": EAGLE3,
+    "Eagle3DraftModel": EAGLE3,
+    "Eagle3Speculator": EAGLE3,
+    "Qwen3Eagle3Model": EAGLE3,
+    "eagle3": EAGLE3,
+    "DFlashDraftModel": DFLASH,
+    "DFlashSpeculator": DFLASH,
+    "dflash": DFLASH,
+    "DSparkDraftModel": DFLASH,
+    "DSparkSpeculator": DFLASH,
+    "Qwen3DSparkModel": DFLASH,
+    "dspark": DFLASH,
+}
+# Parts of the names of others, in small letters.
+_OTHERS = {"peagle": "P-EAGLE", "medusa": "Medusa", "hydra": "Hydra", "dflash2": "DFlash2", "domino": "Domino"}
+_UNKNOWN = ("eagle", "dflash", "dspark")
+# Tensors that tell of kinds that are not supported.
+_FOREIGN = {
+    r"mask_hidden": "P-EAGLE",
+    r"(medusa_head|parallel_draft_heads)\b.*": "Medusa",
+    r"candidate_selector\b.*|.*_conv_(base|proj)\b.*": "DFlash2",
+    r"(prefix_gru|embed_proj)\b.*": "Domino",
+    r"(markov_head\.)?gate_proj\b.*": "a gated Markov head",
+    r"(markov_head\.)?joint_proj\b.*": "a recurrent Markov head",
+}
+_KINDS = "EAGLE-3, DFlash, and DSpark with a plain Markov head"
+# Values that keys may have; the drafts of targets that are not supported have others.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "use_swa": (False, None),
+    "rope_is_neox_style": (True, None),
+    "attention_value_scale": (None, 1),
+    "output_multiplier": (None, 1),
+    "input_embedding_scale": (None, 1),
+    "final_logit_softcapping": (None, 0),
+    "use_aux_hidden_state": (True, None),
+    "use_input_layernorm_in_first_layer": (True, None),
+    "use_mtp_layernorm": (False, None),
+    "markov_head_type": ("vanilla", None),
+    "parallel_draft_step": (None, 0, 1),
+}
+_UNUSED = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OTHER_NAMES = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^midlayer\."), "layers.0."),
+    (re.compile(r"^markov_head\."), ""),
+    (re.compile(r"^confidence_(head\.)?proj\."), "conf_proj."),
+)
+
+
+def _kind_of(config: Mapping[str, Any], path: Path) -> str | None:
+    """EAGLE3 or DFLASH, by a config.json; None for the checkpoint of a model.
+
+    Raises:
+        ValueError: a draft of another kind.
+    """
+    part = config.get("dflash_config")
+    part = part if isinstance(part, dict) else {}
+    named = (config.get("speculators_model_type"), *_listed(config.get("architectures")), part.get("projector_type"))
+    names = [name for name in named if isinstance(name, str)]
+    names += ["Medusa"] * ("medusa_num_heads" in config) + ["DFlash2"] * ("conv_kernel_size" in part)
+    for name in names:
+        for other, title in _OTHERS.items():
+            if other in re.sub(r"[-_]", "", name).lower():
+                raise ValueError(f"{path}: {title} ({name[:40]}) is not supported, only {_KINDS}")
+    if known := [_KNOWN[name] for name in names if name in _KNOWN]:
+        return known[0]
+    for name in names:
+        if any(each in name.lower() for each in _UNKNOWN):
+            raise ValueError(f"{path}: a draft of the kind {name[:40]!r} is not supported, only {_KINDS}")
+    return EAGLE3 if "draft_vocab_size" in config else None
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a config.json says of a draft.
+
+    Args:
+        shape: of its layers; all that Llama's and the draft's layers have in common.
+        taps: of target layers, whose input it reads; None where config.json says nothing.
+        num_tokens, num_rows: of the target's vocabulary and the draft's.
+        feature_norms: each feature has a norm of its own.
+        metadata: further GGUF keys.
+        own_embedding, own_head: False if the checkpoint's are copies of the target's.
+        mask_token: id, None for EAGLE-3.
+    """
+
+    kind: str
+    shape: Shape
+    taps: list[int] | None
+    num_tokens: int
+    num_rows: int
+    target_width: int | None
+    feature_norms: bool
+    metadata: dict[str, int]
+    own_embedding: bool
+    own_head: bool
+    mask_token: int | None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], path: Path) -> Numbers | None:
+        """Read and check a config.json; None for that of a model.
+
+        Raises:
+            ValueError: another kind of draft or a variant that is not supported, or an impossible number.
+        """
+        kind = _kind_of(config, path)
+        if kind is None:
+            return None
+        config = dict(config)
+        for name in ("transformer_layer_config", "eagle_config", "dflash_config"):
+            part = config.pop(name, None)
+            if part is not None and not isinstance(part, dict):
+                raise ValueError(f"{path} is damaged: {name}")
+            # A model's own keys come last, but for those that Speculators leaves empty.
+            config = (part or {}) | {key: value for key, value in config.items() if value is not None}
+        for key, values in _ONLY.items():
+            if config.get(key) not in values:
+                raise ValueError(f"{path}: {key} is {config[key]!r}, which is not supported in a draft")
+        if "sliding_attention" in _listed_layers(config, path):
+            raise ValueError(f"{path}: layer_types has sliding_attention, which is not supported in a draft")
+        shape = Shape.of(config | {"model_type": "llama"}, path)
+
+        def number(key: str, default: int | None = None, least: int = 1) -> int:
+            value = config.get(key, default)
+            if type(value) is not int or not least <= value <= 1 << 24:
+                raise ValueError(
+                    f"{path}: {key} is {value!r}, but must be a whole number between {least} and {1 << 24}"
+                )
+            return value
+
+        def flag(key: str) -> bool:
+            value = config.get(key, False)
+            if type(value) is not bool:
+                raise ValueError(f"{path}: {key} is {value!r}, but must be true or false")
+            return value
+
+        tokens = number("vocab_size")
+        rows = number("draft_vocab_size", tokens)
+        if rows > tokens:
+            raise ValueError(f"{path}: draft_vocab_size is {rows}, above vocab_size, {tokens}")
+        width = number("target_hidden_size") if "target_hidden_size" in config else None
+        metadata: dict[str, int] = {}
+        speculators = "speculators_model_type" in config
+        deepspec = any(
+            name in ("Qwen3Eagle3Model", "Qwen3DSparkModel") for name in _listed(config.get("architectures"))
+        )
+        mask, feature_norms = None, False
+        if kind == EAGLE3:
+            for key in ("norm_before_residual", "norm_before_fc", "norm_output"):
+                metadata[key] = flag(key)
+            feature_norms = flag("fc_norm")
+            if feature_norms and metadata["norm_before_fc"]:
+                raise ValueError(f"{path}: norm_before_fc and fc_norm exclude each other")
+            own_embedding = flag("embed_requires_grad") or not (speculators or deepspec)
+            own_head = not deepspec
+        else:
+            metadata["block_size"] = number("block_size", least=2)
+            metadata["sample_from_anchor"] = _from_anchor(config, flag)
+            metadata["attention.causal"] = flag("is_causal" if "is_causal" in config else "causal")
+            own_embedding, own_head = False, rows < tokens
+            mask = number("mask_token_id", least=0)
+            if mask >= tokens:
+                raise ValueError(f"{path}: mask_token_id is {mask}, which is no token of vocab_size, {tokens}")
+        taps = _taps(config, path)
+        if taps is None and kind == DFLASH:
+            raise ValueError(f"{path}: target_layer_ids is missing")
+        return cls(kind, shape, taps, tokens, rows, width, feature_norms, metadata, own_embedding, own_head, mask)
+
+
+def _listed_layers(config: Mapping[str, Any], path: Path) -> list[object]:
+    found = config.get("layer_types") or []
+    if not isinstance(found, list):
+        raise ValueError(f"{path} is damaged: layer_types")
+    return found
+
+
+def _from_anchor(config: Mapping[str, Any], flag: Callable[[str], bool]) -> bool:
+    """Whether place i of a block predicts the token behind it; DSpark's do, unless Speculators' do not say."""
+    for key in ("sample_from_anchor", "shift_label"):
+        if key in config:
+            return flag(key)
+    names = [*_listed(config.get("architectures")), config.get("projector_type")]
+    return any("dspark" in str(name).lower() for name in names) and "aux_hidden_state_layer_ids" not in config
+
+
+def _taps(config: Mapping[str, Any], path: Path) -> list[int] | None:
+    """Ids of layers whose input is read: as in the file, or one more where it says whose output is read."""
+    for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"):
+        ids = config.get(key)
+        if ids is None:
+            continue
+        least = -1 if key == "target_layer_ids" else 0
+        if not isinstance(ids, list) or not 0 < len(ids) <= 64:
+            raise ValueError(f"{path}: {key} is {str(ids)[:60]}, but must be a list of layers")
+        for each in ids:
+            if type(each) is not int or not least <= each < 1 << 16:
+                raise ValueError(f"{path}: {key} names the layer {each!r}"[:200])
+        return [each - least for each in ids]
+    return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tensors of a draft's GGUF file.
+
+    Args:
+        tensors: each made from one of the checkpoint's.
+        feature_norms: the checkpoint's norms of single features, which the file stacks.
+        ids: the checkpoint's differences of token ids; None where the vocabularies are the same.
+        metadata: GGUF keys of this kind of draft.
+    """
+
+    tensors: list[Wanted]
+    feature_norms: list[str]
+    ids: str | None
+    target_width: int
+    metadata: dict[str, int]
+
+
+def plan(folder: Path, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
+    """Find the tensors in a checkpoint.
+
+    Args:
+        shapes: of the checkpoint's tensors, by name.
+
+    Raises:
+        ValueError: a tensor is missing or unknown, or features do not fit together.
+    """
+    if (folder / "mask_embedding.pt").is_file():
+        raise ValueError(f"{folder}: a draft's own mask embedding (mask_embedding.pt) is not supported")
+    names = _usual_names(folder, shapes)
+
+    def shape_of(usual: str) -> tuple[int, ...]:
+        if usual not in names:
+            raise ValueError(f"{folder}: tensor {usual!r} is missing")
+        return shapes[names[usual]]
+
+    count = len(numbers.taps) if numbers.taps else 3
+    fused = shape_of("fc.weight")
+    target_width = numbers.target_width or (fused[-1] if fused else 0) // count
+    if len(fused) != 2 or not target_width or fused[1] != count * target_width:
+        raise ValueError(
+            f"{folder}: tensor {names['fc.weight']!r} has shape {list(fused)}, which does not fit {count} features"
+            + (f" of {numbers.target_width} numbers" if numbers.target_width else "")
+        )
+    metadata = dict(numbers.metadata)
+    if numbers.kind == EAGLE3:
+        metadata["norm_before_fc"] = metadata["norm_before_fc"] or "input_norm.weight" in names
+    else:
+        metadata["has_confidence_head"] = "conf_proj.weight" in names
+    wanted = list(_wanted(numbers, names, shapes, count, target_width))
+    for each in wanted:
+        shape_of(each.source)
+    has_norms = numbers.feature_norms or "fc_norm.0.weight" in names
+    feature_norms = [f"fc_norm.{i}.weight" for i in range(count)] if has_norms and numbers.kind == EAGLE3 else []
+    for usual in feature_norms:
+        if shape_of(usual) != (target_width,):
+            raise ValueError(
+                f"{folder}: tensor {names[usual]!r} has shape {list(shape_of(usual))}, not {[target_width]}"
+            )
+    cut = numbers.num_rows < numbers.num_tokens
+    if cut and shape_of("d2t") != (numbers.num_rows,):
+        raise ValueError(f"{folder}: tensor 'd2t' has shape {list(shape_of('d2t'))}, not {[numbers.num_rows]}")
+    used = {each.source for each in wanted} | {*feature_norms, "d2t", "embed_tokens.weight", "lm_head.weight"}
+    for usual in sorted(names.keys() - used):
+        if not _UNUSED.fullmatch(usual):
+            raise ValueError(f"{folder}: tensor {names[usual]!r} is unknown in {numbers.kind}")
+    return Plan(
+        [Wanted(each.name, names[each.source], each.shape, each.layer) for each in wanted],
+        [names[usual] for usual in feature_norms],
+        names["d2t"] if cut else None,
+        target_width,
+        metadata,
+    )
+
+
+def _usual_names(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The checkpoint's names of tensors, by the names that most have."""
+    names: dict[str, str] = {}
+    for name in shapes:
+        usual = name
+        for pattern, replacement in _OTHER_NAMES:
+            usual = pattern.sub(replacement, usual)
+        if usual in names:
+            raise ValueError(f"{folder}: tensors {names[usual]!r} and {name!r} have the same meaning")
+        names[usual] = name
+        for pattern_of, title in _FOREIGN.items():
+            if re.fullmatch(pattern_of, usual):
+                raise ValueError(f"{folder}: {title} (tensor {name!r}) is not supported, only {_KINDS}")
+    return names
+
+
+def _wanted(
+    numbers: Numbers,
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    count: int,
+    target_width: int,
+) -> Iterator[Wanted]:
+    """The tensors by the usual names, also missing ones."""
+    shape = numbers.shape
+    width, dim, ffn = shape.width, shape.head_width, shape.ffn_width
+    q, kv = shape.heads * dim, shape.kv_heads * dim
+    tokens, rows = numbers.num_tokens, numbers.num_rows
+
+    def one(name: str, usual: str, *size: int, layer: int | None = None) -> Wanted:
+        return Wanted(f"{name}.weight", f"{usual}.weight", size, layer)
+
+    if width != target_width or (numbers.own_embedding and "embed_tokens.weight" in names):
+        yield one("token_embd", "embed_tokens", tokens, width)
+    if width != target_width or rows < tokens or (numbers.own_head and "lm_head.weight" in names):
+        yield one("output", "lm_head", rows, width)
+    yield one("output_norm", "norm", width)
+    yield one("fc", "fc", width, count * target_width)
+    if numbers.kind == DFLASH:
+        yield one("enc.output_norm", "hidden_norm", width)
+        yield from _heads(names, shapes, width, tokens, rows)
+    elif numbers.metadata["norm_before_fc"] or "input_norm.weight" in names:
+        yield one("enc.output_norm", "input_norm", count * target_width)
+    for layer in range(shape.layers):
+        first = numbers.kind == EAGLE3 and layer == 0
+        inputs = 2 * width if first else width
+        sizes = {
+            "attn_q": (q, inputs),
+            "attn_k": (kv, inputs),
+            "attn_v": (kv, inputs),
+            "attn_output": (width, q),
+            "attn_q_norm": (dim,),
+            "attn_k_norm": (dim,),
+            "ffn_gate": (ffn, width),
+            "ffn_up": (ffn, width),
+            "ffn_down": (width, ffn),
+        }
+        if first:
+            yield one("blk.0.attn_norm_2", "layers.0.hidden_norm", width, layer=0)
+        for name, usual in _LAYER.items():
+            source = f"layers.{layer}.{usual}"
+            if numbers.kind == DFLASH or not name.endswith(("q_norm", "k_norm")) or f"{source}.weight" in names:
+                yield one(f"blk.{layer}.{name}", source, *sizes.get(name, (width,)), layer=layer)
+
+
+def _heads(
+    names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], width: int, tokens: int, rows: int
+) -> Iterator[Wanted]:
+    """DSpark's Markov head and its confidence head, which may read the Markov head's row of the token before."""
+    rank = 0
+    if "markov_w1.weight" in names or "markov_w2.weight" in names:
+        rank = (*shapes[names.get("markov_w1.weight", names.get("markov_w2.weight", ""))], 0)[1]
+        yield Wanted("markov_w1.weight", "markov_w1.weight", (tokens, rank), None)
+        yield Wanted("markov_w2.weight", "markov_w2.weight", (rows, rank), None)
+    if "conf_proj.weight" in names or "conf_proj.bias" in names:
+        alone = shapes[names.get("conf_proj.weight", "conf_proj.bias")] == (1, width)
+        yield Wanted("conf_proj.weight", "conf_proj.weight", (1, width if alone else width + rank), None)
+        yield Wanted("conf_proj.bias", "conf_proj.bias", (1,), None)
