@@ -10,7 +10,7 @@ from pystaged.cli.console import model_name, report
 from pystaged.cli.options import KeysAndValues, KvMemory, ModelArgument
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
-from pystaged.loading.drafts import find_draft, known_draft
+from pystaged.loading.drafts import KnownDraft, find_draft, known_drafts
 from pystaged.loading.heads import find_head
 
 
@@ -39,7 +39,7 @@ def info(
             "threads": str(loaded.num_threads),
             "model": str(path),
             "name": loaded.name,
-            "draft": str(draft) if draft else _no_draft(known_draft(engine.tokenizer.metadata)),
+            "draft": str(draft) if draft else _no_draft(known_drafts(engine.tokenizer.metadata)),
             "shape": f"{loaded.architecture}, {loaded.num_layers} layers, {loaded.width} wide, {loaded.num_heads} heads"
             f" ({loaded.num_kv_heads} of keys) of {loaded.head_dim}",
             "context": f"{engine.n_ctx} tokens by default, trained for {loaded.max_context}",
@@ -63,11 +63,13 @@ def info(
         )
 
 
-def _no_draft(known: str | None) -> str:
+def _no_draft(known: list[KnownDraft]) -> str:
     """Says that a model has no draft here, and how to get one that is known for it."""
-    if known:
-        return f"none here, so n-grams draft; {known} is made for it: pystaged pull {known} --type q8_0"
-    return "none of its own: n-grams draft, until one is named with --draft"
+    if not known:
+        return "none of its own: n-grams draft, until one is named with --draft"
+    first, *others = [draft.name for draft in known]
+    more = f"; so {'is' if len(others) == 1 else 'are'} {', '.join(others)}" if others else ""
+    return f"none here, so n-grams draft; {first} is made for it: pystaged pull {first} --type q8_0{more}"
 
 
 def _shares(types: dict[str, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -17,16 +18,100 @@ _LEAST_SHARED = 0.9  # share of the target's token ids that must mean the same i
 
 
 class KnownDraft(NamedTuple):
-    """A draft for the targets of an architecture and a pre-tokenizer (`tokenizer.ggml.pre`) that are wider than it."""
+    """A draft for the targets of an architecture and a pre-tokenizer (`tokenizer.ggml.pre`): for all that are wider
+    than it, or, if it reads their hidden states, for those of one shape.
+
+    Args:
+        width: its own; the targets', where `layers` is given.
+        layers: the targets' number of layers, for a draft that reads hidden states.
+        called: what a target's name must contain, in small letters and digits.
+    """
 
     architecture: str
     pre_tokenizer: str
     width: int
     name: str  # on the hub
+    layers: int = 0
+    called: str = ""
 
 
-# Parallel drafts (PARD), each trained for all targets of its family.
+def _reading(
+    architecture: str, pre_tokenizer: str, width: int, layers: int, *names: str, called: str = ""
+) -> tuple[KnownDraft, ...]:
+    """Drafts that read the hidden states of one kind of target."""
+    return tuple(KnownDraft(architecture, pre_tokenizer, width, name, layers, called) for name in names)
+
+
 KNOWN = (
+    # DSpark, DFlash and EAGLE-3, in this order: more of a block's guesses are right, and it costs one pass.
+    *_reading("qwen3", "qwen2", 2048, 28, "AngelSlim/Qwen3-1.7B_eagle3"),
+    *_reading(
+        "qwen3",
+        "qwen2",
+        2560,
+        36,
+        "deepseek-ai/dspark_qwen3_4b_block7",
+        "z-lab/Qwen3-4B-DFlash-b16",
+        "deepseek-ai/dflash_qwen3_4b_block7",
+        "AngelSlim/Qwen3-4B_eagle3",
+        "deepseek-ai/eagle3_qwen3_4b_ttt7",
+    ),
+    *_reading(
+        "qwen3",
+        "qwen2",
+        4096,
+        36,
+        "deepseek-ai/dspark_qwen3_8b_block7",
+        "z-lab/Qwen3-8B-DFlash-b16",
+        "RedHatAI/Qwen3-8B-speculator.dflash",
+        "deepseek-ai/dflash_qwen3_8b_block7",
+        "RedHatAI/Qwen3-8B-speculator.eagle3",
+        "AngelSlim/Qwen3-8B_eagle3",
+        "deepseek-ai/eagle3_qwen3_8b_ttt7",
+        "Tengyunw/qwen3_8b_eagle3",
+    ),
+    *_reading(
+        "qwen3",
+        "qwen2",
+        5120,
+        40,
+        "deepseek-ai/dspark_qwen3_14b_block7",
+        "deepseek-ai/dflash_qwen3_14b_block7",
+        "RedHatAI/Qwen3-14B-speculator.eagle3",
+        "AngelSlim/Qwen3-14B_eagle3",
+        "deepseek-ai/eagle3_qwen3_14b_ttt7",
+    ),
+    *_reading("qwen3", "qwen2", 5120, 64, "RedHatAI/Qwen3-32B-speculator.eagle3", "AngelSlim/Qwen3-32B_eagle3"),
+    *_reading(
+        "llama",
+        "llama-bpe",
+        4096,
+        32,
+        "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+        "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+        "lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge",
+        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+        called="llama318b",
+    ),
+    *_reading(
+        "llama",
+        "llama-bpe",
+        4096,
+        32,
+        "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",
+        called="r1distillllama8b",
+    ),
+    *_reading(
+        "llama",
+        "llama-bpe",
+        8192,
+        80,
+        "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
+        "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-Specforge",
+        "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",
+        called="llama3370b",
+    ),
+    # Parallel drafts (PARD), each trained for all targets of its family.
     KnownDraft("llama", "llama-bpe", 2048, "amd/PARD-Llama-3.2-1B"),
     KnownDraft("qwen2", "qwen2", 896, "amd/PARD-Qwen2.5-0.5B"),
     KnownDraft("qwen2", "deepseek-r1-qwen", 1536, "amd/PARD-DeepSeek-R1-Distill-Qwen-1.5B"),
@@ -34,15 +119,29 @@ KNOWN = (
 )
 
 
-def known_draft(metadata: Mapping[str, str]) -> str | None:
-    """The name on the hub of a draft for a target, given the metadata of its file; None where none is known."""
+def known_drafts(metadata: Mapping[str, str]) -> list[KnownDraft]:
+    """The drafts on the hub for a target, given the metadata of its file; the most promising first."""
     architecture = metadata.get("general.architecture", "")
     family = architecture, metadata.get("tokenizer.ggml.pre")
-    width = metadata.get(f"{architecture}.embedding_length", "")
-    for draft in KNOWN:
-        if family == (draft.architecture, draft.pre_tokenizer) and width.isdecimal() and int(width) > draft.width:
-            return draft.name
-    return None
+    width, layers = (metadata.get(f"{architecture}.{key}", "") for key in ("embedding_length", "block_count"))
+    name = re.sub(r"[^a-z0-9]", "", metadata.get("general.name", "").lower())
+    if not (width.isdecimal() and layers.isdecimal()):
+        return []
+    return [
+        draft
+        for draft in KNOWN
+        if family == (draft.architecture, draft.pre_tokenizer)
+        and (
+            (int(width), int(layers)) == (draft.width, draft.layers) and draft.called in name
+            if draft.layers
+            else int(width) > draft.width
+        )
+    ]
+
+
+def known_draft(metadata: Mapping[str, str]) -> str | None:
+    """The name of a draft model among them; None where none is known."""
+    return next((draft.name for draft in known_drafts(metadata) if not draft.layers), None)
 
 
 def cached_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:

@@ -17,7 +17,7 @@ from pystaged import Engine, cli
 from pystaged._core import Model, metadata
 from pystaged.loading import bundle, cache, drafts
 from pystaged.loading.bundle import Bundle
-from pystaged.loading.drafts import KnownDraft, known_draft
+from pystaged.loading.drafts import KnownDraft, known_draft, known_drafts
 
 NAME = "owner/tiny-draft"
 DRAFT = RandomModel("llama", width=32, heads=2, kv_heads=1)
@@ -47,6 +47,34 @@ def test_a_draft_is_known_for_wider_models_of_its_family(tmp_path: Path) -> None
     ):
         assert known_draft(metadata(write(tmp_path / "model.gguf", model))) == expected
     assert known_draft({}) is None
+
+
+def test_drafts_that_read_hidden_states_are_known_for_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the table of the package
+    qwen = {
+        "general.architecture": "qwen3",
+        "tokenizer.ggml.pre": "qwen2",
+        "qwen3.embedding_length": "4096",
+        "qwen3.block_count": "36",
+    }
+    names = [draft.name for draft in known_drafts(qwen)]
+    assert names[0] == "deepseek-ai/dspark_qwen3_8b_block7"
+    assert names[-1] == known_draft(qwen) == "amd/PARD-Qwen3-0.6B"
+    others = known_drafts(qwen | {"qwen3.block_count": "35"})
+    assert [draft.name for draft in others] == ["amd/PARD-Qwen3-0.6B"]
+    llama = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "llama.embedding_length": "4096",
+        "llama.block_count": "32",
+    }
+    for name, first in (
+        ("Meta Llama 3.1 8B Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+        ("DeepSeek-R1-Distill-Llama-8B", "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B"),
+        ("Meta Llama 3 8B", "amd/PARD-Llama-3.2-1B"),
+    ):
+        assert known_drafts(llama | {"general.name": name})[0].name == first
+    assert known_drafts(llama | {"llama.block_count": "many"}) == []
 
 
 def test_auto_takes_it_from_the_cache(target: Path) -> None:
@@ -112,9 +140,12 @@ def test_the_targets_own_table_stays(target: Path) -> None:
         assert engine.runtime.bundle.table is not None
 
 
-def test_info_names_it_and_then_its_file(target: Path) -> None:
+def test_info_names_it_and_then_its_file(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = CliRunner().invoke(cli.app, ["info", str(target)]).stdout
     assert f"{NAME} is made for it: pystaged pull {NAME} --type q8_0" in said
+    monkeypatch.setattr(drafts, "KNOWN", (*drafts.KNOWN, KnownDraft("llama", "gpt-2", 64, "owner/other", 2)))
+    said = CliRunner().invoke(cli.app, ["info", str(target)]).stdout
+    assert f"pull {NAME} --type q8_0; so is owner/other" in said
     path = download(DRAFT)
     said = CliRunner().invoke(cli.app, ["info", str(target)]).stdout
     assert ["draft", str(path)] in [line.split() for line in said.splitlines()]
