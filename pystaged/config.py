@@ -14,7 +14,7 @@ import numpy as np
 
 from pystaged._core import LogitRules, Sampling
 from pystaged.elsewhere import KEYWORDS, meant
-from pystaged.options import SAMPLING, TEXT, Option, SamplingOptions, TextFields
+from pystaged.options import LOADING, SAMPLING, TEXT, Option, SamplingOptions, TextFields
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -234,11 +234,18 @@ def check_options(given: Iterable[str], options: type[Any]) -> None:
     if not unknown:
         return
     name = min(unknown)
-    likely = KEYWORDS.get(name) or meant(name, options.__annotations__)
+    names = options.__annotations__
+    theirs = [word for word, ours in KEYWORDS.items() if ours in names]
+    likely = KEYWORDS.get(name) or meant(name, [*names, *theirs, *LOADING])
+    likely = KEYWORDS.get(likely or "", likely)
     hint = "; the"
-    if likely:
-        hint = f"; did you mean {likely}? The" if likely in options.__annotations__ else f": {likely}; the"
-    raise TypeError(f"there is no option {name!r}{hint} options are {', '.join(options.__annotations__)}")
+    if likely in names or likely == "n":
+        hint = f"; did you mean {likely}? The"
+    elif likely in LOADING:
+        hint = f"; {likely} is an option of load. The"
+    elif likely:
+        hint = f": {likely}; the"
+    raise TypeError(f"there is no option {name!r}{hint} options are {', '.join(names)}")
 
 
 @dataclass(frozen=True, slots=True)

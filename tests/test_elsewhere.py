@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import pystaged
 from pystaged import cli, elsewhere
-from pystaged.config import check_options
+from pystaged.config import TextOptions, check_options
 from pystaged.engine import LoadOptions, Options
 from pystaged.loading import names
 from pystaged.validation import plainly
@@ -77,6 +77,11 @@ def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None
             ["chat", "Why is the sky blue?"],
             "is no model; a question comes after one: chat smollm2 'Why is the sky blue?'",
         ),
+        (["chat", "Why?"], "'Why?' is no model; a question comes after one: chat smollm2 'Why?'"),
+        (["generate", "-cnv"], "-cnv is the command chat here"),
+        (["smollm2"], "No such command 'smollm2'. To ask a model, write: pystaged chat MODEL \"QUESTION\""),
+        (["-m", "smollm2", "-p", "x"], "-m comes after a command, as in: pystaged chat -m"),
+        (["genrate"], "No such command 'genrate'. Did you mean 'generate'?"),
         (["chat", "bundled", "--raw", "--think"], "--system and --think are of messages"),
         (["ngram", "build"], "name the model whose text is counted"),
         (["generate", "smollm2", "Hi"], 'write: pystaged generate "SEVERAL WORDS" --model MODEL'),
@@ -123,6 +128,8 @@ def test_commands_called_as_elsewhere() -> None:
         ("max_new_tokens", "did you mean max_tokens?"),
         ("do_sample", "there is no option 'do_sample': a temperature above 0 samples;"),
         ("temprature", "did you mean temperature?"),
+        ("tempp", "did you mean temperature?"),
+        ("num_return_sequences", "did you mean n?"),
         ("zzz", "there is no option 'zzz'; the options are draft, "),
     ],
 )
@@ -130,6 +137,12 @@ def test_keywords(name: str, words: str) -> None:
     with pytest.raises(TypeError) as caught:
         check_options([name], Options)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["n_ctx", "num_ctx", "context_length"])
+def test_keywords_of_loading(name: str) -> None:
+    with pytest.raises(TypeError, match=f"there is no option '{name}'; n_ctx is an option of load. The options are "):
+        check_options([name], TextOptions)
 
 
 # ---- Models ----
@@ -183,7 +196,7 @@ def test_a_model_that_is_meant(tmp_path: Path, bundled_draft: Path) -> None:
 @pytest.mark.slow
 def test_questions_on_the_command_line() -> None:
     expected = run("chat", "bundled", "--temperature", "0", "--regex", "[a-z]{3}", stdin=b"Which?")
-    for arguments in (["bundled", "Which?"], ["Which?", "-m", "bundled"], ["bundled", "-p", "Which?"]):
+    for arguments in (["bundled", "Which?"], ["Which?", "-m", "bundled"], ["bundled", "-cnv", "-p", "Which?"]):
         done = run("chat", *arguments, "--temperature", "0", "--regex", "[a-z]{3}")
         assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
 

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 import pystaged
 from pystaged import _ctrl_c
-from pystaged.cli.command import Command, Group
+from pystaged.cli.command import Command, Group, UsageError
 
 # Commands and their lines in `pystaged --help`. A command's module has its name and is imported only to run it; it
 # holds `app` for a group of commands, or the command as a function of that name.
@@ -47,12 +47,23 @@ class _Commands(Group):
             args = [*args[1:], "--help"]
         elif args == ["version"]:
             args = ["--version"]
-        rest: list[str] = super().parse_args(ctx, args)
+        try:
+            rest: list[str] = super().parse_args(ctx, args)
+        except UsageError as error:
+            if hasattr(error, "option_name"):
+                error.message = f"{error.option_name} comes after a command, as in: pystaged chat {error.option_name}"
+                error.possibilities = None
+            raise
         return rest
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command that the arguments name."""
-        name, listed, rest = super().resolve_command(ctx, args)
+        try:
+            name, listed, rest = super().resolve_command(ctx, args)
+        except UsageError as error:
+            if error.message == f"No such command {args[0]!r}.":
+                error.message += ' To ask a model, write: pystaged chat MODEL "QUESTION"'
+            raise
         return name, listed and _command(listed.name or ""), rest
 
 

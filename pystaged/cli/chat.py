@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -107,7 +108,8 @@ def chat(
     constraint = grammars.options()
     if named is not None and question is None:
         model, question = None, model
-    if named is None and question is None and model is not None and " " in model and not expanded(model).exists():
+    alone = model if named is None and question is None else None
+    if alone and re.search(r"[ ?!]", alone) and not expanded(alone).exists():
         raise typer.BadParameter(f"{model!r} is no model; a question comes after one: chat smollm2 {model!r}")
     if raw and (system or think is not None):
         raise typer.BadParameter("--system and --think are of messages, which --raw has none of")

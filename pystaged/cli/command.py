@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from pystaged.elsewhere import COMMANDS, OPTIONS, PROMPT, meant
 from pystaged.validation import plainly
 
-_UsageError: Any = typer.BadParameter.__base__  # click's, or Typer's copy of it
+UsageError: Any = typer.BadParameter.__base__  # click's, or Typer's copy of it
 
 
 # For who gives a command more arguments than it takes.
@@ -29,7 +29,7 @@ class Command(TyperCommand):
         """As click's."""
         try:
             return super().parse_args(ctx, list(self._in_our_words(ctx, args)))
-        except _UsageError as error:
+        except UsageError as error:
             if not hasattr(error, "possibilities"):
                 error.message = plainly(error.message)
                 if "unexpected extra argument" in error.message:
@@ -38,7 +38,7 @@ class Command(TyperCommand):
             ours = {word: word for word in self._options() if word.startswith("--")}
             likely = meant(error.option_name, ours | {word: own for word, own in OPTIONS.items() if own in ours})
             hint = f"; did you mean {ours.get(likely) or OPTIONS[likely]}?" if likely else ""
-            raise _UsageError(f"there is no option {error.option_name}{hint}", ctx) from None
+            raise UsageError(f"there is no option {error.option_name}{hint}", ctx) from None
 
     def _options(self) -> dict[str, Any]:
         return {word: option for option in self.params for word in (*option.opts, *option.secondary_opts)}
@@ -56,6 +56,8 @@ class Command(TyperCommand):
                 continue
             if ours.startswith("--") and ours not in options:
                 ctx.fail(f"{word} is {ours} here, and {ctx.info_name} has none")
+            if ours == f"is the command {ctx.info_name} here":
+                continue
             if ours and not ours.startswith("--") and ours != PROMPT:
                 ctx.fail(f"{word} {ours}")
             option = options.get(ours or word)

@@ -39,6 +39,7 @@ from pystaged.cli.prompts import Asked, argument, read_prompts
 from pystaged.cli.several import write_in_order
 from pystaged.config import GenerationConfig
 from pystaged.files import destination
+from pystaged.loading.names import default_model
 from pystaged.options import TEXT
 from pystaged.recommended import ANSWER_TOKENS, LOOP_WORDS, described
 from pystaged.result import GenerationResult, TokenLogprob
@@ -147,12 +148,13 @@ def generate(
             raise each.about(ValueError("messages are answered with --chat"))
     if chat:
         begin()
-    with open_engine(model, loading) as engine:
+    name = default_model(report) if model is None else model
+    with open_engine(name, loading) as engine:
         if chat:
             answered = sampling.config(engine.recommended_sampling)
             config = replace(config, sampling=answered, stop=(*config.stop, *engine.chat_format.stop))
             seed = "" if answered.is_greedy else f", seed {answered.seed}"
-            report(f"{engine.model.name}: {described(answered)}{seed}")
+            report(f"{name}: {described(answered)}{seed}")
         if n and n > 1 and config.sampling.is_greedy:
             report("at temperature 0 all texts of a prompt are the same; --temperature 0.8 makes others possible")
 

@@ -97,10 +97,21 @@ def quantize(
         if child.returncode:
             if shutil.disk_usage(part.parent).free < needed - part.stat().st_size:
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; {needed / 1e6:.1f} MB are needed")
+            _check_file(source)
             if last and (found := _REQUANTIZING.search(last[0])):
                 raise _requantizing(source, found[1])
             reason = last[0] if last else f"the quantizer ended with {child.returncode}"
             raise ValueError(f"{source} cannot be quantized to {quantization}: {reason}")
+
+
+def _check_file(source: Path) -> None:
+    """Raise ValueError for a file that is damaged or not GGUF."""
+    from pystaged._core import ModelError, metadata  # noqa: PLC0415
+
+    try:
+        metadata(source)
+    except ModelError as error:
+        raise ValueError(str(error)) from None
 
 
 def _requantizing(source: Path, kind: str) -> ValueError:
