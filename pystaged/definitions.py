@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ _MOST_MULTIPLE = 100_000  # largest multipleOf, in units of its last digit: each
 _STACK = 256 << 20  # bytes; enough for _MOST_RULES rules nested in each other
 _SECONDS = 5  # processor time
 _ROOM = _STACK + (256 << 20)  # bytes of address space
+_NAMED_TOKEN = re.compile(r"<\[[0-9]+\]>")
 _T = TypeVar("_T")
 
 
@@ -51,7 +53,8 @@ class _Host:
         RecursionError."""
         with process.limits(_SECONDS, _ROOM):
             definition = _definition(option, text)
-            matcher = compiled(self._vocabulary, definition)
+            # The trial knows bytes alone; one token stands for all that a grammar names by their ids.
+            matcher = compiled(self._vocabulary, _NAMED_TOKEN.sub(f"<[{_Bytes.eos_token_id + 1}]>", definition))
             if not matcher.is_error():
                 if len(matcher.compute_ff_bytes()) > _LONGEST:
                     raise GrammarError(f"it forces a text of more than {_LONGEST} characters")
@@ -66,7 +69,7 @@ class _Bytes:
     bos_token_id = None
     special_token_ids: Sequence[int] = ()
     eos_token_id = 256
-    tokens = (*(bytes([byte]) for byte in range(256)), b"\xff<end>")
+    tokens = (*(bytes([byte]) for byte in range(256)), b"\xff<end>", b"\xff<token>")
 
     def __call__(self, text: str) -> list[int]:
         return list(text.encode())

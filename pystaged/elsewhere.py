@@ -95,7 +95,7 @@ OPTIONS = {
     "--num-predict": "--max-tokens",
     "--predict": "--max-tokens",
     "--prompt": PROMPT,
-    "--reasoning-budget": "is --think or --no-think here",
+    "--reasoning-budget": "is --think or --no-think here; serve has --reasoning-budget",
     "--repetition-penalty": "--repeat-penalty",
     "--samplers": "has no equivalent: filters have a fixed order; --temperature-last moves temperature to its end",
     "--served-model-name": "--alias",

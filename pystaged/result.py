@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import DeviceError
-from pystaged.chat.tools import split_tool_calls
+from pystaged.chat.turn import calls_of
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.stats import GenerationStats
 
@@ -154,8 +154,11 @@ class GenerationResult:
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The tool calls in an answer of the Hermes format, in OpenAI's format; see split_tool_calls."""
-        return split_tool_calls(self.text)[1]
+        """The whole tool calls in an answer of the Hermes format, in OpenAI's format."""
+        return [
+            {"id": f"call_{i}", "type": "function", "function": {"name": call.name, "arguments": call.text}}
+            for i, call in enumerate(calls_of(self.text))
+        ]
 
     def json(self) -> Any:
         """Parse the text as JSON, such as one with a json_schema. Raises ValueError if it is cut off or no JSON."""

@@ -22,6 +22,7 @@ from pystaged.receipt import Origin
 from pystaged.scheduler import Scheduler
 from pystaged.sequence import Sequence
 from pystaged.text import Prompt, encode_continuation
+from pystaged.thinking import Reasoning
 
 if TYPE_CHECKING:
     from pystaged.grammars import GrammarConstraint, Grammars
@@ -58,12 +59,19 @@ class Runtime:
         return self.bundle.tokenizer
 
     def sequence(
-        self, prompt: Prompt, config: GenerationConfig, *, is_end: Callable[[int], bool] | None = None
+        self,
+        prompt: Prompt,
+        config: GenerationConfig,
+        *,
+        is_end: Callable[[int], bool] | None = None,
+        spelled: frozenset[int] = frozenset(),
+        reasoning: Reasoning | None = None,
     ) -> Sequence:
         """Make a sequence that continues a prompt, without starting it.
 
         Args:
             is_end: whether a token ends the sequence; by default the vocabulary's end tokens do.
+            spelled, reasoning: see Sequence; then it has no receipt.
 
         Raises:
             ValueError, TypeError, ContextFullError: as in Engine.stream; ValueError: the engine is closed.
@@ -78,7 +86,9 @@ class Runtime:
             constraint=self._constraint(config.grammar),
             prediction=self.prediction(config.prediction),
             is_end=is_end,
-            origin=None if is_end else self._origin(tokens, config),
+            origin=None if is_end or spelled or reasoning else self._origin(tokens, config),
+            spelled=spelled,
+            reasoning=reasoning,
         )
 
     def repeated(self, sequences: Iterable[Sequence], n: int) -> Iterator[Sequence]:
@@ -95,7 +105,13 @@ class Runtime:
             config = sequence.config
             for i in range(1, n):
                 sampling = replace(config.sampling, seed=(sequence.seed + i) % 2**64)
-                yield self.sequence(sequence.prompt, replace(config, sampling=sampling), is_end=sequence.is_end)
+                yield self.sequence(
+                    sequence.prompt,
+                    replace(config, sampling=sampling),
+                    is_end=sequence.is_end,
+                    spelled=sequence.spelled,
+                    reasoning=sequence.reasoning,
+                )
 
         return (each for sequence in sequences for each in all_of(sequence))
 

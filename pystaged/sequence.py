@@ -25,6 +25,7 @@ from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Pie
 from pystaged.sampling import bind
 from pystaged.stats import GenerationStats
 from pystaged.text import Prompt, TextBuffer
+from pystaged.thinking import Reasoning, ReasoningConstraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class Sequence(BatchMember):
         prediction: expected tokens, to draft from.
         is_end: whether a token ends the sequence; by default the vocabulary's end tokens do.
         origin: its inputs, for its receipt; None for no receipt.
+        spelled: control tokens that are part of the text.
+        reasoning: how it reasons, None for not at all or without limits; the constraint then begins after that.
 
     Raises:
         ValueError, TypeError: as in sampling.bind.
@@ -83,8 +86,13 @@ class Sequence(BatchMember):
         prediction: list[int] | None = None,
         is_end: Callable[[int], bool] | None = None,
         origin: Origin | None = None,
+        spelled: frozenset[int] = frozenset(),
+        reasoning: Reasoning | None = None,
     ) -> None:
         super().__init__()
+        self.spelled, self.reasoning = spelled, reasoning
+        if reasoning is not None:
+            constraint = ReasoningConstraint(reasoning, constraint, tokenizer)
         self.prompt, self.prompt_tokens, self.config, self.is_end = prompt, prompt_tokens, config, is_end
         self.prediction = prediction or []
         self.stats = GenerationStats()
@@ -128,6 +136,10 @@ class Sequence(BatchMember):
     def can_step(self) -> bool:
         """Whether it has begun, has not ended and is not too far ahead of its reader."""
         return self.decoder is not None and not self.is_over and self.num_sent - self.num_read < self.most_unread
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one of its tokens in the text."""
+        return self._tokenizer.token_bytes(token, special=token in self.spelled)
 
     def result(self) -> GenerationResult:
         """The result so far."""
@@ -204,7 +216,7 @@ class Sequence(BatchMember):
         text, new = "", 0
         finish: FinishReason | None = step.finish_reason
         for token in step.tokens:
-            self._pieces.append(self._tokenizer.token_bytes(token))
+            self._pieces.append(self.token_bytes(token))
             text += self._buffer.push(self._pieces[-1])
             new += 1
             if self._buffer.stopped:

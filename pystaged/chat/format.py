@@ -74,6 +74,10 @@ class ChatFormat:
         """Names of the templates; "default" is the usual one, and "tool_use", if present, is for tools."""
         return list(self._sources)
 
+    def source(self, tools: bool = False) -> str:
+        """The template that is used with or without tools."""
+        return self._sources["tool_use" if tools and "tool_use" in self._sources else "default"]
+
     def variables(self, template: str = "default") -> set[str]:
         """Names of the variables that a template uses; empty if it cannot be parsed, which rendering reports."""
         try:

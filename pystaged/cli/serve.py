@@ -18,6 +18,7 @@ from pystaged.cli.options import (
     ModelToo,
     SamplingOptions,
     StopLoops,
+    Think,
     check,
     either,
     grouped,
@@ -130,6 +131,13 @@ def serve(
         ),
     ] = None,
     stop_loops: StopLoops = None,
+    think: Think = None,
+    reasoning_budget: Annotated[
+        int | None,
+        typer.Option(
+            min=-1, callback=check, help="Most tokens of an answer's reasoning, -1 for no limit.", show_default=False
+        ),
+    ] = None,
     sampling: SamplingOptions,
     loading: SharedOptions,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Print a line for each request.")] = False,
@@ -176,6 +184,8 @@ def serve(
             alias or _name_of(name),
             strict=strict,
             defaults=defaults,
+            think=think,
+            reasoning_budget=None if reasoning_budget == -1 else reasoning_budget,
             api_keys=keys,
             allowed_hosts=[*(address.allowed_host or []), address.host],
             cors_origins=address.cors_origin or [],

@@ -75,8 +75,8 @@ class Answer(ABC):
         """The parts before the first piece of sequence i."""
 
     @abstractmethod
-    def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
-        """The part for a piece of sequence i; None if nothing is to be sent."""
+    def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+        """The parts for a piece of sequence i."""
 
     @abstractmethod
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
@@ -140,8 +140,7 @@ class Answer(ABC):
             await self._begin(i)
         if not self.request.stream:
             return
-        part = self.part(i, piece)
-        if part is not None:
+        for part in self.parts(i, piece):
             await self._sender.event(self.framed(part, self._so_far()))
 
     async def ended(self, i: int) -> None:
@@ -179,7 +178,7 @@ class Answer(ABC):
         """The members of `ours` for a piece."""
         if not self.request.pystaged:
             return {}
-        words = [self.tokenizer.token_bytes(token) for token in piece.tokens]
+        words = [self.sequences[i].token_bytes(token) for token in piece.tokens]
         found: answer_types.Ours = {
             "pieces": [(text, STAGE_NAMES[stage]) for text, stage in self._spans[i].split(piece, words, piece.stages)],
             "tree": self._tree(piece),
@@ -244,15 +243,3 @@ class Answer(ABC):
         prompt, new = sum(each.prompt_tokens for each in stats), sum(each.new_tokens for each in stats)
         cached = sum(each.reused_tokens for each in stats)
         return f", {len(stats)} sequences, {prompt} prompt tokens ({cached} cached), {new} generated"
-
-
-class EventAnswer(Answer):
-    """The answer with one sequence and named events, as in /v1/responses and /v1/messages."""
-
-    mark = b""
-    names_events = True
-    whole_kind = part_kind = ""
-
-    @property
-    def _options(self) -> StreamOptions:
-        return StreamOptions()

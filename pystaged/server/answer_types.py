@@ -13,11 +13,12 @@ class PromptDetails(TypedDict):
     cached_tokens: int
 
 
-class CompletionDetails(TypedDict):
-    """Tokens of the prediction that are in the text, and that are not."""
+class CompletionDetails(TypedDict, total=False):
+    """Tokens of the prediction that are in the text, and that are not; tokens of reasoning."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    reasoning_tokens: int
 
 
 class Usage(TypedDict):
@@ -167,6 +168,7 @@ class AnswerMessage(TypedDict):
     content: str | None
     refusal: None
     annotations: list[Any]
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[Call]]
 
 
@@ -175,7 +177,8 @@ class Delta(TypedDict, total=False):
 
     role: Literal["assistant"]
     content: str | None
-    tool_calls: list[Call]
+    reasoning_content: str
+    tool_calls: list[Any]
 
 
 class ChatChoice(TypedDict):

@@ -2,59 +2,110 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged.chat import ChatTemplateError
+from pystaged.chat.call_grammar import call_grammar
+from pystaged.chat.turn import Block, Dialect
 from pystaged.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
 from pystaged.sequence import Sequence as Text
-from pystaged.server.answer import Answer, ended
-from pystaged.server.answer_types import Call, ChatCompletion, Delta
+from pystaged.server.answer import ended
+from pystaged.server.answer_types import Call, CalledFunction, ChatCompletion
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import of_chat
 from pystaged.server.options import begun, checked, text_options
 from pystaged.server.request_types import ChatRequest, joined
 from pystaged.server.state import State
-from pystaged.server.tools import CallReader, grammar, has_calls, knows_tools, messages_with, offered, told
+from pystaged.server.tools import (
+    Manner,
+    has_calls,
+    knows_tools,
+    messages_with,
+    offered,
+    reasoning,
+    schemas_of,
+    template_options,
+    thinks_by_template,
+    told,
+)
+from pystaged.server.turn_answer import TurnAnswer
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The answers to a request: their sequences, the first seed, and how they are read."""
+
+    sequences: list[Text]
+    seed: int
+    manner: Manner
 
 
 def begin(state: State, request: ChatRequest) -> ChatAnswer:
     """Check a request and prepare its sequences; may take seconds. Raises ApiError and ChatTemplateError."""
-    sequences, seed = texts(state, request)
-    return ChatAnswer(state, request, sequences, seed, bool(offered(request)))
+    return ChatAnswer(state, request, turns(state, request))
 
 
-def texts(state: State, request: ChatRequest, param: str = "messages") -> tuple[list[Text], int]:
-    """A request's sequences, and the first seed. Errors as in begin.
+def turns(state: State, request: ChatRequest, param: str = "messages") -> Turns:
+    """Prepare the answers to a request. Errors as in begin.
 
     Args:
         param: the member that errors about the messages name.
     """
-    engine, tools = state.engine, offered(request)
-    n = request.n or 1
-    prompt = prompt_of(state, request, param)
+    engine, tools, settings = state.engine, offered(request), state.settings
+    prompt, dialect = _prompt(state, request, param)
     if len(prompt) > engine.n_ctx:
         raise too_long(len(prompt), engine.n_ctx, param)
-    of_calls = grammar(request, tools)
+    splits = request.reasoning_format != "none"
+    manner = Manner(dialect, splits, dialect.is_thinking(prompt.tolist(), engine.tokenizer), schemas_of(tools))
+    of_calls = None
+    if request.tool_choice not in (None, "none", "auto"):
+        several = request.tool_choice == "required" and request.parallel_tool_calls is not False
+        of_calls = call_grammar(dialect, manner.schemas or {}, several=several)
     config = _config(state, request, of_calls)
     config = replace(config, stop=(*config.stop, *engine.chat_format.stop))
-    sequences = begun(engine, [prompt], config, n, "tools" if of_calls else _form(request))
-    return sequences, config.sampling.seed
+    limit = settings.reasoning_budget
+    if _thinks(state, request) is False and not thinks_by_template(engine.chat_format, bool(tools)):
+        limit = 0
+    sequences = begun(
+        engine,
+        [prompt],
+        config,
+        request.n or 1,
+        "tools" if of_calls else _form(request),
+        spelled=manner.spelled,
+        reasoning=reasoning(request, manner, limit, engine.tokenizer, config.grammar is not None),
+    )
+    return Turns(sequences, config.sampling.seed, manner)
 
 
-def prompt_of(state: State, request: ChatRequest, param: str = "messages") -> NDArray[np.int32]:
-    """The tokens of a conversation. Errors as in begin."""
-    tools, messages = offered(request), told(request)
+def count(state: State, request: ChatRequest) -> int:
+    """The number of tokens of a conversation. Errors as in begin."""
+    return len(_prompt(state, request, "messages")[0])
+
+
+def _thinks(state: State, request: ChatRequest) -> bool | None:
+    """Whether the answer is to be reasoned; None for what the template prefers."""
+    effort = request.reasoning_effort
+    return state.settings.think if effort is None else effort != "none"
+
+
+def _prompt(state: State, request: ChatRequest, param: str) -> tuple[NDArray[np.int32], Dialect]:
+    """The tokens of a conversation, and the dialect that it is written in."""
+    chat_format, tools = state.engine.chat_format, offered(request)
+    dialect = Dialect.of(chat_format.source(bool(tools)), state.engine.tokenizer)
+    messages = told(request, dialect)
     given = [tool.model_dump(exclude_none=True) for tool in tools]
-    chat_format = state.engine.chat_format
+    options = template_options(request, chat_format, _thinks(state, request), bool(tools))
     if (given or has_calls(messages)) and not knows_tools(chat_format):
         messages, given = messages_with(messages, given), []
     try:
-        return chat_format.encode(messages, tools=given or None, template_options=request.chat_template_kwargs)
+        return chat_format.encode(messages, tools=given or None, template_options=options or None), dialect
     except ChatTemplateError:
         raise
     except (ValueError, TypeError) as error:
@@ -104,31 +155,31 @@ def _schema(request: ChatRequest) -> dict[str, Any] | None:
     return given.json_schema.schema_
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(TurnAnswer):
     """An answer of /v1/chat/completions."""
 
     described = ChatCompletion
     prefix, whole_kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, state: State, request: ChatRequest, sequences: list[Text], seed: int, has_tools: bool) -> None:
-        super().__init__(state, request, sequences, seed)
+    def __init__(self, state: State, request: ChatRequest, turns: Turns) -> None:
+        super().__init__(state, request, turns.sequences, turns.seed, turns.manner)
         self._with_logprobs = bool(request.logprobs)
-        self._has_tools = has_tools
-        self._readers = [CallReader(f"{self.key[:8]}{i}", has_tools) for i in range(len(sequences))]
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        reader = self._readers[i]
-        words = reader.push(result.text)
-        rest, calls = reader.finish()
-        message: dict[str, Any] = {"role": "assistant", "content": words + rest, "refusal": None, "annotations": []}
+        reader = self.read(i, result)
+        content = "".join(block.text for block in reader.of_kind("text"))
+        calls = [self._call(i, block) for block in reader.of_kind("call")]
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+        for block in reader.of_kind("reasoning"):
+            message["reasoning_content"] = block.text
         if calls:
-            message |= {"content": message["content"] or None, "tool_calls": calls}
+            message |= {"content": content or None, "tool_calls": calls}
         logprobs = of_chat(self.tokenizer, result.logprobs or []) if self._with_logprobs else None
         return {
             "index": i,
             "message": message,
             "logprobs": logprobs,
-            **_end(result, calls),
+            **self._end(i, result),
         } | self.ours(result)
 
     def empty_part(self, i: int) -> dict[str, Any]:
@@ -137,26 +188,43 @@ class ChatAnswer(Answer):
     def first_parts(self, i: int) -> list[dict[str, Any]]:
         return [_part(i, {"role": "assistant", "content": None})]
 
-    def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
-        words = self._readers[i].push(piece.text)
+    def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+        found = super().parts(i, piece)
         logprobs = of_chat(self.tokenizer, piece.logprobs or []) if self._with_logprobs else None
         ours = self.ours_of(i, piece)
-        if not (words or logprobs or ours):
-            return None
-        return _part(i, {"content": words} if words else {}) | {"logprobs": logprobs} | ours
+        if logprobs or ours:
+            found = found or [_part(i, {})]
+            found[0] |= {"logprobs": logprobs} | ours
+        return found
 
-    def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
-        words, calls = self._readers[i].finish()
-        parts = [_part(i, {"content": words})] if words else []
-        if calls:
-            parts.append(_part(i, {"tool_calls": [{"index": j, **call} for j, call in enumerate(calls)]}))
-        return [*parts, _part(i, {}) | _end(result, calls)]
+    def opened(self, i: int, block: Block) -> list[dict[str, Any]]:
+        if block.kind != "call":
+            return []
+        call: dict[str, Any] = {"index": self._number(i, block), **self._call(i, block)}
+        call["function"]["arguments"] = ""
+        return [_part(i, {"tool_calls": [call]})]
+
+    def more(self, i: int, block: Block, text: str) -> list[dict[str, Any]]:
+        if block.kind == "call":
+            return [_part(i, {"tool_calls": [{"index": self._number(i, block), "function": {"arguments": text}}]})]
+        return [_part(i, {"content" if block.kind == "text" else "reasoning_content": text})]
+
+    def ending(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        return [_part(i, {}) | self._end(i, result)]
+
+    def _number(self, i: int, block: Block) -> int:
+        """The number of a call among the answer's calls."""
+        return self.readers[i].of_kind("call").index(block)
+
+    def _call(self, i: int, block: Block) -> Call:
+        function: CalledFunction = {"name": block.name, "arguments": block.text}
+        return {"id": self.call_id("call", i, block), "type": "function", "function": function}
+
+    def _end(self, i: int, result: GenerationResult) -> dict[str, str]:
+        """The finish_reason."""
+        called = self.readers[i].of_kind("call") and result.finish_reason == "stop"
+        return {"finish_reason": "tool_calls"} if called else ended(result)
 
 
-def _part(i: int, delta: Delta) -> dict[str, Any]:
+def _part(i: int, delta: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _end(result: GenerationResult, calls: list[Call]) -> dict[str, str]:
-    """The finish_reason."""
-    return {"finish_reason": "tool_calls"} if calls and result.finish_reason == "stop" else ended(result)

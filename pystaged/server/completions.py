@@ -109,12 +109,12 @@ class CompletionAnswer(Answer):
         text, parts = self._echoed(i, self.sequences[i].result())
         return [self._choice(i, text, parts)] if text or parts else []
 
-    def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
+    def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         ours = self.ours_of(i, piece)
         if self._is_silent or not (piece or piece.logprobs or ours):
-            return None
+            return []
         parts = [self._logprobs[i].more(piece.logprobs or [])] if self._with_logprobs else []
-        return self._choice(i, piece.text, parts) | ours
+        return [self._choice(i, piece.text, parts) | ours]
 
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
         return [self._choice(i, "", []) | self._end(result)]

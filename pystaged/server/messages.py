@@ -1,40 +1,47 @@
-"""/v1/messages: Anthropic's interface, text only."""
+"""/v1/messages: Anthropic's interface, for models that read text."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
 
-from pystaged.result import GenerationResult, Piece
+from pystaged.chat import turn
+from pystaged.result import GenerationResult
 from pystaged.server import chats
-from pystaged.server.answer import EventAnswer
-from pystaged.server.errors import unsupported
+from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.options import chat_request, refuse
-from pystaged.server.request_types import ChatRequest, Open, Part, TextRequest, joined
+from pystaged.server.request_types import MOST_TOOLS, ChatRequest, Open, ToolName, TurnRequest
 from pystaged.server.state import State
+from pystaged.server.turn_answer import EventAnswer, is_begun, read_arguments
 
-# Unsupported members that would change the answer, with the values that have no effect.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "tools": ([],),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
-    "thinking": ({"type": "disabled"},),
-    "mcp_servers": ([],),
-    "container": (),
-    "output_config": ({},),
+# The type of a block's new text, and the member that holds it.
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
 }
+# Unsupported members that would change the answer, with the values that have no effect.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"n": (1,), "mcp_servers": ([],), "container": ()}
+_MOST = 4096  # parts of a message
 
 
-class Block(Part):
-    """A part of a message."""
+class Block(Open):
+    """A part of a message: text, thinking, tool_use or tool_result; others that the model need not see are skipped."""
 
-    type: Literal["text"]
-    text: str
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = {}  # noqa: RUF012  pydantic copies it
+    tool_use_id: str = ""
+    content: str | Annotated[list[Any], Field(max_length=_MOST)] | None = None
 
 
-Content = str | Annotated[list[Block], Field(max_length=4096, fail_fast=True)]
+Content = str | Annotated[list[Block], Field(max_length=_MOST, fail_fast=True)]
 
 
 class MessageParam(Open):
@@ -44,19 +51,53 @@ class MessageParam(Open):
     content: Content
 
 
-class MessageRequest(TextRequest):
+class MessageTool(Open):
+    """A tool; those of other types than custom are skipped."""
+
+    name: ToolName
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class MessageToolChoice(Open):
+    """Which tools may or must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Open):
+    """Whether the model is to reason, and for how many tokens at most."""
+
+    type: str
+    budget_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+
+class OutputFormat(Open):
+    """The format of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Open):
+    """The member `output_config` of a request."""
+
+    format: OutputFormat | None = None
+
+
+class MessageRequest(TurnRequest):
     """A request to /v1/messages, or to /v1/messages/count_tokens."""
 
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=4096, fail_fast=True)]
     system: Content | None = None
     stop_sequences: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-
-
-class Text(TypedDict):
-    """The text of an answer."""
-
-    type: Literal["text"]
-    text: str
+    tools: Annotated[list[MessageTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessageUsage(TypedDict):
@@ -75,8 +116,8 @@ class Message(TypedDict):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[Text]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
 
@@ -89,23 +130,109 @@ class TokenCount(TypedDict):
 
 def begin(state: State, request: MessageRequest) -> MessageAnswer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
-    sequences, seed = chats.texts(state, _chat(request))
-    return MessageAnswer(state, request, sequences, seed)
+    try:
+        return MessageAnswer(state, request, chats.turns(state, _chat(request)))
+    except ApiError as error:
+        raise _too_long(error) from None
 
 
 def count(state: State, request: MessageRequest) -> TokenCount:
     """Count the tokens of a prompt. Errors as in begin."""
-    return {"input_tokens": len(chats.prompt_of(state, _chat(request)))}
+    return {"input_tokens": chats.count(state, _chat(request))}
+
+
+def _too_long(error: ApiError) -> ApiError:
+    """The error for a prompt that is too long, in the words that Anthropic's clients search for; others unchanged."""
+    body: Any = error.body["error"]
+    if "n_prompt_tokens" not in body:
+        return error
+    words = f"prompt is too long: {body['n_prompt_tokens']} tokens > {body['n_ctx']} maximum"
+    return ApiError(400, f"{words}; the server's --n-ctx allows more", param="messages", code=body["code"])
 
 
 def _chat(request: MessageRequest) -> ChatRequest:
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
     if request.messages[-1].role == "assistant":
         raise unsupported("messages", "the last message must be the user's: prefilled answers are not supported")
-    messages = [{"role": message.role, "content": joined(message.content)} for message in request.messages]
-    if request.system:
-        messages.insert(0, {"role": "system", "content": joined(request.system)})
-    return chat_request(request, messages, **({"stop": request.stop_sequences} if request.stop_sequences else {}))
+    messages = [{"role": "system", "content": _text(request.system)}] if request.system else []
+    for message in request.messages:
+        messages += _answered(message) if message.role == "assistant" else _asked(message)
+    choice, thinking, output = request.tool_choice, request.thinking, request.output_config
+    tools = [tool for tool in request.tools or [] if tool.type in (None, "custom")]
+    more: dict[str, Any] = {
+        "stop": request.stop_sequences or None,
+        "tools": [_tool(tool) for tool in tools],
+        "tool_choice": _choice(choice) if choice and tools else None,
+    }
+    if choice and choice.disable_parallel_tool_use:
+        more["parallel_tool_calls"] = False
+    if thinking:
+        more["reasoning_effort"] = "none" if thinking.type == "disabled" else "high"
+        more["reasoning_budget_tokens"] = thinking.budget_tokens
+    if output and output.format:
+        schema = {"schema": output.format.schema_}
+        more["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return chat_request(request, messages, **more)
+
+
+def _tool(tool: MessageTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: MessageToolChoice) -> str | dict[str, Any]:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name or ""}}
+    return {"any": "required"}.get(choice.type, choice.type)
+
+
+def _asked(message: MessageParam) -> list[dict[str, Any]]:
+    """A user's message, and the results of tools, in the order given."""
+    if isinstance(message.content, str):
+        return [{"role": "user", "content": message.content}]
+    found: list[dict[str, Any]] = []
+    for block in message.content:
+        if block.type == "tool_result":
+            content = block.content if isinstance(block.content, str) else _text(_blocks(block.content or []))
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+        elif not found or found[-1]["role"] == "tool":
+            found.append({"role": "user", "content": _text([block])})
+        else:
+            found[-1]["content"] += _text([block])
+    return found or [{"role": "user", "content": ""}]
+
+
+def _answered(message: MessageParam) -> list[dict[str, Any]]:
+    """An assistant's message."""
+    if isinstance(message.content, str):
+        return [{"role": "assistant", "content": message.content}]
+    blocks = [block for block in message.content if block.type in ("text", "thinking", "tool_use")]
+    found: dict[str, Any] = {"role": "assistant", "content": _text([each for each in blocks if each.type == "text"])}
+    if thinking := "".join(block.thinking for block in blocks):
+        found["reasoning_content"] = thinking
+    calls = [
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json.dumps(block.input)}}
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    return [found | {"content": found["content"] or None, "tool_calls": calls}] if calls else [found]
+
+
+def _blocks(parts: list[Any]) -> list[Block]:
+    try:
+        return [Block.model_validate(part) for part in parts]
+    except ValidationError:
+        raise ApiError(400, "the content of a tool_result must be text", param="messages") from None
+
+
+def _text(content: Content) -> str:
+    """The text of blocks. Raises ApiError for a block that is no text, which the model would miss."""
+    if isinstance(content, str):
+        return content
+    for block in content:
+        if block.type != "text":
+            raise unsupported("messages", f"content of type {block.type} is not supported: the model reads text only")
+    return "".join(block.text for block in content)
 
 
 class MessageAnswer(EventAnswer):
@@ -114,6 +241,9 @@ class MessageAnswer(EventAnswer):
     described = Message
     request: MessageRequest
     prefix = "msg"
+
+    def __init__(self, state: State, request: MessageRequest, turns: chats.Turns) -> None:
+        super().__init__(state, request, turns.sequences, turns.seed, turns.manner)
 
     def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
         del figures
@@ -124,27 +254,46 @@ class MessageAnswer(EventAnswer):
         return part
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        return {**self._message(result, [{"type": "text", "text": result.text}]), **self._reason(i, result)}
+        content = [self._block(block) for block in self.read(i, result).blocks]
+        content = content or [{"type": "text", "text": ""}]
+        return {**self._message(result, content), **self._reason(i, result)}
 
     def first_parts(self, i: int) -> list[dict[str, Any]]:
-        return [
-            {"type": "message_start", "message": self._message(self.sequences[i].result(), [])},
-            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-        ]
+        return [{"type": "message_start", "message": self._message(self.sequences[i].result(), [])}]
 
-    def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
+    def opened(self, i: int, block: turn.Block) -> list[dict[str, Any]]:
         del i
-        delta = {"type": "text_delta", "text": piece.text}
-        return {"type": "content_block_delta", "index": 0, "delta": delta} if piece.text else None
+        begun = self._block(turn.Block(block.kind, block.index, name=block.name))
+        return [{"type": "content_block_start", "index": block.index, "content_block": begun}]
 
-    def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+    def more(self, i: int, block: turn.Block, text: str) -> list[dict[str, Any]]:
+        del i
+        if block.kind == "call" and not is_begun(block.text):
+            return []  # clients fail at what is no JSON
+        kind, member = _DELTAS[block.kind]
+        return [{"type": "content_block_delta", "index": block.index, "delta": {"type": kind, member: text}}]
+
+    def closed(self, i: int, block: turn.Block, result: GenerationResult | None) -> list[dict[str, Any]]:
+        del i, result
+        return [{"type": "content_block_stop", "index": block.index}]
+
+    def ending(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        empty = turn.Block("text", 0)
         return [
-            {"type": "content_block_stop", "index": 0},
+            *([] if self.readers[i].blocks else [*self.opened(i, empty), *self.closed(i, empty, result)]),
             {"type": "message_delta", "delta": self._reason(i, result), "usage": _usage(result)},
             {"type": "message_stop"},
         ]
 
-    def _message(self, result: GenerationResult, content: list[Text]) -> Message:
+    def _block(self, block: turn.Block) -> dict[str, Any]:
+        if block.kind == "text":
+            return {"type": "text", "text": block.text}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        name = {"id": self.call_id("toolu", 0, block), "name": block.name}
+        return {"type": "tool_use", **name, "input": read_arguments(block.text)}
+
+    def _message(self, result: GenerationResult, content: list[dict[str, Any]]) -> Message:
         return {
             "id": f"msg_{self.key}",
             "type": "message",
@@ -160,7 +309,9 @@ class MessageAnswer(EventAnswer):
         """The stop_reason; a stop string of the chat template ends the turn."""
         met = self.sequences[i].met_stop_string
         own = met if met in (self.request.stop_sequences or ()) else None
-        reason = "max_tokens" if result.finish_reason != "stop" else "stop_sequence" if own else "end_turn"
+        reason = "tool_use" if self.readers[i].of_kind("call") else "end_turn"
+        if result.finish_reason != "stop" or own:
+            reason = "stop_sequence" if own else "max_tokens"
         return {"stop_reason": reason, "stop_sequence": own}
 
 

@@ -53,9 +53,9 @@ class NativeAnswer(Answer):
         del i
         return []
 
-    def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
+    def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         found = {"index": i, "content": piece.text, "tokens": list(piece.tokens), "stop": False}
-        return found | self._probabilities(piece.logprobs) if piece.tokens else None
+        return [found | self._probabilities(piece.logprobs)] if piece.tokens else []
 
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
         # Text held back as the possible start of a stop string has no tokens of its own.

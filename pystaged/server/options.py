@@ -19,13 +19,18 @@ from pystaged.options import SAMPLING
 from pystaged.recommended import ANSWER_TOKENS
 from pystaged.sequence import Sequence as Text
 from pystaged.server.errors import ApiError, unsupported
-from pystaged.server.request_types import ChatRequest, TextRequest
+from pystaged.server.request_types import ChatRequest, TextRequest, TurnRequest
 from pystaged.text import encode_continuation
 
 # Options that requests and the engine share unchanged.
 _SAME = {*SAMPLING, "grammar", "json_schema", "speculate", "stop_loops"} - {"top_k", "logit_bias", "seed"}
 # Other servers' names for the same options.
-_ALIASES = {"repetition_penalty": "repeat_penalty", "n_predict": "max_tokens"}
+_ALIASES = {
+    "repetition_penalty": "repeat_penalty",
+    "n_predict": "max_tokens",
+    "thinking_budget_tokens": "reasoning_budget_tokens",
+    "thinking_token_budget": "reasoning_budget_tokens",
+}
 # Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -33,7 +38,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "web_search_options": (),
-    "reasoning_effort": (),
     "use_beam_search": (False,),
     "chat_template": (),
     "continue_final_message": (False,),
@@ -64,10 +68,11 @@ def refuse(given: Mapping[str, Any], names: Mapping[str, tuple[Any, ...]]) -> No
             raise unsupported(name, f"{name} is not supported by this server; leave it out")
 
 
-def chat_request(request: TextRequest, messages: Sequence[Mapping[str, str]], **more: Any) -> ChatRequest:
+def chat_request(request: TurnRequest, messages: Sequence[Mapping[str, Any]], **more: Any) -> ChatRequest:
     """Convert a request of another interface to one for /v1/chat/completions."""
-    same = request.model_dump(include=set(TextRequest.model_fields), exclude_none=True)
-    return ChatRequest.model_validate({**same, "messages": messages, **more})
+    same = request.model_dump(include=set(TurnRequest.model_fields), exclude_none=True)
+    given = {name: value for name, value in more.items() if value is not None}
+    return ChatRequest.model_validate({**same, "messages": messages, **given})
 
 
 def text_options(
@@ -103,17 +108,19 @@ def checked(options: dict[str, Any]) -> GenerationConfig:
 
 
 def begun(
-    engine: Engine, prompts: Sequence[NDArray[np.int32]], config: GenerationConfig, n: int, form: str
+    engine: Engine, prompts: Sequence[NDArray[np.int32]], config: GenerationConfig, n: int, form: str, **manner: Any
 ) -> list[Text]:
     """Prepare n sequences for each prompt; seeds as in Runtime.repeated. Raises ApiError.
 
     Args:
         form: the request member that constrains the output.
+        **manner: further arguments of Runtime.sequence.
     """
     try:
         # The prediction is tokenized once, not once for each sequence.
         config = replace(config, prediction=tuple(engine.runtime.prediction(config.prediction)))
-        return list(engine.runtime.repeated([engine.runtime.sequence(prompt, config) for prompt in prompts], n))
+        sequences = [engine.runtime.sequence(prompt, config, **manner) for prompt in prompts]
+        return list(engine.runtime.repeated(sequences, n))
     except (GrammarError, ModuleNotFoundError) as error:
         raise ApiError(400, str(error), param=form) from None
     except ValueError as error:

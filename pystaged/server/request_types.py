@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from pystaged.options import SAMPLING, Option
 
 MOST_TEXTS = 128  # most sequences of a request
+MOST_TOOLS = 512
 _MOST_BIASES = 1024
 _LONGEST_GRAMMAR = 1 << 17  # characters
 
@@ -153,19 +154,30 @@ class ChatMessage(Open):
     tool_call_id: str | None = None
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
 class Function(Open):
     """A function that the model may call; its parameters are a JSON schema."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
 class Tool(BaseModel):
-    """A tool; only functions are supported."""
+    """A tool; those that are no functions are skipped."""
 
-    type: Literal["function"]
-    function: Function
+    type: str
+    function: Function | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Tool:
+        if self.type == "function" and self.function is None:
+            raise ValueError("a tool of type function needs function")
+        if self.type != "function":
+            self.function = None
+        return self
 
 
 class ChosenFunction(BaseModel):
@@ -203,7 +215,16 @@ class Prediction(BaseModel):
     content: str | Parts
 
 
-class ChatRequest(TextRequest):
+class TurnRequest(TextRequest):
+    """What the requests for answers of all interfaces share."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_budget_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    reasoning_format: str | None = None
+
+
+class ChatRequest(TurnRequest):
     """A request to /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -211,11 +232,10 @@ class ChatRequest(TextRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class TokenizeRequest(ModelRequest):

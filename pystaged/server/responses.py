@@ -1,20 +1,24 @@
-"""/v1/responses: OpenAI's newer interface, text only; nothing is stored."""
+"""/v1/responses: OpenAI's newer interface, for models that read text; nothing is stored."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from pystaged.result import GenerationResult, Piece
+from pystaged.chat.turn import Block
+from pystaged.result import GenerationResult
 from pystaged.server import chats
-from pystaged.server.answer import EventAnswer, ended
+from pystaged.server.answer import ended
 from pystaged.server.answer_types import PromptDetails, Timings
+from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.figures import usage
 from pystaged.server.options import chat_request, refuse
-from pystaged.server.request_types import Open, Part, TextRequest, joined
+from pystaged.server.request_types import MOST_TOOLS, ChatRequest, Open, Part, Parts, ToolName, TurnRequest, joined
 from pystaged.server.state import State
+from pystaged.server.turn_answer import EventAnswer, read_arguments
 
 # Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -23,28 +27,29 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "background": (False,),
     "prompt": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "reasoning": ({}, {"effort": None}, {"effort": "none"}),
-    "include": ([],),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
+}
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+# The arguments of a tool that takes text in place of JSON.
+_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The whole input, as it is."}},
+    "required": ["input"],
+    "additionalProperties": False,
 }
 
 
-class InputPart(Part):
-    """A part of a message."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
 class InputItem(Open):
-    """A message."""
+    """A message, reasoning, a call or its result; those that the model need not see are skipped."""
 
-    type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[InputPart], Field(max_length=4096, fail_fast=True)]
+    type: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | Parts | None = None
+    summary: Parts | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    input: str = ""
+    output: str | Parts = ""
 
 
 class TextFormat(Open):
@@ -60,17 +65,45 @@ class TextConfig(Open):
     format: TextFormat | None = None
 
 
-class ResponseRequest(TextRequest):
+class ResponseTool(Open):
+    """A tool: a function, or a custom tool, which takes text; others are skipped."""
+
+    type: str
+    name: ToolName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
+
+
+class ResponseToolChoice(Open):
+    """The tool that must be called, or the tools that may be."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[ResponseTool] = []  # noqa: RUF012  pydantic copies it
+
+
+class ReasoningConfig(Open):
+    """Whether the model is to reason."""
+
+    effort: str | None = None
+
+
+class ResponseRequest(TurnRequest):
     """A request to /v1/responses."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4096, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     text: TextConfig | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    reasoning: ReasoningConfig | None = None
 
 
 class OutputDetails(TypedDict):
-    """Reasoning tokens of an answer: always 0."""
+    """Reasoning tokens of an answer."""
 
     reasoning_tokens: int
 
@@ -83,25 +116,6 @@ class ResponseUsage(TypedDict):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
-
-
-class OutputText(TypedDict):
-    """The text of an answer."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]
-    logprobs: list[Any]
-
-
-class OutputMessage(TypedDict):
-    """An answer."""
-
-    type: Literal["message"]
-    id: str
-    role: Literal["assistant"]
-    status: Literal["in_progress", "completed", "incomplete"]
-    content: list[OutputText]
 
 
 class Response(TypedDict):
@@ -117,13 +131,14 @@ class Response(TypedDict):
     max_output_tokens: int | None
     metadata: dict[str, Any]
     model: str
-    output: list[OutputMessage]
+    output: list[dict[str, Any]]
     parallel_tool_calls: bool
     previous_response_id: None
+    reasoning: dict[str, str | None]
     store: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["none"]
+    tool_choice: Any
     tools: list[Any]
     top_p: float
     truncation: Literal["disabled"]
@@ -134,18 +149,99 @@ class Response(TypedDict):
 
 def begin(state: State, request: ResponseRequest) -> ResponseAnswer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
+    return ResponseAnswer(state, request, chats.turns(state, _chat(request), "input"))
+
+
+def _chat(request: ResponseRequest) -> ChatRequest:
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
-    messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
-    for item in items:
-        role = "system" if item.role == "developer" else item.role
-        messages.append({"role": role, "content": joined(item.content)})
-    more: dict[str, Any] = {"max_completion_tokens": request.max_output_tokens}
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        messages.append({"role": "user", "content": request.input})
+    else:
+        for item in request.input:
+            _add(messages, item)
+    for message in messages:
+        if message["content"] is None and not message.get("tool_calls"):
+            message["content"] = ""
+    if not messages:
+        raise ApiError(400, "input has no message", param="input")
     form = request.text.format if request.text else None
-    if form is not None:
-        more["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
-    sequences, seed = chats.texts(state, chat_request(request, messages, **more), "input")
-    return ResponseAnswer(state, request, sequences, seed)
+    tools, choice = _tools(request)
+    return chat_request(
+        request,
+        messages,
+        max_completion_tokens=request.max_output_tokens,
+        response_format={"type": form.type, "json_schema": {"schema": form.schema_}} if form else None,
+        tools=tools,
+        tool_choice=choice,
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+    )
+
+
+def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
+    """Add an item; those of one answer become one message."""
+    if item.type in ("function_call_output", "custom_tool_call_output"):
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+    elif item.type in ("function_call", "custom_tool_call"):
+        arguments = item.arguments if item.type == "function_call" else json.dumps({"input": item.input})
+        function = {"name": item.name, "arguments": arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        _assistant(messages, "content", "reasoning_content", "tool_calls").setdefault("tool_calls", []).append(call)
+    elif item.type == "reasoning":
+        _assistant(messages)["reasoning_content"] = _text(item.content or item.summary or "")
+    elif item.type == "item_reference":
+        raise unsupported("input", "nothing is stored here: send the item that item_reference stands for")
+    elif item.type in (None, "message"):
+        if item.role is None or item.content is None:
+            raise ApiError(400, "input: a message needs role and content", param="input")
+        if item.role == "assistant":
+            _assistant(messages, "reasoning_content")["content"] = _text(item.content)
+        else:
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": _text(item.content)})
+
+
+def _assistant(messages: list[dict[str, Any]], *may_have: str) -> dict[str, Any]:
+    """The assistant's message that goes on, a new one if it has what must come after a new part."""
+    last = messages[-1] if messages else {}
+    had = {name for name in ("content", "reasoning_content", "tool_calls") if last.get(name)}
+    if last.get("role") != "assistant" or not had <= set(may_have):
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _text(content: str | list[Part]) -> str:
+    for part in [] if isinstance(content, str) else content:
+        if part.type not in _TEXTS:
+            raise unsupported("input", f"content of type {part.type} is not supported: the model reads text only")
+    return joined(content)
+
+
+def _tools(request: ResponseRequest) -> tuple[list[dict[str, Any]] | None, Any]:
+    """The tools and the choice as in /v1/chat/completions."""
+    tools, choice = [tool for tool in request.tools or [] if tool.type in ("function", "custom")], request.tool_choice
+    if any(tool.name is None for tool in tools):
+        raise ApiError(400, "tools: a tool needs a name", param="tools")
+    if isinstance(choice, ResponseToolChoice):
+        if choice.type == "allowed_tools":
+            names = {tool.name for tool in choice.tools}
+            tools, choice = [tool for tool in tools if tool.name in names], choice.mode
+        elif choice.type in ("function", "custom"):
+            return list(map(_function, tools)), {"type": "function", "function": {"name": choice.name or ""}}
+        else:
+            raise unsupported("tool_choice", f"tool_choice of type {choice.type} is not supported")
+    return list(map(_function, tools)), choice if tools else None
+
+
+def _function(tool: ResponseTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    if tool.type == "custom":
+        definition = (tool.format or {}).get("definition")
+        of_input = f"\n\nThe input follows this grammar:\n{definition}" if definition else ""
+        function |= {"description": f"{tool.description or ''}{of_input}", "parameters": _INPUT}
+    return {"type": "function", "function": function}
 
 
 class ResponseAnswer(EventAnswer):
@@ -154,55 +250,95 @@ class ResponseAnswer(EventAnswer):
     described = Response
     request: ResponseRequest
     prefix = "resp"
-    _sent = 0
+    _num_sent = 0
+    _input = ""  # what has been sent of a custom tool's input
+
+    def __init__(self, state: State, request: ResponseRequest, turns: chats.Turns) -> None:
+        super().__init__(state, request, turns.sequences, turns.seed, turns.manner)
+        self._custom = {tool.name for tool in request.tools or [] if tool.type == "custom"}
 
     def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
         return choices[0] | {"timings": figures["timings"], "seed": figures["seed"]}
 
     def framed(self, part: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-        self._sent += 1
-        return part | {"sequence_number": self._sent - 1} | figures
+        self._num_sent += 1
+        return part | {"sequence_number": self._num_sent - 1} | figures
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        del i
+        self.read(i, result)
         return {**self._response(result)}
 
     def first_parts(self, i: int) -> list[dict[str, Any]]:
         del i
-        response, item = self._response(None), self._message("in_progress", None)
-        return [
-            {"type": "response.created", "response": response},
-            {"type": "response.in_progress", "response": response},
-            {"type": "response.output_item.added", "output_index": 0, "item": item},
-            self._of_content("content_part.added", part=_text("")),
-        ]
+        response = self._response(None)
+        return [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
 
-    def part(self, i: int, piece: Piece) -> dict[str, Any] | None:
+    def opened(self, i: int, block: Block) -> list[dict[str, Any]]:
         del i
-        return self._of_content("output_text.delta", delta=piece.text, logprobs=[]) if piece.text else None
+        self._input = ""
+        item = self._item(Block(block.kind, block.index, name=block.name), "in_progress")
+        if block.kind != "call":
+            item["content"] = []
+        added = {"type": "response.output_item.added", "output_index": block.index, "item": item}
+        if block.kind == "call":
+            return [added]
+        return [added, self._of(block, "content_part.added", part=_part(Block(block.kind, block.index)))]
 
-    def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+    def more(self, i: int, block: Block, text: str) -> list[dict[str, Any]]:
         del i
-        response = self._response(result)
+        if block.kind == "text":
+            return [self._of(block, "output_text.delta", delta=text, logprobs=[])]
+        if block.kind == "reasoning":
+            return [self._of(block, "reasoning_text.delta", delta=text)]
+        if block.name not in self._custom:
+            return [self._of(block, "function_call_arguments.delta", delta=text)]
+        written = _input_of(block)
+        new = written[len(self._input) :]
+        self._input = written
+        return [self._of(block, "custom_tool_call_input.delta", delta=new)] if new else []
+
+    def closed(self, i: int, block: Block, result: GenerationResult | None) -> list[dict[str, Any]]:
+        del i
+        item = self._item(block, "incomplete" if result and result.finish_reason != "stop" else "completed")
+        if block.kind == "text":
+            done = [self._of(block, "output_text.done", text=block.text, logprobs=[])]
+        elif block.kind == "reasoning":
+            done = [self._of(block, "reasoning_text.done", text=block.text)]
+        elif block.name in self._custom:
+            done = [self._of(block, "custom_tool_call_input.done", input=item["input"])]
+        else:
+            done = [self._of(block, "function_call_arguments.done", arguments=block.text)]
+        if block.kind != "call":
+            done.append(self._of(block, "content_part.done", part=_part(block)))
+        return [*done, {"type": "response.output_item.done", "output_index": block.index, "item": item}]
+
+    def ending(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        empty, response = Block("text", 0), self._response(result)
         return [
-            self._of_content("output_text.done", text=result.text, logprobs=[]),
-            self._of_content("content_part.done", part=_text(result.text)),
-            {"type": "response.output_item.done", "output_index": 0, "item": response["output"][0]},
+            *([] if self.readers[i].blocks else [*self.opened(i, empty), *self.closed(i, empty, result)]),
             {"type": f"response.{response['status']}", "response": response},
         ]
 
-    def _of_content(self, name: str, **more: Any) -> dict[str, Any]:
-        place = {"item_id": f"msg_{self.key}", "output_index": 0, "content_index": 0}
-        return {"type": f"response.{name}", **place, **more}
+    def _of(self, block: Block, name: str, **more: Any) -> dict[str, Any]:
+        """An event of a block."""
+        place = {"item_id": self._id(block), "output_index": block.index}
+        return {"type": f"response.{name}", **place, **({} if block.kind == "call" else {"content_index": 0}), **more}
 
-    def _message(self, status: Literal["in_progress", "completed", "incomplete"], text: str | None) -> OutputMessage:
-        return {
-            "type": "message",
-            "id": f"msg_{self.key}",
-            "role": "assistant",
-            "status": status,
-            "content": [] if text is None else [_text(text)],
-        }
+    def _id(self, block: Block) -> str:
+        prefix = {"text": "msg", "reasoning": "rs", "call": "ctc" if block.name in self._custom else "fc"}[block.kind]
+        return f"{prefix}_{self.key}{block.index}"
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        """A block as an item of the output."""
+        shared = {"id": self._id(block), "status": status}
+        if block.kind == "text":
+            return {"type": "message", **shared, "role": "assistant", "content": [_part(block)]}
+        if block.kind == "reasoning":
+            return {"type": "reasoning", **shared, "summary": [], "content": [_part(block)]}
+        called = shared | {"call_id": self.call_id("call", 0, block), "name": block.name}
+        if block.name in self._custom:
+            return {"type": "custom_tool_call", **called, "input": _input_of(block)}
+        return {"type": "function_call", **called, "arguments": block.text}
 
     def _response(self, result: GenerationResult | None) -> Response:
         """The response object; None before anything has been generated."""
@@ -210,6 +346,11 @@ class ResponseAnswer(EventAnswer):
         status: Any = "in_progress" if result is None else "incomplete" if is_cut else "completed"
         request, sampling = self.request, self.sequences[0].config.sampling
         form = request.text.format if request.text else None
+        blocks = [] if result is None else self.readers[0].blocks or [Block("text", 0)]
+        output = [self._item(block, "completed") for block in blocks]
+        if output:
+            output[-1]["status"] = status
+        choice = request.tool_choice or "auto"
         return {
             "id": f"resp_{self.key}",
             "object": "response",
@@ -221,17 +362,28 @@ class ResponseAnswer(EventAnswer):
             "max_output_tokens": request.max_output_tokens,
             "metadata": (request.model_extra or {}).get("metadata") or {},
             "model": self.state.settings.name,
-            "output": [] if result is None else [self._message(status, result.text)],
-            "parallel_tool_calls": False,
+            "output": output,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": form.model_dump(exclude_none=True, by_alias=True) if form else {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True),
+            "tools": [tool.model_dump(exclude_unset=True) for tool in request.tools or []],
             "top_p": sampling.top_p,
             "truncation": "disabled",
-            "usage": _usage(result) if result is not None else None,
+            "usage": self._tokens(result) if result is not None else None,
+        }
+
+    def _tokens(self, result: GenerationResult) -> ResponseUsage:
+        found = usage([result.stats], 1)
+        return {
+            "input_tokens": found["prompt_tokens"],
+            "input_tokens_details": found["prompt_tokens_details"],
+            "output_tokens": found["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens()},
+            "total_tokens": found["total_tokens"],
         }
 
 
@@ -241,16 +393,13 @@ def _incomplete(result: GenerationResult) -> dict[str, str]:
     return found | {"stop_reason": ended(result)["stop_reason"]} if result.finish_reason == "loop" else found
 
 
-def _text(text: str) -> OutputText:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(block: Block) -> dict[str, Any]:
+    """The content of a block of text or reasoning."""
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
-def _usage(result: GenerationResult) -> ResponseUsage:
-    found = usage([result.stats], 1)
-    return {
-        "input_tokens": found["prompt_tokens"],
-        "input_tokens_details": found["prompt_tokens_details"],
-        "output_tokens": found["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": found["total_tokens"],
-    }
+def _input_of(block: Block) -> str:
+    """The input of a custom tool, as far as it was written."""
+    return str(read_arguments(block.text).get("input", ""))

@@ -15,17 +15,21 @@ STALL = 60.0  # longest time, in seconds, to send a request, or without reading 
 class Settings:
     """Settings of a server.
 
-    name: the model's name for clients. strict: requests must give that name. defaults: TextOptions that requests may
-    override; max_tokens is also a limit. api_keys: keys of which a request needs one; empty for no check.
-    allowed_hosts: host names to accept, besides localhost and addresses. cors_origins: sites whose pages may use the
-    server, "*" for all. parallel: most sequences in progress; queue: most sequences waiting. max_body: most bytes of a
-    request. timeout, queue_timeout: longest time of a request, in all and in the queue, in seconds. metrics_prefix: of
-    the names in /metrics. log: called with a line for each request, or None.
+    name: the model's name for clients. strict: requests must give that name. defaults: TextOptions that requests
+    may override; max_tokens is also a limit. think: whether models that can reason do so, None for what their
+    templates prefer; reasoning_budget: most tokens of it, None for no limit; requests may override both. api_keys:
+    keys of which a request needs one; empty for no check. allowed_hosts: host names to accept, besides localhost
+    and addresses. cors_origins: sites whose pages may use the server, "*" for all. parallel: most sequences in
+    progress; queue: most sequences waiting. max_body: most bytes of a request. timeout, queue_timeout: longest time
+    of a request, in all and in the queue, in seconds. metrics_prefix: of the names in /metrics. log: called with a
+    line for each request, or None.
     """
 
     name: str
     strict: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
+    think: bool | None = None
+    reasoning_budget: int | None = None
     api_keys: Sequence[str] = ()
     allowed_hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()

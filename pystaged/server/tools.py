@@ -1,20 +1,23 @@
-"""Tools in the Hermes form: their description in the prompt, the grammar of calls, and parsing of calls."""
+"""Tools and reasoning of chat requests: what the model is told of them, and how its answer is limited and read."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+from pystaged.chat.calls import HERMES
 from pystaged.chat.format import ChatFormat
-from pystaged.chat.tools import split_tool_calls
-from pystaged.server.answer_types import Call
+from pystaged.chat.turn import Dialect, TurnReader
 from pystaged.server.errors import ApiError
 from pystaged.server.request_types import ChatRequest, Tool, ToolChoice
+from pystaged.text import encode_continuation
+from pystaged.thinking import Reasoning
 
-_BEGIN = "<tool_call>"
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
 # The words of Qwen's templates, for templates that do not support tools.
 _SYSTEM = """# Tools
 
@@ -29,45 +32,127 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
+_THINKS = ("enable_thinking", "thinking")  # names of the variable by which templates switch reasoning on or off
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How an answer is written and read.
+
+    dialect: the model's. splits: whether reasoning is apart. is_open: whether the prompt ends inside of reasoning.
+    schemas: of the arguments of the tools on offer; None for no tools.
+    """
+
+    dialect: Dialect
+    splits: bool
+    is_open: bool
+    schemas: Mapping[str, Mapping[str, Any]] | None
+
+    @property
+    def spelled(self) -> frozenset[int]:
+        """The control tokens that the reader needs."""
+        thinking = self.dialect.thinking if self.splits else None
+        marks = (*(self.dialect.form.marks if self.schemas is not None else ()), *(thinking.marks if thinking else ()))
+        return frozenset(self.dialect.controls[mark] for mark in marks if mark in self.dialect.controls)
+
+    def reader(self) -> TurnReader:
+        """Reads one answer."""
+        thinking = self.dialect.thinking if self.splits else None
+        form = self.dialect.form if self.schemas is not None else None
+        return TurnReader(thinking, self.is_open, form, self.schemas or {})
 
 
 def offered(request: ChatRequest) -> list[Tool]:
-    """The tools that the model may call. Raises ApiError for an invalid tool_choice."""
-    tools = [] if request.tool_choice == "none" else request.tools or []
+    """The tools that the model may call; those that are no functions are left out. Raises ApiError for an invalid
+    tool_choice."""
+    tools = [] if request.tool_choice == "none" else [tool for tool in request.tools or [] if tool.function is not None]
     if request.tool_choice not in (None, "none", "auto") and not tools:
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
     if isinstance(request.tool_choice, ToolChoice):
         name = request.tool_choice.function.name
-        tools = [tool for tool in tools if tool.function.name == name]
+        tools = [tool for tool in tools if tool.function and tool.function.name == name]
         if not tools:
             raise ApiError(400, f"tool_choice names {name!r}, which is not one of the tools", param="tool_choice")
     return tools
 
 
-def told(request: ChatRequest) -> list[dict[str, Any]]:
+def schemas_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]] | None:
+    """The schemas of the tools' arguments; None for no tools."""
+    return {tool.function.name: tool.function.parameters or {} for tool in tools if tool.function} or None
+
+
+def told(request: ChatRequest, dialect: Dialect) -> list[dict[str, Any]]:
     """Messages for templates: call arguments are parsed, and clients' "tokens", which could be forged, are dropped."""
     messages = [message.model_dump(exclude_none=True, exclude={"tokens"}) for message in request.messages]
-    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
-        with suppress(ValueError, RecursionError):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+    for message in messages:
+        if isinstance(message.get("reasoning"), str):  # the name in newer clients
+            message.setdefault("reasoning_content", message["reasoning"])
+        for function in (call["function"] for call in message.get("tool_calls", ())):
+            with suppress(ValueError, RecursionError):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+    if dialect.form.between is None:
+        messages = _one_by_one(messages)
+    if dialect.form.begins == ("[TOOL_CALLS]",):
+        for call in (call for message in messages for call in [message, *message.get("tool_calls", ())]):
+            for name in {"id", "tool_call_id"} & call.keys():
+                call[name] = _nine(str(call[name]))
     return messages
 
 
-def grammar(request: ChatRequest, tools: Sequence[Tool]) -> str | None:
-    """The grammar of an answer that must be a call; None if it need not be one."""
-    if request.tool_choice in (None, "none", "auto"):
+def _one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with one call each, followed by its result, for templates that allow no more."""
+    results = {each["tool_call_id"]: each for each in messages if "tool_call_id" in each}
+    found: list[dict[str, Any]] = []
+    moved: list[int] = []
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        for i, call in enumerate(calls):
+            found.append((message if i == 0 else {"role": message["role"]}) | {"tool_calls": [call]})
+            if (result := results.pop(call.get("id"), None)) is not None:
+                found.append(result)
+                moved.append(id(result))
+        if not calls and id(message) not in moved:
+            found.append(message)
+    return found
+
+
+def _nine(key: str) -> str:
+    """An id of nine letters and digits, as Mistral's templates want it."""
+    return key if re.fullmatch("[a-zA-Z0-9]{9}", key) else hashlib.sha256(key.encode()).hexdigest()[:9]
+
+
+def template_options(request: ChatRequest, chat_format: ChatFormat, think: bool | None, tools: bool) -> dict[str, Any]:
+    """The variables for a template: the request's own, and those for reasoning that the template knows."""
+    effort, known = request.reasoning_effort, _variables(chat_format, tools)
+    found: dict[str, Any] = {name: think for name in _THINKS if think is not None and name in known}
+    if effort not in (None, "none") and "reasoning_effort" in known:
+        found["reasoning_effort"] = effort
+    return found | (request.chat_template_kwargs or {})
+
+
+def thinks_by_template(chat_format: ChatFormat, tools: bool) -> bool:
+    """Whether a variable of the template switches reasoning on or off."""
+    return not _variables(chat_format, tools).isdisjoint(_THINKS)
+
+
+def _variables(chat_format: ChatFormat, tools: bool) -> set[str]:
+    return chat_format.variables("tool_use" if tools and "tool_use" in chat_format.names else "default")
+
+
+def reasoning(
+    request: ChatRequest, manner: Manner, limit: int | None, tokenizer: Any, has_grammar: bool
+) -> Reasoning | None:
+    """How the answer reasons, if that needs a limit, or a grammar waits for its end.
+
+    Args:
+        limit: most tokens of reasoning if the request does not say, None for no limit.
+    """
+    thinking, asked = manner.dialect.thinking, request.reasoning_budget_tokens
+    budget = limit if asked is None else asked if asked >= 0 else None
+    if thinking is None or (budget is None and not (has_grammar and manner.is_open)):
         return None
-    rules, names = [], []
-    for i, tool in enumerate(tools):
-        schema = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
-        head = json.dumps(f'<tool_call>\n{{"name": {json.dumps(tool.function.name)}, "arguments": ')
-        tail = json.dumps("}\n</tool_call>")
-        schema = schema | {"x-guidance": _STYLE}
-        rules.append(f"call_{i}: {head} arguments_{i} {tail}\narguments_{i}: %json {json.dumps(schema)}\n")
-        names.append(f"call_{i}")
-    several = request.tool_choice == "required" and request.parallel_tool_calls is not False
-    more = ' ("\\n" call)*' if several else ""
-    return "".join([f"start: call{more}\n", f"call: {' | '.join(names)}\n", *rules])
+    closing = encode_continuation(tokenizer, thinking.closing).tolist()
+    return Reasoning(thinking.begin.encode(), thinking.end.encode(), tuple(closing), manner.is_open, budget)
 
 
 def messages_with(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -79,7 +164,7 @@ def messages_with(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, 
         if message["role"] == "tool":
             found.append({"role": "user", "content": f"<tool_response>\n{_text(content)}\n</tool_response>"})
             continue
-        calls = [_spelled(call) for call in message.get("tool_calls") or []]
+        calls = [_spelled(call["function"]) for call in message.get("tool_calls") or []]
         if calls:
             content = "\n".join([*([_text(content)] if content else []), *calls])
         found.append({key: value for key, value in message.items() if key != "tool_calls"} | {"content": content})
@@ -102,50 +187,9 @@ def knows_tools(chat_format: ChatFormat) -> bool:
     return "tool_use" in chat_format.names or "tools" in chat_format.variables()
 
 
-class CallReader:
-    """Splits an answer into text and calls while it is generated.
-
-    Text is passed on at once, except white space that a call may follow; from the first call on, everything is
-    kept until the end.
-
-    Args:
-        key: part of the calls' ids.
-        reads: whether to look for calls at all.
-    """
-
-    def __init__(self, key: str, reads: bool) -> None:
-        self._key, self._reads = key, reads
-        self._held = ""
-
-    def push(self, text: str) -> str:
-        """Add to the answer; returns what is certainly text."""
-        if not self._reads:
-            return text
-        self._held += text
-        begin = self._held.find(_BEGIN)
-        if begin < 0:
-            begin = max(len(self._held) - len(_BEGIN) + 1, 0)
-            while not _BEGIN.startswith(self._held[begin:]):
-                begin += 1
-        words = self._held[:begin].rstrip()
-        self._held = self._held[len(words) :]
-        return words
-
-    def finish(self) -> tuple[str, list[Call]]:
-        """The remaining text, and the calls."""
-        words, found = split_tool_calls(self._held)
-        self._held = ""
-        calls: list[Call] = []
-        for i, call in enumerate(found):
-            function = call["function"]
-            calls.append({"id": f"call_{self._key}_{i}", "type": "function", "function": function})
-        return words, calls
-
-
-def _spelled(call: dict[str, Any]) -> str:
-    function = call["function"]
-    written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-    return f"<tool_call>\n{written}\n</tool_call>"
+def _spelled(function: dict[str, Any]) -> str:
+    head = HERMES.head.format(quoted=json.dumps(function["name"], ensure_ascii=False))
+    return f"{head}{json.dumps(function['arguments'], ensure_ascii=False)}{HERMES.tail.format()}"
 
 
 def _text(content: Any) -> str:

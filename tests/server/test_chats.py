@@ -185,9 +185,13 @@ def test_a_call_that_must_be(request: pytest.FixtureRequest, choice: Any, has_te
     assert call["function"]["name"] == "weather"
     assert arguments(call)["place"] in ("Rome", "Oslo")
     events = server.events(PATH, {"messages": MESSAGES, "max_tokens": 200, "temperature": 0} | options)
-    (part,) = [each["choices"][0]["delta"] for each in events if "tool_calls" in each["choices"][0]["delta"]]
-    assert part["tool_calls"][0]["function"] == call["function"]
-    assert part["tool_calls"][0]["index"] == 0
+    first, *more = (
+        each["choices"][0]["delta"]["tool_calls"][0] for each in events if "tool_calls" in each["choices"][0]["delta"]
+    )
+    assert (first["index"], first["type"], first["function"]) == (0, "function", {"name": "weather", "arguments": ""})
+    assert len(more) > 1
+    assert all(each.keys() == {"index", "function"} for each in more)
+    assert "".join(each["function"]["arguments"] for each in more) == call["function"]["arguments"]
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
@@ -197,6 +201,9 @@ def test_which_tools_there_are(server: Server) -> None:
     (call,) = body["choices"][0]["message"]["tool_calls"]
     assert (call["function"]["name"], arguments(call)) == ("clock", {})
     assert content(chat(server, tools=[WEATHER], tool_choice="none")) == content(chat(server))
+    assert content(chat(server, tools=[{"type": "retrieval"}, {"type": "custom", "custom": {}}])) == content(
+        chat(server)
+    )
     assert content(chat(server, tools=[WEATHER])) != content(chat(server))  # the model has read of them
 
 
@@ -255,7 +262,9 @@ def test_what_messages_spell_is_no_control_token(server: Server, engine: Engine)
         ({"response_format": {"type": "sound"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_object", "schema": {"type": "hiccup"}}}, "response_format"),
-        ({"tools": [{"type": "retrieval"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "retrieval"}], "tool_choice": "required"}, "tool_choice"),
+        ({"reasoning_budget_tokens": -2}, "reasoning_budget_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "required", "grammar": 'root ::= "a"'}, "tool_choice"),

@@ -313,7 +313,7 @@ def test_a_failure_in_the_middle_is_an_event(
                 raise error
             return {"index": 0, "text": "x", "logprobs": None, "finish_reason": None}
 
-        monkeypatch.setattr("pystaged.server.completions.CompletionAnswer.part", fail)
+        monkeypatch.setattr("pystaged.server.completions.CompletionAnswer.parts", fail)
         data = server.send("POST", PATH, body(2, stream=True, temperature=0)).read().decode()
         last = data.rstrip().split("\n\n")[-1]
         assert words in json.loads(last.removeprefix("data: "))["error"]["message"]

@@ -85,10 +85,16 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
         client.messages.create(messages=[{"role": "user", "content": "a" * 999}], **GREEDY)
     body: Any = found.value.body
     assert (body["type"], body["error"]["code"]) == ("error", "context_length_exceeded")
+    assert "prompt is too long: " in body["error"]["message"]
     tool: Any = {"name": "f", "input_schema": {"type": "object"}}
-    for name, value in (("tools", [tool]), ("thinking", {"type": "enabled", "budget_tokens": 1024})):
+    for options in (
+        {"tools": [tool | {"name": "a b"}]},
+        {"tools": [tool], "tool_choice": {"type": "tool", "name": "g"}},
+        {"extra_body": {"mcp_servers": [{"name": "x"}]}},
+    ):
+        name = "mcp_servers" if "extra_body" in options else [*options][-1]
         with pytest.raises(anthropic.BadRequestError, match=name):
-            client.messages.create(messages=MESSAGES, **{name: value}, **GREEDY)
+            client.messages.create(messages=MESSAGES, **GREEDY | options)
     for turns in ([], [*MESSAGES, {"role": "assistant", "content": "I"}], [{"role": "system", "content": "a"}]):
         with pytest.raises(anthropic.BadRequestError, match="messages"):
             client.messages.create(messages=turns, **GREEDY)
@@ -101,7 +107,7 @@ def test_a_failure_in_the_middle(client: anthropic.Anthropic, monkeypatch: pytes
     def fail(*_: object) -> Any:
         raise GrammarError("it broke")
 
-    monkeypatch.setattr("pystaged.server.messages.MessageAnswer.part", fail)
+    monkeypatch.setattr("pystaged.server.messages.MessageAnswer.parts", fail)
     with (
         client.messages.stream(messages=MESSAGES, **GREEDY) as stream,
         pytest.raises(anthropic.APIError, match="broke"),

@@ -78,15 +78,16 @@ def test_a_form(client: openai.OpenAI) -> None:
     ("name", "value"),
     [
         ("previous_response_id", "resp_1"),
-        ("tools", [{"type": "web_search"}]),
-        ("reasoning", {"effort": "high"}),
         ("background", True),
-        ("include", ["message.output_text.logprobs"]),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", {"type": "web_search"}),
+        ("tool_choice", {"type": "function", "name": "f"}),
+        ("input", [{"type": "item_reference", "id": "msg_1"}]),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(client: openai.OpenAI, name: str, value: object) -> None:
     with pytest.raises(openai.BadRequestError) as found:
-        client.responses.create(input="a", **{name: value}, **GREEDY)
+        client.responses.create(**{"input": "a", name: value}, **GREEDY)
     assert found.value.param == name
 
 

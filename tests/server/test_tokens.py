@@ -70,7 +70,7 @@ def test_what_no_tokenizer_counts_is_no_fault_of_the_servers(server: Server, mon
     def fail(*_: object) -> None:
         raise ValueError("the text has 1100000 bytes in a row")
 
-    monkeypatch.setattr("pystaged.server.chats.prompt_of", fail)
+    monkeypatch.setattr("pystaged.server.chats.count", fail)
     body = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
     status, found = server.ask("/v1/messages/count_tokens", body)
     assert (status, found["error"]["message"]) == (400, "the text has 1100000 bytes in a row")

@@ -1,0 +1,144 @@
+"""The grammar of an answer that must consist of calls, in llguidance's form of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pystaged.chat.calls import Schemas, is_text
+from pystaged.chat.turn import Dialect
+
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_FREE = "/(?s:.*)/"
+# Values in Gemma's form for which there is no schema of a simple type.
+_GEMMA = """value: object | array | text | NUMBER | "true" | "false" | "null"
+object: "{{" (KEY ":" value ("," KEY ":" value)*)? "}}"
+array: "[" (value ("," value)*)? "]"
+text: {text}
+KEY: /[A-Za-z_][A-Za-z0-9_-]{{0,63}}/
+NUMBER: /-?(0|[1-9][0-9]{{0,18}})(\\.[0-9]{{1,18}})?/
+"""
+
+
+def call_grammar(dialect: Dialect, schemas: Schemas, *, several: bool) -> str:
+    """The grammar of one call, or more, of given tools.
+
+    Args:
+        schemas: of the tools' arguments, by name; None for tools without.
+        several: whether more than one is allowed, where the form can write more.
+    """
+    form, grammar = dialect.form, _Grammar(dialect)
+    more = f" ({grammar.words(form.between)} call)*" if several and form.between is not None else ""
+    calls = []
+    for i, (name, schema) in enumerate(schemas.items()):
+        head = form.head.format(name=name, quoted=json.dumps(name))
+        arguments = _STYLES[form.style](grammar, f"a{i}", schema or _NO_ARGUMENTS)
+        calls.append(f"{grammar.words(head)} {arguments} {grammar.words(form.tail.format())}")
+    start = f"start: {grammar.words(form.opening)} call{more} {grammar.words(form.closing)}\n"
+    return start + f"call: {' | '.join(calls)}\n" + "".join(grammar.rules)
+
+
+class _Grammar:
+    """Rules, and how texts are spelled: marks that are control tokens by their ids."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.rules: list[str] = []
+        self.dialect = dialect
+        self._marks = re.compile("|".join(map(re.escape, dialect.controls)) or "(?!)")
+
+    def words(self, text: str) -> str:
+        """The spelling of a fixed text."""
+        parts, at = [], 0
+        for found in self._marks.finditer(text):
+            parts += [_quoted(text[at : found.start()]), f"<[{self.dialect.controls[found[0]]}]>"]
+            at = found.end()
+        return " ".join([*parts, _quoted(text[at:])]).strip() or '""'
+
+    def rule(self, name: str, body: str, attribute: str = "") -> str:
+        self.rules.append(f"{name}{attribute}: {body}\n")
+        return name
+
+    def json(self, name: str, schema: Any) -> str:
+        return self.rule(name, f"%json {json.dumps(schema | {'x-guidance': _STYLE})}")
+
+    def free(self, name: str, end: str) -> str:
+        """Any text up to an end, and that."""
+        if end in self.dialect.controls:
+            return self.rule(name, f"{_FREE} {self.words(end)}")
+        return self.rule(name, _FREE, f"[suffix={json.dumps(end)}]")
+
+    def texts(self, schema: Any, end: str) -> str:
+        """The strings that a schema lists, each with an end; "" if it lists none."""
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        return " | ".join(self.words(value + end) for value in values)
+
+
+def _json(grammar: _Grammar, name: str, schema: Any) -> str:
+    return grammar.json(name, schema)
+
+
+def _xml(grammar: _Grammar, name: str, schema: Any) -> str:
+    """Arguments as tags, in the order of the schema."""
+    end = "\n</parameter>\n"
+    parts = []
+    for i, (key, each, required) in enumerate(_members(schema)):
+        own = f"{name}_{i}"
+        if is_text(each):
+            value = grammar.texts(each, end)
+            value = f"({value})" if value else grammar.free(own, end)
+        else:
+            value = f"{grammar.json(own, each)} {_quoted(end)}"
+        parts.append(f"({_quoted(f'<parameter={key}>' + chr(10))} {value}){'' if required else '?'}")
+    if not parts and schema is not _NO_ARGUMENTS and schema.get("additionalProperties") is not False:
+        value = grammar.free(f"{name}_any", end)
+        parts.append(f'("<parameter=" /[A-Za-z_][A-Za-z0-9_.-]{0, 63}/ ">\\n" {value})*')
+    return " ".join(parts)
+
+
+def _gemma(grammar: _Grammar, name: str, schema: Any) -> str:
+    """Arguments by bare keys in alphabetical order, as the templates write them."""
+    quote = grammar.dialect.form.quote
+    if not any(rule.startswith("value:") for rule in grammar.rules):
+        text = f"{grammar.words(quote)} {grammar.free('text_end', quote)}"
+        grammar.rules.append(_GEMMA.format(text=text))
+    first = '"{"'
+    members = sorted(_members(schema))
+    if not members and schema is not _NO_ARGUMENTS and schema.get("additionalProperties") is not False:
+        return "object"
+    # tail_i writes the members from i on after another one, head_i as the first ones.
+    heads, tails = grammar.rule(f"{name}_h{len(members)}", '""'), grammar.rule(f"{name}_t{len(members)}", '""')
+    for i, (key, each, required) in reversed(list(enumerate(members))):
+        own = f"{name}_{i}"
+        if is_text(each):
+            listed = grammar.texts(each, quote)
+            value = f"{grammar.words(quote)} ({listed})" if listed else "text"
+        elif each.get("type") in ("integer", "number", "boolean", "null"):
+            value = grammar.json(f"{own}_value", each)
+        else:
+            value = "value"
+        pair = grammar.rule(own, f"{_quoted(key + ':')} {value}")
+        optional = "" if required else "?"
+        heads = grammar.rule(f"{name}_h{i}", f"{pair} {tails}" + ("" if required else f" | {heads}"))
+        tails = grammar.rule(f"{name}_t{i}", f'("," {pair}){optional} {tails}')
+    return f'{first} {heads} "}}"'
+
+
+def _members(schema: Mapping[str, Any]) -> Sequence[tuple[str, Any, bool]]:
+    """Name, schema and necessity of an object's members; the schemas with the definitions that they may refer to."""
+    properties, required = schema.get("properties"), schema.get("required")
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    needed = required if isinstance(required, list) else []
+    found = properties if isinstance(properties, Mapping) else {}
+    return [
+        (key, (dict(each) if isinstance(each, Mapping) else {}) | shared, key in needed) for key, each in found.items()
+    ]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+_STYLES: dict[str, Callable[[_Grammar, str, Any], str]] = {"json": _json, "xml": _xml, "gemma": _gemma}

@@ -1,0 +1,353 @@
+"""The forms in which models call tools, each with a parser that reads calls while they are written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from pystaged.chat.source import Parser, Source
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the arguments of each tool, by name."""
+
+_LONGEST_HEAD = 256  # characters before the arguments of a call; a longer text is no call
+_NAME = r'"([^"\\]{1,128})"'
+_JSON_HEAD = re.compile(
+    r'\s*\[?\s*\{\s*(?:"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*)*"name"\s*:\s*' + _NAME + r"\s*"
+    r'(?:,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)|(?P<no_arguments>\}))'
+)
+_REVERSED = re.compile(r'\s*\{\s*"(?:arguments|parameters)"')
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """A form of calls.
+
+    template: texts that a chat template of this form contains, all of them.
+    begins: marks, one of which begins a call, and end: the mark that ends it, "" for none.
+    at_start: whether an answer that begins with a call in JSON needs no mark.
+    parse: reads a call after its mark; returns False if there is none, with nothing read.
+    opening, head, tail, between, closing: how a grammar spells calls: the text before and after all, before and after
+    a call's arguments, with {name} and {quoted} for the tool's name, and between two calls; None for one call only.
+    style: how the grammar spells arguments. quote: the mark around strings in the "gemma" style.
+    """
+
+    template: tuple[str, ...]
+    begins: tuple[str, ...]
+    parse: Callable[[Source, CallForm, Schemas], Parser[bool]]
+    head: str
+    tail: str
+    end: str = ""
+    at_start: bool = False
+    opening: str = ""
+    between: str | None = ""
+    closing: str = ""
+    style: str = "json"
+    quote: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks, which may be control tokens."""
+        more = ("[ARGS]", "[CALL_ID]") if "[ARGS]" in self.head else ()
+        return tuple(mark for mark in (*self.begins, self.end, self.quote, *more) if mark)
+
+
+def _json_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
+    """Calls as JSON objects, alone or in a list."""
+    is_call = False
+    while True:
+        head = yield from _head(source, _JSON_HEAD, form.end)
+        if head is None:
+            if not (form.end and (yield from _reversed_call(source))):
+                break
+        elif form.at_start and not is_call and head[1] not in schemas:
+            return False  # JSON that is no call
+        else:
+            source.take(head.end())
+            yield "call", head[1]
+            if head["no_arguments"]:
+                yield "arguments", "{}"
+            elif not (yield from _json_object(source)):
+                return True
+            yield "end", ""
+            if not head["no_arguments"] and (yield from _skip(source, form, "}")) != "}":
+                return True
+        is_call = True
+        if not (yield from _another(source)):
+            break
+    if is_call and form.end:
+        yield from _skip(source, form)
+    return is_call
+
+
+def _another(source: Source) -> Parser[bool]:
+    """Whether another JSON object follows in a list."""
+    while True:
+        yield from source.skip_space()
+        if source.text[:1] not in (",", ";", "]") or not source.text:
+            return source.text[:1] == "{"
+        source.take(1)
+
+
+def _reversed_call(source: Source) -> Parser[bool]:
+    """A call that names its tool after the arguments, which is read when it is whole."""
+    yield from ()
+    if not _REVERSED.match(source.text):
+        return False
+    with suppress(ValueError, RecursionError):
+        skipped = len(source.text) - len(source.text.lstrip())
+        call, end = json.JSONDecoder().raw_decode(source.text, skipped)
+        arguments = call.get("arguments", call.get("parameters"))
+        if isinstance(call.get("name"), str) and isinstance(arguments, dict):
+            source.take(end)
+            yield "call", call["name"]
+            yield "arguments", json.dumps(arguments, ensure_ascii=False)
+            yield "end", ""
+            return True
+    return False
+
+
+def _head(source: Source, pattern: re.Pattern[str], end: str) -> Parser[re.Match[str] | None]:
+    """Wait until a pattern matches what comes next; None once it cannot."""
+    while True:
+        found = pattern.match(source.text)
+        if found or (end and end in source.text):
+            return found
+        if len(source.text) > _LONGEST_HEAD and not (end and _REVERSED.match(source.text)):
+            return None
+        if not (yield from source.more()):
+            return None
+
+
+def _json_object(source: Source) -> Parser[bool]:
+    """Pass on a JSON object; returns whether it is whole."""
+    depth, in_string, escaped = 0, False, False
+    while True:
+        for at, character in enumerate(source.text, 1):
+            if in_string:
+                in_string = escaped or character != '"'
+                escaped = character == "\\" and not escaped
+            elif character == '"':
+                in_string = True
+            elif character in "{[":
+                depth += 1
+            elif character in "}]":
+                depth -= 1
+                if depth == 0:
+                    yield "arguments", source.take(at)
+                    return True
+        if source.text:
+            yield "arguments", source.take(len(source.text))
+        if not (yield from source.more()):
+            return False
+
+
+def _skip(source: Source, form: CallForm, *marks: str) -> Parser[str]:
+    """Read up to a mark or the end of a call, or up to the next call, and return the mark."""
+    _, mark = yield from source.collected((*marks, form.end, *form.begins) if form.end else marks)
+    if mark in form.begins:
+        source.text = mark + source.text
+    return mark
+
+
+_MISTRAL_HEAD = re.compile(r"\s*([^\[{\s]{1,128})\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)")
+
+
+def _mistral_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
+    """Mistral's newer form: name[ARGS]{...}."""
+    head = yield from _head(source, _MISTRAL_HEAD, "")
+    if head is None:
+        return (yield from _json_call(source, form, schemas))
+    source.take(head.end())
+    yield "call", head[1]
+    if (yield from _json_object(source)):
+        yield "end", ""
+    return True
+
+
+_XML_HEAD = re.compile(r"\s*<function=([^>\s]{1,128})>")
+_VALUE_ENDS = ("\n</parameter>", "</parameter>")
+
+
+def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
+    """Qwen3-Coder's form: <function=name>, and the text of each argument in <parameter=name>."""
+    head = yield from _head(source, _XML_HEAD, form.end)
+    if head is None:
+        return False
+    source.take(head.end())
+    yield "call", head[1]
+    properties = (schemas.get(head[1]) or {}).get("properties")
+    separator = "{"
+    while (mark := (yield from _skip(source, form, "<parameter=", "</function>"))) == "<parameter=":
+        key, mark = yield from source.collected((">",))
+        if not mark:
+            return True
+        while not source.text and (yield from source.more()):
+            pass
+        source.text = source.text.removeprefix("\n")
+        yield "arguments", f"{separator}{_dumped(key)}: "
+        separator = ", "
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        if is_text(schema):
+            yield "arguments", '"'
+            if not (yield from source.until(_VALUE_ENDS, "arguments", lambda part: _dumped(part)[1:-1])):
+                return True
+            yield "arguments", '"'
+        else:
+            words, mark = yield from source.collected(_VALUE_ENDS)
+            if not mark:
+                return True
+            yield "arguments", _value(words)
+    if not mark:
+        return True
+    yield "arguments", "{}" if separator == "{" else "}"
+    yield "end", ""
+    if mark == "</function>":
+        yield from source.skip_space()
+        if (yield from _starts(source, form.end)):
+            source.take(len(form.end))
+    return True
+
+
+def _starts(source: Source, mark: str) -> Parser[bool]:
+    """Whether a mark comes next."""
+    while len(source.text) < len(mark) and mark.startswith(source.text) and (yield from source.more()):
+        pass
+    return source.text.startswith(mark)
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a schema allows strings alone, which the form without JSON writes as they are."""
+    if not isinstance(schema, Mapping):
+        return False
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and values:
+        return all(isinstance(value, str) for value in values)
+    return schema.get("type") == "string"
+
+
+def _value(words: str) -> str:
+    """JSON of an argument that was written as text; True, False and None are Python's, which templates write."""
+    literal = {"True": "true", "False": "false", "None": "null"}.get(words.strip(), words)
+    with suppress(ValueError, RecursionError):
+        return json.dumps(json.loads(literal, parse_constant=_no_json), ensure_ascii=False, allow_nan=False)
+    return _dumped(words)
+
+
+def is_json(words: str) -> bool:
+    """Whether a text is valid JSON that can be written as UTF-8."""
+    try:
+        json.dumps(json.loads(words, parse_constant=_no_json), ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _no_json(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _dumped(words: str) -> str:
+    return json.dumps(words, ensure_ascii=False)
+
+
+_GEMMA_HEAD = re.compile(r"\s*call:\s*([\w.-]{1,128})\s*(?=\{)")
+_GEMMA_TOKEN = re.compile(r'\s+|[{}\[\],:]|"(?:[^"\\]|\\.)*"|(?P<word>[^\s{}\[\],:"<]+)(?=(?P<is_key>:)|[\s{}\[\],"<])')
+
+
+def _gemma_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
+    """Gemma's form: call:name{key:value,...}, with marks around strings and bare keys."""
+    del schemas
+    head = yield from _head(source, _GEMMA_HEAD, form.end)
+    if head is None:
+        return False
+    source.take(head.end())
+    yield "call", head[1]
+    depth, word = 0, ""
+    while depth or not word:
+        if (yield from _starts(source, form.quote)):
+            source.take(len(form.quote))
+            yield "arguments", '"'
+            if not (yield from source.until((form.quote,), "arguments", lambda part: _dumped(part)[1:-1])):
+                return True
+            yield "arguments", '"'
+            continue
+        found = _GEMMA_TOKEN.match(source.text)
+        if found is None:
+            if not (yield from source.more()):
+                return True
+            continue
+        word = source.take(found.end())
+        depth += (word in ("{", "[")) - (word in ("}", "]"))
+        if found["word"]:
+            word = _dumped(word) if found["is_key"] else _value(word)
+        yield "arguments", word
+    yield "end", ""
+    if (yield from _starts(source, form.end)):
+        source.take(len(form.end))
+    return True
+
+
+HERMES = CallForm(
+    ("<tool_call>",),
+    ("<tool_call>",),
+    _json_call,
+    '<tool_call>\n{{"name": {quoted}, "arguments": ',
+    "}}\n</tool_call>",
+    end="</tool_call>",
+    between="\n",
+)
+_JSON = '{{"name": {quoted}, "arguments": '
+FORMS = (
+    CallForm(
+        ("<function=", "<parameter="),
+        ("<tool_call>", "<function="),
+        _xml_call,
+        "<tool_call>\n<function={name}>\n",
+        "</function>\n</tool_call>",
+        end="</tool_call>",
+        between="\n",
+        style="xml",
+    ),
+    *(
+        CallForm(
+            (begin,),
+            (begin,),
+            _gemma_call,
+            f"{begin}call:{{name}}",
+            end,
+            end=end,
+            style="gemma",
+            quote=quote,
+        )
+        for begin, end, quote in (
+            ("<|tool_call>", "<tool_call|>", '<|"|>'),
+            ("<start_function_call>", "<end_function_call>", "<escape>"),
+        )
+    ),
+    CallForm(("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), _mistral_call, "[TOOL_CALLS]{name}[ARGS]", ""),
+    *(
+        CallForm((begin,), (begin,), _json_call, _JSON, "}}", opening=f"{begin}[", between=", ", closing="]")
+        for begin in ("[TOOL_CALLS]", "<|tool_call|>")  # Mistral's older form, and that of Granite and Phi
+    ),
+    HERMES,
+    CallForm(
+        ('{"name": ', '"parameters": '),
+        ("<|python_tag|>",),
+        _json_call,
+        _JSON.replace("arguments", "parameters"),
+        "}}",
+        at_start=True,
+        between=None,
+    ),
+)
+"""The forms, the most special first."""
+
+
+def form_of(template: str) -> CallForm:
+    """The form that a chat template writes; Hermes' for one without tools."""
+    return next((form for form in FORMS if all(words in template for words in form.template)), HERMES)

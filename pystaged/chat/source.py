@@ -1,0 +1,90 @@
+"""Text that arrives in pieces, read by parsers: generators that yield events, and None where they need more text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Literal, TypeVar
+
+Kind = Literal["text", "reasoning", "call", "arguments", "end"]
+Event = tuple[Kind, str]
+"""A kind with its text: a part of the answer's text or reasoning; the name of a called tool; a part of the call's
+arguments, which are JSON; the end of a call."""
+_T = TypeVar("_T")
+Parser = Generator[Event | None, None, _T]
+
+
+class Source:
+    """The text that has arrived and is not read yet.
+
+    ended: whether no more will arrive. trimmed: the white space that `until` left out last.
+    """
+
+    def __init__(self) -> None:
+        self.text = self.trimmed = ""
+        self.ended = False
+
+    def take(self, count: int) -> str:
+        """Read characters."""
+        taken, self.text = self.text[:count], self.text[count:]
+        return taken
+
+    def more(self) -> Parser[bool]:
+        """Wait for more text; returns whether there may be some."""
+        if self.ended:
+            return False
+        yield None
+        return True
+
+    def skip_space(self) -> Parser[None]:
+        """Read white space."""
+        while True:
+            self.text = self.text.lstrip()
+            if self.text or not (yield from self.more()):
+                return
+
+    def until(
+        self, marks: Sequence[str], kind: Kind, spelled: Callable[[str], str] = str, *, trims: bool = False
+    ) -> Parser[str]:
+        """Pass on the text before the first of some marks, and read that mark; returns it, or "" at the end.
+
+        Args:
+            kind: of the events.
+            spelled: converts each part of the text.
+            trims: leave out white space at the end.
+        """
+        while True:
+            found = min(((at, mark) for mark in marks if (at := self.text.find(mark)) >= 0), default=None)
+            certain = found[0] if found else len(self.text) - self._begun(marks)
+            words = self.take(certain)
+            if trims and (found is not None or not self.ended):
+                kept = words.rstrip()
+                self.trimmed, words = words[len(kept) :], kept
+                self.text = ("" if found else self.trimmed) + self.text
+            if words:
+                yield kind, spelled(words)
+            if found:
+                return self.take(len(found[1]))
+            if not (yield from self.more()):
+                if self.text:
+                    yield kind, spelled(self.take(len(self.text)))
+                return ""
+
+    def collected(self, marks: Sequence[str]) -> Parser[tuple[str, str]]:
+        """Read the text before the first of some marks, and that mark; returns both, with "" for no mark."""
+        words: list[str] = []
+        parser = self.until(marks, "text")
+        while True:
+            try:
+                event = next(parser)
+            except StopIteration as done:
+                return "".join(words), done.value
+            if event is None:
+                yield None
+            else:
+                words.append(event[1])
+
+    def _begun(self, marks: Sequence[str]) -> int:
+        """The number of characters at the end that may begin a mark."""
+        longest = min(len(self.text), max(map(len, marks), default=1) - 1)
+        sizes = range(longest, 0, -1)
+        return next((size for size in sizes if any(mark.startswith(self.text[-size:]) for mark in marks)), 0)

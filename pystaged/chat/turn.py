@@ -1,0 +1,182 @@
+"""Split a model's answer into reasoning, text and calls of tools while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from pystaged._core import Tokenizer
+from pystaged.chat.calls import HERMES, CallForm, Schemas, form_of, is_json
+from pystaged.chat.source import Parser, Source
+
+_ENOUGH = 32  # tokens at a prompt's end that may hold the mark that begins reasoning
+
+
+class Thinking(NamedTuple):
+    """The marks around a model's reasoning."""
+
+    begin: str
+    end: str
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """The marks that may be control tokens."""
+        return self.begin.removesuffix("thought"), self.end
+
+    @property
+    def closing(self) -> str:
+        """What ends reasoning that goes on for too long."""
+        return f"\n{self.end}\n\n" if self.end == "</think>" else self.end
+
+
+_THINKING = (
+    Thinking("<think>", "</think>"),
+    Thinking("[THINK]", "[/THINK]"),
+    Thinking("<|channel>thought", "<channel|>"),
+)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a model writes besides text.
+
+    form: of calls. thinking: marks of reasoning, None for models without. controls: ids of the marks that are control
+    tokens, which are part of an answer only if asked for.
+    """
+
+    form: CallForm
+    thinking: Thinking | None
+    controls: dict[str, int]
+
+    @classmethod
+    def of(cls, template: str, tokenizer: Tokenizer) -> Dialect:
+        """The dialect that a chat template is written in."""
+        form = form_of(template)
+        thinking = next((each for each in _THINKING if each.end in template), None)
+        controls: dict[str, int] = {}
+        for mark in (*form.marks, *(thinking.marks if thinking else ())):
+            tokens = tokenizer.encode(mark, add_special=False).tolist()
+            if len(tokens) == 1 and tokenizer.is_control(tokens[0]):
+                controls[mark] = tokens[0]
+        return cls(form, thinking, controls)
+
+    def is_thinking(self, prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
+        """Whether a prompt ends inside of reasoning."""
+        if self.thinking is None:
+            return False
+        return tokenizer.decode(prompt[-_ENOUGH:], special=True).rstrip().endswith(self.thinking.begin)
+
+
+@dataclass
+class Block:
+    """A part of an answer.
+
+    index: among the answer's blocks. text: of a call its arguments, JSON unless the model wrote something else. name:
+    of the called tool. is_whole: whether a call's arguments came to their end.
+    """
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    text: str = ""
+    name: str = ""
+    is_whole: bool = False
+
+
+class TurnReader:
+    """Splits one answer.
+
+    Text is passed on at once, except what may be the beginning of a mark, and white space before it.
+
+    Args:
+        thinking: marks of reasoning; None to leave it in the text.
+        is_open: whether the answer begins inside of reasoning.
+        form: of calls; None to leave them in the text.
+        schemas: of the tools' arguments.
+    """
+
+    def __init__(
+        self,
+        thinking: Thinking | None = None,
+        is_open: bool = False,
+        form: CallForm | None = None,
+        schemas: Schemas = MappingProxyType({}),
+    ) -> None:
+        self.blocks: list[Block] = []
+        self._source = Source()
+        self._parser = _turn(self._source, thinking, is_open, form, schemas)
+        self._is_over = False
+
+    def push(self, text: str) -> list[tuple[Block, str]]:
+        """Add to the answer; returns what is certain: blocks, which may be new or go on, each with its new text."""
+        self._source.text += text
+        return list(self._read())
+
+    def finish(self) -> list[tuple[Block, str]]:
+        """End the answer; returns the rest, as push does."""
+        self._source.ended = True
+        return list(self._read())
+
+    def of_kind(self, kind: Literal["reasoning", "text", "call"]) -> list[Block]:
+        """The blocks of a kind."""
+        return [block for block in self.blocks if block.kind == kind]
+
+    def _read(self) -> Iterator[tuple[Block, str]]:
+        for event in self._parser:
+            if event is None:
+                return
+            kind, text = event
+            last = self.blocks[-1] if self.blocks else None
+            if kind == "end":
+                self.blocks[-1].is_whole = True
+            elif kind == "call":
+                self.blocks.append(Block("call", len(self.blocks), name=text))
+                yield self.blocks[-1], ""
+            else:
+                if kind != "arguments" and (last is None or last.kind != kind):
+                    self.blocks.append(Block(kind, len(self.blocks)))
+                self.blocks[-1].text += text
+                yield self.blocks[-1], text
+
+
+def calls_of(text: str) -> list[Block]:
+    """The whole calls of an answer in the Hermes form whose arguments are valid JSON."""
+    reader = TurnReader(form=HERMES)
+    reader.push(text)
+    reader.finish()
+    return [block for block in reader.of_kind("call") if block.is_whole and is_json(block.text)]
+
+
+def _turn(
+    source: Source, thinking: Thinking | None, is_open: bool, form: CallForm | None, schemas: Schemas
+) -> Parser[None]:
+    if thinking is not None and (is_open or (yield from _begins(source, thinking.begin))):
+        yield from source.skip_space()
+        yield from source.until((thinking.end,), "reasoning", trims=True)
+        yield from source.skip_space()
+    if form is None:
+        yield from source.until((), "text")
+        return
+    if form.at_start and (yield from _begins(source, "{", takes=False)):
+        yield from form.parse(source, form, schemas)
+    while mark := (yield from source.until(form.begins, "text", trims=True)):
+        space, is_inside = source.trimmed, mark == "<function="
+        source.text = mark + source.text if is_inside else source.text
+        if (yield from form.parse(source, form, schemas)):
+            yield from source.skip_space()
+        else:
+            source.text = source.text.removeprefix(mark) if is_inside else source.text
+            yield "text", space + mark
+
+
+def _begins(source: Source, mark: str, *, takes: bool = True) -> Parser[bool]:
+    """Whether a mark comes next, after white space; if so, read it."""
+    while True:
+        words = source.text.lstrip()
+        if words.startswith(mark):
+            if takes:
+                source.text = words[len(mark) :]
+            return True
+        if not mark.startswith(words) or not (yield from source.more()):
+            return False

@@ -1,0 +1,126 @@
+"""The answer of an assistant: reasoning, text and calls; base of the interfaces that speak in messages."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from pystaged.chat.turn import Block, TurnReader
+from pystaged.result import GenerationResult, Piece
+from pystaged.sequence import Sequence as Text
+from pystaged.server import answer_types
+from pystaged.server.answer import Answer
+from pystaged.server.request_types import StreamOptions, TextRequest
+from pystaged.server.state import State
+from pystaged.server.tools import Manner
+
+
+class TurnAnswer(Answer):
+    """An answer that is split into blocks. An interface says how a block begins, goes on and ends.
+
+    readers: by sequence.
+
+    Args:
+        manner: how the answer is read.
+    """
+
+    def __init__(
+        self, state: State, request: TextRequest, sequences: Sequence[Text], seed: int, manner: Manner
+    ) -> None:
+        super().__init__(state, request, sequences, seed)
+        self.readers = [manner.reader() for _ in sequences]
+        self._open: list[Block | None] = [None for _ in sequences]
+
+    def opened(self, i: int, block: Block) -> list[dict[str, Any]]:
+        """The parts for the beginning of a block of sequence i."""
+        del i, block
+        return []
+
+    @abstractmethod
+    def more(self, i: int, block: Block, text: str) -> list[dict[str, Any]]:
+        """The parts for new text of a block."""
+
+    def closed(self, i: int, block: Block, result: GenerationResult | None) -> list[dict[str, Any]]:
+        """The parts for the end of a block; result: of the answer, if it has ended."""
+        del i, block, result
+        return []
+
+    @abstractmethod
+    def ending(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        """The parts after the last block."""
+
+    def read(self, i: int, result: GenerationResult) -> TurnReader:
+        """Read a whole answer."""
+        reader = self.readers[i]
+        reader.push(result.text)
+        reader.finish()
+        return reader
+
+    def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+        return self._told(i, self.readers[i].push(piece.text)) if piece.text else []
+
+    def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        parts = self._told(i, self.readers[i].finish())
+        last = self._open[i]
+        return [*parts, *(self.closed(i, last, result) if last else []), *self.ending(i, result)]
+
+    def call_id(self, prefix: str, i: int, block: Block) -> str:
+        """The id of a call."""
+        return f"{prefix}_{self.key[:8]}{i}_{block.index}"
+
+    def _told(self, i: int, found: Iterable[tuple[Block, str]]) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = []
+        for block, text in found:
+            last = self._open[i]
+            if block is not last:
+                parts += self.closed(i, last, None) if last else []
+                parts += self.opened(i, block)
+                self._open[i] = block
+            if text:
+                parts += self.more(i, block, text)
+        return parts
+
+    def reasoning_tokens(self) -> int:
+        """The number of tokens of the reasoning so far."""
+        texts = [block.text for reader in self.readers for block in reader.of_kind("reasoning")]
+        return sum(len(self.tokenizer.encode(text, add_special=False, parse_special=False)) for text in texts)
+
+    def _usage(self) -> answer_types.Usage:
+        found, tokens = super()._usage(), self.reasoning_tokens()
+        if tokens:
+            details: Any = found.get("completion_tokens_details", {})
+            found["completion_tokens_details"] = details | {"reasoning_tokens": tokens}
+        return found
+
+
+def is_begun(words: str) -> bool:
+    """Whether a text is JSON, or the beginning of it."""
+    try:
+        from_json(words, allow_partial=True)
+    except ValueError:
+        return False
+    return True
+
+
+def read_arguments(words: str) -> dict[str, Any]:
+    """The arguments of a call, as far as they were written."""
+    try:
+        found = from_json(words or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class EventAnswer(TurnAnswer):
+    """The answer with one sequence and named events, as in /v1/responses and /v1/messages."""
+
+    mark = b""
+    names_events = True
+    whole_kind = part_kind = ""
+
+    @property
+    def _options(self) -> StreamOptions:
+        return StreamOptions()

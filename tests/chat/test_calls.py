@@ -1,0 +1,336 @@
+"""Answers split into reasoning, text and calls, in every form, however they arrive."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.random_models import RandomModel, write
+
+from pystaged._core import Tokenizer
+from pystaged.chat.call_grammar import call_grammar
+from pystaged.chat.calls import FORMS, HERMES, CallForm, form_of
+from pystaged.chat.turn import Dialect, Thinking, TurnReader
+from pystaged.config import Grammar
+from pystaged.grammars import Grammars
+from pystaged.result import GenerationResult
+from pystaged.stats import GenerationStats
+
+TEMPLATES = Path(__file__).parent / "templates"
+XML, GEMMA4, GEMMA3, MISTRAL, OLD_MISTRAL, GRANITE, _, LLAMA = FORMS
+THINK = Thinking("<think>", "</think>")
+SCHEMAS: dict[str, Any] = {
+    "write": {"properties": {"path": {"type": "string"}, "size": {"type": "integer"}, "extra": {}}},
+    "time": {},
+}
+Part = tuple[Any, ...]
+
+
+@pytest.fixture(scope="module")
+def controlled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[int, str]], Tokenizer]:
+    """A function that makes a vocabulary of bytes with some control tokens."""
+
+    def make(names: dict[int, str]) -> Tokenizer:
+        model = RandomModel("llama", width=32, heads=2, layers=1, vocab_size=320, marks=names)
+        return Tokenizer(str(write(tmp_path_factory.mktemp("vocabulary") / "model.gguf", model)))
+
+    return make
+
+
+def read(pieces: list[str], **options: Any) -> list[Part]:
+    reader = TurnReader(**{"schemas": SCHEMAS} | options)
+    told = [(block.index, text) for piece in pieces for block, text in reader.push(piece)]
+    told += [(block.index, text) for block, text in reader.finish()]
+    for block in reader.blocks:
+        assert "".join(text for index, text in told if index == block.index) == block.text
+    assert [index for index, _ in told] == sorted(index for index, _ in told)
+    return [
+        (block.name, block.text, block.is_whole) if block.kind == "call" else (block.kind, block.text)
+        for block in reader.blocks
+    ]
+
+
+def split(text: str, **options: Any) -> list[Part]:
+    """The blocks of a text, which are the same however it is cut."""
+    whole = read([text], **options)
+    assert read(list(text), **options) == whole
+    chooses = random.Random(text)
+    for _ in range(20):
+        cuts = sorted(chooses.randrange(len(text) + 1) for _ in range(4))
+        pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert read(pieces, **options) == whole
+    return whole
+
+
+WRITE = ("write", '{"path": "a.txt", "size": 3}', True)
+TIME = ("time", "{}", True)
+AS_WRITTEN: list[tuple[CallForm, str]] = [
+    (
+        HERMES,
+        (
+            'I look.\n<tool_call>\n{"name": "write", "arguments": {"path": "a.txt", "size": 3}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n'
+        ),
+    ),
+    (
+        XML,
+        (
+            "I look.\n\n<tool_call>\n<function=write>\n<parameter=path>\na.txt\n</parameter>\n<parameter=size>\n3\n"
+            "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>"
+        ),
+    ),
+    (
+        GEMMA4,
+        'I look.<|tool_call>call:write{path:<|"|>a.txt<|"|>, size: 3}<tool_call|><|tool_call>call:time{}<tool_call|>',
+    ),
+    (
+        GEMMA3,
+        (
+            "I look.<start_function_call>call:write{path:<escape>a.txt<escape>, size: 3}<end_function_call>"
+            "<start_function_call>call:time{}<end_function_call>"
+        ),
+    ),
+    (MISTRAL, 'I look.[TOOL_CALLS]write[CALL_ID]abcdefghi[ARGS]{"path": "a.txt", "size": 3}[TOOL_CALLS]time[ARGS]{}'),
+    (
+        OLD_MISTRAL,
+        (
+            'I look. [TOOL_CALLS] [{"name": "write", "arguments": {"path": "a.txt", "size": 3}, "id": "abcdefghi"}, '
+            '{"name": "time", "arguments": {}, "id": "abcdefghj"}]'
+        ),
+    ),
+    (
+        GRANITE,
+        'I look.<|tool_call|>[{"name": "write", "arguments": {"path": "a.txt", "size": 3}}, {"name": "time"}]',
+    ),
+    (
+        LLAMA,
+        (
+            'I look.<|python_tag|>{"name": "write", "parameters": {"path": "a.txt", "size": 3}}; '
+            '{"type": "function", "name": "time", "parameters": {}}'
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "text"), AS_WRITTEN)
+def test_parallel_calls_after_text(form: CallForm, text: str) -> None:
+    text_part, write, time = split(text, form=form)
+    assert text_part == ("text", "I look.")
+    assert (write[0], json.loads(write[1]), write[2]) == ("write", json.loads(WRITE[1]), True)
+    assert time == TIME
+    assert split(text) == [("text", text)]  # without tools nothing is read
+
+
+@pytest.mark.parametrize(("form", "text"), AS_WRITTEN)
+def test_arguments_that_are_cut(form: CallForm, text: str) -> None:
+    cut = text[: text.index("a.t") + 3]
+    assert split(cut, form=form)[1][::2] == ("write", False)
+    assert split(cut, form=form)[1][1].endswith('"a.t')
+
+
+def test_calls_after_reasoning() -> None:
+    call = '<tool_call>{"name": "time"}</tool_call>'
+    text = f'<think>\nHm, <think> or {call}?\n</think>\n\nSo:\n{call} Then {{"</think>": "<think>"}}.\n'
+    expected = [
+        ("reasoning", f"Hm, <think> or {call}?"),
+        ("text", "So:"),
+        TIME,
+        ("text", 'Then {"</think>": "<think>"}.\n'),
+    ]
+    assert split(text, form=HERMES, thinking=THINK) == expected
+    assert split(text.removeprefix("<think>"), form=HERMES, thinking=THINK, is_open=True) == expected
+    assert split("no <think>a</think>", thinking=THINK) == [("text", "no <think>a</think>")]
+    assert split("<think>\n\n</think>\n\nYes ", thinking=THINK) == [("text", "Yes ")]
+    assert split("<think>on and on </thi", thinking=THINK) == [("reasoning", "on and on </thi")]
+    assert split("<thin", thinking=THINK) == [("text", "<thin")]
+    channel = Thinking("<|channel>thought", "<channel|>")
+    assert split("<|channel>thought\nhm\n<channel|>Yes", thinking=channel) == [("reasoning", "hm"), ("text", "Yes")]
+
+
+@pytest.mark.parametrize(
+    "path", ["</tool_call>", "}\n</tool_call>{", "<tool_call>", "<think>", '\\"]}', "[ARGS]", "é\u2028"]
+)
+def test_marks_within_strings_are_text(path: str) -> None:
+    arguments = json.dumps({"path": path, "extra": [{"a": "}"}]})
+    text = f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
+    assert split(text, form=HERMES, thinking=THINK) == [("write", arguments, True)]
+    assert split(f"[TOOL_CALLS]write[ARGS]{arguments}", form=MISTRAL) == [("write", arguments, True)]
+
+
+def test_arguments_as_text_have_the_types_of_their_schema() -> None:
+    code = 'if a < b:\n    print("</tool_call>")\n'
+    values = {"path": code, "size": "12", "extra": "True", "else": '[1, "x"]', "free": "1 2"}
+    members = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    ((name, arguments, _),) = split(f"<tool_call>\n<function=write>\n{members}</function>\n</tool_call>", form=XML)
+    assert (name, json.loads(arguments)) == (
+        "write",
+        {"path": code, "size": 12, "extra": True, "else": [1, "x"], "free": "1 2"},
+    )
+    text = (
+        '<|tool_call>call:write{extra:{a:[true,<|"|>"}<|"|>,-1.5e3],b-c:null},path:<|"|>x<tool_call|><|"|>}<tool_call|>'
+    )
+    ((name, arguments, _),) = split(text, form=GEMMA4)
+    assert json.loads(arguments) == {"extra": {"a": [True, '"}', -1500.0], "b-c": None}, "path": "x<tool_call|>"}
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        # An end that is missing, or comes too early.
+        (HERMES, '<tool_call>{"name": "time", "arguments": {}}', [TIME]),
+        (HERMES, '<tool_call>{"name": "time", "arguments": {}\n<tool_call>{"name": "time"}', [TIME, TIME]),
+        (HERMES, '<tool_call>{"name": "time", "arguments": {}}}\n</tool_call> ok', [TIME, ("text", "ok")]),
+        (
+            HERMES,
+            '<tool_call>{"arguments": {"size": 1}, "name": "write"}</tool_call>',
+            [("write", '{"size": 1}', True)],
+        ),
+        (XML, "<function=time>\n</function>", [TIME]),
+        (LLAMA, ' {"name": "time", "parameters": {}}', [TIME]),
+        (LLAMA, '{"name": "time", "parameters": {}}\n{"name": "time", "parameters": {}}', [TIME, TIME]),
+        (MISTRAL, '[TOOL_CALLS][{"name": "time", "arguments": {}}]', [TIME]),
+    ],
+)
+def test_calls_that_are_nearly_right(form: CallForm, text: str, expected: list[Part]) -> None:
+    assert split(text, form=form) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, ""),
+        (HERMES, " no calls "),
+        (HERMES, "the tag <tool_call> begins <tool_call"),
+        (HERMES, "<tool_call>{</tool_call>"),
+        (HERMES, '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "say", "arguments": "no object"}</tool_call>'),
+        (HERMES, '<tool_call>["say"]</tool_call>'),
+        (HERMES, "<tool_call>" + "[" * 10_000),
+        (XML, "a <function= b <tool_call>"),
+        (LLAMA, '{"name": "unknown", "parameters": {}}'),
+        (LLAMA, '{"name": "time", "years": {}}'),
+        (LLAMA, '<|python_tag|>print("x")'),
+        (GEMMA4, "<|tool_call>call me<tool_call|>"),
+    ],
+)
+def test_what_is_no_call_stays_text(form: CallForm, text: str) -> None:
+    pieces = split(text, form=form)
+    assert "".join(words for _, words in pieces) == text
+    assert {kind for kind, _ in pieces} <= {"text"}
+
+
+def test_text_is_passed_on_at_once() -> None:
+    reader = TurnReader(THINK, False, HERMES)
+    told = [[text for _, text in reader.push(piece)] for piece in ("Hel", "lo ", "you", " <tool", "s>")]
+    assert told == [["Hel"], ["lo"], [" you"], [], [" <tools>"]]
+
+
+def test_the_template_decides_the_form() -> None:
+    forms = {
+        "qwen2.5": HERMES,
+        "qwen3": HERMES,
+        "mistral": OLD_MISTRAL,
+        "llama3": LLAMA,
+        "gemma3": HERMES,
+        "phi3": HERMES,
+    }
+    for name, form in forms.items():
+        assert form_of((TEMPLATES / f"{name}.jinja").read_text()) is form, name
+    assert form_of("<tool_call>\n<function=f>\n<parameter=x>") is XML
+    assert form_of("<|tool_call>call:") is GEMMA4
+    assert form_of("[TOOL_CALLS]name[ARGS]") is MISTRAL
+    assert form_of("") is HERMES
+
+
+ARGUMENTS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "mode": {"enum": ["read", "write"]},
+        "size": {"type": "integer"},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}},
+        "force": {"type": "boolean"},
+    },
+    "required": ["mode", "path", "size"],
+    "$defs": {"tag": {"enum": ["a"]}},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("has_controls", [False, True])
+def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
+    form: CallForm, has_controls: bool, controlled: Callable[[dict[int, str]], Tokenizer]
+) -> None:
+    names = {300 + i: mark for i, mark in enumerate(dict.fromkeys(form.marks))} if has_controls else {}
+    tokenizer = controlled(names)
+    dialect = Dialect.of("".join(form.template), tokenizer)
+    assert dialect.form is form
+    assert dialect.controls == {mark: token for token, mark in names.items()}
+    schemas: dict[str, Any] = {"open.file": ARGUMENTS, "time": {}, "any": {"type": "object"}}
+    grammars = Grammars(tokenizer)
+
+    def written(seed: int, several: bool) -> str:
+        """A text of the grammar, chosen at random among the allowed tokens."""
+        grammar = Grammar("grammar", call_grammar(dialect, schemas, several=several))
+        constraint, chooses, text = grammars.constraint(grammar), random.Random(seed), b""
+        ending = b""  # bytes of a mark that ends a string, which chance alone would not write
+        while len(text) < 4000:
+            mask = constraint.mask([])
+            assert mask is not None
+            allowed = [token for token in range(tokenizer.num_tokens) if int(mask[token >> 5]) >> (token & 31) & 1]
+            plain = {
+                tokenizer.token_bytes(token, special=True): token for token in allowed if not tokenizer.is_end(token)
+            }
+            if len(plain) < len(allowed) and (not plain or chooses.random() < 0.5):
+                return text.decode("utf-8", "replace")
+            if not ending and len(plain) > 30 and chooses.random() < 0.2:
+                ending = f"\n</parameter>\n{form.quote}".encode() if form.style == "xml" else form.quote.encode()
+            word = chooses.choice(list(plain))
+            for size in (1, len(ending)):
+                word = ending[:size] if ending[:size] in plain else word
+            ending = ending.removeprefix(word)
+            text += word
+            constraint.advance([plain[word]])
+        return ""
+
+    seen: set[str] = set()
+    for seed in range(12):
+        text = written(seed, several=seed % 2 == 0)
+        if not text:  # it went on for too long
+            continue
+        calls = split(text, form=form, schemas=schemas)
+        assert len(calls) == 1 or (seed % 2 == 0 and form.between is not None)
+        for name, arguments, is_whole in calls:
+            assert is_whole
+            seen.add(name)
+            found = json.loads(arguments)
+            if name == "time":
+                assert found == {}
+            if name == "open.file":
+                assert {"path", "mode", "size"} <= found.keys() <= ARGUMENTS["properties"].keys()
+                assert isinstance(found["path"], str)
+                assert found["mode"] in ("read", "write")
+                assert isinstance(found["size"], int)
+                assert form.style == "gemma" or set(found.get("tags", [])) <= {"a"}
+    assert "time" in seen
+    grammars.close()
+
+
+def test_calls_of_a_result_are_whole_and_valid() -> None:
+    def called(arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+
+    good = '{"city": "Köln", "days": 2}'
+    text = (
+        called(good) + called('{"x": NaN}') + called('{"x": 1e999}') + called('{"x": "\\ud800"}') + called("{}")[:-14]
+    )
+    result = GenerationResult(text, [1, 2], "stop", 0, GenerationStats(), [], [])
+    call = {"id": "call_0", "type": "function", "function": {"name": "weather", "arguments": good}}
+    assert result.tool_calls[0] == call
+    assert [json.loads(each["function"]["arguments"]) for each in result.tool_calls] == [json.loads(good), {}]
+    assert result.message == {"role": "assistant", "content": text, "tokens": [1, 2]}

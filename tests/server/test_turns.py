@@ -1,0 +1,494 @@
+"""Reasoning and calls on all three interfaces, as the official clients read them; grammars write the answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from gguf import GGUFWriter
+from support.random_models import RandomModel, add_vocabulary, write
+from support.server import NAME, Server, live
+
+import pystaged
+from pystaged.chat.calls import FORMS
+from pystaged.engine import Engine
+
+QWEN3 = (Path(__file__).parents[1] / "chat" / "templates" / "qwen3.jinja").read_text("utf-8")
+# Ends inside of reasoning, as Qwen3.5's template does.
+OPEN = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n<think>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{# <tool_call> #}"
+)
+MARKS = ["<|im_start|>", "<|im_end|>"]
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string", "enum": ["Rome", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["place"],
+    "additionalProperties": False,
+}
+CHAT_TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+RESPONSE_TOOL: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+MESSAGE_TOOL: Any = {"name": "weather", "input_schema": PARAMETERS}
+PATCH: Any = {"type": "custom", "name": "patch", "description": "Edits.", "format": {"type": "text"}}
+ASKED: Any = [{"role": "user", "content": "Hello"}]
+ROME, OSLO = '{"place": "Rome"}', '{"place": "<think>Oslo</think>", "days": 2}'
+ANSWER = (
+    "<think>\nHm, <tool_call>?\n</think>\n\nI look.\n"
+    f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>\n'
+    f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
+)
+Load = Callable[..., Engine]
+
+
+def says(text: str, **more: Any) -> dict[str, Any]:
+    """The body of a request whose answer is a text, streamed token by token."""
+    grammar = f"root ::= {json.dumps(text, ensure_ascii=False)}"
+    return {"grammar": grammar, "temperature": 0, "speculate": False, **more}
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
+    """A function that loads a model with a template and control tokens."""
+    engines: list[Engine] = []
+
+    def make(template: str, marks: list[str]) -> Engine:
+        def vocabulary(writer: GGUFWriter, size: int) -> None:
+            add_vocabulary(writer, size, dict(enumerate(marks, 300)))
+            writer.add_chat_template(template)
+
+        model = RandomModel("llama", vocab_size=320, context=2048, vocabulary=vocabulary)
+        path = write(tmp_path_factory.mktemp("model") / "model.gguf", model)
+        engines.append(pystaged.load(path, recycle=False, report=lambda _: None))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(load: Load) -> Engine:
+    return load(QWEN3, MARKS)
+
+
+@pytest.fixture(scope="module")
+def opened(load: Load) -> Iterator[Server]:
+    """A server of a model whose answers begin inside of reasoning."""
+    with live(load(OPEN, MARKS)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, text: str, *, streams: bool, **options: Any) -> Any:
+    """The choice of an answer in /v1/chat/completions."""
+    given: Any = {"model": NAME, "messages": ASKED, "extra_body": says(text)} | options
+    if not streams:
+        return client.chat.completions.create(**given).choices[0]
+    with client.chat.completions.stream(**given) as stream:
+        for _ in stream:
+            pass
+        return stream.get_final_completion().choices[0]
+
+
+def message(client: anthropic.Anthropic, text: str, *, streams: bool, **options: Any) -> Any:
+    given: Any = {"model": NAME, "max_tokens": 500, "messages": ASKED, "extra_body": says(text)} | options
+    if not streams:
+        return client.messages.create(**given)
+    with client.messages.stream(**given) as stream:
+        return stream.get_final_message()
+
+
+def response(client: openai.OpenAI, text: str, *, streams: bool, **options: Any) -> Any:
+    given: Any = {"model": NAME, "input": "Hello", "extra_body": says(text)} | options
+    if not streams:
+        return client.responses.create(**given)
+    with client.responses.stream(**given) as stream:
+        events = list(stream)
+    found = events[-1].response
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    return found
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_reasoning_text_and_parallel_calls(client: openai.OpenAI, claude: anthropic.Anthropic, streams: bool) -> None:
+    choice = chat(client, ANSWER, streams=streams, tools=[CHAT_TOOL])
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    assert choice.message.reasoning_content == "Hm, <tool_call>?"
+    assert [call.function.arguments for call in choice.message.tool_calls] == [ROME, OSLO]
+    assert {call.function.name for call in choice.message.tool_calls} == {"weather"}
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+    found = message(claude, ANSWER, streams=streams, tools=[MESSAGE_TOOL])
+    assert found.stop_reason == "tool_use"
+    thinking, text, rome, oslo = found.content
+    assert (thinking.type, thinking.thinking, text.text) == ("thinking", "Hm, <tool_call>?", "I look.")
+    assert (rome.type, rome.name, rome.input, oslo.input) == ("tool_use", "weather", json.loads(ROME), json.loads(OSLO))
+    assert rome.id != oslo.id
+
+    whole = response(client, ANSWER, streams=streams, tools=[RESPONSE_TOOL])
+    assert (whole.status, whole.output_text) == ("completed", "I look.")
+    reasoning, words, rome, oslo = whole.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Hm, <tool_call>?")
+    assert (words.type, rome.type, rome.arguments) == ("message", "function_call", ROME)
+    assert (oslo.arguments, oslo.status, oslo.name) == (OSLO, "completed", "weather")
+    assert rome.call_id != oslo.call_id
+    assert whole.usage.output_tokens_details.reasoning_tokens > 0
+    assert whole.tools[0].name == "weather"
+
+
+def test_the_order_of_events(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    asked: Any = {
+        "model": NAME,
+        "max_tokens": 500,
+        "messages": ASKED,
+        "tools": [MESSAGE_TOOL],
+        "extra_body": says(ANSWER),
+    }
+    told = list(claude.messages.create(stream=True, **asked))
+    assert (told[0].type, told[-2].type, told[-1].type) == ("message_start", "message_delta", "message_stop")
+    blocks: list[list[Any]] = []
+    for event in told[1:-2]:
+        if event.type == "content_block_start":
+            blocks.append([])
+        assert event.index == len(blocks) - 1
+        blocks[-1].append(event)
+    kinds = ["thinking", "text", "tool_use", "tool_use"]
+    assert [events[0].content_block.type for events in blocks] == kinds
+    deltas = ["thinking_delta", "text_delta", "input_json_delta", "input_json_delta"]
+    for events, delta in zip(blocks, deltas, strict=True):
+        assert len(events) > 3
+        assert {event.delta.type for event in events[1:-1]} == {delta}
+        assert events[-1].type == "content_block_stop"
+
+    items: dict[int, list[str]] = {}
+    for event in client.responses.create(
+        model=NAME, input="Hello", stream=True, tools=[RESPONSE_TOOL, PATCH], extra_body=says(ANSWER)
+    ):
+        if hasattr(event, "output_index"):
+            names = items.setdefault(event.output_index, [])
+            name = event.type.removeprefix("response.")
+            if names[-1:] != [name]:
+                names.append(name)
+    added, parts, done = "output_item.added", "content_part", "output_item.done"
+    call = [added, "function_call_arguments.delta", "function_call_arguments.done", done]
+    assert list(items.values()) == [
+        *(
+            [added, f"{parts}.added", f"{kind}.delta", f"{kind}.done", f"{parts}.done", done]
+            for kind in ("reasoning_text", "output_text")
+        ),
+        call,
+        call,
+    ]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_custom_tool_takes_text(client: openai.OpenAI, streams: bool) -> None:
+    words = '*** "Begin"\n+ é </think>\n\t\\'
+    text = f'<tool_call>\n{{"name": "patch", "arguments": {json.dumps({"input": words})}}}\n</tool_call>'
+    found = response(client, text, streams=streams, tools=[PATCH, {"type": "web_search"}])
+    (call,) = found.output
+    assert (call.type, call.name, call.input) == ("custom_tool_call", "patch", words)
+    if streams:
+        asked: Any = {"model": NAME, "input": "Hello", "tools": [PATCH], "extra_body": says(text)}
+        events = list(client.responses.create(stream=True, **asked))
+        deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+        assert len(deltas) > 3
+        assert "".join(deltas) == words
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_arguments_cut_in_the_middle(client: openai.OpenAI, claude: anthropic.Anthropic, streams: bool) -> None:
+    text = '<tool_call>\n{"name": "weather", "arguments": {"place": "Rome and all its hills"}}\n</tool_call>'
+    size = 60
+    choice = chat(client, text, streams=False, tools=[CHAT_TOOL], max_tokens=size)
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "length"
+    assert '{"place": "Rome and all its hills"'.startswith(call.function.arguments)
+    found = message(claude, text, streams=streams, tools=[MESSAGE_TOOL], max_tokens=size)
+    (block,) = found.content
+    assert found.stop_reason == "max_tokens"
+    assert "Rome and all its hills".startswith(block.input.get("place", ""))
+    whole = response(client, text, streams=streams, tools=[RESPONSE_TOOL], max_output_tokens=size)
+    assert (whole.status, whole.output[0].status) == ("incomplete", "incomplete")
+    assert whole.output[0].arguments == call.function.arguments
+
+
+def test_arguments_that_are_no_json_reach_no_client_that_fails_at_them(claude: anthropic.Anthropic) -> None:
+    text = '<tool_call>\n{"name": "weather", "arguments": {"place": "Rome", days: 2}}\n</tool_call>'
+    for streams in (False, True):
+        found = message(claude, text, streams=streams, tools=[MESSAGE_TOOL])
+        assert found.stop_reason == "tool_use"
+    assert found.content[0].input == {"place": "Rome"}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_call_that_must_be(client: openai.OpenAI, claude: anthropic.Anthropic, named: bool) -> None:
+    greedy = {"temperature": 0}
+    given: Any = {"model": NAME, "extra_body": greedy, "tools": [RESPONSE_TOOL, {"type": "local_shell"}]}
+    choice: Any = {"type": "function", "name": "weather"} if named else "required"
+    (call,) = client.responses.create(input="Hello", tool_choice=choice, parallel_tool_calls=False, **given).output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments)["place"] in ("Rome", "Oslo")
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    assert client.responses.create(input="Hello", tool_choice=allowed, **given).output[0].type == "function_call"
+    tool: Any = {"type": "tool", "name": "weather"} if named else {"type": "any"}
+    found = claude.messages.create(
+        model=NAME,
+        max_tokens=200,
+        messages=ASKED,
+        tools=[MESSAGE_TOOL, {"type": "web_search_20250305", "name": "web_search"}],
+        tool_choice=tool | {"disable_parallel_tool_use": True},
+        extra_body=greedy,
+    )
+    (block,) = found.content
+    assert block.type == "tool_use"
+    assert block.input["place"] in ("Rome", "Oslo")
+
+
+def test_a_conversation_taken_back(
+    client: openai.OpenAI, claude: anthropic.Anthropic, server: Server, engine: Engine
+) -> None:
+    """Each interface's own form of the same conversation becomes the same prompt."""
+    calls = [
+        {"id": f"call_{i}", "type": "function", "function": {"name": "weather", "arguments": ROME}} for i in (1, 2)
+    ]
+    turns: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "wet"},
+        {"role": "user", "content": "And?"},
+    ]
+    parsed = [call | {"function": {"name": "weather", "arguments": json.loads(ROME)}} for call in calls]
+    plain = [turn | ({"tool_calls": parsed} if "tool_calls" in turn else {}) for turn in turns]
+    function = {"name": "weather", "parameters": PARAMETERS}
+    expected = len(engine.chat_format.encode(plain, tools=[{"type": "function", "function": function}]))
+    once: Any = {"max_tokens": 1, "messages": turns, "tools": [CHAT_TOOL, {"type": "unknown"}]}
+    status, body = server.ask("/v1/chat/completions", once)
+    assert (status, body["usage"]["prompt_tokens"]) == (200, expected)
+
+    blocks: list[Any] = [
+        {"role": "user", "content": "Hello"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "I look."},
+                *(
+                    {"type": "tool_use", "id": f"call_{i}", "name": "weather", "input": json.loads(ROME)}
+                    for i in (1, 2)
+                ),
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "call_1", "content": "sunny", "is_error": True},
+                {"type": "tool_result", "tool_use_id": "call_2", "content": [{"type": "text", "text": "wet"}]},
+                {"type": "text", "text": "And?", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ]
+    counted = claude.messages.count_tokens(model=NAME, system="Be brief", messages=blocks, tools=[MESSAGE_TOOL])
+    assert counted.input_tokens == expected
+    without = claude.messages.count_tokens(model=NAME, system="Be brief", messages=blocks)
+    assert without.input_tokens < expected
+
+    items: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        *({"type": "function_call", "call_id": f"call_{i}", "name": "weather", "arguments": ROME} for i in (1, 2)),
+        {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "wet"}]},
+        {"role": "user", "content": "And?"},
+    ]
+    more: Any = {
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "truncation": "auto",
+        "prompt_cache_key": "x",
+    }
+    found = client.responses.create(
+        model=NAME, instructions="Be brief", input=items, tools=[RESPONSE_TOOL], max_output_tokens=1, **more
+    )
+    assert found.usage is not None
+    assert found.usage.input_tokens == expected
+
+
+def test_a_custom_call_taken_back(client: openai.OpenAI) -> None:
+    items: list[Any] = [
+        {"role": "user", "content": "Hello"},
+        {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": "+ a"},
+        {"type": "custom_tool_call_output", "call_id": "call_1", "output": "done"},
+    ]
+    found = response(client, "Good.", streams=False, input=items, tools=[PATCH])
+    assert found.output_text == "Good."
+
+
+def test_what_is_no_text_is_refused(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    image: Any = {"type": "image", "source": {"type": "url", "url": "http://localhost/x.png"}}
+    for content in ([image], [{"type": "tool_result", "tool_use_id": "x", "content": [image]}]):
+        with pytest.raises(anthropic.BadRequestError, match="image is not supported") as found:
+            claude.messages.create(model=NAME, max_tokens=5, messages=[{"role": "user", "content": content}])
+        body: Any = found.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    item: Any = {"type": "function_call_output", "call_id": "x", "output": [{"type": "input_image", "image_url": "x"}]}
+    with pytest.raises(openai.BadRequestError, match="input_image is not supported"):
+        client.responses.create(model=NAME, input=[item])
+
+
+def test_reasoning_in_place(client: openai.OpenAI) -> None:
+    text = "<think>\nHm\n</think>\n\nYes"
+    assert chat(client, text, streams=False).message.reasoning_content == "Hm"
+    choice = chat(client, text, streams=False, extra_body=says(text, reasoning_format="none"))
+    assert choice.message.content == text
+    assert not hasattr(choice.message, "reasoning_content")
+
+
+def test_logprobs_are_of_all_tokens(server: Server) -> None:
+    body = says(ANSWER, messages=ASKED, tools=[CHAT_TOOL], logprobs=True, pystaged=True, max_tokens=500)
+    events = server.events("/v1/chat/completions", body)
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    told = [each["token"] for choice in choices if choice["logprobs"] for each in choice["logprobs"]["content"]]
+    assert "".join(told) == ANSWER
+    pieces = [text for choice in choices for text, _ in choice.get("pystaged", {}).get("pieces", [])]
+    assert "".join(pieces) == ANSWER
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_a_budget_of_reasoning(opened: Server, budget: int) -> None:
+    body = says("Yes", messages=ASKED, reasoning_budget_tokens=budget, max_tokens=100)
+    status, found = opened.ask("/v1/chat/completions", body)
+    assert status == 200
+    (choice,) = found["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Yes", "stop")
+    closing = len("\n</think>\n\n")  # a token for each byte
+    assert found["usage"]["completion_tokens"] == budget + closing + len("Yes")
+    status, plain = opened.ask("/v1/chat/completions", body | {"speculate": True})
+    assert plain["choices"][0]["message"] == choice["message"]
+    with anthropic.Anthropic(base_url=opened.url, api_key="none", max_retries=0) as client:
+        thinking: Any = {"type": "enabled", "budget_tokens": budget}
+        content = message(client, "Yes", streams=True, thinking=thinking).content
+        assert (content[-1].type, content[-1].text) == ("text", "Yes")
+
+
+def test_a_budget_where_the_model_begins_to_reason(client: openai.OpenAI) -> None:
+    # Where nothing is open, the grammar holds from the first token on.
+    text = "<think>one two three</think>Yes"
+    choice = chat(client, text, streams=False, extra_body=says(text, reasoning_budget_tokens=3))
+    assert choice.message.content == "Yes"
+    assert choice.message.reasoning_content == "one two three"
+
+
+def test_a_budget_changes_nothing_that_it_does_not_reach(opened: Server) -> None:
+    body = {"messages": ASKED, "max_tokens": 12, "temperature": 0.9, "seed": 5, "reasoning_format": "none"}
+    texts = []
+    for budget in (-1, 100, 4):
+        _, found = opened.ask("/v1/chat/completions", body | {"reasoning_budget_tokens": budget})
+        texts.append(found["choices"][0]["message"]["content"])
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[2][:4] == texts[0][:4]
+
+
+def test_reasoning_is_switched_by_each_interface(load: Load) -> None:
+    engine = load(OPEN, MARKS)
+    on, off = (
+        len(engine.chat_format.encode(ASKED, template_options={"enable_thinking": think})) for think in (True, False)
+    )
+    assert on < off
+
+    def read(server: Server, path: str, **body: Any) -> int:
+        status, found = server.ask(path, {"max_tokens": 1, "max_output_tokens": 1} | body)
+        assert status == 200, found
+        usage = found["usage"]
+        return int(usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0))
+
+    with live(engine) as server:
+        assert read(server, "/v1/chat/completions", messages=ASKED) == on
+        assert read(server, "/v1/chat/completions", messages=ASKED, reasoning_effort="none") == off
+        assert (
+            read(server, "/v1/chat/completions", messages=ASKED, chat_template_kwargs={"enable_thinking": False}) == off
+        )
+        assert read(server, "/v1/messages", messages=ASKED, thinking={"type": "disabled"}) == off
+        assert read(server, "/v1/messages", messages=ASKED, thinking={"type": "adaptive"}) == on
+        assert read(server, "/v1/responses", input="Hello", reasoning={"effort": "none"}) == off
+        assert read(server, "/v1/responses", input="Hello", reasoning={"effort": "high", "summary": "auto"}) == on
+    with live(engine, think=False) as server:
+        assert read(server, "/v1/chat/completions", messages=ASKED) == off
+        assert read(server, "/v1/responses", input="Hello", reasoning={"effort": "low"}) == on
+    with live(engine, reasoning_budget=2) as server:
+        body = says("Yes", messages=ASKED, max_tokens=50)
+        assert server.ask("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"] == "Yes"
+
+
+def test_a_call_that_must_be_after_open_reasoning(opened: Server) -> None:
+    body = {
+        "messages": ASKED,
+        "tools": [CHAT_TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "reasoning_budget_tokens": 5,
+        "max_tokens": 200,
+        "temperature": 0,
+    }
+    choice = opened.ask("/v1/chat/completions", body)[1]["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["place"] in ("Rome", "Oslo")
+
+
+@pytest.mark.parametrize("number", range(len(FORMS)))
+def test_the_models_own_form_and_its_control_tokens(load: Load, number: int) -> None:
+    form = FORMS[number]
+    template = OPEN.partition("<|im_start|>assistant")[0] + "{% raw %}" + "".join(form.template) + "{% endraw %}"
+    with live(load(template, [*MARKS, *dict.fromkeys(form.marks)])) as server:
+        body: dict[str, Any] = {
+            "messages": ASKED,
+            "tools": [CHAT_TOOL],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "max_tokens": 300,
+            "temperature": 0,
+        }
+        choice = server.ask("/v1/chat/completions", body)[1]["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"])["place"] in ("Rome", "Oslo")
+
+
+def test_templates_that_want_ids_of_nine_characters_or_single_calls(load: Load) -> None:
+    folder = Path(__file__).parents[1] / "chat" / "templates"
+    calls = [
+        {"id": f"call_{i}", "type": "function", "function": {"name": "weather", "arguments": ROME}} for i in (1, 2)
+    ]
+    turns = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_2", "content": "wet"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    for name, marks in (("mistral", ["[TOOL_CALLS]", "[INST]"]), ("llama3", ["<|eot_id|>", "<|python_tag|>"])):
+        with live(load((folder / f"{name}.jinja").read_text("utf-8"), marks)) as server:
+            body = {"messages": turns, "tools": [CHAT_TOOL], "max_tokens": 1}
+            status, found = server.ask("/v1/chat/completions", body)
+            assert status == 200, found
