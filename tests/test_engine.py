@@ -122,7 +122,7 @@ def test_result(engine: Engine, path: Path, options: dict[str, Any]) -> None:
     assert stats.to_dict()["new_tokens"] == len(result.tokens)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS[1:2], ids=str)
 def test_the_three_ways_agree(engine: Engine, path: Path, options: dict[str, Any]) -> None:
     result = engine.generate(PROMPT, max_tokens=30, **options)
     assert pystaged.generate(PROMPT, model=path, max_tokens=30, **options).text == result.text
@@ -489,7 +489,7 @@ def test_closed_engine(path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-@pytest.mark.parametrize("pieces", [0, 1, 5])
+@pytest.mark.parametrize("pieces", [0, 5])
 def test_a_closed_stream(engine: Engine, path: Path, pieces: int, options: dict[str, Any]) -> None:
     with engine.stream(PROMPT, max_tokens=40, **options) as stream:
         for _ in range(pieces):

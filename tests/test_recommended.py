@@ -9,10 +9,10 @@ from typing import Any
 
 import gguf
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
-from support.commands import run
+from support.commands import here, run
 from support.convert import convert
 from support.server import live
 
@@ -110,11 +110,11 @@ def test_a_request_sets_what_it_names(engine: pystaged.Engine) -> None:
 
 def test_commands_set_what_is_given(engine: pystaged.Engine, random_gguf: Callable[..., Path]) -> None:
     options = ("--model", random_gguf(context=512), "--max-tokens", "12", "--seed", "3")
-    done = run("generate", "--chat", "a", *options, "--top-k", "5")
+    done = here("generate", "--chat", "a", *options, "--top-k", "5")
     expected = engine.chat(ASKED, max_tokens=12, seed=3, **USUAL | {"top_k": 5})  # type: ignore[arg-type]
     assert done.stdout.decode() == f"{expected.text}\n"
     assert "temperature 0.8, top-k 5, top-p 0.95, min-p 0.05, seed 3" in done.stderr.decode()
-    done = run("generate", "a", *options)
+    done = here("generate", "a", *options)
     assert done.stdout.decode() == f"{engine.generate('a', max_tokens=12).text}\n"
 
 
@@ -132,6 +132,7 @@ def is_loop(tokens: list[int]) -> bool:
     return False
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 3), max_size=8),
     st.lists(st.integers(0, 3), min_size=1, max_size=70),

@@ -74,7 +74,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     ],
 )
 def test_it_comes_to_an_end(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
-    monkeypatch.setattr(format, "_SECONDS", 0.3)
+    monkeypatch.setattr(format, "_SECONDS", 0.1)
     with pytest.raises(ChatTemplateError, match="does not come to an end, or writes far more than its messages"):
         chat_format(template, tokenizer).render([says("user", "Hello")])
 

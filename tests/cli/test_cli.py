@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import PROGRAM, assert_refused, environment, run
+from support.commands import PROGRAM, assert_refused, environment, here, run
 from support.draft_heads import RandomHead
 from support.draft_heads import write as write_head
 from support.random_models import RandomModel, write
@@ -51,11 +51,11 @@ def result(path: Path) -> pystaged.GenerationResult:
 
 @pytest.mark.parametrize("several", [[], ["--n", "2", "--seed", "1"]])
 def test_a_full_context_is_told(path: Path, several: list[str]) -> None:
-    done = run("generate", "e", "--model", path, "--n-ctx", "2", "--json", "--temperature", "1", *several)
+    done = here("generate", "e", "--model", path, "--n-ctx", "2", "--json", "--temperature", "1", *several)
     assert done.returncode == 0, done.stderr
     where = " in 2 of 2 texts" if several else ""
     assert f"the context of 2 tokens is full{where}; --n-ctx allows more, up to 96\n" in done.stderr.decode()
-    enough = run("generate", "e", "--model", path, "--json", "--max-tokens", "2", *several)
+    enough = here("generate", "e", "--model", path, "--json", "--max-tokens", "2", *several)
     assert b"is full" not in enough.stderr
 
 
@@ -80,7 +80,7 @@ def test_rules_and_logprobs(path: Path) -> None:
     arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     arguments += ["--temperature-last", "--ignore-eos", "-l", "5+1.5", "--logit-bias", "17-inf", "-l", "e=-2"]
     arguments += ["--dry-sequence-breaker", "x", "--max-tokens", "12", "--json", "--logprobs", "2"]
-    done = run("generate", PROMPT, "--model", path, *arguments)
+    done = here("generate", PROMPT, "--model", path, *arguments)
     assert done.returncode == 0, done.stderr
     expected = pystaged.generate(
         PROMPT,
@@ -145,7 +145,7 @@ def test_the_default_model() -> None:
 
 
 def test_json(path: Path, result: pystaged.GenerationResult) -> None:
-    done = run("generate", PROMPT, "--model", path, *WARM, "--json")
+    done = here("generate", PROMPT, "--model", path, *WARM, "--json")
     assert done.returncode == 0
     assert done.stdout.count(b"\n") == 1
     found = json.loads(done.stdout)
@@ -161,10 +161,10 @@ def test_json(path: Path, result: pystaged.GenerationResult) -> None:
 @pytest.mark.slow
 def test_a_seed_is_drawn(path: Path) -> None:
     arguments = ["generate", PROMPT, "--model", path, "--temperature", "1", "--max-tokens", "20", "--json"]
-    drawn, other = (json.loads(run(*arguments, "--seed", "-1").stdout) for _ in range(2))
+    drawn, other = (json.loads(here(*arguments, "--seed", "-1").stdout) for _ in range(2))
     assert drawn["seed"] != other["seed"]
-    assert json.loads(run(*arguments, "--seed", str(drawn["seed"])).stdout)["tokens"] == drawn["tokens"]
-    said = run(*arguments[:-1], "-v", "--seed", str(drawn["seed"])).stderr.decode()
+    assert json.loads(here(*arguments, "--seed", str(drawn["seed"])).stdout)["tokens"] == drawn["tokens"]
+    said = here(*arguments[:-1], "-v", "--seed", str(drawn["seed"])).stderr.decode()
     read = drawn["stats"]["prompt_tokens"]
     assert re.search(rf"read {read} tokens of the prompt in \d+\.\d\d seconds; seed {drawn['seed']}\n", said)
 
@@ -290,7 +290,7 @@ def test_ctrl_c_keeps_what_is_done(
 
 def test_stop_strings(path: Path, result: pystaged.GenerationResult) -> None:
     late, early = result.text[25:28], result.text[10:12]
-    done = run("generate", PROMPT, "--model", path, *WARM, "--stop", late, "--stop", early)
+    done = here("generate", PROMPT, "--model", path, *WARM, "--stop", late, "--stop", early)
     cut = min(result.text.index(late), result.text.index(early))
     assert (done.returncode, done.stdout.decode()) == (0, result.text[:cut] + "\n")
 
@@ -335,7 +335,7 @@ def test_a_line_that_is_no_text_does_not_end_a_session(path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["0", "-1"])
 def test_no_limit_of_tokens(path: Path, number: str) -> None:
-    done = run("generate", "e", "--model", path, "-n", number, "--ignore-eos", "--no-stop-loops", "--json")
+    done = here("generate", "e", "--model", path, "-n", number, "--ignore-eos", "--no-stop-loops", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["stats"]["prompt_tokens"] + len(found["tokens"]) == 97  # the last one is not read
@@ -518,11 +518,11 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
 
 
 def test_help_is_also_a_word() -> None:
-    asked = run("--help")
+    asked = here("--help")
     assert (asked.returncode, asked.stderr) == (0, b"")
     assert b"Usage" in asked.stdout
-    assert run("help").stdout == asked.stdout
-    assert run("help", "pull").stdout == run("pull", "-h").stdout == run("pull", "--help").stdout
+    assert here("help").stdout == asked.stdout
+    assert here("help", "pull").stdout == here("pull", "-h").stdout == here("pull", "--help").stdout
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], []], ids=str)
@@ -598,22 +598,24 @@ def test_info(path: Path) -> None:
 @pytest.mark.slow
 def test_what_a_draft_head_takes(path: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head.gguf", RandomHead(_core.Tokenizer(path).fingerprint, [1, 2, 3]))
-    shown = run("tune", "--model", path, "--draft", head)
+    shown = here("tune", "--model", path, "--draft", head)
     assert shown.returncode == 0
     assert "draft head, lookup ms" in shown.stdout.decode()
-    assert "draft head" not in run("tune", "--model", path).stdout.decode()
-    assert_refused(run("tune", "--model", path, "--draft", head, "--draft-device", "ggml-cpu"), "leave out the draft's")
+    assert "draft head" not in here("tune", "--model", path).stdout.decode()
+    assert_refused(
+        here("tune", "--model", path, "--draft", head, "--draft-device", "ggml-cpu"), "leave out the draft's"
+    )
 
 
 @pytest.mark.slow
 def test_info_of_a_context(path: Path) -> None:
-    assert b"0.5 MB per 1,000 tokens" in run("info", path).stdout
-    assert b"0.3 MB per 1,000 tokens" in run("info", path, "--kv", "q8_0").stdout
+    assert b"0.5 MB per 1,000 tokens" in here("info", path).stdout
+    assert b"0.3 MB per 1,000 tokens" in here("info", path, "--kv", "q8_0").stdout
 
 
 def test_info_of_a_model_with_windows(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", RandomModel("gemma3", layers=6, metadata={"attention.sliding_window": 16}))
-    assert b"0.8 MB per 1,000 tokens, 0.1 MB behind windows; " in run("info", path).stdout
+    assert b"0.8 MB per 1,000 tokens, 0.1 MB behind windows; " in here("info", path).stdout
 
 
 @pytest.mark.slow
@@ -622,7 +624,7 @@ def test_info_of_what_fits(path: Path) -> None:
 
     def said(size: str) -> str:
         (line,) = [
-            line for line in run("info", path, "--kv-memory", size).stdout.decode().splitlines() if "MB per" in line
+            line for line in here("info", path, "--kv-memory", size).stdout.decode().splitlines() if "MB per" in line
         ]
         return line.partition("enough for ")[2]
 
@@ -641,13 +643,13 @@ def test_sizes_that_are_none(path: Path, size: str) -> None:
 
 
 def test_a_bound_of_memory_changes_nothing(path: Path, result: pystaged.GenerationResult) -> None:
-    done = run("generate", PROMPT, "--model", path, *WARM, "--kv-memory", "1K")
+    done = here("generate", PROMPT, "--model", path, *WARM, "--kv-memory", "1K")
     assert (done.returncode, done.stdout.decode()) == (0, result.text + "\n")
 
 
 def test_info_of_mixed_types(tmp_path: Path) -> None:
     model = RandomModel("llama", quantization="Q8_0", types={"ffn_up": "Q4_0", "attn_v": "F16"}, layers=1)
-    shown = run("info", write(tmp_path / "mixed.gguf", model)).stdout.decode()
+    shown = here("info", write(tmp_path / "mixed.gguf", model)).stdout.decode()
     q8_0, q4_0, f16 = (300 * 64 + 2 * 64 * 64 + 32 * 64 + 2 * 96 * 64) * 34, 96 * 64 * 18, 32 * 64 * 2 * 32
     total = q8_0 + q4_0 + f16
     assert f"q8_0 {q8_0 / total:.1%} f16 {f16 / total:.1%} q4_0 {q4_0 / total:.1%}, " in shown

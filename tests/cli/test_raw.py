@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,7 @@ class Engine:
     def __init__(self, answers: Sequence[Sequence[int]], places: dict[str, Callable[[], None]] | None = None) -> None:
         self._answers = iter(answers)
         self._places = {} if places is None else places
-        self._own = Tokenizer(str(names.resolve("bundled")))
+        self._own = own_tokenizer()
         self.prompts: list[list[int]] = []
         self.tokenizer: Any = SimpleNamespace(token_bytes=self._own.token_bytes)
 
@@ -108,9 +109,14 @@ class Stream:
         self.result.finish_reason = "stop"
 
 
+@cache
+def own_tokenizer() -> Tokenizer:
+    return Tokenizer(str(names.resolve("bundled")))
+
+
 @pytest.fixture
 def tokenizer() -> Tokenizer:
-    return Tokenizer(str(names.resolve("bundled")))
+    return own_tokenizer()
 
 
 @pytest.fixture

@@ -52,7 +52,11 @@ def text(vocab_size: int, length: int = LENGTH) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("case", CASES)
+# Of each architecture the plainest; the others are slow.
+OF_DEVICES = [each if "-" not in each else pytest.param(each, marks=pytest.mark.slow) for each in CASES]
+
+
+@pytest.mark.parametrize("case", OF_DEVICES)
 def test_devices_against_llama_cpp(written: Callable[[str], Path], case: str) -> None:
     path, tokens = written(case), text(CASES[case].vocab_size)
     expected = llama_logits(path, tokens, GPU_LAYERS)

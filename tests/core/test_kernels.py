@@ -120,7 +120,7 @@ def test_any_shape(shape: tuple[str, int, int], n: int, num_threads: int, seed: 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_large_matrix_shared_by_threads(kernel: str, kind: str) -> None:
-    weights, x = draw_weights(kind, 1000, 768), draw_rows(3, 768)
+    weights, x = draw_weights(kind, 500, 512), draw_rows(3, 512)
     scalar = multiply(kind, weights, x)
     assert_close(kind, weights, x, scalar)
     for num_threads in (1, 2, 3):

@@ -387,7 +387,7 @@ def test_a_fork_keeps_the_rope_factors_of_its_context(tmp_path: Path) -> None:
 
 
 def test_devices_take_texts_in_turns(model_of: Model) -> None:
-    model = model_of(device="ggml-cpu")
+    model = model_of(threads=1, device="ggml-cpu")
     tree = ([5, 6, 7, 6], [-1, 0, 0, 1])
     # A path that leaves gaps, so that cells lie out of order.
     source = text(model, PREFIX[:40])

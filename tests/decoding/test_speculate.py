@@ -63,8 +63,8 @@ def test_it_writes_what_the_engine_writes(sampling: SamplingConfig, pair: tuple[
     options = {"temperature": sampling.temperature, "seed": sampling.seed, "top_p": sampling.top_p}
     tokenizer = engine.tokenizer
     for prompt in (PROMPT, PROMPT[:9]):
-        expected = engine.generate(prompt, max_tokens=40, **options)
-        steps = speculate(session, drafter, tokenizer.encode(prompt), sampling, 40, tokenizer.is_end)
+        expected = engine.generate(prompt, max_tokens=24, **options)
+        steps = speculate(session, drafter, tokenizer.encode(prompt), sampling, 24, tokenizer.is_end)
         tokens = [token for step in steps for token in step]
         assert tokens == expected.tokens
         assert b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace") == expected.text

@@ -73,6 +73,7 @@ def test_a_home_that_cannot_be_written(model: Path, text: bytes, empty: Path, tm
     assert list(empty.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["/dev/null/nowhere", ""])
 @needs_setpriv
 def test_a_home_that_is_not_there(model: Path, text: bytes, empty: Path, home: str) -> None:

@@ -58,7 +58,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("device", "keep"), [("cpu", False), ("cpu", True), ("ggml-cpu", False)])
+@pytest.mark.parametrize(
+    ("device", "keep"),
+    [("cpu", False), ("cpu", True), pytest.param("ggml-cpu", False, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_file_that_changes_while_it_is_used(
     model: Path, change: Callable[[Path], object], device: str, keep: bool

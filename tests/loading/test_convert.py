@@ -64,6 +64,7 @@ def transformers() -> Any:
     return pytest.importorskip("transformers", reason="transformers is not installed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

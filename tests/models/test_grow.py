@@ -54,9 +54,7 @@ def metadata(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "separate-head"])
-@pytest.mark.parametrize(
-    ("width", "layers"), [(256, 5), (192, 2), (64, 7), (64, 2)], ids=["both", "wider-by-3", "deeper", "same"]
-)
+@pytest.mark.parametrize(("width", "layers"), [(192, 5), (64, 2)], ids=["both", "same"])
 def test_grown_logits_are_the_sources(tmp_path: Path, tie: bool, width: int, layers: int) -> None:
     source = random_gpt2(tmp_path / "source.gguf", tie=tie)
     grow(source, tmp_path / "grown.gguf", width=width, layers=layers, quantization="F32")

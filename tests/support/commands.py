@@ -8,6 +8,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 PROGRAM = (
     [sys.executable, "-m", "pystaged"]
     if find_spec("pystaged.__main__")
@@ -24,6 +26,17 @@ def run(*arguments: str | bytes | Path, stdin: bytes = b"", **changes: str) -> s
     return subprocess.run(
         [*PROGRAM, *arguments], input=stdin, capture_output=True, check=False, env=environment(**changes), timeout=60
     )
+
+
+def here(*arguments: str | bytes | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """As run, in this process and so in a tenth of the time: for what needs neither its start nor its streams."""
+    from pystaged.cli import app  # noqa: PLC0415  the first import is tested, too
+
+    done = CliRunner().invoke(app, list(map(os.fsdecode, arguments)), input=stdin, env={"NO_COLOR": "1"})
+    stderr = done.stderr_bytes or b""
+    if done.exception and not isinstance(done.exception, SystemExit):
+        stderr += f"error: {done.exception}\n".encode()
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout_bytes, stderr)
 
 
 def run_python(script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
