@@ -146,13 +146,17 @@ void Executor::read_shortlist(const TextState& text, Logits& logits) const {
 
 void Executor::read_logits(const TextState& text, Logits& logits) const {
     backend_->read_logits(text, logits.values.data(), logits.maxima.data());
-    check_finite(logits.maxima.data(), logits.num_rows * model_.numbers().logits_stride() / kRun);
+    check_finite(logits);
+}
+
+void Executor::check_finite(const Logits& logits) const {
+    pystaged::check_finite(logits.maxima.data(), logits.num_rows * model_.numbers().logits_stride() / kRun);
 }
 
 LogitsRow Executor::row(const Logits& logits, int row) const {
     const size_t stride = model_.numbers().logits_stride();
-    return {logits.values.data() + row * stride, logits.maxima.data() + row * stride / kRun,
-            model_.numbers().vocab_size, static_cast<int>(stride)};
+    return {logits.values.data() + row * stride, logits.maxima.data() + row * stride / kRun, model_.numbers().head_size,
+            static_cast<int>(stride)};
 }
 
 LogitsRow Executor::shortlisted_row(const Logits& logits, int row, int shortlist_size) {
@@ -169,7 +173,7 @@ LogitsRow Executor::shortlisted_row(const Logits& logits, int row, int shortlist
         sparse_logits_[token] = logits.shortlist_values[first + i];
         sparse_maxima_[token / kRun] = std::max(sparse_maxima_[token / kRun], sparse_logits_[token]);
     }
-    return {sparse_logits_.data(), sparse_maxima_.data(), model_.numbers().vocab_size, stride};
+    return {sparse_logits_.data(), sparse_maxima_.data(), model_.numbers().head_size, stride};
 }
 
 void Executor::find_candidates(const std::vector<Judged>& rows) {

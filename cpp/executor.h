@@ -71,6 +71,7 @@ public:
     // Of a text's last pass. Throw ModelError for what is not finite, DeviceError for what is no token.
     void read_shortlist(const TextState& text, Logits& logits) const;
     void read_logits(const TextState& text, Logits& logits) const;
+    void check_finite(const Logits& logits) const;
     LogitsRow row(const Logits& logits, int row) const;
     // A row that is -inf but for its shortlist; until the next such call.
     LogitsRow shortlisted_row(const Logits& logits, int row, int shortlist_size);

@@ -190,6 +190,18 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
     }
 }
 
+// Rows at the next positions that see the context and each other, those before them or all.
+void Session::append_block(const std::vector<int32_t>& tokens) {
+    const int committed = static_cast<int>(committed_.size()), n = static_cast<int>(tokens.size());
+    if (committed + n > std::min(context_, state_->room())) {
+        throw ContextFullError("the context of " + std::to_string(context_) + " tokens is full");
+    }
+    for (int i = 0; i < n; ++i) {
+        const int seen = committed + (model_->numbers().is_causal ? i + 1 : n);
+        pending_.push_back({tokens[i], i - 1, committed + i, seen, {}, nullptr, 0, nullptr, nullptr});
+    }
+}
+
 // Brings back the logits that are still on the device, before another pass overwrites them or because they are needed.
 void Session::read_logits() {
     if (const std::shared_ptr<Logits> logits = unread_.lock()) {
@@ -287,6 +299,40 @@ void Session::candidates(const std::vector<Sampling>& sampling, const std::vecto
     executor_->find_candidates(judged_rows);
 }
 
+void Session::likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k, int32_t* tokens,
+                        float* logprobs) {
+    const Turn turn(*this);
+    check_open();
+    const bool has_markov = model_->numbers().markov_rank > 0;
+    if (before.size() != (has_markov ? rows.size() : 0)) {
+        throw std::invalid_argument(has_markov
+                                        ? "the token before each row is needed, because the draft has Markov weights"
+                                        : "the draft has no Markov weights to read tokens before rows");
+    }
+    check_tokens(before);
+    const int n = static_cast<int>(rows.size());
+    const Executor::Turn computing(*executor_);
+    const size_t stride = model_->numbers().logits_stride();
+    const std::shared_ptr<Logits> logits = executor_->make_logits(n, 0);
+    for (int i = 0; i < n; ++i) {
+        const LogitsRow row = logits_row(rows[i]);
+        std::copy_n(row.logits, stride, logits->values.data() + i * stride);
+        std::copy_n(row.maxima, stride / kRun, logits->maxima.data() + i * stride / kRun);
+    }
+    if (has_markov) {
+        executor_->backend().add_markov(before.data(), n, logits->values.data(), logits->maxima.data());
+        executor_->check_finite(*logits);
+    }
+    for (int i = 0; i < n; ++i) {
+        // The first one found is the token that was asked for, 0.
+        const auto& found = executor_->sampler(0).log_probabilities(executor_->row(*logits, i), 0, k, 1);
+        for (int j = 0; j < k; ++j) {
+            tokens[size_t(i) * k + j] = found[j + 1].token;
+            logprobs[size_t(i) * k + j] = found[j + 1].score;
+        }
+    }
+}
+
 Followed Session::follow(const Sampling& sampling, int root) {
     const Turn turn(*this);
     check_open();
@@ -331,6 +377,9 @@ Followed Session::follow_from(const Sampling& sampling, const Masks& masks, int 
 void Session::commit(const std::vector<int32_t>& path) {
     const Turn turn(*this);
     check_open();
+    if (model_->family().reads == Reads::as_context && !path.empty()) {
+        throw std::invalid_argument("rows of a block are no context; discard them");
+    }
     for (size_t i = 0; i < path.size(); ++i) {
         if (checked_row(path[i]).parent != (i == 0 ? -1 : path[i - 1])) {
             throw std::invalid_argument("row " + std::to_string(path[i]) + " does not continue the path to commit");

@@ -57,6 +57,11 @@ public:
     // One sampling for all rows, or one for each.
     void candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k, int32_t* tokens,
                     float* scores, const Masks& masks = {});
+    // Of a draft that reads its target's hidden states: the k likeliest next tokens after each of these rows, best
+    // first, as the draft's head numbers them, and their log-probabilities, both [rows][k]. `before` has the token
+    // before each, or nothing where the draft has no Markov weights.
+    void likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k, int32_t* tokens,
+                   float* logprobs);
     // Walks from row `root` for as long as the model's own token is among a row's children, and has one after it.
     // Throws std::invalid_argument where rules and masks leave none after the root.
     Followed follow(const Sampling& sampling, int root);
@@ -112,6 +117,7 @@ private:
         int slot = 0;                        // in them
         std::shared_ptr<float> hidden;       // or none
         std::shared_ptr<const float> input;  // another model's hidden states, or none
+        bool of_target = false;              // see Pass
     };
 
     // One call on some sessions: their locks, and the floating-point environment it computes in.
@@ -138,6 +144,7 @@ private:
     int checked_reachable(int length) const;
     const Row& checked_row(int row) const;
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
+    void append_block(const std::vector<int32_t>& tokens);
     void drop_from(size_t first);
     Followed follow_from(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
     void keep(const std::vector<int32_t>& path, bool was_read, HiddenRows hidden = {});

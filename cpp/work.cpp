@@ -35,6 +35,48 @@ std::vector<Session*> checked_sessions(const std::vector<const Work*>& works) {
     return sessions;
 }
 
+bool is_block(const Work& work) {
+    return work.kind == Work::Kind::propose && work.session->model().family().reads == Reads::as_context;
+}
+
+bool reads_target(const Work& work) {
+    return work.hidden.width == size_t(work.session->model().numbers().features_width());
+}
+
+// Throws std::invalid_argument where the hidden rows are not those that the session's model reads.
+void check_hidden(const Work& work) {
+    const Hyperparameters& h = work.session->model().numbers();
+    const size_t n = work.tokens.size(), given = work.hidden.rows.size(), width = work.hidden.width;
+    std::string read = "no numbers";
+    bool fits = given == 0;
+    switch (work.session->model().family().reads) {
+        case Reads::nothing:
+            if (h.hidden_width > 0) {
+                read = std::to_string(h.hidden_width) + " numbers";
+                fits = given == n && (n == 0 || width == size_t(h.hidden_width));
+            }
+            break;
+        case Reads::beside_tokens:
+            read = std::to_string(h.features_width()) + " or " + std::to_string(h.hidden_width) + " numbers";
+            fits = given == n && (n == 0 || width == size_t(h.hidden_width) || reads_target(work));
+            break;
+        case Reads::as_context:
+            if (work.kind == Work::Kind::verify) {
+                throw std::invalid_argument("a draft of blocks verifies no trees");
+            }
+            if (work.kind == Work::Kind::read) {
+                read = std::to_string(h.features_width()) + " numbers";
+                fits = given == n && (n == 0 || reads_target(work));
+            }
+            break;
+    }
+    if (!fits) {
+        throw std::invalid_argument(
+            "the model reads " + read + " of another one's hidden states with each token; there are " +
+            std::to_string(given) + " rows of " + std::to_string(width) + " for " + std::to_string(n) + " tokens");
+    }
+}
+
 }  // namespace
 
 // The works of one call, with their sessions locked. What was not finished is undone.
@@ -78,8 +120,10 @@ void Run::append() {
         Session& session = *work->session;
         session.check_open();
         session.check_tokens(work->tokens);
-        if (work->kind != Work::Kind::propose) {
-            session.check_nothing_pending(work->kind == Work::Kind::read ? "reading tokens" : "verify");
+        if (work->kind != Work::Kind::propose || is_block(*work)) {
+            session.check_nothing_pending(work->kind == Work::Kind::read     ? "reading tokens"
+                                          : work->kind == Work::Kind::verify ? "verify"
+                                                                             : "a block");
         }
         const size_t n = work->tokens.size(), judged = work->num_judged;
         if ((n == 0 && work->kind != Work::Kind::read) || n != work->parents.size()) {
@@ -93,24 +137,24 @@ void Run::append() {
             throw std::invalid_argument("propose needs one sampling, or one for each judged row");
         }
         check(work->masks, judged, session.model().numbers().vocab_size);
-        const size_t read = session.model().numbers().hidden_width, given = work->hidden.rows.size();
-        if (given != (read > 0 ? n : 0) || (read > 0 && n > 0 && work->hidden.width != read)) {
-            throw std::invalid_argument("the model reads " + std::to_string(read) +
-                                        " numbers of another one's hidden states with each token; there are " +
-                                        std::to_string(given) + " rows of " + std::to_string(work->hidden.width) +
-                                        " for " + std::to_string(n) + " tokens");
-        }
+        check_hidden(*work);
     }
     starts_.reserve(works_.size());
     for (const Work* work : works_) {
         starts_.push_back(work->session->pending_.size());
         Session& session = *work->session;
-        session.append(work->tokens, work->parents);
+        const Model& model = session.model();
+        if (is_block(*work)) {
+            session.append_block(work->tokens);
+        } else {
+            session.append(work->tokens, work->parents);
+        }
         auto& pending = session.pending_;
+        const bool of_target = model.family().reads != Reads::nothing && reads_target(*work);
         for (size_t i = 0; i < work->hidden.rows.size(); ++i) {
             pending[starts_.back() + i].input = work->hidden.rows[i];
+            pending[starts_.back() + i].of_target = of_target;
         }
-        const Model& model = session.model();
         const size_t kept = model.taps_all_rows() ? work->tokens.size() : work->num_judged;
         if (model.state_size() > 0) {
             auto rows = HiddenRows::make(kept, model.state_size());
@@ -126,11 +170,11 @@ std::vector<std::vector<Run::Piece>> Run::split() const {
     const Backend& backend = executor_->backend();
     std::vector<std::vector<Piece>> passes;
     size_t room = 0;
-    for (size_t i = 0; i < works_.size(); ++i) {
+    const auto add = [&](size_t i) {
         Session& session = *works_[i]->session;
         const size_t end = session.pending_.size(), judged = end - works_[i]->num_judged;
         for (size_t first = starts_[i], last; first < end; first = last) {
-            if (room == 0 || !backend.mixes_texts()) {
+            if (room == 0 || !backend.mixes_texts() || (is_block(*works_[i]) && room < end - first)) {
                 passes.emplace_back();
                 room = backend.max_rows();
             }
@@ -138,6 +182,15 @@ std::vector<std::vector<Run::Piece>> Run::split() const {
             passes.back().push_back({&session, first, std::clamp(judged, first, last), last});
             room -= last - first;
         }
+    };
+    // Rows of blocks are computed otherwise than context, and a block in one pass.
+    for (const bool blocks : {false, true}) {
+        for (size_t i = 0; i < works_.size(); ++i) {
+            if (is_block(*works_[i]) == blocks) {
+                add(i);
+            }
+        }
+        room = 0;
     }
     return passes;
 }
@@ -179,6 +232,7 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     std::vector<RowContext> contexts;
     std::vector<float*> hidden;
     std::vector<const float*> inputs;
+    std::vector<char> of_target;
     for (const Piece& span : spans) {
         Session& session = *span.session;
         session.read_logits();
@@ -195,9 +249,10 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
             tokens.push_back(row.token);
             positions.push_back(row.position);
             parents.push_back(row.parent);
-            contexts.push_back({row.position + 1, row.direct, row.tail.data()});
+            contexts.push_back({std::max(row.position + 1, row.direct), row.direct, row.tail.data()});
             hidden.push_back(row.hidden.get());
             inputs.push_back(row.input.get());
+            of_target.push_back(row.of_target);
         }
     }
     pass.tokens = tokens.data();
@@ -206,6 +261,9 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     pass.contexts = contexts.data();
     pass.hidden = hidden.data();
     pass.inputs = inputs.data();
+    pass.of_target = of_target.data();
+    const Session& any = *pieces[0].session;
+    pass.is_context = any.model().family().reads == Reads::as_context && any.pending_[pieces[0].first].input;
     pass.interrupted = interrupted;
     std::shared_ptr<Logits> logits;
     const int shortlist_size = pieces[0].session->shortlist_size();

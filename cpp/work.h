@@ -23,7 +23,10 @@ struct Work {
     int k = 0;                             // candidates after each judged row, perhaps none
     std::vector<Sampling> samplings;       // one, or of propose one for each judged row
     Masks masks;                           // none, or one for each row of verify, or judged row of propose
-    HiddenRows hidden;                     // for each token another model's, where the session's reads them
+    // For each token another model's, where the session's reads them. Of a draft that reads them beside tokens, its
+    // target's or those of its own rows before; of one that reads them as context, its target's with tokens that are
+    // read, and none with a block that is proposed.
+    HiddenRows hidden;
 
     static Work read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden = {});
     static Work verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents,

@@ -32,7 +32,7 @@ Masks to_masks(const MaskArray& array) {
 }
 
 void check_count(const Session& session, const char* name, int least, int count) {
-    if (count < least || count > session.model().numbers().vocab_size) {
+    if (count < least || count > session.model().numbers().head_size) {
         throw py::value_error(std::string(name) + " must be between " + std::to_string(least) +
                               " and the size of the vocabulary");
     }
@@ -195,6 +195,22 @@ void add_sessions(py::module_& m) {
             },
             py::arg("rows"), py::arg("k"), py::arg("sampling"), py::arg("masks") = py::none())
         .def(
+            "likeliest",
+            [](Session& self, const py::object& rows, const py::object& before, int k) {
+                const std::vector<int32_t> indices = to_ints(rows, "rows"), tokens_before = to_ints(before, "before");
+                check_count(self, "k", 1, k);
+                py::array_t<int32_t> tokens({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
+                py::array_t<float> logprobs({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
+                int32_t* token_data = tokens.mutable_data();
+                float* logprob_data = logprobs.mutable_data();
+                {
+                    const py::gil_scoped_release release;
+                    self.likeliest(indices, tokens_before, k, token_data, logprob_data);
+                }
+                return py::make_tuple(tokens, logprobs);
+            },
+            py::arg("rows"), py::arg("before"), py::arg("k"))
+        .def(
             "follow",
             [](Session& self, const Sampling& sampling, int root) {
                 Followed followed;
@@ -239,7 +255,7 @@ void add_sessions(py::module_& m) {
         .def(
             "logits",
             [](Session& self, int row) {
-                py::array_t<float> out(self.model().numbers().vocab_size);
+                py::array_t<float> out(self.model().numbers().head_size);
                 float* data = out.mutable_data();
                 const py::gil_scoped_release release;
                 self.logits(row, data);

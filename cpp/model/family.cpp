@@ -24,6 +24,9 @@ constexpr Family kFamilies[] = {
      4096, 46, 50, 30},
     {"gemma3", Pairs::halves, Gate::gelu, kPreNorms | kPostNorms | kHeadNorms, kHead | kQkvBias,
      kScaledEmbedding | kLogitSoftcap | kWindowOwnRope, 0, 6, 0, 62},
+    {"eagle3", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kHeadNorms | kRopeFactors, kWholeRotation, 0, 0, 0, 0, 0,
+     0, Reads::beside_tokens},
+    {"dflash", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, 0, 0, 0, 0, 0, 0, 0, Reads::as_context},
 };
 
 // Keys of state that grows with no position: it cannot be cut back, and the rows of a tree cannot share it.

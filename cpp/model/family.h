@@ -11,6 +11,10 @@ enum class Pairs { none, adjacent, halves };
 // What the feed-forward network does between its matrices: GELU alone, or an activation of the gate times the rest.
 enum class Gate { none, silu, gelu };
 
+// How a draft reads hidden states of its target: a row beside each token (EAGLE-3), or as context, the keys and values
+// of the committed tokens (DFlash, DSpark), behind which it evaluates a block of tokens at once.
+enum class Reads { nothing, beside_tokens, as_context };
+
 // Tensors that not every architecture has.
 enum Part : unsigned {
     kPositions = 1 << 0,     // position_embd
@@ -56,6 +60,7 @@ struct Family {
     int window = 0;           // of a file that states none; such a family always has one
     int largest = 0;  // layers of the model that scales attention as if its heads shared its width, whatever their own
     float attention_softcap = 0, logit_softcap = 0;  // where the file has none
+    Reads reads = Reads::nothing;
 
     bool has(Rule rule) const { return rules & rule; }
 };

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kMostNumbers = int64_t(1) << 24;  // far beyond any model, far below any overflow
 constexpr int kMostLayers = 512;                    // ggml visits a graph by recursion, for which a stack must do
+constexpr int kMostBlock = 64;                      // tokens of a draft's block
 
 // Metadata under the architecture's own prefix.
 class Keys {
@@ -191,6 +192,69 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
     }
 }
 
+// Of a head that may lack tokens.
+int head_rows(const GgufFile& file) {
+    const int64_t rows = file.tensor(kHeadName).ne[1];
+    if (rows < 1 || rows > kMostNumbers) {
+        file.fail("tensor '" + std::string(kHeadName) + "' has " + std::to_string(rows) + " rows");
+    }
+    return static_cast<int>(rows);
+}
+
+// A draft that reads its target's hidden states.
+void read_features(const GgufFile& file, const Family& family, const Keys& keys, const Hyperparameters* target,
+                   Hyperparameters& h) {
+    if (family.reads == Reads::nothing) {
+        return;
+    }
+    if (!target) {
+        file.fail(
+            "architecture '" + std::string(family.name) +
+            "' is a draft that reads its target's hidden states; load the target, and name this file as its draft");
+    }
+    const std::string key = keys.name("target_layers");
+    const auto layers = file.integers(key);
+    if (!layers || layers->empty()) {
+        file.fail("metadata '" + key + "' is missing");
+    }
+    for (const int64_t layer : *layers) {
+        if (layer <= (h.target_layers.empty() ? 0 : h.target_layers.back()) || layer > target->num_layers) {
+            file.fail("metadata '" + key + "' must rise from 1 to the target's " + std::to_string(target->num_layers) +
+                      " layers; the draft was made for another target");
+        }
+        h.target_layers.push_back(static_cast<int>(layer));
+    }
+    h.target_width = keys.number("target_hidden_size", 1, kMostNumbers, target->width);
+    if (h.target_width != target->width) {
+        file.fail("the draft was made for a target that is " + std::to_string(h.target_width) +
+                  " wide, but this one is " + std::to_string(target->width) + " wide");
+    }
+    if (h.vocab_size < target->vocab_size) {
+        file.fail("the draft knows " + std::to_string(h.vocab_size) + " tokens, but the target has " +
+                  std::to_string(target->vocab_size));
+    }
+    if (h.width % kBlock != 0 || h.target_width % kBlock != 0 || h.features_width() > kMostNumbers) {
+        file.fail("the widths of draft and target, " + std::to_string(h.width) + " and " +
+                  std::to_string(h.target_width) + ", must be multiples of " + std::to_string(kBlock));
+    }
+    // It goes on as far as its target does.
+    h.max_context = std::max(h.max_context, target->max_context);
+    if (family.reads == Reads::beside_tokens) {
+        h.hidden_width = h.width;
+        h.norm_before_residual = file.flag(keys.name("norm_before_residual"), false);
+        h.norm_before_fusion = file.flag(keys.name("norm_before_fc"), false);
+        h.feeds_back_normed = file.flag(keys.name("norm_output"), false);
+        return;
+    }
+    h.block_size = keys.number("block_size", 2, kMostBlock);
+    h.is_anchored = file.flag(keys.name("sample_from_anchor"), false);
+    h.is_causal = file.flag(keys.name("attention.causal"), false);
+    h.mask_token = static_cast<int32_t>(file.integer("tokenizer.ggml.mask_token_id", 0, h.vocab_size - 1));
+    if (file.has_tensor(kMarkov)) {
+        h.markov_rank = static_cast<int>(file.tensor(kMarkov).ne[0]);
+    }
+}
+
 }  // namespace
 
 float Hyperparameters::query_scale(int position) const {
@@ -257,11 +321,16 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         h.hidden_width = static_cast<int>(hidden_width);
     }
     h.vocab_size = static_cast<int>(vocab_size);
+    h.head_size = h.vocab_size;
+    if (family.reads != Reads::nothing) {
+        h.head_size = file.has_tensor(kHeadName) ? head_rows(file) : lender ? lender->head_size : h.vocab_size;
+    }
     read_rope(file, family, keys, h);
     read_windows(file, family, keys, h);
     h.num_windowed_layers = static_cast<int>(
         std::count_if(h.layers.begin(), h.layers.end(), [](const LayerNumbers& layer) { return layer.windowed; }));
     read_scales(file, family, keys, h);
+    read_features(file, family, keys, lender, h);
     return h;
 }
 

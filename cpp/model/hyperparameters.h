@@ -12,6 +12,9 @@ namespace pystaged {
 
 constexpr const char* kEmbedding = "token_embd.weight";
 constexpr const char* kFusion = "nextn.eh_proj.weight";
+constexpr const char* kHeadName = "output.weight";
+constexpr const char* kMarkov = "markov_w1.weight";
+constexpr const char* kHeadTokens = "d2t";
 
 struct LayerNumbers {
     bool rotates = true;
@@ -24,6 +27,7 @@ struct Hyperparameters {
     int original_context = 0;  // before its rotary positions were stretched
     int width = 0;
     int hidden_width = 0;  // of another model's hidden states that it reads beside tokens, or 0
+    int head_size = 0;     // tokens that it has logits of; for a draft perhaps fewer than vocab_size
     int ffn_width = 0;
     int num_layers = 0;
     int num_heads = 0;
@@ -38,6 +42,15 @@ struct Hyperparameters {
     int num_windowed_layers = 0;
     std::vector<LayerNumbers> layers;
     Rope rope, windowed_rope;
+    // Of a draft that reads its target's hidden states.
+    std::vector<int> target_layers;  // it reads the states behind these, the first being 1
+    int target_width = 0;
+    bool norm_before_residual = false, norm_before_fusion = false, feeds_back_normed = false;  // of EAGLE-3
+    int block_size = 0;        // tokens of a block, of which the first is the root
+    bool is_anchored = false;  // whether the first one already has a guess after it
+    bool is_causal = false;
+    int32_t mask_token = 0;  // the others
+    int markov_rank = 0;
 
     // What queries at a position are multiplied by.
     float query_scale(int position) const;
@@ -45,7 +58,8 @@ struct Hyperparameters {
     int kv_width() const { return num_kv_heads * head_dim; }
     int padded_width() const { return padded(width, kBlock); }
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
-    size_t logits_stride() const { return padded(vocab_size, kRun); }
+    size_t logits_stride() const { return padded(head_size, kRun); }
+    int features_width() const { return int(target_layers.size()) * target_width; }
 };
 
 // `lender` is the model whose embedding a file without one borrows, or null. Throws ModelError for what is missing, out

@@ -145,10 +145,22 @@ Linear PackedLoader::linear(Role weight, Role bias) {
 
 Attention PackedLoader::attention() {
     Attention result;
-    result.q_norm.weight = vector(Role::attn_q_norm);
-    result.k_norm.weight = vector(Role::attn_k_norm);
+    result.q_norm.weight = head_norm(Role::attn_q_norm);
+    result.k_norm.weight = head_norm(Role::attn_k_norm);
     pack_qkv(result);
     result.output = linear(Role::attn_output, Role::attn_output_bias);
+    return result;
+}
+
+// In the order that pack_qkv() gives a head's numbers.
+Vector PackedLoader::head_norm(Role role) {
+    Vector result = vector(role);
+    if (family_.rope == Pairs::adjacent && result.present()) {
+        const std::vector<float> values = std::move(result.values);
+        for (const int i : halves_of_pairs(static_cast<int>(values.size()), numbers_.head_dim, numbers_.rope.dims)) {
+            result.values.push_back(values[i]);
+        }
+    }
     return result;
 }
 

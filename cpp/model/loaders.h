@@ -45,6 +45,7 @@ private:
 
     const TensorView* find(Role role) const { return manifest_.find(role, role < Role::attn_norm ? 0 : layer_); }
     Linear pack(const Parts& parts);
+    Vector head_norm(Role role);
     void pack_qkv(Attention& attention);
 
     const GgufFile& file_;

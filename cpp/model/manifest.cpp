@@ -24,7 +24,14 @@ enum class Size {
     kv_heads,
     pairs,
     hidden,
-    fused
+    fused,
+    features,
+    target_width,
+    target_layers,
+    twice_width,
+    head_size,
+    markov_rank,
+    confidence
 };
 
 int64_t count(Size size, const Hyperparameters& h) {
@@ -43,6 +50,13 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::pairs: return h.rope.dims / 2;
         case Size::hidden: return h.hidden_width;
         case Size::fused: return int64_t(h.width) + h.hidden_width;
+        case Size::features: return h.features_width();
+        case Size::target_width: return h.target_width;
+        case Size::target_layers: return int64_t(h.target_layers.size());
+        case Size::twice_width: return int64_t(2) * h.width;
+        case Size::head_size: return h.head_size;
+        case Size::markov_rank: return h.markov_rank;
+        case Size::confidence: return int64_t(h.width) + h.markov_rank;
         default: return 1;
     }
 }
@@ -56,7 +70,12 @@ struct Entry {
 
 // Beyond those of families: what their other fields say.
 constexpr unsigned kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kReadsHidden = 1u << 27,
-                   kOwnEmbedding = 1u << 26;
+                   kOwnEmbedding = 1u << 26, kReadsFeatures = 1u << 25, kBeside = 1u << 24, kNormOfFeatures = 1u << 23,
+                   kNormOfContext = 1u << 22, kNormOfEach = 1u << 21, kSomeTokens = 1u << 20, kHasMarkov = 1u << 19,
+                   kHasConfidence = 1u << 18;
+
+constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight",
+                     *kConfidence = "conf_proj.weight";
 
 constexpr Entry kOfModel[] = {
     {Role::token_embedding, kEmbedding, Size::width, Size::vocabulary, kOwnEmbedding},
@@ -66,7 +85,17 @@ constexpr Entry kOfModel[] = {
     {Role::position_embedding, "position_embd.weight", Size::width, Size::context, kPositions},
     {Role::output_norm, "output_norm.weight", Size::width, Size::none, 0},
     {Role::output_norm_bias, "output_norm.bias", Size::width, Size::none, kNormBias},
-    {Role::head, "output.weight", Size::width, Size::vocabulary, kHead},
+    {Role::features, "fc.weight", Size::features, Size::width, kReadsFeatures},
+    {Role::features_norm, kFeaturesNorm, Size::features, Size::none, kNormOfFeatures},
+    {Role::features_norm, kFeaturesNorm, Size::width, Size::none, kNormOfContext},
+    {Role::features_norms, kFeaturesNorms, Size::target_width, Size::target_layers, kNormOfEach},
+    {Role::beside_norm, "blk.0.attn_norm_2.weight", Size::width, Size::none, kBeside},
+    {Role::head_tokens, kHeadTokens, Size::head_size, Size::none, kSomeTokens},
+    {Role::markov_in, kMarkov, Size::markov_rank, Size::vocabulary, kHasMarkov},
+    {Role::markov_out, "markov_w2.weight", Size::markov_rank, Size::head_size, kHasMarkov},
+    {Role::confidence, kConfidence, Size::confidence, Size::one_row, kHasConfidence},
+    {Role::confidence_bias, "conf_proj.bias", Size::one_row, Size::none, kHasConfidence},
+    {Role::head, kHeadName, Size::width, Size::head_size, kHead},
     {Role::head_bias, "output.bias", Size::vocabulary, Size::none, kHeadBias},
     {Role::rope_factors, "rope_freqs.weight", Size::pairs, Size::none, kRopeFactors},
     {Role::rope_factors_long, "rope_factors_long.weight", Size::pairs, Size::none, kLongFactors},
@@ -90,6 +119,12 @@ constexpr Entry kSeparate[] = {
     {Role::attn_q, "attn_q.weight", Size::width, Size::q, 0},
     {Role::attn_k, "attn_k.weight", Size::width, Size::kv, 0},
     {Role::attn_v, "attn_v.weight", Size::width, Size::kv, 0},
+};
+// Of the first layer of a draft that reads hidden states beside tokens.
+constexpr Entry kSeparateBeside[] = {
+    {Role::attn_q, "attn_q.weight", Size::twice_width, Size::q, 0},
+    {Role::attn_k, "attn_k.weight", Size::twice_width, Size::kv, 0},
+    {Role::attn_v, "attn_v.weight", Size::twice_width, Size::kv, 0},
 };
 constexpr Entry kSeparateBiases[] = {
     {Role::attn_q_bias, "attn_q.bias", Size::q, Size::none, kQkvBias},
@@ -120,6 +155,9 @@ bool is_matrix(Role role) {
     switch (role) {
         case Role::token_embedding:
         case Role::fusion:
+        case Role::features:
+        case Role::markov_in:
+        case Role::markov_out:
         case Role::head:
         case Role::attn_qkv:
         case Role::attn_q:
@@ -133,6 +171,18 @@ bool is_matrix(Role role) {
     }
 }
 
+// What a draft has that reads its target's hidden states.
+unsigned features_of(const GgufFile& file, const Family& family, const Hyperparameters& h) {
+    if (family.reads == Reads::nothing) {
+        return 0;
+    }
+    const bool beside = family.reads == Reads::beside_tokens;
+    return kReadsFeatures | (beside ? kBeside : kNormOfContext) | (h.norm_before_fusion ? kNormOfFeatures : 0) |
+           (beside && file.has_tensor(kFeaturesNorms) ? kNormOfEach : 0) |
+           (file.has_tensor(kHeadTokens) ? kSomeTokens : 0) | (h.markov_rank > 0 ? kHasMarkov : 0) |
+           (!beside && file.has_tensor(kConfidence) ? kHasConfidence : 0);
+}
+
 }  // namespace
 
 Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparameters& h) {
@@ -140,7 +190,7 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
     const unsigned required = family.required | (family.has(kLayerNorm) ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
                               (h.hidden_width > 0 ? kReadsHidden : 0) |
                               (file.has_tensor(kEmbedding) ? kOwnEmbedding : 0) |
-                              (family.gate != Gate::none && !fused_gate ? kGate : 0);
+                              (family.gate != Gate::none && !fused_gate ? kGate : 0) | features_of(file, family, h);
     const unsigned known = required | family.optional;
     std::unordered_set<std::string> claimed;
     // Where an option was seen and where it was missed: the two may not both be.
@@ -179,7 +229,9 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
     for (int layer = 0; layer < h.num_layers; ++layer) {
         const std::string prefix = "blk." + std::to_string(layer) + ".";
         const bool separate = file.has_tensor(prefix + "attn_q.weight");
-        if (separate) {
+        if (layer == 0 && family.reads == Reads::beside_tokens) {
+            claim_all(kSeparateBeside, prefix, layer);
+        } else if (separate) {
             claim_all(kSeparate, prefix, layer);
         } else {
             claim(kFused[0], prefix, layer);
@@ -216,7 +268,8 @@ const TensorView* Manifest::head() const {
 std::vector<const TensorView*> Manifest::multiplied() const {
     std::vector<const TensorView*> result;
     for (const auto& [key, tensor] : tensors_) {
-        if (is_matrix(key.second) && key.second != Role::token_embedding && key.second != Role::head) {
+        const bool looked_up = key.second == Role::token_embedding || key.second == Role::markov_in;
+        if (is_matrix(key.second) && !looked_up && key.second != Role::head) {
             result.push_back(&tensor);
         }
     }

@@ -61,6 +61,32 @@ void check_memory(const GgufFile& file, const Manifest& manifest, const Hyperpar
     }
 }
 
+// The tokens that a draft's head has logits of.
+std::vector<int32_t> read_head_tokens(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers) {
+    const TensorView* tensor = manifest.find(Role::head_tokens);
+    if (!tensor) {
+        if (numbers.head_size < numbers.vocab_size) {
+            file.fail("the head has " + std::to_string(numbers.head_size) + " rows for a vocabulary of " +
+                      std::to_string(numbers.vocab_size) + " tokens, and no tensor '" + kHeadTokens + "' names them");
+        }
+        return {};
+    }
+    if (tensor->type != GGML_TYPE_I64) {
+        file.fail("tensor '" + tensor->name + "' is of type " + ggml_type_name(tensor->type) + " where I64 is needed");
+    }
+    const Memory data = file.read(*tensor);
+    std::vector<int32_t> tokens;
+    for (int i = 0; i < numbers.head_size; ++i) {
+        const int64_t token = reinterpret_cast<const int64_t*>(data.data())[i];
+        if (token < 0 || token >= numbers.vocab_size) {
+            file.fail("tensor '" + tensor->name + "' names token " + std::to_string(token) +
+                      ", outside the vocabulary of " + std::to_string(numbers.vocab_size));
+        }
+        tokens.push_back(static_cast<int32_t>(token));
+    }
+    return tokens;
+}
+
 void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
     const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
     if (tokens && tokens->second != size_t(numbers.vocab_size)) {
@@ -90,17 +116,18 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     name_ = file.text("general.name", "");
     family_ = &find_family(file);
     numbers_ = read_hyperparameters(file, *family_, lender_ ? &lender_->numbers() : nullptr);
-    if (numbers_.hidden_width > 0 && !devices.empty()) {
+    if ((numbers_.hidden_width > 0 || family_->reads != Reads::nothing) && !devices.empty()) {
         file.fail("a model that reads another's hidden states runs on the CPU's own kernels alone");
     }
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
     check_memory(file, manifest, numbers_);
     check_factors(file, manifest);
+    head_tokens_ = read_head_tokens(file, manifest, numbers_);
     weight_types_ = manifest.types();
     if (devices.empty()) {
         load_packed(file, manifest, packed);
-        weight_bytes_ = head().packed.bytes() + fusion_.projection.packed.bytes();
+        weight_bytes_ = head().packed.bytes() + fusion_.projection.packed.bytes() + features_.projection.packed.bytes();
         const auto count = [this](const auto& part) {
             part.for_each([this](const Linear& linear) { weight_bytes_ += linear.packed.bytes(); });
         };
@@ -123,6 +150,9 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     }
     for (const TensorView* tensor : manifest.multiplied()) {
         num_weights_ += size_t(tensor->ne[0]) * tensor->ne[1];
+    }
+    if (family_->reads == Reads::beside_tokens) {
+        taps_ = {numbers_.num_layers};  // which the next token's row reads
     }
 }
 
@@ -172,10 +202,19 @@ void Model::load(Loader& loader) {
     rope_factors_long_ = loader.vector(Role::rope_factors_long);
     rope_factors_short_ = loader.vector(Role::rope_factors_short);
     output_norm_ = loader.norm(Role::output_norm, Role::output_norm_bias);
-    if (numbers_.hidden_width > 0) {
+    if (numbers_.hidden_width > 0 && family_->reads == Reads::nothing) {
         fusion_.token_norm.weight = loader.vector(Role::fusion_token_norm);
         fusion_.hidden_norm.weight = loader.vector(Role::fusion_hidden_norm);
         fusion_.projection = loader.linear(Role::fusion);
+    }
+    if (family_->reads != Reads::nothing) {
+        features_.norm.weight = loader.vector(Role::features_norm);
+        features_.each_norm = loader.vector(Role::features_norms);
+        features_.projection = loader.linear(Role::features);
+        features_.beside_norm.weight = loader.vector(Role::beside_norm);
+    }
+    if (numbers_.markov_rank > 0) {
+        markov_ = {loader.linear(Role::markov_in), loader.linear(Role::markov_out)};
     }
     for (int i = 0; i < numbers_.num_layers; ++i) {
         loader.begin_layer(i);

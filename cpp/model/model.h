@@ -85,8 +85,12 @@ public:
         return token_embedding_.present() ? token_embedding_ : lender_->token_embedding();
     }
     const Linear& head() const { return head_.present() ? head_ : borrows_head() ? lender_->head() : token_embedding_; }
+    // The token of each row of the head; empty where that is the row's number.
+    const std::vector<int32_t>& head_tokens() const { return head_tokens_; }
     const Vector& head_bias() const { return borrows_head() ? lender_->head_bias() : head_bias_; }
-    const Fusion& fusion() const { return fusion_; }                          // where numbers().hidden_width is not 0
+    const Fusion& fusion() const { return fusion_; }        // present where a row reads hidden states beside its token
+    const Features& features() const { return features_; }  // present where family().reads anything
+    const Markov& markov() const { return markov_; }
     const Vector& position_embedding() const { return position_embedding_; }  // [max_context][padded width]
     const Vector& rope_factors(int context) const;  // for sessions of that many positions; perhaps none
     const std::vector<Layer>& layers() const { return layers_; }
@@ -94,7 +98,9 @@ public:
 
 private:
     size_t layer_cell_bytes() const;
-    bool borrows_head() const { return lender_ && !head_.present() && !token_embedding_.present(); }
+    bool borrows_head() const {
+        return lender_ && !head_.present() && (!token_embedding_.present() || family_->reads != Reads::nothing);
+    }
     template <class Loader>
     void load(Loader& loader);
     void load_packed(const GgufFile& file, const Manifest& manifest, const std::string& packed);
@@ -114,6 +120,9 @@ private:
     std::shared_ptr<const Model> lender_;
     Linear token_embedding_, head_;
     Fusion fusion_;
+    Features features_;
+    Markov markov_;
+    std::vector<int32_t> head_tokens_;
     Vector head_bias_, position_embedding_, rope_factors_, rope_factors_long_, rope_factors_short_;
     std::vector<Layer> layers_;
     Norm output_norm_;

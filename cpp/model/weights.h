@@ -37,4 +37,18 @@ struct Fusion {
     Linear projection;
 };
 
+// How a draft reads its target's hidden states, one row of all tapped layers: W norm(states), normalized again where it
+// reads them as context.
+struct Features {
+    Norm norm;         // of the whole row before the product, or of its result
+    Vector each_norm;  // of each layer's states before the product, [layers][padded target's width]
+    Linear projection;
+    Norm beside_norm;  // of the result, where the first layer reads it beside tokens
+};
+
+// What a token adds to the logits of the one after it: out in[token].
+struct Markov {
+    Linear in, out;
+};
+
 }  // namespace pystaged

@@ -39,7 +39,12 @@ struct Pass {
     float* logits = nullptr;               // [num_logits][logits stride]
     float* maxima = nullptr;               // [num_logits][logits stride / kRun], of each run of logits
     float* const* hidden = nullptr;        // [num_rows], where each row's taps go, [taps][width], or none
-    const float* const* inputs = nullptr;  // [num_rows], another model's hidden states that this one reads, or none
+    // [num_rows], another model's hidden states that this one reads, or none; where `of_target` says so those of all
+    // layers that it reads of its target, else a row as wide as this model.
+    const float* const* inputs = nullptr;
+    const char* of_target = nullptr;  // [num_rows]
+    // Whether the rows are no tokens but context, of which layers keep keys and values; see Reads.
+    bool is_context = false;
     // Called between layers where they are computed one by one, or none; what it throws ends the pass.
     const std::function<void()>* interrupted = nullptr;
 };
@@ -66,6 +71,9 @@ public:
     // All logits of a text's last pass and the maxima of their runs, laid out as Pass has them, where compute() has not
     // written both already. The maxima of a row with a logit that is not finite are not all finite.
     virtual void read_logits(const TextState&, float*, float*) const {}
+    // Adds to each of n rows of logits what the token before it says, and finds their maxima; both laid out as in Pass.
+    // For a model with Markov weights.
+    virtual void add_markov(const int32_t* /*before*/, int /*n*/, float* /*logits*/, float* /*maxima*/) {}
 
 protected:
     explicit Backend(const Model& model) : model_(model) {}

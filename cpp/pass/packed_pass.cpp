@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <set>
 
 #include "pass/transformer.h"
@@ -47,7 +48,7 @@ PackedPass::PackedPass(const Model& model)
 double PackedPass::bytes(const Hyperparameters& h) {
     const double values =
         6.0 * h.padded_width() + 4.0 * h.q_width() + 2.0 * h.kv_width() + 3.0 * padded(h.ffn_width, kBlock);
-    const double fused = h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0;
+    const double fused = (h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0) + 2.0 * h.features_width();
     return sizeof(float) * (kMaxRows * (values + fused) + kFewRows * double(h.logits_stride()));
 }
 
@@ -77,9 +78,10 @@ void PackedPass::make_room(int num_rows) {
     // Of the residual stream, or of heads that are no whole blocks wide.
     const int fused = h.hidden_width > 0 ? h.width + h.hidden_width : 0;
     for (Quantized& input : inputs_) {
-        input.resize(rows * padded(std::max({h.width, h.q_width(), fused}), kBlock));
+        input.resize(rows * padded(std::max({h.width, h.q_width(), fused, h.features_width(), h.markov_rank}), kBlock));
     }
     fused_.resize(rows * fused);
+    features_.resize(rows * std::max(h.features_width(), padded(h.markov_rank, kBlock)));
     handed_.resize(rows * widest);
     room_ = static_cast<int>(rows);
 }
@@ -122,7 +124,11 @@ void PackedPass::compute(const Pass& pass) {
         row_scales_.push_back(h.query_scale(pass.positions[i]));
     }
     pass_ = &pass;
-    run_transformer(*this, model_, pass.num_rows, pass.num_logits);
+    if (pass.is_context) {
+        run_context(*this, model_, pass.num_rows);
+    } else {
+        run_transformer(*this, model_, pass.num_rows, pass.num_logits);
+    }
     pass_ = nullptr;
 }
 
@@ -150,7 +156,100 @@ PackedPass::Value PackedPass::embed(int num_rows) {
         }
     }
     const Value x{rows, num_rows, stride};
+    if (model_.family().reads == Reads::beside_tokens) {
+        return beside(x);
+    }
     return h.hidden_width > 0 ? fuse(x) : x;
+}
+
+// EAGLE-3: the residual stream is what is read, [norm(embedding); norm(what is read)] the first layer's input.
+PackedPass::Value PackedPass::beside(const Value& x) {
+    const Hyperparameters& h = model_.numbers();
+    float* rows = next_rows();
+    std::vector<int> of_target;
+    for (int i = 0; i < x.n; ++i) {
+        if (pass_->of_target[i]) {
+            of_target.push_back(i);
+        } else {
+            std::copy_n(pass_->inputs[i], h.width, rows + i * x.stride);
+        }
+    }
+    read_features(of_target, rows, x.stride);
+    for (int i = 0; i < x.n; ++i) {
+        float *row = rows + i * x.stride, *both = fused_.data() + i * size_t(2) * h.width;
+        apply(model_.layers()[0].mixer_norm, x.rows + i * x.stride, h.width, both);
+        apply(model_.features().beside_norm, row, h.width, both + h.width);
+        if (h.norm_before_residual) {
+            std::copy_n(both + h.width, h.width, row);
+        }
+    }
+    return {rows, x.n, x.stride};
+}
+
+void PackedPass::read_features(const std::vector<int>& rows, float* out, size_t stride) {
+    if (rows.empty()) {
+        return;
+    }
+    const Hyperparameters& h = model_.numbers();
+    const Features& features = model_.features();
+    const int width = h.features_width(), n = static_cast<int>(rows.size());
+    for (int i = 0; i < n; ++i) {
+        const float* from = pass_->inputs[rows[i]];
+        float* row = features_.data() + size_t(i) * width;
+        if (h.norm_before_fusion) {
+            apply(features.norm, from, width, row);
+        } else if (features.each_norm.present()) {
+            for (int at = 0; at < width; at += h.target_width) {
+                model_.kernel().rms_norm(from + at, features.each_norm.data() + at, h.norm_epsilon, h.target_width,
+                                         h.target_width, row + at);
+            }
+        } else {
+            std::copy_n(from, width, row);
+        }
+    }
+    // The rows of the result may lie apart.
+    const Value read{features_.data(), n, size_t(width)};
+    const Epilogue result = epilogue(features.projection, branch_.data(), stride);
+    multiply(model_.kernel(),
+             {{&features.projection.packed, activations(read, {&features.projection})[0], result, nullptr}},
+             model_.num_threads());
+    for (int i = 0; i < n; ++i) {
+        float* to = out + rows[i] * stride;
+        std::copy_n(branch_.data() + i * stride, stride, to);
+        if (model_.family().reads == Reads::as_context) {
+            apply(features.norm, to, h.width, to);
+        }
+    }
+}
+
+PackedPass::Value PackedPass::context(int num_rows) {
+    std::vector<int> all(num_rows);
+    std::iota(all.begin(), all.end(), 0);
+    float* rows = next_rows();
+    const size_t stride = model_.numbers().padded_width();
+    read_features(all, rows, stride);
+    return {rows, num_rows, stride};
+}
+
+void PackedPass::add_markov(const int32_t* before, int n, float* logits, float* maxima) {
+    const Markov& markov = model_.markov();
+    const size_t stride = markov.in.packed.padded_cols();
+    for (int first = 0; first < n; first += kMaxRows) {
+        const int count = std::min(n - first, kMaxRows);
+        make_room(count);
+        for (int i = 0; i < count; ++i) {
+            float* row = features_.data() + i * stride;
+            std::fill_n(row, stride, 0.0f);
+            markov.in.packed.row(before[first + i], row);
+        }
+        const size_t to = size_t(first) * model_.numbers().logits_stride();
+        Epilogue sum = epilogue(markov.out, logits + to, model_.numbers().logits_stride());
+        sum.residual = logits + to;
+        multiply(model_.kernel(),
+                 {{&markov.out.packed, activations({features_.data(), count, stride}, {&markov.out})[0], sum, nullptr,
+                   nullptr, maxima + to / kRun}},
+                 model_.num_threads());
+    }
 }
 
 PackedPass::Value PackedPass::fuse(const Value& x) {
@@ -284,7 +383,8 @@ PackedPass::Value PackedPass::qkv(const Attention& attention, const Value& x) {
 PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x, const Value& input, int index,
                                      int first_row) {
     const Hyperparameters& h = model_.numbers();
-    const Value product = qkv(attention, input);
+    const bool reads_both = index == 0 && model_.family().reads == Reads::beside_tokens;
+    const Value product = qkv(attention, reads_both ? Value{fused_.data(), input.n, size_t(2) * h.width} : input);
     const Rotation& angles = h.layers[index].windowed ? windowed_rotation_ : rotation_;
     AttentionRows rows;
     rows.n = product.n;
@@ -387,7 +487,12 @@ void PackedPass::tap(const Value& x, int index) const {
     const int width = model_.numbers().width, first = pass_->num_rows - x.n;
     for (int i = 0; found != taps.end() && pass_->hidden && i < x.n; ++i) {
         if (float* out = pass_->hidden[first + i]) {
-            std::copy_n(x.rows + i * x.stride, width, out + (found - taps.begin()) * width);
+            float* to = out + (found - taps.begin()) * width;
+            if (model_.numbers().feeds_back_normed) {
+                apply(model_.output_norm(), x.rows + i * x.stride, width, to);
+            } else {
+                std::copy_n(x.rows + i * x.stride, width, to);
+            }
         }
     }
 }

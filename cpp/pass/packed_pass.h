@@ -44,6 +44,9 @@ public:
     Value feed_forward(const Value& x, const Value& input, const Layer& layer);
     void tap(const Value& x, int layer) const;
     Value logits(const Value& x);
+    Value context(int num_rows);
+
+    void add_markov(const int32_t* before, int n, float* logits, float* maxima) override;
 
 private:
     // Memory for quantized rows.
@@ -70,8 +73,12 @@ private:
     // x + norm(W y + b), scaled as the model has it.
     Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
 
-    // The rows of an embedding, beside which hidden ones are read.
+    // The rows of an embedding, beside which hidden ones are read: as one row, or as the residual stream of a draft,
+    // whose first layer reads both.
     Value fuse(const Value& x);
+    Value beside(const Value& x);
+    // The hidden states that a draft reads of its target, as rows of its own width: those of pass_->inputs[rows[i]].
+    void read_features(const std::vector<int>& rows, float* out, size_t stride);
 
     // Memory for so many rows.
     void make_room(int num_rows);
@@ -93,7 +100,7 @@ private:
     // Of the residual stream: a row may still be read after its successor is written.
     Lines<float> stream_[3];
     int in_stream_ = 0;
-    Lines<float> normed_, qkv_, mixed_, gate_, hidden_, branch_, fused_;
+    Lines<float> normed_, qkv_, mixed_, gate_, hidden_, branch_, fused_, features_;
     std::vector<Quantized> inputs_;  // of one operation, one for each way to quantize them
     Quantized handed_;               // what the operation before has quantized already
     QuantizedRows handed_rows_;

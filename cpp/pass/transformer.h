@@ -40,4 +40,13 @@ typename Ops::Value run_transformer(Ops& ops, const Model& model, int num_rows, 
     return num_logits == 0 ? x : ops.logits(ops.norm(ops.tail(x, first_judged - first_row), model.output_norm()));
 }
 
+// Of rows that are context, `context(num_rows)`: every layer's mixer takes them in as they are, and that is all.
+template <class Ops>
+void run_context(Ops& ops, const Model& model, int num_rows) {
+    const auto x = ops.context(num_rows);
+    for (int i = 0; i < model.numbers().num_layers; ++i) {
+        ops.mix(ops.tail(x, num_rows), x, i, num_rows);
+    }
+}
+
 }  // namespace pystaged
