@@ -299,6 +299,24 @@ class Model:
     def windowed_cell_bytes(self) -> int:
         """Those of them that are in layers with a window, which do not keep them of all tokens."""
     @property
+    def target_layers(self) -> list[int]:
+        """Of a draft that reads its target's hidden states: the layers behind which it does so, 1 for the first."""
+    @property
+    def head_tokens(self) -> NDArray[np.int32]:
+        """The token of each row of the head, int32[n]; empty where that is the row's number."""
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block that the draft evaluates at once, the root included; 0 for any other model."""
+    @property
+    def is_anchored(self) -> bool:
+        """Whether row i of a block predicts the token after it; else the token in its own place, and row 0 nothing."""
+    @property
+    def has_markov(self) -> bool:
+        """Whether what follows a row of a block also depends on the token before; see Session.likeliest."""
+    @property
+    def mask_token(self) -> int:
+        """The token of a block's rows but the first."""
+    @property
     def architecture(self) -> str:
         """The family, as the file names it: "llama", "qwen3", ..."""
 
@@ -460,6 +478,17 @@ class Session:
 
         A score is log p plus the shared noise, log p alone when greedy (natural log). Where filters or masks leave
         fewer than k tokens the rest are -1 with score -inf.
+        """
+    def likeliest(self, rows: _Ints, before: _Ints, k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Of a draft that reads its target's hidden states: the k likeliest next tokens after pending rows, best first,
+        as rows of the draft's head, int32[rows, k]; and their log-probabilities, float32[rows, k] (natural log).
+
+        Args:
+            before: int[rows], the token before each; empty where the draft has no Markov head.
+
+        Raises:
+            ValueError: rows that were not judged, or `before` of another length.
+            ModelError: what comes of the draft's weights is not finite.
         """
     def follow(self, sampling: Sampling, root: int = 0) -> tuple[Any, ...]:
         """Walk from row `root` while the model's own token is among a row's children.

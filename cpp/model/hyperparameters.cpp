@@ -207,11 +207,6 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     if (family.reads == Reads::nothing) {
         return;
     }
-    if (!target) {
-        file.fail(
-            "architecture '" + std::string(family.name) +
-            "' is a draft that reads its target's hidden states; load the target, and name this file as its draft");
-    }
     const std::string key = keys.name("target_layers");
     const auto layers = file.integers(key);
     if (!layers || layers->empty()) {
@@ -251,7 +246,11 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     h.is_causal = file.flag(keys.name("attention.causal"), false);
     h.mask_token = static_cast<int32_t>(file.integer("tokenizer.ggml.mask_token_id", 0, h.vocab_size - 1));
     if (file.has_tensor(kMarkov)) {
-        h.markov_rank = static_cast<int>(file.tensor(kMarkov).ne[0]);
+        h.markov_rank = static_cast<int>(std::min(file.tensor(kMarkov).ne[0], kMostNumbers));
+    }
+    if (file.has_tensor(kConfidence)) {
+        const bool reads_token = file.tensor(kConfidence).ne[0] != h.width;
+        h.confidence_width = h.width + (reads_token ? h.markov_rank : 0);
     }
 }
 
@@ -262,6 +261,11 @@ float Hyperparameters::query_scale(int position) const {
 }
 
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* lender) {
+    if (family.reads != Reads::nothing && !lender) {
+        file.fail(
+            "architecture '" + std::string(family.name) +
+            "' is a draft that reads its target's hidden states; load the target, and name this file as its draft");
+    }
     const Keys keys(file, family);
     Hyperparameters h;
     h.width = keys.number("embedding_length", 1, kMostNumbers);

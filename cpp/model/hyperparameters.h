@@ -14,6 +14,7 @@ constexpr const char* kEmbedding = "token_embd.weight";
 constexpr const char* kFusion = "nextn.eh_proj.weight";
 constexpr const char* kHeadName = "output.weight";
 constexpr const char* kMarkov = "markov_w1.weight";
+constexpr const char* kConfidence = "conf_proj.weight";
 constexpr const char* kHeadTokens = "d2t";
 
 struct LayerNumbers {
@@ -49,8 +50,8 @@ struct Hyperparameters {
     int block_size = 0;        // tokens of a block, of which the first is the root
     bool is_anchored = false;  // whether the first one already has a guess after it
     bool is_causal = false;
-    int32_t mask_token = 0;  // the others
-    int markov_rank = 0;
+    int32_t mask_token = 0;                     // the others
+    int markov_rank = 0, confidence_width = 0;  // 0 for none
 
     // What queries at a position are multiplied by.
     float query_scale(int position) const;

@@ -56,7 +56,7 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::twice_width: return int64_t(2) * h.width;
         case Size::head_size: return h.head_size;
         case Size::markov_rank: return h.markov_rank;
-        case Size::confidence: return int64_t(h.width) + h.markov_rank;
+        case Size::confidence: return h.confidence_width;
         default: return 1;
     }
 }
@@ -74,8 +74,7 @@ constexpr unsigned kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, 
                    kNormOfContext = 1u << 22, kNormOfEach = 1u << 21, kSomeTokens = 1u << 20, kHasMarkov = 1u << 19,
                    kHasConfidence = 1u << 18;
 
-constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight",
-                     *kConfidence = "conf_proj.weight";
+constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
 constexpr Entry kOfModel[] = {
     {Role::token_embedding, kEmbedding, Size::width, Size::vocabulary, kOwnEmbedding},
@@ -180,7 +179,7 @@ unsigned features_of(const GgufFile& file, const Family& family, const Hyperpara
     return kReadsFeatures | (beside ? kBeside : kNormOfContext) | (h.norm_before_fusion ? kNormOfFeatures : 0) |
            (beside && file.has_tensor(kFeaturesNorms) ? kNormOfEach : 0) |
            (file.has_tensor(kHeadTokens) ? kSomeTokens : 0) | (h.markov_rank > 0 ? kHasMarkov : 0) |
-           (!beside && file.has_tensor(kConfidence) ? kHasConfidence : 0);
+           (h.confidence_width > 0 ? kHasConfidence : 0);
 }
 
 }  // namespace
@@ -188,7 +187,7 @@ unsigned features_of(const GgufFile& file, const Family& family, const Hyperpara
 Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparameters& h) {
     const bool fused_gate = family.required & kFusedGate;
     const unsigned required = family.required | (family.has(kLayerNorm) ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
-                              (h.hidden_width > 0 ? kReadsHidden : 0) |
+                              (h.hidden_width > 0 && family.reads == Reads::nothing ? kReadsHidden : 0) |
                               (file.has_tensor(kEmbedding) ? kOwnEmbedding : 0) |
                               (family.gate != Gate::none && !fused_gate ? kGate : 0) | features_of(file, family, h);
     const unsigned known = required | family.optional;

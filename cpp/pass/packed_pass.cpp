@@ -48,7 +48,8 @@ PackedPass::PackedPass(const Model& model)
 double PackedPass::bytes(const Hyperparameters& h) {
     const double values =
         6.0 * h.padded_width() + 4.0 * h.q_width() + 2.0 * h.kv_width() + 3.0 * padded(h.ffn_width, kBlock);
-    const double fused = (h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0) + 2.0 * h.features_width();
+    const double fused = (h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0) +
+                         2.0 * std::max(h.features_width(), h.markov_rank);
     return sizeof(float) * (kMaxRows * (values + fused) + kFewRows * double(h.logits_stride()));
 }
 

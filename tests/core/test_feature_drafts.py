@@ -1,0 +1,219 @@
+"""Drafts that read their target's hidden states, EAGLE-3 and DFlash or DSpark, against their twins in doubles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.family_reference import FamilyReference
+from support.feature_drafts import Block, BlockTwin, Eagle3, Eagle3Twin, dspark, write_dflash, write_eagle3
+from support.random_models import RandomModel, write
+
+from pystaged._core import ContextFullError, HiddenRows, Model, ModelError, Sampling, Session, Work, run
+
+TARGET = RandomModel("llama", layers=3, head_dim=32, context=1024)
+TOKENS = np.random.default_rng(1).integers(0, 300, 700, dtype=np.int32)
+GREEDY = Sampling()
+PATH, FORK = [-1, 0, 1, 2], [-1, 0, 0, 1, 2, 2]  # parents of rows
+
+EAGLES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cut head": {"draft_vocab": 120, "own_head": True},
+    "own embedding": {"own_embedding": True, "rope_factors": True, "rope_base": 5e5},
+    "residual": {"norm_before_residual": True},
+    "norm before fc": {"norm_before_fc": True},
+    "3.1": {"separate_fc_norm": True, "norm_output": True},
+    "head norms": {"head_norms": True, "taps": [1, 2, 3], "layers": 2},
+    "narrow": {"width": 32, "own_embedding": True, "own_head": True},
+}
+BLOCKS: dict[str, Block] = {
+    "dflash": Block(),
+    "causal": Block(causal=True, layers=1),
+    "dspark": dspark(draft_vocab=120, own_head=True),
+    "markov without anchor": Block(markov_rank=16, taps=[1, 2, 3], block=6),
+    "confidence alone": dspark(confidence_with_markov=False, own_embedding=True),
+}
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("target") / "target.gguf", TARGET)
+
+
+def load(target_path: Path, path: Path, threads: int = 2) -> tuple[Model, Model]:
+    """A target that keeps what the draft reads, and the draft."""
+    target = Model(target_path, "", threads)
+    draft = Model(path, "", threads, lender=target)
+    target.tap(draft.target_layers, all_rows=True)
+    return target, draft
+
+
+def read(target: Model, count: int) -> HiddenRows:
+    """The hidden states of the first tokens."""
+    session = Session(target)
+    session.prefill(TOKENS[:count])
+    return session.hidden
+
+
+def close(found: npt.NDArray[Any], expected: npt.NDArray[Any], tolerance: float = 1e-3) -> None:
+    np.testing.assert_allclose(found, expected, atol=tolerance * expected.std())
+
+
+def lent(target_path: Path) -> npt.NDArray[np.float64]:
+    """The target's embedding, which is its head."""
+    return FamilyReference(target_path).weights["token_embd.weight"]
+
+
+@pytest.mark.parametrize("options", EAGLES.values(), ids=EAGLES)
+def test_an_eagle_draft_is_its_twin(target_path: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    path = write_eagle3(tmp_path / "draft.gguf", Eagle3(**options))
+    target, draft = load(target_path, path)
+    embedding = lent(target_path)
+    twin = Eagle3Twin.of(path, embedding, embedding)
+    hidden, session = read(target, 40), Session(draft)
+    run([Work.read(session, TOKENS[1:33], hidden[:32])])
+    run([Work.propose(session, TOKENS[33:37], PATH, 4, 1, GREEDY, hidden=hidden[32:36])])
+    logits, states = twin.commit(hidden.numpy()[:36].astype(np.float64), TOKENS[1:37].tolist())
+    for row in range(4):
+        close(session.logits(row), logits[32 + row])
+    close(session.hidden_of([0, 1, 2, 3]).numpy(), states[32:])
+    # A tree behind the last row; each row reads what its parent hands on.
+    last = session.hidden_of([3])
+    session.commit([0, 1, 2, 3])
+    run([Work.propose(session, [7, 8], [-1, -1], 2, 1, GREEDY, hidden=last + last)])
+    first = session.hidden_of([0, 1])
+    run([Work.propose(session, [9, 10, 11], [0, 1, 1], 3, 1, GREEDY, hidden=first[:1] + first[1:] + first[1:])])
+    logits, states = twin.add(np.stack([states[-1]] * 2), [7, 8], [35, 35])
+    close(session.logits(1), logits[1])
+    logits, states = twin.add(states[[0, 1, 1]], [9, 10, 11], [36, 37, 37])
+    for row in range(3):
+        close(session.logits(2 + row), logits[row])
+    if "draft_vocab" in options:
+        np.testing.assert_array_equal(draft.head_tokens, twin.d2t)
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_a_block_draft_is_its_twin(target_path: Path, tmp_path: Path, block: Block) -> None:
+    path = write_dflash(tmp_path / "draft.gguf", block)
+    target, draft = load(target_path, path)
+    embedding = lent(target_path)
+    twin = BlockTwin.of(path, embedding, embedding)
+    assert (draft.block_size, draft.is_anchored, draft.mask_token) == (block.block, block.from_anchor, twin.mask_token)
+    hidden, session = read(target, 310), Session(draft)
+    states = hidden.numpy().astype(np.float64)
+    for first, last in ((0, 300), (300, 303)):  # more rows than a pass takes, then a few
+        run([Work.read(session, TOKENS[first:last], hidden[first:last])])
+        twin.commit(states[first:last])
+        tokens = [int(TOKENS[last]), *[draft.mask_token] * (block.block - 1)]
+        run([Work.propose(session, tokens, range(-1, block.block - 1), block.block, 1, GREEDY)])
+        expected, _ = twin.block(tokens[0])
+        for row in range(block.block):
+            close(session.logits(row), expected[row])
+        before = [tokens[0], 5, 6]
+        found, chances = session.likeliest([0, 1, 1], before if draft.has_markov else [], 20)
+        for i, row in enumerate((0, 1, 1)):
+            corrected = expected[row] + twin.correction(before[i])
+            logprobs = corrected - np.log(np.exp(corrected).sum())
+            close(chances[i], np.sort(logprobs)[::-1][:20])
+            close(logprobs[found[i]], np.sort(logprobs)[::-1][:20])
+        session.discard()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_a_row_has_the_same_bits_alone_and_with_other_texts(target_path: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "eagle":
+        path = write_eagle3(tmp_path / "draft.gguf", Eagle3(quantization="Q8_0", taps=[1, 2, 3]))
+    else:
+        path = write_dflash(tmp_path / "draft.gguf", dspark(quantization="Q8_0", markov_rank=32))
+    target, draft = load(target_path, path)
+    hidden = read(target, 200)
+    lengths = [1, 40, 130]
+    several, alone = ([Session(draft) for _ in lengths] for _ in range(2))
+    run([Work.read(each, TOKENS[1 : n + 1], hidden[:n]) for each, n in zip(several[:2], lengths, strict=False)])
+    for each, n in zip(alone, lengths, strict=True):
+        for row in range(n):
+            run([Work.read(each, TOKENS[row + 1 : row + 2], hidden[row : row + 1])])
+
+    def grow(session: Session, n: int) -> Work:
+        if kind == "block":
+            return Work.propose(session, [3, *[draft.mask_token] * 3], range(-1, 3), 4, 1, GREEDY)
+        return Work.propose(session, TOKENS[n + 1 : n + 7], FORK, 6, 1, GREEDY, hidden=hidden[n : n + 6])
+
+    # One text still reads while the others grow their trees.
+    run([grow(several[0], 1), Work.read(several[2], TOKENS[1:131], hidden[:130]), grow(several[1], 40)])
+    run([grow(several[2], 130)])
+    for one, other, n in zip(several, alone, lengths, strict=True):
+        run([grow(other, n)])
+        for row in range(4):
+            np.testing.assert_array_equal(one.logits(row), other.logits(row))
+        rows, before = [0, 1, 1, 3], [1, 2, 3, 4] if kind == "block" else []
+        for found, expected in zip(one.likeliest(rows, before, 9), other.likeliest(rows, before, 9), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_what_a_draft_cannot_read_is_refused(target_path: Path, tmp_path: Path) -> None:
+    eagle = write_eagle3(tmp_path / "eagle.gguf", Eagle3())
+    block = write_dflash(tmp_path / "block.gguf", dspark())
+    with pytest.raises(ModelError, match="name this file as its draft"):
+        Model(eagle)
+    target, draft = load(target_path, block)
+    hidden, session, plain = read(target, 8), Session(draft), Session(target)
+    run([Work.read(session, TOKENS[:6], hidden[:6])])
+    with pytest.raises(ValueError, match="hidden states"):
+        run([Work.propose(session, [1, 2], [-1, 0], 2, 1, GREEDY, hidden=hidden[:2])])
+    with pytest.raises(ValueError, match="hidden states"):
+        run([Work.read(session, [1, 2])])
+    with pytest.raises(ValueError, match="verifies no trees"):
+        session.verify([1], [-1], GREEDY)
+    run([Work.propose(session, [1, 2], [-1, 0], 2, 1, GREEDY)])
+    with pytest.raises(ValueError, match="pending rows"):
+        run([Work.propose(session, [1, 2], [-1, 0], 2, 1, GREEDY)])
+    with pytest.raises(ValueError, match="no context"):
+        session.commit([0])
+    for rows, before in (([0], []), ([0], [300]), ([2], [1])):
+        with pytest.raises(ValueError, match=r"token|row"):
+            session.likeliest(rows, before, 3)
+    session.discard()
+    full = Session(draft, 7)
+    run([Work.read(full, TOKENS[:6], hidden[:6])])
+    with pytest.raises(ContextFullError):
+        run([Work.propose(full, [1, 2], [-1, 0], 2, 1, GREEDY)])
+    assert (len(full.tokens), full.num_pending) == (6, 0)
+    plain.prefill([1])
+    with pytest.raises(ValueError, match="no Markov"):
+        plain.evaluate([1], [-1])
+        plain.likeliest([0], [1], 3)
+
+
+@pytest.mark.parametrize(
+    ("draft", "changed", "message"),
+    [
+        (Eagle3(taps=[1, 4]), {}, "3 layers"),
+        (Eagle3(taps=[2, 1]), {}, "must rise"),
+        (Eagle3(metadata={"target_layers": None}), {}, "target_layers"),
+        (Eagle3(target_width=96), {}, "96 wide"),
+        (Eagle3(vocab_size=200, own_embedding=True), {}, "200 tokens"),
+        (Eagle3(own_head=True, draft_vocab=120), {"d2t": None}, "d2t"),
+        (Eagle3(own_head=True, draft_vocab=120), {"d2t": np.full(120, 300)}, "token 300"),
+        (Eagle3(own_head=True, draft_vocab=120), {"d2t": np.zeros(120, np.float32)}, "I64"),
+        (Eagle3(), {"blk.0.attn_norm_2.weight": None}, "attn_norm_2"),
+        (Eagle3(), {"extra.weight": np.ones(3, np.float32)}, "extra"),
+        (Block(metadata={"block_size": 1}), {}, "block_size"),
+        (Block(metadata={"block_size": 1000}), {}, "block_size"),
+        (dspark(), {"markov_w2.weight": None}, "markov_w2"),
+        (dspark(), {"conf_proj.weight": np.ones((1, 9), np.float32)}, "conf_proj"),
+    ],
+)
+def test_a_file_that_does_not_fit_its_target_is_refused(
+    target_path: Path, tmp_path: Path, draft: Eagle3 | Block, changed: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "draft.gguf"
+    if isinstance(draft, Eagle3):
+        write_eagle3(path, draft, changed)
+    else:
+        write_dflash(path, draft, changed)
+    with pytest.raises(ModelError, match=message):
+        Model(path, lender=Model(target_path))
