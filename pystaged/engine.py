@@ -169,13 +169,14 @@ class Engine:
 
     @property
     def draft(self) -> Model | None:
-        """The draft model; None with n-grams alone or a draft head."""
+        """The draft model; None with n-grams alone or a draft that reads the target's hidden states."""
         return self.runtime.bundle.draft
 
     @property
     def draft_name(self) -> str | None:
-        """Name of the draft model or draft head; None with n-grams alone."""
-        drafting = self.runtime.bundle.draft or self.runtime.bundle.head
+        """Name of the draft, of whichever kind; None with n-grams alone."""
+        bundle = self.runtime.bundle
+        drafting = bundle.draft or bundle.features or bundle.head
         return (drafting.name or "a model") if drafting else None
 
     @property

@@ -17,6 +17,7 @@ from pystaged.decoding.policy import FixedPolicy, TreePolicy
 from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.features import feature_proposer
 from pystaged.drafting.head import HeadProposer
 from pystaged.drafting.lookups import lookups
 from pystaged.drafting.mixing import CONTEXT
@@ -90,6 +91,9 @@ def _of_ngrams(bundle: Bundle, session: Session, budget: int) -> dict[str, TreeD
     if bundle.head:
         head = HeadProposer(bundle.head, bundle.target, session)
         ways["and the draft head"] = [*lookups(table, RecycledCandidates()), head]
+    if bundle.features:
+        proposer = feature_proposer(Session(bundle.features), bundle.features, session)
+        ways["and the draft"] = [*lookups(table, RecycledCandidates()), proposer]
     tree = FixedPolicy(width=1, depth=budget, budget=budget)
     return {name: TreeDrafter(proposers, tree, bundle.target.vocab_size) for name, proposers in ways.items()}
 

@@ -54,6 +54,14 @@ class Drafter(Protocol):
         """Set the sequence's constraint before `start`, None at its end. Forbidden nodes are cut from any tree."""
         ...
 
+    def reusable(self, prompt: NDArray[np.int32]) -> int:
+        """Number of tokens at the beginning of a prompt, int32[n], that the target need not read again for it."""
+        ...
+
+    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
+        """The target has read the tokens [first, last) of a prompt, int32[n], and holds their hidden states."""
+        ...
+
     def start(self, context: NDArray[np.int32]) -> None:
         """Begin a sequence with all its tokens so far, int32[n], the last of which is the root."""
         ...

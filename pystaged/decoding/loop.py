@@ -160,19 +160,23 @@ class Decoder:
         """
         self._check(prompt)
         prefill = prefill or Prefill()
+        self._drafting = self.drafters if speculate else ()
         reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1) if prefill.reuse else 0
+        reused = min([reused, *(drafter.reusable(prompt) for drafter in self._drafting)])
         reused = self.target.rewind(reused)
         missing = prompt[reused:-1]
         read = 0
         while read < len(missing):
             if progress:
                 progress(read, len(missing))
-            read += yield from prefill.read(self.target, prompt[:-1], prompt[1:], reused + read)
+            first = reused + read
+            read += yield from prefill.read(self.target, prompt[:-1], prompt[1:], first)
+            for drafter in self._drafting:
+                yield from drafter.watch(prompt, first, reused + read)
         if progress:
             progress(read, read)
         self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
         self._length = len(prompt) - 1
-        self._drafting = self.drafters if speculate else ()
         self._is_plain = not speculate
         self._constrain_by(constraint)
         for drafter in self._drafting:

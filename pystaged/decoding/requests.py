@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Sampling, Session, Work
+from pystaged._core import HiddenRows, Sampling, Session, Work, run
 from pystaged.decoding.step import Logprobs
 from pystaged.decoding.tree import TokenTree
 
@@ -50,18 +50,23 @@ class _OfSession:
 class Read(_OfSession):
     """Request to prefill the first num_rows of the tokens, int32[n]; the result is num_rows.
 
-    num_rows: set by the caller that makes the pass.
+    num_rows: set by the caller that makes the pass. hidden: for each token the target's hidden states, for a draft that
+    reads them.
     """
 
     session: Session
     past: int
     tokens: NDArray[np.int32]
     num_rows: int = field(default=0, kw_only=True)
+    hidden: HiddenRows | None = field(default=None, kw_only=True)
 
     def work(self) -> Work:
-        return Work.read(self.session, self.tokens[: self.num_rows])
+        hidden = None if self.hidden is None else self.hidden[: self.num_rows]
+        return Work.read(self.session, self.tokens[: self.num_rows], hidden)
 
     def perform(self) -> object:
+        if self.hidden is not None:
+            return run([self.work()])[0]
         self.session.prefill(self.tokens[: self.num_rows])
         return None
 
@@ -109,7 +114,8 @@ def only(following: NDArray[np.int32]) -> NDArray[np.uint32]:
 class Propose(_OfSession):
     """Request to evaluate rows, which stay pending. The result is the k best candidates after each of the last `judged`
     rows, best first: their tokens, -1 where there are fewer, and their scores.
-    masks: allowed tokens after each of those rows, uint32[judged, words]; None allows all."""
+    masks: allowed tokens after each of those rows, uint32[judged, words]; None allows all. hidden: for each token the
+    hidden states that a draft of EAGLE-3 reads."""
 
     session: Session
     past: int
@@ -119,15 +125,19 @@ class Propose(_OfSession):
     k: int
     sampling: Sampling
     masks: NDArray[np.uint32] | None = None
+    hidden: HiddenRows | None = None
 
     @property
     def num_rows(self) -> int:
         return len(self.tokens)
 
     def work(self) -> Work:
-        return Work.propose(self.session, self.tokens, self.parents, self.judged, self.k, self.sampling, self.masks)
+        judged, k = self.judged, self.k
+        return Work.propose(self.session, self.tokens, self.parents, judged, k, self.sampling, self.masks, self.hidden)
 
     def perform(self) -> object:
+        if self.hidden is not None:
+            return run([self.work()])[0]
         first = self.session.num_pending + len(self.tokens) - self.judged
         self.session.evaluate(self.tokens, self.parents, self.judged)
         return self.session.candidates(list(range(first, first + self.judged)), self.k, self.sampling, self.masks)

@@ -31,7 +31,8 @@ class TreeDrafter:
     """Grows a tree: the policy decides how many of the best leaves to expand, the proposers propose their children.
 
     Args:
-        proposers: a draft model alone; or lookups, and perhaps a draft head, in the order of mixing.SHARES.
+        proposers: a draft model alone; or lookups, and perhaps a draft head or a draft that reads hidden states, in the
+            order of mixing.SHARES.
         policy: decides how the tree grows.
         vocab_size: the target's; tokens at or above it are never proposed.
         cost: processor seconds to expand a number of leaves, not counting the proposers' passes; refined here. None
@@ -51,7 +52,7 @@ class TreeDrafter:
         self.stats = DrafterStats()
         self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
         self.hit: bool | None = None
-        self.places = min(proposer.places for proposer in proposers)
+        self.places = max(proposer.places for proposer in proposers)
         self.prediction: Sequence[int] = ()
         self._proposers = proposers
         self._meter = meter or Meter()
@@ -90,6 +91,13 @@ class TreeDrafter:
 
     def constrain(self, constraint: Constraint | None) -> None:
         self._constraint = constraint
+
+    def reusable(self, prompt: NDArray[np.int32]) -> int:
+        return min(proposer.reusable(prompt) for proposer in self._proposers)
+
+    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
+        for proposer in self._proposers:
+            yield from proposer.watch(prompt, first, last)
 
     def start(self, context: NDArray[np.int32]) -> None:
         self._tree = None

@@ -118,6 +118,15 @@ class Proposer:
         del num_nodes
         return 0.0
 
+    def reusable(self, prompt: NDArray[np.int32]) -> int:
+        """Number of tokens at the beginning of a prompt, int32[n], that the target need not read again for it."""
+        return len(prompt)
+
+    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
+        """The target has read the tokens [first, last) of a prompt, int32[n], and holds their hidden states."""
+        del prompt, first, last
+        yield from ()
+
     def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
         """Begin a sequence with all its tokens so far, int32[n], the last of which is the root; and its prediction."""
 

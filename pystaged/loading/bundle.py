@@ -16,8 +16,9 @@ from pystaged.drafting.pard import PLACES
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
 from pystaged.loading.drafts import cached_draft, substitutes
+from pystaged.loading.features import load_features
 from pystaged.loading.heads import find_head, load_head
-from pystaged.loading.metadata import is_head, mask_token
+from pystaged.loading.metadata import is_head, mask_token, reads_target
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
 from pystaged.loading.recycled import KeptCandidates
@@ -36,7 +37,8 @@ class Bundle:
     Attributes:
         file: the target's files as they were when it was loaded.
         vocabulary: fingerprint of the target's vocabulary.
-        draft, head: the draft model and the draft head, None where absent; at most one is loaded.
+        draft, features, head: the draft model, the draft that reads the target's hidden states, and the draft head,
+            None where absent; at most one is loaded.
         draft_mask: mask token of a parallel draft, None for any other.
         substitutes: see the function of that name.
         recycled: the likeliest tokens that the target computed after each token it has seen; None if they are not kept.
@@ -70,9 +72,13 @@ class Bundle:
         head_path = found if is_chosen and found and is_head(found) else None
         self.draft_path = None if head_path else found
         self.vocabulary = self.tokenizer.fingerprint
-        if head_path and device == "auto":
-            report(f"the model runs on the cpu, because draft heads such as {head_path.name} need that")
+        features_path = self.draft_path if is_chosen and self.draft_path and reads_target(self.draft_path) else None
+        by_kernels = head_path or features_path
+        if by_kernels and device == "auto":
+            report(f"the model runs on the cpu, because drafts such as {by_kernels.name} read its hidden states")
             device = "cpu"
+        if by_kernels and draft_device not in ("cpu", "auto"):
+            raise ValueError(f"{by_kernels} reads hidden states on the cpu; leave out the draft's device")
 
         def load(path: Path, tokenizer: Tokenizer, device: str) -> dict[str, Model]:
             """Load a model on each device that it may run on."""
@@ -90,7 +96,7 @@ class Bundle:
         drafts: dict[str, Model] = {}
         self.substitutes: dict[int, int] = {}
         self.draft_mask: int | None = None
-        if self.draft_path:
+        if self.draft_path and not features_path:
             try:
                 tokenizer = Tokenizer(os.fsencode(self.draft_path))
                 self.substitutes = substitutes(self.tokenizer, tokenizer)
@@ -105,12 +111,11 @@ class Bundle:
         self.device, self.draft_device = self._fastest(targets, drafts, report)
         self.target = targets[self.device]
         self.draft = drafts[self.draft_device] if drafts else None
+        self.features = load_features(features_path, self.target) if features_path else None
         if draft == "auto" and self.device == "cpu" and not self.draft_path:
             head_path = find_head(self.tokenizer, report)
         self.head: DraftHead | None = None
         if head_path:
-            if draft_device not in ("cpu", "auto"):
-                raise ValueError(f"{head_path} is a draft head, which drafts on the cpu; leave out the draft's device")
             self.head = load_head(head_path, self.target, self.tokenizer)
         self._kept = KeptCandidates(self.path, self.vocabulary, self.target.vocab_size) if recycle else None
         self.recycled = self._kept.candidates if self._kept else None
@@ -119,8 +124,8 @@ class Bundle:
 
     @property
     def models(self) -> list[Model]:
-        """The target, and the draft if there is one."""
-        return [model for model in (self.target, self.draft) if model is not None]
+        """The target, and the draft if that is a model."""
+        return [model for model in (self.target, self.draft, self.features) if model is not None]
 
     def free_memory(self) -> int:
         """Bytes of memory free for contexts on this machine, estimated."""
@@ -182,9 +187,9 @@ def _tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer(os.fsencode(path))
     except ModelError:
-        if is_head(path):
+        if is_head(path) or reads_target(path):
             raise ValueError(
-                f"{path} is a draft head, not a model; name the model it was made for, and pass this file as its draft"
+                f"{path} is a draft, not a model; name the model it was made for, and pass this file as its draft"
             ) from None
         raise
 

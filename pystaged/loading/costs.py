@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pystaged._core import Model, Session
+from pystaged._core import HiddenRows, Model, Session, Work, run
 from pystaged.backends.devices import open_session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost, measure
@@ -30,8 +30,14 @@ _CELLS = 2048  # past length, in tokens, at which passes are timed
 _LEAST_CELLS = 256  # a shorter past adds less than the noise
 
 
-def measure_passes(model: Model) -> PassCost:
-    """Time a model's passes with an empty and with a long past, including candidate selection."""
+def measure_passes(model: Model, target: Model | None = None) -> PassCost:
+    """Time a model's passes with an empty and with a long past, including candidate selection.
+
+    Args:
+        target: of a draft that reads its hidden states.
+    """
+    if target:
+        return _measure_features(model, target)
     greedy = SamplingConfig().native
     most_rows = min(MEASURED_ROWS[-1], model.max_context)
     room = model.max_context - most_rows
@@ -58,6 +64,42 @@ def measure_passes(model: Model) -> PassCost:
             session.close()
 
 
+def _measure_features(draft: Model, target: Model) -> PassCost:
+    """The same for a draft that reads a target's hidden states: blocks, or rows that read the draft's own."""
+    greedy, chain = SamplingConfig().native, range(-1, MEASURED_ROWS[-1] - 1)
+    cells = min(_CELLS, target.max_context - MEASURED_ROWS[-1])
+    cells = cells if cells >= _LEAST_CELLS else 0
+    source = open_session(target, 1)
+    sessions: dict[int, Session] = {}
+    hidden: HiddenRows | None = None
+
+    def pass_over(session: Session, n: int, hidden: HiddenRows | None) -> None:
+        tokens = np.zeros(n, np.int32)
+        run([Work.propose(session, tokens, chain[:n], n, 1, greedy, hidden=hidden)])
+
+    try:
+        source.prefill([0])
+        for length in {0, cells}:
+            session = sessions[length] = open_session(draft, length + MEASURED_ROWS[-1])
+            if not draft.block_size:
+                pass_over(session, 1, source.hidden)
+                hidden = session.hidden_of([0])
+                session.discard()
+            if length:
+                run([Work.read(session, [0], source.hidden)])
+                session.stretch(length)
+        rows = {n: sum([hidden] * (n - 1), hidden) if hidden else None for n in MEASURED_ROWS}
+
+        def timed(num_rows: int, cells: int) -> None:
+            pass_over(sessions[cells], num_rows, rows[num_rows])
+            sessions[cells].discard()
+
+        return measure(timed, cells=cells)
+    finally:
+        for session in (source, *sessions.values()):
+            session.close()
+
+
 class Costs:
     """Seconds of models' passes: measured or loaded, corrected while running, and saved.
 
@@ -70,10 +112,13 @@ class Costs:
         self._store = CostStore()
         self._known: dict[tuple[Path, str], tuple[str, PassCost]] = {}  # with their keys in the store
 
-    def of(self, path: Path, device: str, model: Model, *, again: bool = False) -> PassCost:
+    def of(
+        self, path: Path, device: str, model: Model, target: Model | None = None, *, again: bool = False
+    ) -> PassCost:
         """Seconds of a pass of a model on a device.
 
         Args:
+            target: of a draft that reads its hidden states.
             again: measure even if the cost is known.
         """
         # The file may have vanished or changed since its model was loaded.
@@ -83,11 +128,12 @@ class Costs:
         # "processor" keeps out files of earlier releases, which hold wall time.
         machine = ("processor", platform.node(), platform.machine(), os.cpu_count(), device)
         runs = (model.kernel, model.num_threads, model.kv)
-        key = "|".join(map(str, (*machine, *runs, path, info.st_size, info.st_mtime_ns)))
+        lent = (target.name, target.weight_bytes) if target else ()  # the draft may use the target's head
+        key = "|".join(map(str, (*machine, *runs, *lent, path, info.st_size, info.st_mtime_ns)))
         cost = None if again else self._store.load(key)
         if cost is None:
             self._report(f"measuring passes of {path.name} on {device}")
-            cost = measure_passes(model)
+            cost = measure_passes(model, target)
             self._store.save(key, cost)
         self._known[path, device] = key, cost
         return cost

@@ -13,6 +13,7 @@ from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import GainPolicy, TreePolicy
 from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.features import feature_proposer
 from pystaged.drafting.head import HeadProposer, measure_head
 from pystaged.drafting.lookups import NgramCost, lookups
 from pystaged.drafting.pard import draft_proposer
@@ -26,12 +27,14 @@ class DecoderFactory:
 
     Attributes:
         ngram_cost, head_cost: of lookups, without and with the draft head's steps; None without a head.
+        features_cost: of lookups with passes of a draft that reads hidden states; None without one.
     """
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
         self.ngram_cost = NgramCost()
         self.head_cost = measure_head(bundle.head, bundle.target, self.ngram_cost) if bundle.head else None
+        self.features_cost: NgramCost | None = None
 
     def target_cost(self, *, again: bool = False) -> PassCost:
         """Seconds of a pass of the target, measured or loaded."""
@@ -39,11 +42,15 @@ class DecoderFactory:
         return bundle.costs.of(bundle.path, bundle.device, bundle.target, again=again)
 
     def draft_cost(self, *, again: bool = False) -> PassCost | None:
-        """Seconds of a pass of the draft model; None without one."""
+        """Seconds of a pass of the draft model, or of the draft that reads hidden states; None without one."""
         bundle = self._bundle
-        if bundle.draft is None or bundle.draft_path is None:
+        if bundle.draft_path is None:
             return None
-        return bundle.costs.of(bundle.draft_path, bundle.draft_device, bundle.draft, again=again)
+        if bundle.features:
+            return bundle.costs.of(bundle.draft_path, "cpu", bundle.features, bundle.target, again=again)
+        return (
+            bundle.costs.of(bundle.draft_path, bundle.draft_device, bundle.draft, again=again) if bundle.draft else None
+        )
 
     def level_cost(self, draft_cost: PassCost) -> PassCost:
         """Seconds that another level of the draft's tree takes: a pass, or for a parallel draft a lookup."""
@@ -62,18 +69,30 @@ class DecoderFactory:
         begun = iter(source.sessions if source and length else [])
         target = _begin(bundle.target, n_ctx, next(begun, None), length)
         draft = None
-        if bundle.draft:
-            draft = _begin(bundle.draft, min(target.n_ctx, bundle.draft.max_context), next(begun, None), length)
+        if drafting := bundle.draft or bundle.features:
+            draft = _begin(drafting, min(target.n_ctx, drafting.max_context), next(begun, None), length)
         decoder = self._priced(target, draft) if policy is None else self._free(target, draft, policy)
         if source:
             decoder.inherit(source)
         return decoder
 
+    def _level(self, features: Model, draft_cost: PassCost) -> NgramCost:
+        """Cost of lookups with the pass that each level of a tree takes; a draft that proposes for all levels at once
+        takes none."""
+        if self.features_cost is None:
+            lookup = self.ngram_cost.lookup
+            passes = {n: 0.0 if features.block_size else seconds for n, seconds in draft_cost.seconds.items()}
+            level = PassCost({n: seconds + lookup(n) for n, seconds in passes.items()})
+            self.features_cost = NgramCost(level, self.ngram_cost.read)
+        return self.features_cost
+
     def _free(self, target: Session, draft: Session | None, policy: TreePolicy) -> Decoder:
         """A decoder with one drafter, which always drafts."""
         bundle = self._bundle
         proposers: list[Proposer] = [*lookups(bundle.table, bundle.recycled)]
-        if draft:
+        if draft and bundle.features:
+            proposers.append(feature_proposer(draft, bundle.features, target))
+        elif draft:
             proposers = [draft_proposer(draft, bundle.draft_mask, substitutes=bundle.substitutes)]
         elif bundle.head:
             proposers.append(HeadProposer(bundle.head, bundle.target, target))
@@ -93,7 +112,10 @@ class DecoderFactory:
             return drafter([*found, *more], cost.lookup, cost.lookup)
 
         drafters: dict[Drafter, float] = {}
-        if draft and draft_cost:
+        if draft and draft_cost and bundle.features:
+            proposer = feature_proposer(draft, bundle.features, target, draft_cost)
+            drafters[by_lookups(self._level(bundle.features, draft_cost), proposer)] = HEAD_RATE
+        elif draft and draft_cost:
             # A draft model drafts alone: lookups hardly ever help it.
             by_draft = draft_proposer(draft, bundle.draft_mask, draft_cost, bundle.substitutes)
             drafters[drafter([by_draft], self.level_cost(draft_cost), None)] = DRAFT_RATE

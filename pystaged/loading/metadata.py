@@ -18,6 +18,7 @@ class About:
 
 
 HEAD = "draft-head"  # GGUF architecture of draft heads
+FEATURES = ("eagle3", "dflash")  # GGUF architectures of drafts that read their target's hidden states
 PARD_TOKEN = "pystaged.pard_token"  # GGUF key: id of a parallel draft's mask token, as config.json's pard_token
 
 
@@ -43,6 +44,14 @@ def mask_token(metadata: Mapping[str, str], num_tokens: int) -> int | None:
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < num_tokens):
         raise ValueError(f"the draft's {PARD_TOKEN}, {text[:20]}, is none of its {num_tokens} tokens; convert it again")
     return int(text)
+
+
+def reads_target(path: Path) -> bool:
+    """Whether a GGUF file holds a draft that reads its target's hidden states. Raises ModelError for a file that is not
+    GGUF."""
+    from pystaged._core import metadata  # noqa: PLC0415
+
+    return metadata(path).get("general.architecture") in FEATURES
 
 
 def is_head(path: Path) -> bool:

@@ -183,8 +183,8 @@ def test_what_a_draft_cannot_read_is_refused(target_path: Path, tmp_path: Path) 
         run([Work.propose(full, [1, 2], [-1, 0], 2, 1, GREEDY)])
     assert (len(full.tokens), full.num_pending) == (6, 0)
     plain.prefill([1])
+    plain.evaluate([1], [-1])
     with pytest.raises(ValueError, match="no Markov"):
-        plain.evaluate([1], [-1])
         plain.likeliest([0], [1], 3)
 
 

@@ -82,6 +82,13 @@ class SimulatedDrafter:
     def work(self) -> dict[str, DrafterStats]:
         return {"draft": DrafterStats()}
 
+    def reusable(self, prompt: NDArray[np.int32]) -> int:
+        return len(prompt)
+
+    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
+        del prompt, first, last
+        yield from ()
+
     def start(self, context: NDArray[np.int32]) -> None:
         del context
         self._behind, self.overshoot, self.drafted = True, 0.0, 0

@@ -317,7 +317,7 @@ def test_a_model_is_no_head(target_path: Path, head_path: Path) -> None:
         Model(head_path)
     assert is_head(head_path)
     assert not is_head(target_path)
-    with pytest.raises(ValueError, match="a draft head, not a model"):
+    with pytest.raises(ValueError, match="is a draft, not a model"):
         pystaged.load(head_path)
 
 

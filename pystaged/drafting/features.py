@@ -1,0 +1,295 @@
+"""Drafts that read the target's hidden states of every token: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), DFlash
+(arXiv 2602.06036) and DSpark (arXiv 2607.05147)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import HiddenRows, Model, Session
+from pystaged.config import SamplingConfig
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.drafter import common_prefix
+from pystaged.decoding.requests import Done, Propose, Read, Requests
+from pystaged.decoding.tree import Stage
+from pystaged.drafting.mixing import HEAD
+from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
+
+_CANDIDATES = 16  # per node
+_LEAST_READ = 32  # unread rows from which on they are read in passes of their own
+_MOST_UNREAD = 512  # rows; a drafter that has not drafted for so long drafts no more in this sequence
+_MOST_FORCED = 4  # forced tokens before the first guess, each of which takes a pass of an EAGLE-3 draft
+_GREEDY = SamplingConfig().native
+
+
+class FeatureProposer(Proposer):
+    """Reads a row for each token of the sequence but the root: the target's hidden states of the token.
+
+    Rows wait unread until a tree is drafted, or until there are many. Their context never holds anything that a draft
+    made up itself.
+
+    Args:
+        session: the draft's own context.
+        model: the draft.
+        target: the target's session, which holds the hidden states of the tokens that it read or verified last.
+        cost: processor seconds of a pass of the draft; None counts 0.
+    """
+
+    stage = Stage.DRAFT
+    ahead = 0  # a row has the token at so many positions after its hidden states
+
+    def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
+        self.session = session
+        self._model, self._target, self._cost = model, target, cost
+        self._head_tokens = model.head_tokens
+        self._num_candidates = min(_CANDIDATES, len(self._head_tokens) or model.vocab_size)
+        self._length = 0  # rows read
+        self._tokens: list[int] = []  # of the rows behind them that are not read yet
+        self._hidden: HiddenRows | None = None  # theirs
+        self._is_lost = False  # whether hidden states are missing, so that it cannot go on
+        self._root = 0
+
+    def sessions(self) -> list[Session]:
+        return [self.session]
+
+    def inherit(self, other: Proposer) -> None:
+        if isinstance(other, FeatureProposer):
+            self._length, self._tokens, self._hidden = other._length, other._tokens.copy(), other._hidden
+            self._align()
+
+    def reusable(self, prompt: NDArray[np.int32]) -> int:
+        self._align()
+        held = np.concatenate([self.session.tokens, np.array(self._tokens, np.int32)])
+        return common_prefix(held, prompt[self.ahead :])
+
+    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
+        self._go_to(first)
+        self._add(prompt[first + self.ahead : last + self.ahead].tolist())
+        yield from self.catch_up()
+
+    def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
+        del prediction
+        self._root = int(context[-1])
+        self._is_lost = False
+        self._go_to(len(context) - 1)
+        self._forget()
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._forget()
+        self._add([self._root, *tokens][self.ahead : self.ahead + len(tokens)])
+        self._root = tokens[-1]
+        if len(self._tokens) > _MOST_UNREAD:
+            self._drop(lost=True)
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._is_lost and len(self._tokens) <= _LEAST_READ
+
+    def lag(self) -> float:
+        if self._is_lost:
+            return math.inf
+        unread = len(self._tokens)
+        if self._cost is None or unread == 0:
+            return 0.0
+        return max(0.0, self._cost(unread, self._length) - self._cost(1, self._length))
+
+    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
+        del seconds  # reading takes a small part of what the target's own pass over the rows took
+        unread = len(self._tokens) - 1  # the last row belongs to the first pass of the next tree
+        if unread >= _LEAST_READ:
+            yield from self._read(unread)
+
+    def _read(self, count: int) -> Requests[None]:
+        """Read the first unread rows."""
+        while count > 0:
+            tokens = np.array(self._tokens[:count], np.int32)
+            done = yield from self._pass(Read(self.session, self._length, tokens, hidden=self._unread(count)))
+            self._consume(done.result)
+            count -= done.result
+
+    def _pass(self, request: Read | Propose) -> Requests[Done]:
+        begin = self.meter()
+        done = yield from self.meter.draft(request)
+        self.stats.native_seconds += done.share * done.seconds
+        self.stats.weight_bytes += round(done.share * self.session.weight_bytes)
+        if self._cost:
+            others = (1 - done.share) * done.processor_seconds
+            self._cost.observe(done.num_rows, done.past, self.meter() - begin + others, done.share)
+        return done
+
+    def _unread(self, count: int) -> HiddenRows:
+        assert self._hidden is not None
+        return self._hidden[:count]
+
+    def _consume(self, count: int) -> None:
+        """Count the first unread rows as read."""
+        assert self._hidden is not None
+        self._length += count
+        self._tokens, self._hidden = self._tokens[count:], self._hidden[count:]
+
+    def _add(self, tokens: list[int]) -> None:
+        """Take the hidden states that the target has just computed, of as many rows as there are tokens."""
+        hidden = self._target.hidden
+        if self._is_lost or len(hidden) != len(tokens):
+            self._drop(lost=True)
+            return
+        self._tokens += tokens
+        self._hidden = self._hidden + hidden if self._hidden else hidden
+
+    def _go_to(self, position: int) -> None:
+        """Go on from the first rows, `position` in number; without them it is lost."""
+        self._align()
+        unread = position - self._length
+        if unread < 0:
+            self._drop()
+            self._length = self.session.rewind(position)
+        elif self._hidden:
+            self._tokens, self._hidden = self._tokens[:unread], self._hidden[:unread]
+        self._is_lost = self._length + len(self._tokens) != position
+
+    def _align(self) -> None:
+        """Drop unread rows that do not follow what the session holds, since that was rewound."""
+        held = len(self.session.tokens)
+        if held != self._length:
+            self._drop()
+            self._length = held
+
+    def _drop(self, *, lost: bool = False) -> None:
+        self._tokens, self._hidden = [], None
+        self._is_lost = lost
+
+    def _forget(self) -> None:
+        """Forget what was evaluated for the root."""
+        self.session.discard()
+
+    def _proposal(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Proposal:
+        """Of rows of the draft's head, with their log-probabilities; -1 for none."""
+        known = tokens >= 0
+        tokens, logprobs = tokens[known], logprobs[known]
+        if len(self._head_tokens):
+            tokens = self._head_tokens[tokens]
+        return Proposal(dict(zip(tokens.tolist(), np.exp(logprobs).tolist(), strict=True)), HEAD)
+
+
+class EagleProposer(FeatureProposer):
+    """EAGLE-3: a row has the hidden states of one token and the token after it. Rows of guesses read the draft's own
+    state of their parent instead, a pass for each level of the tree."""
+
+    ahead = 1
+
+    def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
+        super().__init__(session, model, target, cost)
+        self._after_root: Proposal | None = None
+        self._states: dict[int, HiddenRows] = {}  # after each node
+        self._rows: dict[int, int] = {}  # pending row of each node
+
+    def reusable(self, prompt: NDArray[np.int32]) -> int:
+        # The row of the root is read when a tree is drafted.
+        found = super().reusable(prompt)
+        return found - 1 if found == len(prompt) - 1 and found <= self._length else found
+
+    def most_levels(self) -> float:
+        return self.session.n_ctx - self._length - len(self._tokens)
+
+    def discard(self) -> None:
+        self.session.discard()
+        self._states = {node: state for node, state in self._states.items() if node == 0}
+
+    def begin(self, tree: GrowingTree, node: int, seconds: float) -> Requests[None]:
+        del seconds
+        if node == 0 or node > _MOST_FORCED:
+            return
+        for forced in range(1, node):
+            yield from self.propose(tree, [forced])
+
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
+        if self._after_root is None and self._tokens:
+            yield from self._read_root()
+        if list(nodes) == [0] and self._after_root:
+            return [self._after_root]
+        parents = [tree.nodes[node].parent for node in nodes]
+        if any(parent not in self._states for parent in parents):  # it is lost, or too many tokens before are forced
+            return [Proposal({}, HEAD) for _ in nodes]
+        hidden = self._states[parents[0]]
+        for parent in parents[1:]:
+            hidden = hidden + self._states[parent]
+        first, tokens = self.session.num_pending, [tree.nodes[node].token for node in nodes]
+        found = yield from self._evaluate(tokens, [self._rows[parent] for parent in parents], hidden, len(nodes))
+        for i, node in enumerate(nodes):
+            self._rows[node] = first + i
+            self._states[node] = self.session.hidden_of([first + i])
+        return found
+
+    def _read_root(self) -> Requests[None]:
+        """Read what is unread; the last row is the root's."""
+        count = len(self._tokens)
+        found = yield from self._evaluate(self._tokens, range(-1, count - 1), self._unread(count), 1)
+        state = self.session.hidden_of([count - 1])
+        self.session.commit(range(count))
+        self._consume(count)
+        self._after_root, self._states, self._rows = found[0], {0: state}, {0: -1}
+
+    def _evaluate(
+        self, tokens: Sequence[int], parents: Sequence[int], hidden: HiddenRows, judged: int
+    ) -> Requests[list[Proposal]]:
+        request = Propose(
+            self.session, self._length, tokens, parents, judged, self._num_candidates, _GREEDY, hidden=hidden
+        )
+        done = yield from self._pass(request)
+        candidates, logprobs = (np.array(each) for each in done.result)
+        return [self._proposal(*each) for each in zip(candidates, logprobs, strict=True)]
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._after_root, self._states, self._rows = None, {}, {}
+
+
+class BlockProposer(FeatureProposer):
+    """DFlash and DSpark: hidden states are context, and one pass over a block, the root and mask tokens, proposes for
+    every depth of a tree. With a Markov head a proposal also depends on the token before."""
+
+    def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
+        super().__init__(session, model, target, cost)
+        self._first = 0 if model.is_anchored else 1  # row of the first proposal
+        self.places = model.block_size - self._first
+        self._is_evaluated = False
+
+    def price(self, num_nodes: int) -> float:
+        del num_nodes
+        return self._cost(self._model.block_size, self._length) if self._cost and not self._is_evaluated else 0.0
+
+    def most_levels(self) -> float:
+        room = self.session.n_ctx - self._length - len(self._tokens)
+        return self.places if room >= self._model.block_size else 0
+
+    def begin(self, tree: GrowingTree, node: int, seconds: float) -> Requests[None]:
+        del tree, node, seconds
+        if self._is_lost or self._is_evaluated:
+            return
+        yield from self._read(len(self._tokens))
+        size = self._model.block_size
+        block = [self._root, *[self._model.mask_token] * (size - 1)]
+        yield from self._pass(Propose(self.session, self._length, block, range(-1, size - 1), size, 1, _GREEDY))
+        self._is_evaluated = True
+
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
+        yield from ()
+        rows = [self._first + tree.nodes[node].depth for node in nodes]
+        if not self._is_evaluated or max(rows) >= self._model.block_size:
+            return [Proposal({}, HEAD) for _ in nodes]
+        before = [tree.nodes[node].token for node in nodes] if self._model.has_markov else []
+        found = self.session.likeliest(rows, before, self._num_candidates)
+        return [self._proposal(*each) for each in zip(*found, strict=True)]
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._is_evaluated = False
+
+
+def feature_proposer(session: Session, model: Model, target: Session, cost: PassCost | None = None) -> FeatureProposer:
+    """The proposer of a draft that reads the target's hidden states. Arguments as in FeatureProposer."""
+    kind = BlockProposer if model.block_size else EagleProposer
+    return kind(session, model, target, cost)

@@ -1,0 +1,248 @@
+"""Drafts that read hidden states: what they hold and propose while texts go on, and that no text changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.feature_drafts import Block, Eagle3, RandomDraft, dspark, write_dflash, write_eagle3
+from support.random_models import Floats, RandomModel, write
+
+from pystaged import Engine, ModelError
+from pystaged._core import Model, Session
+from pystaged.bench.pairs import continuation
+from pystaged.config import SamplingConfig
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.requests import finish
+from pystaged.decoding.tree import TokenTree
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.features import feature_proposer
+from pystaged.loading.costs import Costs
+
+SHAPE = RandomModel("llama", layers=3, head_dim=32, tie=False, context=1024)
+VOCAB = 300
+CONTEXT = np.random.default_rng(2).integers(3, VOCAB, 90, dtype=np.int32)
+DRAFTS: dict[str, RandomDraft] = {
+    "eagle": Eagle3(taps=[1, 2, 3], own_head=True, draft_vocab=150),
+    "eagle 3.1": Eagle3(separate_fc_norm=True, norm_output=True, head_norms=True, layers=2),
+    "dflash": Block(block=6),
+    "dspark": dspark(draft_vocab=200, own_head=True, block=5),
+}
+SAMPLINGS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=1.0, top_k=40, seed=5)}
+
+
+def write_draft(path: Path, draft: RandomDraft, changed: Mapping[str, Any] | None = None) -> Path:
+    if isinstance(draft, Eagle3):
+        return write_eagle3(path, draft, changed)
+    assert isinstance(draft, Block)
+    return write_dflash(path, draft, changed)
+
+
+@dataclass
+class Pair:
+    """A target and a draft, and their files."""
+
+    target: Model
+    draft: Model
+    target_path: Path
+    draft_path: Path
+
+    def decoder(self, policy: FixedPolicy | None = None, n_ctx: int = 256) -> Decoder:
+        """A decoder whose drafter asks the draft alone."""
+        target = Session(self.target, n_ctx)
+        proposer = feature_proposer(Session(self.draft, n_ctx), self.draft, target)
+        return Decoder(target, TreeDrafter([proposer], policy or FixedPolicy(3, 4, 12), VOCAB))
+
+
+@pytest.fixture(scope="module", params=DRAFTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    target_path = write(folder / "target.gguf", SHAPE)
+    draft_path = write_draft(folder / "draft.gguf", DRAFTS[request.param])
+    target = Model(target_path)
+    draft = Model(draft_path, lender=target)
+    target.tap(draft.target_layers, all_rows=True)
+    return Pair(target, draft, target_path, draft_path)
+
+
+def first_tree(pair: Pair, text: list[int], sampling: SamplingConfig, like: Decoder) -> TokenTree:
+    """The tree that a new decoder drafts after a text, if it weighs candidates as another one does."""
+    decoder = pair.decoder(n_ctx=1024)
+    decoder.inherit(like)
+    finish(decoder.start(np.array(text, np.int32)))
+    return finish(decoder.drafters[0].draft(sampling, 20))
+
+
+def same(tree: TokenTree, other: TokenTree) -> None:
+    assert len(tree) > 4
+    np.testing.assert_array_equal(tree.tokens, other.tokens)
+    np.testing.assert_array_equal(tree.parents, other.parents)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_after_steps_trees_are_those_after_reading_the_text(pair: Pair, sampling: SamplingConfig) -> None:
+    """So nothing stays that the draft made up, whatever was accepted."""
+    decoder = pair.decoder()
+    finish(decoder.start(CONTEXT))
+    text, longest = CONTEXT.tolist(), 0
+    for step in range(40):
+        if step % 8 == 7:
+            drafted = finish(decoder.drafters[0].draft(sampling, 20))
+            same(drafted, first_tree(pair, text, sampling, decoder))
+            same(drafted, finish(decoder.drafters[0].draft(sampling, 20)))  # the same one again
+        done = finish(decoder.step(sampling, 100))
+        longest = max(longest, len(done.tokens))
+        text += done.tokens
+    assert len(text) >= len(CONTEXT) + 40
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_texts_are_those_of_plain_decoding(pair: Pair, sampling: SamplingConfig) -> None:
+    plain = continuation(Decoder(Session(pair.target, 140)), CONTEXT, sampling, 100)
+    assert continuation(pair.decoder(n_ctx=140), CONTEXT, sampling, 100) == plain
+    assert len(plain) == 51  # to the end of the context
+
+
+def test_a_drafter_that_waits_reads_what_it_missed(pair: Pair) -> None:
+    """Steps without a draft leave rows unread; after too many it is out until the next text."""
+    decoder = pair.decoder(n_ctx=1024)
+    text = CONTEXT.tolist()
+    finish(decoder.start(CONTEXT))
+    drafter = decoder.drafters[0]
+    sampling = SAMPLINGS["sampled"]
+    for _ in range(70):
+        *_, tokens = decoder.target.verify([text[-1]], [-1], sampling.native)
+        drafter.advance(tokens.tolist())
+        text += tokens.tolist()
+    same(finish(drafter.draft(sampling, 20)), first_tree(pair, text, sampling, decoder))
+    for _ in range(520):
+        *_, tokens = decoder.target.verify([text[-1]], [-1], sampling.native)
+        drafter.advance(tokens.tolist())
+        text += tokens.tolist()
+    assert drafter.lag() == float("inf")
+    assert len(finish(drafter.draft(sampling, 20))) == 1
+    # The next text begins with what it had read, and the target reads the rest again for it.
+    again = np.array(text, np.int32)
+    reused = finish(decoder.start(again))
+    assert CONTEXT.size <= reused < len(text) - 1
+    same(finish(drafter.draft(sampling, 20)), first_tree(pair, text, sampling, decoder))
+
+
+def test_the_next_prompt_goes_on_from_what_both_hold(pair: Pair) -> None:
+    decoder, sampling = pair.decoder(), SAMPLINGS["greedy"]
+    first = continuation(decoder, CONTEXT, sampling, 40)
+    text = CONTEXT.tolist() + first
+    for prompt, least in (
+        ([*text, 7, 8, 9], len(text) - 2),  # the text goes on
+        (CONTEXT.tolist(), len(CONTEXT) - 2),  # another answer
+        ([*CONTEXT.tolist()[:50], 5, 6, 7], 49),  # another end
+        (CONTEXT.tolist()[:50], 48),
+    ):
+        reused = finish(decoder.start(np.array(prompt, np.int32)))
+        assert least <= reused <= len(prompt) - 1
+        same(finish(decoder.drafters[0].draft(sampling, 20)), first_tree(pair, prompt, sampling, decoder))
+        expected = continuation(Decoder(Session(pair.target, 256)), np.array(prompt, np.int32), sampling, 20)
+        assert continuation(decoder, np.array(prompt, np.int32), sampling, 20) == expected
+
+
+def test_engines_write_the_same_with_and_without_it(pair: Pair) -> None:
+    """Many texts, forks, grammars and cancelled texts."""
+    cases: list[dict[str, Any]] = [
+        {"max_tokens": 30},
+        {"max_tokens": 30, "temperature": 1.0, "seed": 3},
+        {"max_tokens": 20, "temperature": 0.9, "top_p": 0.9, "repeat_penalty": 1.2, "seed": 4},
+    ]
+    prompts = [[int(token) for token in CONTEXT[: 20 + 9 * i]] for i in range(4)]
+    with Engine(pair.target_path, draft=pair.draft_path, n_ctx=256) as engine:
+        assert engine.draft_name == "a random draft"
+        for options in cases:
+            expected = [engine.generate(prompt, speculate=False, **options).tokens for prompt in prompts]
+            assert [engine.generate(prompt, **options).tokens for prompt in prompts] == expected
+            # Four at once, of which one is cancelled.
+            streams = [engine.stream(prompt, **options) for prompt in [*prompts, prompts[0]]]
+            streams.pop().close()
+            with ThreadPoolExecutor(4) as pool:
+                assert list(pool.map(lambda stream: stream.finish().tokens, streams)) == expected
+        several = engine.generate(prompts[1], n=4, max_tokens=12, temperature=1.0, seed=9)
+        alone = engine.generate(prompts[1], n=4, max_tokens=12, temperature=1.0, seed=9, speculate=False)
+        assert [each.tokens for each in several] == [each.tokens for each in alone]
+
+
+NEARLY_GREEDY: dict[str, Any] = {"temperature": 0.2, "seed": 2}
+
+
+def only_tokens(tensors: dict[str, Floats]) -> None:
+    """Make the next token a function of the last one."""
+    for name, values in tensors.items():
+        if "attn_output" in name or "ffn_down" in name:
+            values[:] = 0
+
+
+def normed(x: Floats, weight: Floats) -> Floats:
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight, np.float32)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dspark", "dflash"])
+def test_a_draft_that_is_right_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Each kind finds the token that its place means: one after the last for an anchored block, two after the hidden
+    states for EAGLE-3."""
+    weights: dict[str, Floats] = {}
+
+    def keep(tensors: dict[str, Floats]) -> None:
+        only_tokens(tensors)
+        weights.update(tensors)
+
+    target = write(tmp_path / "target.gguf", SHAPE, keep)
+    embedding = weights["token_embd.weight"]
+    logits = normed(embedding, weights["output_norm.weight"]) @ weights["output.weight"].T
+    following = logits.argmax(-1)
+    zeros: dict[str, Floats] = {}
+    if kind == "eagle":
+        # The state of a row is that of the token before, whose next but one token the head knows.
+        draft: RandomDraft = Eagle3(taps=[1], own_head=True, seed=1)
+        head = np.zeros_like(embedding)
+        np.add.at(head, following[following], normed(embedding, np.ones(64, np.float32)))
+        zeros = {
+            "fc.weight": np.eye(64, dtype=np.float32),
+            "output.weight": head,
+            "output_norm.weight": np.ones(64, np.float32),
+        }
+    else:
+        # The Markov head is the target.
+        anchored = kind == "dspark"
+        draft = Block(block=6, from_anchor=anchored, markov_rank=64, own_head=True)
+        zeros = {
+            "output.weight": np.zeros_like(embedding),
+            "markov_w1.weight": normed(embedding, weights["output_norm.weight"]),
+            "markov_w2.weight": weights["output.weight"],
+        }
+    names = [f"blk.{i}.{name}.weight" for i in range(draft.layers) for name in ("attn_output", "ffn_down")]
+    shapes = {"attn_output": (64, 64), "ffn_down": (64, 96)}
+    zeros |= {name: np.zeros(shapes[name.split(".")[2]], np.float32) for name in names}
+    path = write_draft(tmp_path / "draft.gguf", draft, zeros)
+    costs = {target: PassCost({1: 1.0, 32: 1.2}), path: PassCost({1: 0.01, 32: 0.01})}
+    monkeypatch.setattr(Costs, "of", lambda _, path, *__, **___: costs[path])
+    with Engine(target, draft=path, recycle=False) as engine:
+        result = engine.generate([5, 6, 7], max_tokens=60, **NEARLY_GREEDY)
+        plain = engine.generate([5, 6, 7], max_tokens=60, **NEARLY_GREEDY, speculate=False)
+    assert result.tokens == plain.tokens
+    assert result.stats.stages["draft"].emitted > (10 if kind == "eagle" else 30)
+
+
+def test_a_draft_for_another_target_is_refused(pair: Pair, tmp_path: Path) -> None:
+    other = write(tmp_path / "wide.gguf", RandomModel("llama", width=96, layers=3, heads=6, kv_heads=3))
+    with pytest.raises(ModelError, match="borrows 96"):
+        Engine(other, draft=pair.draft_path)
+    with pytest.raises(ValueError, match="pass this file as its draft"):
+        Engine(pair.draft_path)
+    with pytest.raises(ValueError, match="device"):
+        Engine(pair.target_path, draft=pair.draft_path, draft_device="ggml-cpu")
+    with pytest.raises(ValueError, match="choose the device cpu"):
+        Engine(pair.target_path, draft=pair.draft_path, device="ggml-cpu")
