@@ -109,7 +109,7 @@ def chat(
     if named is not None and question is None:
         model, question = None, model
     alone = model if named is None and question is None else None
-    if alone and re.search(r"[ ?!]", alone) and not expanded(alone).exists():
+    if alone and re.search(r"[ ?!]|^-$", alone) and not expanded(alone).exists():
         raise typer.BadParameter(f"{model!r} is no model; a question comes after one: chat smollm2 {model!r}")
     if raw and (system or think is not None):
         raise typer.BadParameter("--system and --think are of messages, which --raw has none of")
@@ -126,7 +126,7 @@ def chat(
         begin()
     with open_engine(name, loading) as engine, Interrupts() as interrupts:
         if question is not None and not question.strip():
-            raise ValueError("nothing is asked: standard input is empty")
+            raise ValueError("nothing is asked: the question is empty")
         # Refuses what cannot be used; nobody reads it.
         engine.stream(" ", sampling=replace(sampling.config(), min_tokens=0), **constraint)
         options: dict[str, Any] = {"show_tree": show_tree, "stats": stats, "stop": stop or (), "constraint": constraint}

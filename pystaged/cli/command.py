@@ -83,5 +83,7 @@ class Group(TyperGroup):
             from pystaged.cli.console import report  # noqa: PLC0415  slow to import
 
             report(f"{words} is here: {' '.join(['pystaged', *ours, *args[1:]])}")
+        if ctx.parent and list(ours[:-1]) == ctx.command_path.split()[1:]:
+            return super().resolve_command(ctx, [ours[-1], *args[1:]])
         root = ctx.find_root()
         return root.command.resolve_command(root, [*ours, *args[1:]])

@@ -487,7 +487,7 @@ def test_options_of_a_chat_without_one(options: list[str]) -> None:
 def test_wrong_usage() -> None:
     assert_refused(run("chat", "nothing.gguf", stdin=b"x"), "there is no model file nothing.gguf")
     assert_refused(run("chat", "--model", "", stdin=b"x"), "the name of the model is empty; give the path")
-    assert_refused(run("chat", "bundled", stdin=b" \n\n"), "nothing is asked: standard input is empty")
+    assert_refused(run("chat", "bundled", stdin=b" \n\n"), "nothing is asked: the question is empty")
     assert_refused(run("chat", "bundled", stdin=b"\xff"), "standard input is not UTF-8")
 
 
