@@ -79,7 +79,7 @@ def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None
         ),
         (["chat", "Why?"], "'Why?' is no model; a question comes after one: chat smollm2 'Why?'"),
         (["chat", "-"], "a question comes after one: chat smollm2 '-'"),
-        (["models", "rm"], "Try 'pystaged models remove -h' for help."),
+        (["models", "rm"], "Usage: root models remove [OPTIONS] [name]"),
         (["generate", "-cnv"], "-cnv is the command chat here"),
         (["smollm2"], "No such command 'smollm2'. To ask a model, write: pystaged chat MODEL \"QUESTION\""),
         (["-m", "smollm2", "-p", "x"], "-m comes after a command, as in: pystaged chat -m"),
