@@ -15,12 +15,18 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the arguments of each tool, by name."""
 
 _LONGEST_HEAD = 256  # characters before the arguments of a call; a longer text is no call
-_NAME = r'"([^"\\]{1,128})"'
-_JSON_HEAD = re.compile(
-    r'\s*\[?\s*\{\s*(?:"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*)*"name"\s*:\s*' + _NAME + r"\s*"
-    r'(?:,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)|(?P<no_arguments>\}))'
+
+
+def _pattern(words: str) -> re.Pattern[str]:
+    """A pattern in which each space stands for white space, which has a limit, so that none takes long to fail."""
+    return re.compile(words.replace(" ", r"\s{0,32}"))
+
+
+_JSON_HEAD = _pattern(
+    r' \[? \{ (?:"(?:type|id)" : "[^"\\]*" , )*"name" : "([^"\\]{1,128})" '
+    r'(?:, "(?:arguments|parameters)" : (?=\{)|(?P<no_arguments>\}))'
 )
-_REVERSED = re.compile(r'\s*\{\s*"(?:arguments|parameters)"')
+_REVERSED = _pattern(r' \{ "(?:arguments|parameters)"')
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ def _skip(source: Source, form: CallForm, *marks: str) -> Parser[str]:
     return mark
 
 
-_MISTRAL_HEAD = re.compile(r"\s*([^\[{\s]{1,128})\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)")
+_MISTRAL_HEAD = _pattern(r" ([^\[{\s]{1,128}) (?:\[CALL_ID\][^\[]*)?\[ARGS\] (?=\{)")
 
 
 def _mistral_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
@@ -169,7 +175,7 @@ def _mistral_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bo
     return True
 
 
-_XML_HEAD = re.compile(r"\s*<function=([^>\s]{1,128})>")
+_XML_HEAD = _pattern(r" <function=([^>\s]{1,128})>")
 _VALUE_ENDS = ("\n</parameter>", "</parameter>")
 
 
@@ -255,7 +261,7 @@ def _dumped(words: str) -> str:
     return json.dumps(words, ensure_ascii=False)
 
 
-_GEMMA_HEAD = re.compile(r"\s*call:\s*([\w.-]{1,128})\s*(?=\{)")
+_GEMMA_HEAD = _pattern(r" call: ([\w.-]{1,128}) (?=\{)")
 _GEMMA_TOKEN = re.compile(r'\s+|[{}\[\],:]|"(?:[^"\\]|\\.)*"|(?P<word>[^\s{}\[\],:"<]+)(?=(?P<is_key>:)|[\s{}\[\],"<])')
 
 

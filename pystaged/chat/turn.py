@@ -51,9 +51,9 @@ class Dialect:
     controls: dict[str, int]
 
     @classmethod
-    def of(cls, template: str, tokenizer: Tokenizer) -> Dialect:
-        """The dialect that a chat template is written in."""
-        form = form_of(template)
+    def of(cls, template: str, tokenizer: Tokenizer, knows_tools: bool = True) -> Dialect:
+        """The dialect that a chat template is written in; without tools of its own, calls are in the Hermes form."""
+        form = form_of(template) if knows_tools else HERMES
         thinking = next((each for each in _THINKING if each.end in template), None)
         controls: dict[str, int] = {}
         for mark in (*form.marks, *(thinking.marks if thinking else ())):

@@ -16,6 +16,7 @@ from pystaged.decoding.tree import Stage
 from pystaged.result import GenerationResult, Piece
 from pystaged.sequence import Sequence as Text
 from pystaged.server import answer_types
+from pystaged.server.errors import ApiError
 from pystaged.server.figures import predicted, timings, usage
 from pystaged.server.reply import Sender, encoded
 from pystaged.server.request_types import StreamOptions, TextRequest
@@ -90,6 +91,10 @@ class Answer(ABC):
         """An event: a part of a sequence, with usage and timings so far if requested."""
         return self._envelope(self.part_kind, [part]) | figures
 
+    def error_event(self, error: ApiError) -> bytes:
+        """The event for an error in the middle of a stream."""
+        return error.json()
+
     def stats(self) -> list[GenerationStats]:
         """Statistics of the sequences so far."""
         return [sequence.stats for sequence in self.sequences]
@@ -97,7 +102,7 @@ class Answer(ABC):
     async def send(self, sender: Sender) -> None:
         """Generate the sequences and send them."""
         self._sender = sender
-        sender.names_events = self.names_events
+        sender.names_events, sender.error_event = self.names_events, self.error_event
         settings = self.state.settings
         if self.request.stream and self.request.return_progress:
             for i, sequence in enumerate(self.sequences):

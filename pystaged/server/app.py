@@ -55,7 +55,14 @@ _WRITTEN: dict[str, Callable[[State, Any], Answer]] = {
     "/v1/messages": messages.begin,
     "/completion": native.begin,
 }
-_FORMS = ("grammar", "json_schema", "response_format", "text", "tools")  # members that constrain the output
+_FORMS = (
+    "grammar",
+    "json_schema",
+    "response_format",
+    "text",
+    "output_config",
+    "tools",
+)  # members that constrain the output
 _MOST_FORMS = 4  # requests with such members checked at the same time
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 

@@ -33,6 +33,7 @@ from pystaged.server.tools import (
     template_options,
     thinks_by_template,
     told,
+    with_calls,
 )
 from pystaged.server.turn_answer import TurnAnswer
 
@@ -98,11 +99,14 @@ def _thinks(state: State, request: ChatRequest) -> bool | None:
 def _prompt(state: State, request: ChatRequest, param: str) -> tuple[NDArray[np.int32], Dialect]:
     """The tokens of a conversation, and the dialect that it is written in."""
     chat_format, tools = state.engine.chat_format, offered(request)
-    dialect = Dialect.of(chat_format.source(bool(tools)), state.engine.tokenizer)
+    source, knows = chat_format.source(bool(tools)), knows_tools(chat_format)
+    dialect = Dialect.of(source, state.engine.tokenizer, knows)
     messages = told(request, dialect)
     given = [tool.model_dump(exclude_none=True) for tool in tools]
     options = template_options(request, chat_format, _thinks(state, request), bool(tools))
-    if (given or has_calls(messages)) and not knows_tools(chat_format):
+    if has_calls(messages) and "tool_calls" not in source:
+        messages = with_calls(messages, dialect.form)
+    if not knows:
         messages, given = messages_with(messages, given), []
     try:
         return chat_format.encode(messages, tools=given or None, template_options=options or None), dialect

@@ -49,7 +49,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.headers = status, headers or {}
-        self.body = {
+        self.body: dict[str, Any] = {
             "type": "error",
             "error": {
                 "message": message,

@@ -143,7 +143,7 @@ def count(state: State, request: MessageRequest) -> TokenCount:
 
 def _too_long(error: ApiError) -> ApiError:
     """The error for a prompt that is too long, in the words that Anthropic's clients search for; others unchanged."""
-    body: Any = error.body["error"]
+    body = error.body["error"]
     if "n_prompt_tokens" not in body:
         return error
     words = f"prompt is too long: {body['n_prompt_tokens']} tokens > {body['n_ctx']} maximum"

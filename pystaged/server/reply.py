@@ -22,10 +22,11 @@ _log = logging.getLogger("pystaged.server")
 class Sender:
     """Sends one answer.
 
-    names_events: whether events carry their type as name.
+    names_events: whether events carry their type as name. error_event: spells an error in a stream.
     """
 
     names_events = False
+    error_event: Callable[[ApiError], bytes] = staticmethod(ApiError.json)
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -61,7 +62,7 @@ class Sender:
         elif self._is_in_parts:  # nothing can follow a whole answer
             async with self._lock:
                 name = b"event: error\n" if self.names_events else b""
-                await self._pass(name + b"data: " + error.json() + b"\n\n", more=False)
+                await self._pass(name + b"data: " + self.error_event(error) + b"\n\n", more=False)
 
     async def _part(self, data: bytes) -> None:
         # An event must not be cut in two by a ping.

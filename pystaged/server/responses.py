@@ -319,6 +319,10 @@ class ResponseAnswer(EventAnswer):
             {"type": f"response.{response['status']}", "response": response},
         ]
 
+    def error_event(self, error: ApiError) -> bytes:
+        members = {name: error.body["error"][name] for name in ("code", "message", "param")}
+        return json.dumps(error.body | self.framed(members, {})).encode()
+
     def _of(self, block: Block, name: str, **more: Any) -> dict[str, Any]:
         """An event of a block."""
         place = {"item_id": self._id(block), "output_index": block.index}

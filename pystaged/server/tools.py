@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from pystaged.chat.calls import HERMES
+from pystaged.chat.calls import HERMES, CallForm
 from pystaged.chat.format import ChatFormat
 from pystaged.chat.turn import Dialect, TurnReader
 from pystaged.server.errors import ApiError
@@ -155,19 +155,26 @@ def reasoning(
     return Reasoning(thinking.begin.encode(), thinking.end.encode(), tuple(closing), manner.is_open, budget)
 
 
+def with_calls(messages: Sequence[dict[str, Any]], form: CallForm) -> list[dict[str, Any]]:
+    """Messages whose content contains their calls, for templates that do not write these."""
+    return [
+        {key: value for key, value in message.items() if key != "tool_calls"}
+        | {"content": "\n".join(filter(None, (_text(message.get("content")), _spelled(message["tool_calls"], form))))}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
 def messages_with(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adapt messages to a template without tool support: the system message describes the tools, answers contain their
-    calls, and the user's messages contain the results."""
-    found: list[dict[str, Any]] = []
-    for message in messages:
-        content = message.get("content")
-        if message["role"] == "tool":
-            found.append({"role": "user", "content": f"<tool_response>\n{_text(content)}\n</tool_response>"})
-            continue
-        calls = [_spelled(call["function"]) for call in message.get("tool_calls") or []]
-        if calls:
-            content = "\n".join([*([_text(content)] if content else []), *calls])
-        found.append({key: value for key, value in message.items() if key != "tool_calls"} | {"content": content})
+    """Adapt messages to a template without tool support: the system message describes the tools, and the user's
+    messages contain the results."""
+    found = [
+        {"role": "user", "content": f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"}
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
     if tools:
         described = _SYSTEM.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
         if found[0]["role"] == "system":
@@ -187,9 +194,14 @@ def knows_tools(chat_format: ChatFormat) -> bool:
     return "tool_use" in chat_format.names or "tools" in chat_format.variables()
 
 
-def _spelled(function: dict[str, Any]) -> str:
-    head = HERMES.head.format(quoted=json.dumps(function["name"], ensure_ascii=False))
-    return f"{head}{json.dumps(function['arguments'], ensure_ascii=False)}{HERMES.tail.format()}"
+def _spelled(calls: Sequence[dict[str, Any]], form: CallForm) -> str:
+    """Calls in a form that writes JSON; in the Hermes form for others."""
+    form = form if form.style == "json" else HERMES
+    words = []
+    for function in (call["function"] for call in calls):
+        head = form.head.format(name=function["name"], quoted=json.dumps(function["name"], ensure_ascii=False))
+        words.append(f"{head}{json.dumps(function['arguments'], ensure_ascii=False)}{form.tail.format()}")
+    return f"{form.opening}{(form.between or '').join(words)}{form.closing}"
 
 
 def _text(content: Any) -> str:

@@ -210,6 +210,8 @@ def test_calls_that_are_nearly_right(form: CallForm, text: str, expected: list[P
         (HERMES, '<tool_call>{"name": "say", "arguments": "no object"}</tool_call>'),
         (HERMES, '<tool_call>["say"]</tool_call>'),
         (HERMES, "<tool_call>" + "[" * 10_000),
+        (HERMES, "<tool_call>" + " " * 5000 + "x"),
+        (LLAMA, " " * 5000 + "{" + '"type": "' * 1000),
         (XML, "a <function= b <tool_call>"),
         (LLAMA, '{"name": "unknown", "parameters": {}}'),
         (LLAMA, '{"name": "time", "years": {}}'),

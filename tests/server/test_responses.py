@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel
-from support.server import NAME
+from support.server import NAME, Server
 
+from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
@@ -97,3 +99,17 @@ def test_errors_name_the_input(client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as found:
             client.responses.create(input=asked, **GREEDY)
         assert found.value.param == "input"
+
+
+def test_a_failure_in_the_middle(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    def fail(*_: object) -> Any:
+        raise GrammarError("it broke")
+
+    monkeypatch.setattr("pystaged.server.responses.ResponseAnswer.parts", fail)
+    with pytest.raises(openai.APIError, match="broke"):
+        list(client.responses.create(input="a", stream=True, **GREEDY))
+    body = {"input": "a", "stream": True, "max_output_tokens": 2}
+    *_, last = server.send("POST", "/v1/responses", body).read().decode().strip().split("\n\n")
+    name, data = last.split("\n")
+    told = json.loads(data.removeprefix("data: "))
+    assert (name, told["type"], told["message"], told["sequence_number"]) == ("event: error", "error", "it broke", 2)

@@ -492,3 +492,16 @@ def test_templates_that_want_ids_of_nine_characters_or_single_calls(load: Load) 
             body = {"messages": turns, "tools": [CHAT_TOOL], "max_tokens": 1}
             status, found = server.ask("/v1/chat/completions", body)
             assert status == 200, found
+
+
+def test_a_template_that_writes_tools_but_no_calls(load: Load) -> None:
+    """As Granite 3's: the calls are told in the content, in the model's form."""
+    template = OPEN.replace("{# <tool_call> #}", "{# <|tool_call|> #}")
+    engine = load(template, MARKS)
+    call = {"type": "function", "function": {"name": "weather", "arguments": ROME}}
+    turns = [*ASKED, {"role": "assistant", "content": "I look.", "tool_calls": [call, call]}, *ASKED]
+    written = f'{{"name": "weather", "arguments": {ROME}}}'
+    told = [*ASKED, {"role": "assistant", "content": f"I look.\n<|tool_call|>[{written}, {written}]"}, *ASKED]
+    with live(engine) as server:
+        _, found = server.ask("/v1/chat/completions", {"messages": turns, "max_tokens": 1})
+        assert found["usage"]["prompt_tokens"] == len(engine.chat_format.encode(told))
