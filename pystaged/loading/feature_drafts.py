@@ -390,6 +390,6 @@ def _heads(
         yield Wanted("markov_w1.weight", "markov_w1.weight", (tokens, rank), None)
         yield Wanted("markov_w2.weight", "markov_w2.weight", (rows, rank), None)
     if "conf_proj.weight" in names or "conf_proj.bias" in names:
-        alone = shapes[names.get("conf_proj.weight", "conf_proj.bias")] == (1, width)
+        alone = shapes.get(names.get("conf_proj.weight", "")) == (1, width)
         yield Wanted("conf_proj.weight", "conf_proj.weight", (1, width if alone else width + rank), None)
         yield Wanted("conf_proj.bias", "conf_proj.bias", (1,), None)

@@ -175,6 +175,7 @@ BAD: list[tuple[str, Callable[[Path], None], str]] = [
     ("SpecForge", other("fc_norm.1.weight", np.full(64, np.inf, np.float32)), "not finite"),
     ("DSpark", without("markov_head.markov_w2.weight"), "markov_w2.weight' is missing"),
     ("DSpark", without("confidence_head.proj.bias"), "conf_proj.bias' is missing"),
+    ("DSpark", without("confidence_head.proj.weight"), "conf_proj.weight' is missing"),
     ("DSpark", other("markov_head.markov_w1.weight", np.zeros(300, np.float32)), "markov_w1"),
     ("DFlash", without("layers.1.self_attn.q_norm.weight"), "q_norm.weight' is missing"),
     ("EAGLE", other("lm_head.weight", NAN), "not finite"),
