@@ -124,7 +124,6 @@ def test_pull_a_checkpoint_of_another_family(online: Hub, tmp_path: Path) -> Non
     assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("form", ["AngelSlim", "Speculators"])
 def test_pull_a_draft_that_reads_hidden_states(online: Hub, tmp_path: Path, form: str) -> None:
     folder = write_form(tmp_path / "draft", FORMS[form]())
@@ -143,6 +142,7 @@ def test_pull_a_draft_that_reads_hidden_states(online: Hub, tmp_path: Path, form
     assert cache.find(f"{TINY}:q4_0") == path
 
 
+@pytest.mark.usefixtures("tiny")
 def test_the_converted_model_is_the_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     convert(tmp_path / "checkpoint", tmp_path / "model.gguf")
