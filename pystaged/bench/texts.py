@@ -1,11 +1,10 @@
-"""Many sequences at once: tokens per second of all and of each, with and without drafting, through the server, and
-with llama-server's slots."""
+"""Many sequences at once: tokens per second of all and of each, with and without drafting, and with llama-server's
+slots."""
 
 from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +28,6 @@ from pystaged.engine import Engine
 from pystaged.sequence import Sequence as Text
 from pystaged.stats import PassStats
 
-BESIDE = 4  # sequences in progress when another prompt arrives
-_BEGUN = 8  # tokens that each of them has by then
-SERVED = "pystaged serve"
 _BASELINE = "llama-server, plain"
 _UNKNOWN = -1  # stands for a token that a baseline does not report
 _ROOM = 64  # positions for the last draft tree
@@ -60,12 +56,11 @@ class Written:
 class Figures:
     """Figures of sequences that were decoded together.
 
-    texts: number of sequences. way: "plain", "drafted", SERVED or a baseline. tokens_per_second: of all together, while
+    texts: number of sequences. way: "plain", "drafted" or a baseline. tokens_per_second: of all together, while
     all decode; of_each: mean of a sequence from its first token to its last; overall: of all, with prefill.
     first_token_seconds: median time from the prompt to the first token; longest_gap_seconds: between tokens of a
     sequence. different: sequences that differ, up to their ends, from the first way's for the same prompt. passes:
-    statistics of pystaged's passes. newcomer_seconds, newcomer_gap_seconds: if another prompt arrived, its time to the
-    first token, and the longest gap between the others' tokens in that time.
+    statistics of pystaged's passes.
     """
 
     texts: int
@@ -77,8 +72,6 @@ class Figures:
     longest_gap_seconds: float
     different: int
     passes: dict[str, float] | None = None
-    newcomer_seconds: float | None = None
-    newcomer_gap_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,33 +95,25 @@ class TextsReport:
         """For JSON."""
         return asdict(self)
 
-    def tables(self) -> Iterator[Table]:
-        """Tables for terminals: sequences at once and, if measured, with another prompt arriving."""
+    def table(self) -> Table:
+        """A table for terminals."""
         model = self.conditions["model"]["name"]
         title = f"{model}: {self.conditions['max_tokens']} tokens each, temperature {self.conditions['temperature']:g}"
         headings = ("texts", "", "tokens/s", "x one plain", "of each", "first ms", "longest gap ms")
         table = Table(*headings, "texts, rows per pass", "guesses", title=title, box=None)
         one = next((each.tokens_per_second for each in self.figures if each.texts == 1 and each.way == "plain"), None)
         for each in self.figures:
-            if each.newcomer_seconds is None:
-                times = (f"{1e3 * seconds:.0f}" for seconds in (each.first_token_seconds, each.longest_gap_seconds))
-                speed = f"{each.tokens_per_second / one:.2f}" if one else "-"
-                figures = (f"{each.tokens_per_second:.1f}", speed, f"{each.of_each:.1f}")
-                table.add_row(str(each.texts), each.way, *figures, *times, *_shared(each.passes))
+            times = (f"{1e3 * seconds:.0f}" for seconds in (each.first_token_seconds, each.longest_gap_seconds))
+            speed = f"{each.tokens_per_second / one:.2f}" if one else "-"
+            figures = (f"{each.tokens_per_second:.1f}", speed, f"{each.of_each:.1f}")
+            table.add_row(str(each.texts), each.way, *figures, *times, *_shared(each.passes))
         for missing in self.left_out:
             table.add_row(str(missing.texts), missing.way, missing.reason)
-        different = sum(each.different for each in self.figures if each.passes or each.way == SERVED)
+        different = sum(each.different for each in self.figures if each.passes)
         table.caption = "tokens/s: of all together, while all decode; " + (
             f"{different} of our texts differ from plain ones" if different else "our texts are the plain ones"
         )
-        yield table
-        beside = Table("", "first ms of the newcomer", "longest gap ms of the others", box=None)
-        beside.title = f"a prompt of {self.conditions['prompt_beside']} tokens beside {BESIDE} texts"
-        for each in self.figures:
-            if each.newcomer_seconds is not None and each.newcomer_gap_seconds is not None:
-                beside.add_row(each.way, f"{1e3 * each.newcomer_seconds:.0f}", f"{1e3 * each.newcomer_gap_seconds:.0f}")
-        if beside.row_count:
-            yield beside
+        return table
 
 
 def _shared(passes: dict[str, float] | None) -> tuple[str, str]:
@@ -148,8 +133,6 @@ def measure(
     repeats: int = 1,
     threads: int = 0,
     llama_server: Path | None = None,
-    prompt_beside: int = 0,
-    served: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> TextsReport:
     """Decode sequences together; ways take turns, so that changes in the machine's speed affect all alike.
@@ -159,15 +142,13 @@ def measure(
         counts: numbers of sequences at once.
         repeats: of everything; medians are reported.
         llama_server: the program to compare with, without and with the draft.
-        prompt_beside: tokens of a prompt that arrives while others are decoded; 0 for none.
-        served: also measure `pystaged serve` with the draft, in its own process.
         progress: called with a line about what is being done.
 
     Raises:
         ValueError: prompts are too long for the model.
     """
     with Engine(model, draft=draft, num_threads=threads, recycle=False, report=progress) as engine:
-        longest = max(prompt_beside, *map(len, prompts)) + max_tokens
+        longest = max(map(len, prompts)) + max_tokens
         if longest > engine.n_ctx:
             raise ValueError(
                 f"the longest prompt and {max_tokens} tokens more are {longest} tokens, but the model's context holds "
@@ -177,7 +158,7 @@ def measure(
         most = min(_LONGEST * max_tokens, engine.n_ctx - longest + max_tokens)
         config = GenerationConfig(max_tokens=most, temperature=temperature, reuse=False)
         setup: dict[str, Any] = {"model": str(model), "draft": str(draft) if draft else None, "program": llama_server}
-        setup |= {"served": served, "ends": frozenset(engine.tokenizer.end_tokens.tolist())}
+        setup["ends"] = frozenset(engine.tokenizer.end_tokens.tolist())
         setup |= {"threads": engine.model.num_threads, "max_tokens": max_tokens}
         setup["n_ctx"] = min(longest - max_tokens + most + _ROOM, engine.n_ctx)
         found: list[Figures] = []
@@ -190,12 +171,7 @@ def measure(
         for count in counts:
             batch = [prompts[i % len(prompts)] for i in range(count)]
             with _ways(engine, config, setup, count, leave_out) as ways:
-                found += _figures(ways, batch, None, repeats, setup["ends"], progress, leave_out)
-        if prompt_beside:
-            others = [prompts[i % len(prompts)] for i in range(BESIDE)]
-            newcomer = np.resize(np.concatenate(prompts[::-1]), prompt_beside)
-            with _ways(engine, config, setup, BESIDE + 1, leave_out) as ways:
-                found += _figures(ways, others, newcomer, repeats, setup["ends"], progress, leave_out)
+                found += _figures(ways, batch, repeats, setup["ends"], progress, leave_out)
         about: dict[str, Any] = {
             "machine": conditions.machine(),
             "versions": conditions.versions(),
@@ -207,7 +183,6 @@ def measure(
             "max_tokens": max_tokens,
             "temperature": temperature,
             "repeats": repeats,
-            "prompt_beside": prompt_beside,
         }
     return TextsReport(about, found, left_out)
 
@@ -222,7 +197,7 @@ def _ways(
             Ours(name, engine, replace(config, speculate=name == "drafted"), setup["max_tokens"])
             for name in ("plain", "drafted")
         ]
-        names = [SERVED] if setup["served"] else []
+        names: list[str] = []
         if setup["program"]:
             names += [_BASELINE, *(["llama-server, draft-simple"] if without_head(setup)["draft"] else [])]
         for name in names:
@@ -236,7 +211,6 @@ def _ways(
 def _figures(
     ways: list[Way],
     prompts: Sequence[Tokens],
-    newcomer: Tokens | None,
     repeats: int,
     ends: frozenset[int],
     progress: Callable[[str], None],
@@ -246,11 +220,9 @@ def _figures(
     expected: list[list[int]] = []
     for _ in range(repeats):
         for way in list(ways):
-            progress(
-                f"{len(prompts)} texts, {way.name}" + (", and a prompt beside them" if newcomer is not None else "")
-            )
+            progress(f"{len(prompts)} texts, {way.name}")
             try:
-                written, passes = way.write(prompts, newcomer)
+                written, passes = way.write(prompts)
             except RuntimeError as error:
                 if isinstance(way, Ours):
                     raise
@@ -262,20 +234,17 @@ def _figures(
                 any(ours not in (plain, _UNKNOWN) for ours, plain in zip(each.tokens, tokens, strict=False))
                 for each, tokens in zip(written, expected, strict=True)
             )
-            found[way.name].append(_summary(way.name, written, newcomer is not None, different, passes))
+            found[way.name].append(_summary(way.name, written, different, passes))
     return [_median(runs) for runs in found.values() if runs]
 
 
-def _summary(
-    way: str, written: Sequence[Written], has_newcomer: bool, different: int, passes: PassStats | None
-) -> Figures:
-    texts = written[:-1] if has_newcomer else written
+def _summary(way: str, texts: Sequence[Written], different: int, passes: PassStats | None) -> Figures:
     begin, end = max(each.times[0][0] for each in texts), min(each.times[-1][0] for each in texts)
-    last = max(each.times[-1][0] for each in written)
-    num_tokens = sum(count for each in written for _, count in each.times)
+    last = max(each.times[-1][0] for each in texts)
+    num_tokens = sum(count for each in texts for _, count in each.times)
     together = sum(count for each in texts for at, count in each.times if begin < at <= end)
     spans = [(each.times[-1][0] - each.times[0][0], len(each.tokens) - each.times[0][1]) for each in texts]
-    figures = Figures(
+    return Figures(
         texts=len(texts),
         way=way,
         # They did not overlap if one ended before another began.
@@ -287,21 +256,11 @@ def _summary(
         different=different,
         passes=passes.to_dict() if passes else None,
     )
-    if not has_newcomer:
-        return figures
-    arrival, first = written[-1].times[0][0], written[-1].times[1][0]
-    during = [Written([], [time for time in each.times if arrival <= time[0] <= first]) for each in texts]
-    edges = [
-        [(arrival, 0), *each.times, *([(first, 0)] if whole.times[-1][0] > first else [])]
-        for each, whole in zip(during, texts, strict=True)
-    ]
-    gap = max(Written([], times).longest_gap for times in edges)
-    return replace(figures, newcomer_seconds=first - arrival, newcomer_gap_seconds=gap)
 
 
 def _median(runs: Sequence[Figures]) -> Figures:
-    """The middle run by tokens per second, or by the newcomer's time if there is one."""
-    ordered = sorted(runs, key=lambda run: run.newcomer_seconds or run.tokens_per_second)
+    """The middle run by tokens per second."""
+    ordered = sorted(runs, key=lambda run: run.tokens_per_second)
     return replace(ordered[len(runs) // 2], different=sum(run.different for run in runs))
 
 
@@ -316,32 +275,23 @@ class Ours:
     def __init__(self, name: str, engine: Engine, config: GenerationConfig, least: int) -> None:
         self.name, self._engine, self._config, self._least = name, engine, config, least
 
-    def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
+    def write(self, prompts: Sequence[Tokens]) -> tuple[list[Written], PassStats | None]:
         """Continue prompts from the same moment, time 0, until each sequence has the required tokens; early ones
-        continue meanwhile. The newcomer starts when all others have begun; it is the last in the result."""
+        continue meanwhile."""
         engine = self._engine
         # No prompt may be reused from an earlier run.
         engine.runtime.contexts.forget()
         before = engine.passes
         texts = {self._sequence(prompt): Written([], []) for prompt in prompts}
-        waiting = set(texts) if newcomer is not None else set()
-        late = None if newcomer is None else self._sequence(newcomer)
         with closing(Batch(engine.runtime.scheduler)) as batch:
             begin = time.perf_counter()
             for sequence in texts:
                 batch.open(sequence)
-            while len(batch) and (late or any(len(text.tokens) < self._least for text in texts.values())):
+            while len(batch) and any(len(text.tokens) < self._least for text in texts.values()):
                 sequence, piece = batch.next()
-                now = time.perf_counter() - begin
                 if piece is not None and piece.tokens:
                     texts[sequence].tokens.extend(piece.tokens)
-                    texts[sequence].times.append((now, len(piece.tokens)))
-                if late and (piece is None or len(texts[sequence].tokens) >= _BEGUN):
-                    waiting.discard(sequence)
-                    if not waiting:
-                        texts[late] = Written([], [(now, 0)])
-                        batch.open(late)
-                        late = None
+                    texts[sequence].times.append((time.perf_counter() - begin, len(piece.tokens)))
         return list(texts.values()), engine.passes.since(before)
 
     def _sequence(self, prompt: Tokens) -> Text:
@@ -352,7 +302,7 @@ class Slots:
     """Requests to a server that decodes `slots` sequences at once.
 
     Args:
-        name: SERVED, or llama-server's with the kind of speculation.
+        name: llama-server's, with the kind of speculation.
         setup: program, model, draft (path or None), threads, n_ctx of each slot, and max_tokens that each must reach.
         slots: their number.
 
@@ -362,34 +312,23 @@ class Slots:
 
     def __init__(self, name: str, setup: dict[str, Any], config: GenerationConfig, slots: int) -> None:
         self.name, self._config, self._least = name, config, setup["max_tokens"]
-        self._options: dict[str, Any] = {}
-        if name == SERVED:
-            told = [sys.executable, "-m", "pystaged", "serve", setup["model"], "--draft", setup["draft"] or "none"]
-            told += ["--threads", str(setup["threads"]), "--n-ctx", str(setup["n_ctx"]), "--parallel", str(slots)]
-        else:
-            way = name.rpartition(" ")[2]
-            mine = setup | {"n_ctx": setup["n_ctx"] * slots}
-            speculation = ["--spec-type", way] if way != "plain" else []
-            mine |= {} if speculation else {"draft": None}
-            told = [*command(mine), "-np", str(slots), *speculation]
-            self._options = {"samplers": ["temperature"]}
-        self._server = Server(told, subprocess.DEVNULL, name.partition(",")[0])
+        way = name.rpartition(" ")[2]
+        mine = setup | {"n_ctx": setup["n_ctx"] * slots}
+        speculation = ["--spec-type", way] if way != "plain" else []
+        mine |= {} if speculation else {"draft": None}
+        told = [*command(mine), "-np", str(slots), *speculation]
+        self._server = Server(told, subprocess.DEVNULL)
 
-    def write(self, prompts: Sequence[Tokens], newcomer: Tokens | None) -> tuple[list[Written], PassStats | None]:
+    def write(self, prompts: Sequence[Tokens]) -> tuple[list[Written], PassStats | None]:
         """As Ours.write."""
         texts = [Written([], []) for _ in prompts]
         is_done = threading.Event()
         begin = time.perf_counter()
-        with ThreadPoolExecutor(len(prompts) + 1) as threads:
+        with ThreadPoolExecutor(len(prompts)) as threads:
             asked = [
                 threads.submit(self._ask, prompt, text, begin, is_done)
                 for prompt, text in zip(prompts, texts, strict=True)
             ]
-            if newcomer is not None:
-                while any(len(text.tokens) < _BEGUN for text in texts) and not all(each.done() for each in asked):
-                    time.sleep(0.001)
-                texts.append(Written([], [(time.perf_counter() - begin, 0)]))
-                asked.append(threads.submit(self._ask, newcomer, texts[-1], begin, is_done))
             try:
                 while any(len(text.tokens) < self._least for text in texts) and not all(each.done() for each in asked):
                     time.sleep(0.001)
@@ -412,7 +351,7 @@ class Slots:
             "cache_prompt": False,
             "return_tokens": True,
             "stream": True,
-            **self._options,
+            "samplers": ["temperature"],
         }
         for part in self._server.stream(request):
             # ik_llama.cpp does not report tokens, but sends each in a part of its own.

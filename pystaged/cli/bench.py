@@ -217,21 +217,12 @@ def texts(
     llama_cpp: Annotated[
         Path | None, typer.Option(help="Folder of a llama.cpp build, to measure its llama-server.")
     ] = None,
-    prompt_beside: Annotated[
-        int,
-        typer.Option(min=0, help="Tokens of a prompt that arrives during 4 sequences; 0 for none.", callback=check),
-    ] = 0,
-    served: Annotated[bool, typer.Option("--served", help="Also measure pystaged serve, over HTTP.")] = False,
     as_json: Json = False,
 ) -> None:
     """Decode many sequences at once: tokens per second of all and of each and time to the first token, with and without
     drafting, compared with llama-server's parallel slots.
 
     Example: pystaged bench texts --model llama1b --texts 1,8 --llama-cpp ~/llama.cpp/build/bin
-
-    Example: pystaged bench texts --model grown-smollm2 --texts 4 --prompt-beside 4000
-
-    Example: pystaged bench texts --model grown --texts 1,8 --served --llama-cpp ~/llama.cpp/build/bin
     """
     numbers = _numbers("--texts", counts, 1, _MOST_TEXTS)
     with usage():
@@ -249,16 +240,12 @@ def texts(
         repeats=repeats,
         threads=threads,
         llama_server=server,
-        prompt_beside=prompt_beside,
-        served=served,
         progress=report,
     )
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
         return
-    console = _console()
-    for table in found.tables():
-        console.print(table)
+    _console().print(found.table())
 
 
 @app.command(cls=Command)

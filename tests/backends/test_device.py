@@ -58,8 +58,7 @@ def float_target(bundled_target: Path, tmp_path_factory: pytest.TempPathFactory)
     return path
 
 
-@pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_1"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("family", "quantization"), [("llama", "F32"), ("llama", "Q8_0"), ("qwen3", "Q4_1")])
 def test_families_against_llama_cpp(tmp_path: Path, family: str, quantization: str) -> None:
     path = write(tmp_path / "model.gguf", RandomModel(family, head_dim=32, quantization=quantization))
     assert_as_llama_cpp(path, np.random.default_rng(0).integers(0, 257, 3 * ROWS).tolist(), np.arange(257))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import pystaged
 from pystaged.bench import baseline_llama_cpp
 from pystaged.bench.baseline_llama_cpp import Server
-from pystaged.bench.texts import SERVED, Figures, LeftOut, Ours, TextsReport, Written, _summary
+from pystaged.bench.texts import Figures, LeftOut, Ours, TextsReport, Written, _summary
 from pystaged.cli import app
 from pystaged.config import GenerationConfig
 
@@ -76,23 +76,13 @@ def run(*arguments: str | Path) -> Any:
 def test_figures_are_of_the_time_in_which_all_write() -> None:
     first = Written([1] * 5, [(1.0, 1), (2.0, 2), (4.0, 2)])
     second = Written([1] * 4, [(3.0, 1), (5.0, 1), (6.0, 2)])
-    found = _summary("plain", [first, second], False, 0, None)
+    found = _summary("plain", [first, second], 0, None)
     # From 3 to 4 both write: two tokens of the first.
     assert found.tokens_per_second == 2
     assert found.of_each == pytest.approx((4 / 3 + 3 / 3) / 2)
     assert found.overall == 9 / 6
     assert found.first_token_seconds == 2
     assert found.longest_gap_seconds == 2
-    assert found.newcomer_seconds is None
-
-
-@pytest.mark.parametrize(("last", "gap"), [(9.0, 4.0), (4.5, 2.0)])
-def test_a_newcomer_delays_others_while_it_is_read(last: float, gap: float) -> None:
-    """From when it arrives; what it finds, and what comes after its first token, does not count."""
-    other = Written([1] * 4, [(0.5, 1), (2.0, 1), (4.5, 1), *([(last, 1)] if last > 4.5 else [])])
-    newcomer = Written([1], [(2.5, 0), (8.5, 1)])
-    found = _summary("plain", [other, newcomer], True, 0, None)
-    assert (found.texts, found.newcomer_seconds, found.newcomer_gap_seconds) == (1, 6.0, gap)
 
 
 def test_ours_are_what_texts_are_alone(path: Path) -> None:
@@ -100,7 +90,7 @@ def test_ours_are_what_texts_are_alone(path: Path) -> None:
         prompts = [engine.encode(prompt) for prompt in ("the tree", "her hat", "o")]
         for speculate in (False, True):
             ours = Ours("x", engine, GenerationConfig(max_tokens=40, speculate=speculate), 12)
-            written, passes = ours.write(prompts[:2], prompts[2])
+            written, passes = ours.write(prompts)
             for prompt, text in zip(prompts, written, strict=True):
                 found = engine.generate(prompt, max_tokens=40).tokens
                 assert text.tokens[: len(found)] == found[: len(text.tokens)]
@@ -146,7 +136,7 @@ def test_a_server_that_fails_is_a_row_with_its_reason(
     for way in ways:
         assert f"2 texts, {way} takes no part" in done.stderr
     report = TextsReport(found["conditions"], [], [LeftOut(**each) for each in found["left_out"]])
-    assert [table.row_count for table in report.tables()] == [2]
+    assert report.table().row_count == 2
 
 
 def test_a_server_ends_when_whoever_waits_for_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,21 +164,20 @@ def test_a_server_that_tells_no_tokens_has_figures(path: Path, prompts: Path, tm
 
 @pytest.mark.slow
 def test_command(path: Path, prompts: Path, tmp_path: Path) -> None:
-    options = ("--prompts", prompts, "--texts", "1,4", "--max-tokens", "12", "--prompt-beside", "20", "--json")
-    done = run("--model", path, *options, "--served", "--llama-cpp", server(tmp_path))
+    options = ("--prompts", prompts, "--texts", "1,4", "--max-tokens", "12", "--json")
+    done = run("--model", path, *options, "--llama-cpp", server(tmp_path))
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    ways = ["plain", "drafted", SERVED, "llama-server, plain"]
-    assert [(each["texts"], each["way"]) for each in found["figures"]] == [(n, way) for n in (1, 4, 4) for way in ways]
+    ways = ["plain", "drafted", "llama-server, plain"]
+    assert [(each["texts"], each["way"]) for each in found["figures"]] == [(n, way) for n in (1, 4) for way in ways]
     report = TextsReport(found["conditions"], [Figures(**each) for each in found["figures"]])
     for each in report.figures:
         assert each.tokens_per_second > 0
         assert each.first_token_seconds > 0
         assert (each.passes is not None) == (each.way in ways[:2])
-        assert (each.different == 0) == (each.way in ways[:3])
-    assert [each.newcomer_seconds is not None for each in report.figures] == [False] * 8 + [True] * 4
-    assert [table.row_count for table in report.tables()] == [8, 4]
-    assert "our texts are the plain ones" in str(next(report.tables()).caption)
+        assert (each.different == 0) == (each.way in ways[:2])
+    assert report.table().row_count == 6
+    assert "our texts are the plain ones" in str(report.table().caption)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def smollm2() -> Iterator[pystaged.Engine]:
         yield engine
 
 
+@pytest.mark.slow
 def test_four_turns_read_nothing_again(smollm2: pystaged.Engine) -> None:
     messages: list[dict[str, Any]] = []
     there = 0

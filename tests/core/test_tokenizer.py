@@ -68,7 +68,7 @@ def test_llama_cpp_cases(tokenizer: _core.Tokenizer, text: str, tokens: list[int
     assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=50)
 @given(text=texts)
 def test_same_tokens_as_llama_cpp_python(tokenizer: _core.Tokenizer, llama: Any, text: str) -> None:
     tokens, vocab = tokenizer.encode(text), llama_cpp.llama_model_get_vocab(llama)

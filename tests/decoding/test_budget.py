@@ -258,8 +258,7 @@ def test_no_text_falls_further_behind_than_the_bound_whatever_happens(
         text.write(itertools.islice(itertools.cycle(steps), 50), prompt_tokens, speculate)
 
 
-@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("steps", [96, 600])
+@pytest.mark.parametrize(("rate", "steps"), [(0.3, 96), (0.9, 96), (0.6, 600)])
 def test_drafters_that_are_always_wrong_are_given_up(rate: float, steps: int) -> None:
     text = Text(FLAT, [(0.3,), (0.1,)], [rate] * 2)
     for i in range(5):
