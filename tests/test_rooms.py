@@ -23,7 +23,8 @@ USES = {
     "loading": {"backends", "decoding", "drafting", "loading"},
     "bench": {"backends", "bench", "chat", "decoding", "drafting", "loading"},
     "server": {"chat", "decoding", "loading", "server"},
-    "cli": {"backends", "bench", "chat", "cli", "decoding", "drafting", "loading", "server"},
+    "distill": {"chat", "decoding", "distill", "drafting", "loading"},
+    "cli": {"backends", "bench", "chat", "cli", "decoding", "distill", "drafting", "loading", "server"},
 }
 
 

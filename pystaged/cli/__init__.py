@@ -29,6 +29,7 @@ _COMMANDS = {
     "info": "Show this build, this machine's devices, and a model's properties.",
     "verify": "Generate the text of a receipt again, and compare.",
     "rpc-server": "Run layers of models for other machines, which use it with --device rpc:HOST:PORT.",
+    "distill": "Train a draft on what a model writes, to draft for it.",
     "ngram": "Build tables of n-grams, the lowest stage.",
 }
 

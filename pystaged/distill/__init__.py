@@ -1,0 +1,1 @@
+"""`pystaged distill`: trains a block draft on what its target writes."""

@@ -1,0 +1,306 @@
+"""A block draft in torch: DSpark (DeepSeek-AI 2026, arXiv 2607.05147), which is DFlash (arXiv 2602.06036) with a Markov
+head, made small.
+
+Keys and values of committed tokens come from the target's hidden states, fused by one matrix. A block of places, the
+last token and masks behind it, attends to them and to itself, and place i guesses the token after it. The Markov head
+adds to a place's logits what the token before the guess says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gguf import GGUFReader, quants
+from torch import nn
+
+from pystaged._core import Model, Tokenizer
+
+EPSILON = 1e-5
+TAPS = (1 / 3, 2 / 3, 1.0)  # of the target's layers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A draft's shape; it is as wide as its target, whose embedding it borrows.
+
+    taps: the target's layers, from 1 on, behind which its features are. rows: tokens that it can propose. rank: of the
+    Markov head. block: places guessed in one pass. mask: the token of places to be guessed.
+    """
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_width: int
+    taps: tuple[int, ...]
+    vocab_size: int
+    rows: int
+    mask: int
+    layers: int = 2
+    rank: int = 64
+    block: int = 8
+    rope_base: float = 10000.0
+
+    @property
+    def num_weights(self) -> int:
+        """Weights that a pass reads, and the Markov head's rows of tokens, of which it reads a few."""
+        attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        layer = attention + 3 * self.width * self.ffn_width
+        head = self.rows * (self.width + self.rank) + self.vocab_size * self.rank
+        return self.width * self.width * len(self.taps) + self.layers * layer + head
+
+
+class Target:
+    """What a draft needs of its target's file: rows of its embedding and of its head, and its last norm.
+
+    Raises:
+        ValueError: the file is split, or lacks one of them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        reader = GGUFReader(path)
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._path = path
+        family = str(reader.fields["general.architecture"].contents())
+        scale = reader.fields.get(f"{family}.logit_scale")
+        base = reader.fields.get(f"{family}.rope.freq_base")
+        self.logit_scale = float(scale.contents()) if scale else 1.0
+        self.rope_base = float(base.contents()) if base else 10000.0
+        for name in ("token_embd.weight", "output_norm.weight"):
+            self._tensor(name)
+
+    def embedding(self, tokens: Any) -> Any:
+        """Rows of the embedding, float32[..., width], for tokens int64[...]."""
+        rows = self._rows("token_embd.weight", tokens.flatten())
+        return rows.unflatten(0, tokens.shape) if tokens.dim() != 1 else rows
+
+    def head(self, tokens: Any) -> Any:
+        """Rows of the head, float32[n, width], for tokens int64[n]."""
+        name = "output.weight" if "output.weight" in self._tensors else "token_embd.weight"
+        return self._rows(name, tokens) / self.logit_scale
+
+    @cached_property
+    def norm(self) -> Any:
+        """The norm before the head, float32[width]."""
+        return torch.from_numpy(np.array(self._tensor("output_norm.weight").data, np.float32))
+
+    def _rows(self, name: str, tokens: Any) -> Any:
+        tensor = self._tensor(name)
+        found = quants.dequantize(tensor.data[tokens.numpy()], tensor.tensor_type)
+        return torch.from_numpy(np.array(found, np.float32))
+
+    def _tensor(self, name: str) -> Any:
+        if name not in self._tensors:
+            raise ValueError(f"{self._path} has no {name}; a model in several files is to be merged into one first")
+        return self._tensors[name]
+
+
+def layers_of(model: Model, shares: Sequence[float]) -> list[int]:
+    """The layers of a model, from 1 on, behind which features are taken, for their shares of all layers."""
+    return sorted({max(1, round(share * model.num_layers)) for share in shares})
+
+
+def shape_for(model: Model, tokenizer: Tokenizer, target: Target, rows: int, **chosen: Any) -> Shape:
+    """The shape of a draft for a target.
+
+    Args:
+        rows: at most.
+        chosen: fields of Shape that are not the target's.
+
+    Raises:
+        ValueError: the target's width is no multiple of 32.
+    """
+    if model.width % 32:
+        raise ValueError(f"the target is {model.width} wide; drafts are quantized in blocks of 32")
+    unused = [token for token in range(tokenizer.num_tokens) if tokenizer.is_control(token)]
+    unused = [token for token in unused if token != tokenizer.bos and not tokenizer.is_end(token)]
+    return Shape(
+        model.width,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        min(model.ffn_width, -(-model.width * 8 // 3 // 32) * 32),
+        tuple(layers_of(model, TAPS)),
+        model.vocab_size,
+        min(rows, model.vocab_size),
+        unused[-1] if unused else model.vocab_size - 1,
+        rope_base=target.rope_base,
+        **chosen,
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Blocks of several texts.
+
+    features [b, n, taps * width] in units of the channels' medians; positions int64[b, n]; anchors int64[b, a], the
+    index of each block's last token; embeddings [b, a, width] of these tokens; before int64[b, a, block], the token
+    before each guess; likeliest int64[b, a, block, k] and logprobs, what the target says in each place; weights
+    [b, a, block], 0 where there is no place.
+    """
+
+    features: Any
+    positions: Any
+    anchors: Any
+    embeddings: Any
+    before: Any
+    likeliest: Any
+    logprobs: Any
+    weights: Any
+
+    def to(self, device: str) -> Batch:
+        """On another device."""
+        return Batch(**{name: value.to(device) for name, value in self.__dict__.items()})
+
+
+class BlockDraft(nn.Module):  # type: ignore[misc]
+    """The draft.
+
+    Args:
+        tokens: those that it can propose, int64[rows], rising.
+        target: lends the mask's embedding, and its head to begin with.
+        generator: draws the other weights.
+    """
+
+    def __init__(self, shape: Shape, tokens: Any, target: Target, generator: Any) -> None:
+        super().__init__()
+        self.shape = shape
+        width, dim, fused = shape.width, shape.head_dim, shape.width * len(shape.taps)
+
+        def matrix(rows: int, cols: int, scale: float = 1.0) -> Any:
+            return nn.Parameter(torch.randn(rows, cols, generator=generator) * scale / math.sqrt(cols))
+
+        def ones(size: int) -> Any:
+            return nn.Parameter(torch.ones(size))
+
+        self.fc, self.enc_norm = matrix(width, fused), ones(width)
+        self.blk = nn.ModuleList(
+            nn.ParameterDict(
+                {
+                    "attn_norm": ones(width),
+                    "attn_q": matrix(shape.heads * dim, width),
+                    "attn_k": matrix(shape.kv_heads * dim, width),
+                    "attn_v": matrix(shape.kv_heads * dim, width),
+                    "attn_q_norm": ones(dim),
+                    "attn_k_norm": ones(dim),
+                    "attn_output": matrix(width, shape.heads * dim, 0.3),
+                    "ffn_norm": ones(width),
+                    "ffn_gate": matrix(shape.ffn_width, width),
+                    "ffn_up": matrix(shape.ffn_width, width),
+                    "ffn_down": matrix(width, shape.ffn_width, 0.3),
+                }
+            )
+            for _ in range(shape.layers)
+        )
+        self.output_norm, self.output = nn.Parameter(target.norm.clone()), nn.Parameter(target.head(tokens))
+        self.markov_w1 = matrix(shape.vocab_size, shape.rank, 0.1 * math.sqrt(shape.rank))
+        self.markov_w2 = nn.Parameter(torch.zeros(shape.rows, shape.rank))
+        self.register_buffer("tokens", tokens, persistent=False)
+        index = torch.full((shape.vocab_size,), -1)
+        index[tokens] = torch.arange(len(tokens))
+        self.register_buffer("index", index, persistent=False)
+        self.register_buffer("mask", target.embedding(torch.tensor([shape.mask]))[0], persistent=False)
+
+    def context(self, features: Any) -> Any:
+        """Fused features, [b, n, width]."""
+        return norm(F.linear(features, self.fc), self.enc_norm)
+
+    def forward(self, batch: Batch) -> Any:
+        """Of each place of each block what the head reads, [b, a, block, width]."""
+        shape = self.shape
+        b, a = batch.anchors.shape
+        context = self.context(batch.features)
+        places = torch.arange(shape.block, device=context.device)
+        own = (batch.positions.gather(1, batch.anchors).unsqueeze(2) + places).flatten(1)
+        x = self.mask.expand(b, a, shape.block, -1).clone()
+        x[:, :, 0] = batch.embeddings
+        x = x.flatten(1, 2)
+        # A block sees the tokens before its last one, whose features are known, and all of itself.
+        seen = torch.arange(context.shape[1], device=context.device) < batch.anchors.unsqueeze(2)
+        block = torch.eye(a, dtype=torch.bool, device=context.device).expand(b, a, a)
+        seen = torch.cat([seen, block.repeat_interleave(shape.block, 2)], 2)
+        seen = seen.repeat_interleave(shape.block, 1).unsqueeze(1)
+        for layer in self.blk:
+            h = norm(x, layer["attn_norm"])
+            q = self._turned(F.linear(h, layer["attn_q"]), layer["attn_q_norm"], own)
+            both = torch.cat([context, h], 1)
+            k = self._turned(
+                F.linear(both, layer["attn_k"]), layer["attn_k_norm"], torch.cat([batch.positions, own], 1)
+            )
+            v = F.linear(both, layer["attn_v"]).unflatten(2, (-1, shape.head_dim)).transpose(1, 2)
+            shared = shape.heads // shape.kv_heads
+            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+            found = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=seen)
+            x = x + F.linear(found.transpose(1, 2).flatten(2), layer["attn_output"])
+            h = norm(x, layer["ffn_norm"])
+            h = F.silu(F.linear(h, layer["ffn_gate"])) * F.linear(h, layer["ffn_up"])
+            x = x + F.linear(h, layer["ffn_down"])
+        return norm(x, self.output_norm).unflatten(1, (a, shape.block))
+
+    def logits(self, y: Any, before: Any) -> Any:
+        """Logits of `tokens`, [..., rows], of places [..., width] with the tokens before the guesses, int64[...]."""
+        both = torch.cat([y, self.markov_w1[before]], -1)
+        return F.linear(both, torch.cat([self.output, self.markov_w2], 1)).float()
+
+    def _turned(self, x: Any, weight: Any, positions: Any) -> Any:
+        """Heads with their norm and rotary positions, [b, heads, n, head_dim]; pairs are halves."""
+        x = norm(x.unflatten(2, (-1, self.shape.head_dim)), weight)
+        half = self.shape.head_dim // 2
+        steps = torch.arange(half, device=x.device) / half
+        angles = positions.unsqueeze(2) * self.shape.rope_base**-steps
+        cos, sin = angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], 3).transpose(1, 2)
+
+
+def norm(x: Any, weight: Any) -> Any:
+    """RMS norm."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
+
+
+def commonest(counts: Any, size: int) -> Any:
+    """The tokens with the highest counts, int64[size], rising; the lower ids of those that are as common."""
+    return torch.argsort(counts, descending=True, stable=True)[:size].sort().values
+
+
+def compared(draft: BlockDraft, logits: Any, likeliest: Any, logprobs: Any) -> tuple[Any, Any, Any]:
+    """Of each place: the cross entropy with the target's likeliest tokens, what is common of both distributions among
+    these, and whether the first choices are equal.
+
+    Args:
+        logits: [..., rows]; likeliest, logprobs: [..., k].
+    """
+    index = draft.index[likeliest]
+    known = index >= 0
+    p = logprobs.exp() * known
+    log_q = logits.gather(-1, index.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
+    surprise = -(p * log_q).sum(-1)
+    common = torch.minimum(p, log_q.exp()).sum(-1)
+    return surprise, common, draft.tokens[logits.argmax(-1)] == likeliest[..., 0]
+
+
+def accepted(draft: BlockDraft, y: Any, anchors: Sequence[int], tokens: Any) -> list[int]:
+    """How many tokens of the greedy chain from each anchor are the text's.
+
+    Args:
+        y: [a, block, width], as from forward. tokens: int64[n], of the text.
+    """
+    before = tokens[torch.tensor(anchors)]
+    guesses = []
+    for place in range(y.shape[1]):
+        before = draft.tokens[draft.logits(y[:, place], before).argmax(-1)]
+        guesses.append(before)
+    text = tokens.tolist()
+    return [
+        next((i for i, guess in enumerate(row) if text[anchor + 1 + i : anchor + 2 + i] != [guess]), len(row))
+        for anchor, row in zip(anchors, torch.stack(guesses, 1).tolist(), strict=True)
+    ]

@@ -1,0 +1,182 @@
+"""A distillation from a target's file to a draft's, which goes on where it was stopped."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pystaged import _core
+from pystaged.distill import plan as plans
+from pystaged.distill.answers import Answers, Asker, Writer
+from pystaged.distill.draft import TAPS, BlockDraft, Target, commonest, layers_of, shape_for
+from pystaged.distill.export import export
+from pystaged.distill.plan import Plan
+from pystaged.distill.prompts import read_prompts
+from pystaged.distill.train import Report, Trainer, best_device, steps_of, train
+from pystaged.files import check_room
+from pystaged.loading.progress import Progress
+
+_EVERY = 300.0  # seconds between two lines, and two checkpoints
+
+
+class Job:
+    """A distillation: plan, write and learn, then export, in this order.
+
+    Args:
+        path: the target's file. folder: for plan, answers and checkpoint; exists.
+        prompts: a file of them, None for questions of the target's own.
+        device: where torch trains, "auto" for a GPU if it has one.
+        threads: 0 for one per physical core.
+        report: called with lines for the user.
+
+    Raises:
+        OSError: a file that cannot be read. ValueError: no such device; prompts or a target that cannot be used.
+    """
+
+    def __init__(
+        self, path: Path, folder: Path, prompts: Path | None, device: str, threads: int, report: Callable[[str], None]
+    ) -> None:
+        torch.set_num_threads(threads or _core.physical_cores())
+        self._path, self._folder, self._prompts, self._report = path, folder, prompts, report
+        self._device = best_device() if device == "auto" else device
+        try:
+            torch.empty(1, device=self._device)
+        except (RuntimeError, AssertionError):  # torch's errors of a device that it lacks
+            raise ValueError(f"torch has no device {device!r} here; leave out --device") from None
+        given = read_prompts(prompts) if prompts else []
+        self._target = Target(path)
+        self._tokenizer = _core.Tokenizer(os.fsencode(path))
+        self._model = _core.Model(os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), threads)
+        self._writer = Writer(self._model, self._tokenizer.is_end, layers_of(self._model, TAPS))
+        self._asker = Asker(self._writer, self._tokenizer, given, report)
+        self._answers = Answers(folder)
+        self._files = 0
+
+    def close(self) -> None:
+        """Free the target's contexts."""
+        self._writer.close()
+
+    def plan(self, hours: float, given: Mapping[str, int | None]) -> None:
+        """Make the plan, or find the one that the folder was begun with, and say how long it takes.
+
+        Args:
+            hours: for all, where the plan is new.
+            given: fields of Plan, None for those that are not.
+
+        Raises:
+            ValueError: the folder was begun with other fields.
+            OSError: no room on the disk.
+        """
+        operations, kind = plans.product_speed(self._device)
+        speed = plans.Speed(self._writer.speed(self._tokenizer.encode("a")), operations, kind)
+        chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        prompts = plans.identity(self._prompts) if self._prompts else ""
+        new = replace(Plan(plans.identity(self._path), prompts, kind), **chosen)
+        found = Plan.load(self._folder)
+        if found:
+            other = [key for key in ("target", "prompts", *chosen) if getattr(found, key) != getattr(new, key)]
+            if other:
+                raise ValueError(
+                    f"{self._folder} was begun with other {' and '.join(other)}; "
+                    "begin in another folder with --folder, or remove this one"
+                )
+            self._report(f"goes on with what is in {self._folder}")
+        plan = found or new
+        sizes = {"rank": plan.rank, "block": plan.block, "layers": plan.layers}
+        self._shape = shape_for(self._model, self._tokenizer, self._target, plan.rows, **sizes)
+        if not found:
+            free = shutil.disk_usage(self._folder).free
+            tokens, epochs = plans.amounts(speed, self._shape, 3600 * hours, free)
+            plan = replace(plan, tokens=plan.tokens or tokens, epochs=plan.epochs or epochs)
+            plan.save(self._folder)
+        self._plan = plan
+        room = plans.answer_bytes(plan.tokens, self._shape) + 2 * plans.checkpoint_bytes(self._shape)
+        writing, learning = speed.seconds(plan.tokens, plan.epochs, self._shape)
+        self._report(
+            f"a draft of {self._shape.num_weights / 1e6:.1f} million weights: "
+            f"to write {plan.tokens:,} tokens of answers takes about {_time(writing)}, "
+            f"to learn {plan.epochs} times from each about {_time(learning)} on {self._device}; "
+            f"about {room / 1e9:.1f} GB in {self._folder}"
+        )
+        there = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
+        check_room(self._folder, max(0, room - there))
+
+    def write(self, progress: Progress) -> None:
+        """Write the answers that are missing."""
+        told, begun, written, before = time.monotonic(), time.monotonic(), 0, 0
+        goal = self._plan.tokens
+        while not self._files or before < goal or self._files < 2:
+            if not self._answers.path(self._files).exists():
+                new = 0
+
+                def add(tokens: int, so_far: int = before) -> None:
+                    nonlocal new
+                    new += tokens
+                    progress("writing answers", min(goal, so_far + new), goal)
+
+                self._answers.write(self._files, self._writer, self._asker, add)
+                written += self._answers.num_tokens(self._files)
+            before += self._answers.num_tokens(self._files)
+            self._files += 1
+            progress("writing answers", min(goal, before), goal)
+            if time.monotonic() - told > _EVERY and written:
+                told = time.monotonic()
+                left = (goal - before) * (told - begun) / written
+                self._report(f"{before:,} of {goal:,} tokens of answers, {_time(left)} left to write")
+
+    def learn(self, progress: Progress) -> None:
+        """Train, from the last checkpoint on."""
+        numbers = range(1, self._files)
+        tokens = commonest(self._answers.likely(numbers, self._shape.vocab_size), self._shape.rows)
+        draft = BlockDraft(self._shape, tokens, self._target, torch.Generator().manual_seed(self._plan.seed))
+        texts, held_out = self._answers.texts(numbers), self._answers.texts([0])
+        steps = steps_of(len(texts), self._plan.epochs)
+        self._trainer = Trainer(
+            *(draft, self._target, self._answers, texts, held_out, steps),
+            seed=self._plan.seed,
+            device=self._device,
+            kind=self._plan.kind,
+        )
+        checkpoint = self._folder / "checkpoint.safetensors"
+        if checkpoint.exists():
+            self._trainer.resume(checkpoint)
+        begun, first = time.monotonic(), self._trainer.step
+
+        def reported(step: int, loss: float, figures: Report) -> None:
+            said = "" if math.isnan(loss) else f", loss {loss:.3f}"
+            each = (time.monotonic() - begun) / max(1, step - first)
+            left = f", {_time(each * (steps - step))} left" if step > first else ""
+            self._report(f"step {step:,} of {steps:,}{said}; held out: {_figures(figures)}{left}")
+
+        with closing(train(self._trainer, checkpoint, reported, every=_EVERY)) as done:
+            for step in done:
+                progress("learning", step, steps)
+
+    def export(self, path: Path, quantization: str) -> None:
+        """Evaluate the draft and write it."""
+        self._report(f"held out: {_figures(self._trainer.report(len(self._answers.texts([0]))))}")
+        if tokens := self._trainer.tokens_per_step():
+            self._report(f"a chain of its best guesses gives {tokens:.2f} tokens per step in greedy answers")
+        export(self._trainer.draft, self._answers.scale, path, self._path, self._model, quantization)
+
+
+def _figures(figures: Report) -> str:
+    shares = " ".join(f"{100 * share:.0f}" for share in figures.same)
+    return (
+        f"the first place is right in {100 * figures.same[0]:.1f} %, places 1 to {len(figures.same)} in {shares} %, "
+        f"{100 * figures.common[0]:.1f} % of the first distribution is common"
+    )
+
+
+def _time(seconds: float) -> str:
+    minutes = max(0, round(seconds / 60))
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"

@@ -1,0 +1,126 @@
+"""How much to write and to learn in the time there is; kept in the folder of a distillation, which goes on by it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pystaged.distill.answers import LIKELIEST
+from pystaged.distill.draft import Shape
+from pystaged.distill.train import SPACING
+from pystaged.files import whole_file
+
+EPOCHS, MOST_EPOCHS = 4, 16
+LEAST_TOKENS = 20_000
+MOST_BYTES = 20 << 30  # of answers
+_ROWS = 2  # tokens of a text for each of its answer
+_READING = 1.25  # time of writing, to that of the answers' tokens alone
+_USE = 0.4  # of a product's rate that training reaches
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a distillation does.
+
+    Attributes:
+        target: identifies the target's file; prompts: and that of the prompts, "" for none.
+        tokens: of answers; epochs: how often each is learnt from; 0 as long as that is open.
+        kind: of products, "float32" or "bfloat16".
+    """
+
+    target: str
+    prompts: str
+    kind: str
+    tokens: int = 0
+    epochs: int = 0
+    rows: int = 16384
+    rank: int = 64
+    block: int = 8
+    layers: int = 2
+    seed: int = 0
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder."""
+        with whole_file(_file(folder)) as part:
+            part.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> Plan | None:
+        """The plan of a folder, None where there is none.
+
+        Raises:
+            ValueError: it is damaged, or of another version.
+        """
+        try:
+            return cls(**json.loads(_file(folder).read_text()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError):
+            raise ValueError(f"{_file(folder)} is no plan of this version; remove {folder} to begin anew") from None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Measured: tokens that the target writes in a second, and floating-point operations of products of a kind."""
+
+    tokens: float
+    operations: float
+    kind: str
+
+    def seconds(self, tokens: int, epochs: int, shape: Shape) -> tuple[float, float]:
+        """Time of writing so many tokens of answers, and of learning from them; estimated."""
+        weights = shape.num_weights - shape.vocab_size * shape.rank
+        learning = 6 * weights * shape.block / SPACING / (_USE * self.operations)
+        return _READING * tokens / self.tokens, epochs * tokens * learning
+
+
+def amounts(speed: Speed, shape: Shape, seconds: float, free_bytes: int) -> tuple[int, int]:
+    """Tokens and epochs that fill the time: EPOCHS, or more where there is no room for more tokens."""
+    writing, learning = speed.seconds(1, 1, shape)
+    most = int(min(MOST_BYTES, free_bytes // 2) / answer_bytes(1, shape))
+    tokens = max(LEAST_TOKENS, min(most, int(seconds / (writing + EPOCHS * learning))))
+    epochs = int((seconds / tokens - writing) / learning)
+    return tokens, max(EPOCHS, min(MOST_EPOCHS, epochs))
+
+
+def answer_bytes(tokens: int, shape: Shape) -> int:
+    """What so many tokens of answers take on disk, about."""
+    return tokens * (_ROWS * (len(shape.taps) * shape.width + 8) + 6 * LIKELIEST)
+
+
+def checkpoint_bytes(shape: Shape) -> int:
+    """What a checkpoint takes: weights and their two averages."""
+    return 12 * shape.num_weights
+
+
+def product_speed(device: str) -> tuple[float, str]:
+    """Operations per second of products, and their kind: "bfloat16" where that is clearly faster than "float32"."""
+    x, weight = torch.randn(512, 512, device=device), torch.randn(2048, 512, device=device)
+
+    def rate(kind: object) -> float:
+        a, b = x.to(kind), weight.to(kind)
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            float(nn.functional.linear(a, b).sum())
+            times.append(time.perf_counter() - begin)
+        return float(2 * 512 * 512 * 2048 / min(times))
+
+    single, half = rate(torch.float32), rate(torch.bfloat16)
+    return (half, "bfloat16") if half > 1.25 * single else (single, "float32")
+
+
+def identity(path: Path) -> str:
+    """Identifies a file by its size and the beginning of its content."""
+    with path.open("rb") as file:
+        return f"{path.stat().st_size}-{hashlib.sha256(file.read(1 << 20)).hexdigest()[:16]}"
+
+
+def _file(folder: Path) -> Path:
+    return folder / "plan.json"

@@ -1,0 +1,264 @@
+"""Trains a block draft on answers: loss, order of texts, checkpoints, held-out figures.
+
+Each step is determined by its number, so a run that was stopped goes on to the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from pystaged.distill.answers import Answers, Text
+from pystaged.distill.draft import Batch, BlockDraft, Target, accepted, compared
+from pystaged.files import whole_file
+
+SPACING = 8  # tokens of an answer for each anchor
+CE, TV = 0.1, 0.9  # shares of the loss
+BETAS, RATE, DECAY, CLIP = (0.9, 0.95), 1e-3, 0.01, 1.0
+WARM_UP = 50  # steps
+LEAST_RATE = 0.03  # of the highest, at the end
+TEXTS_OF_STEP, TEXTS_AT_ONCE = 8, 4
+HELD_OUT = 32  # texts of a report
+FAR = 4096  # positions that keys and queries are moved apart by at most, for contexts longer than a text
+
+Device = str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Held-out figures: at each place of a block the share of first choices that are the target's, and what is common
+    of the distributions."""
+
+    same: list[float]
+    common: list[float]
+
+
+class Trainer:
+    """Trains a draft.
+
+    Args:
+        texts: what is learnt from, held_out: what is not, as Answers.texts has them.
+        steps: in all.
+        kind: of products: "float32" or "bfloat16".
+    """
+
+    def __init__(
+        self,
+        draft: BlockDraft,
+        target: Target,
+        answers: Answers,
+        texts: Sequence[tuple[int, int]],
+        held_out: Sequence[tuple[int, int]],
+        steps: int,
+        *,
+        seed: int = 0,
+        device: Device = "cpu",
+        kind: str = "float32",
+    ) -> None:
+        self.draft, self.step, self.steps = draft.to(device), 0, steps
+        self._target, self._answers, self._texts, self._held_out = target, answers, texts, held_out
+        self._seed, self._device, self._kind = seed, device, getattr(torch, kind)
+        self._weights = torch.exp(-torch.arange(draft.shape.block) / 4)
+        self._optimizer = torch.optim.AdamW(self.draft.parameters(), RATE, BETAS, weight_decay=DECAY)
+
+    def advance(self) -> float:
+        """One step; its loss."""
+        random = np.random.default_rng([self._seed, 1, self.step])
+        texts = sorted((self._answers.text(which) for which in self._batch()), key=lambda text: len(text.tokens))
+        groups = [texts[i : i + TEXTS_AT_ONCE] for i in range(0, len(texts), TEXTS_AT_ONCE)]
+        batches = [self._collate(group, random) for group in groups]
+        total, loss = sum(float(batch.weights.sum()) for batch in batches), 0.0
+        for group in self._optimizer.param_groups:
+            group["lr"] = RATE * self._factor()
+        for batch in batches:
+            surprise, common, _ = self._compared(batch)
+            weights = batch.weights.to(self._device)
+            part = ((CE * surprise + TV * (1 - common)) * weights).sum() / total
+            part.backward()
+            loss += float(part.detach())
+        nn.utils.clip_grad_norm_(self.draft.parameters(), CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.step += 1
+        return loss
+
+    def report(self, texts: int = HELD_OUT) -> Report:
+        """Figures of that many held-out texts."""
+        block = self.draft.shape.block
+        sums = torch.zeros(3, block)
+        random = np.random.default_rng(self._seed)
+        chosen = list(self._held_out[:texts])
+        with torch.no_grad():
+            for i in range(0, len(chosen), TEXTS_AT_ONCE):
+                batch = self._collate([self._answers.text(which) for which in chosen[i : i + TEXTS_AT_ONCE]], random)
+                _, common, same = self._compared(batch)
+                counted = (batch.weights > 0).float()
+                found = [same.cpu() * counted, common.cpu() * counted, counted]
+                sums += torch.stack([each.sum((0, 1)) for each in found])
+        same, common = (sums[:2] / sums[2].clamp(min=1)).tolist()
+        return Report(same, common)
+
+    def tokens_per_step(self) -> float:
+        """Tokens that a step gives when the greedy chain of a block is verified, in greedy held-out answers; 0 where
+        there are none."""
+        tokens = steps = 0
+        for text in (self._answers.text(which) for which in self._held_out):
+            if not text.greedy:
+                continue
+            anchors = list(range(text.prompt - 1, len(text.tokens) - 1))
+            found: list[int] = []
+            for i in range(0, len(anchors), 32):
+                batch = self._blocks([text], [anchors[i : i + 32]], np.zeros(1, np.int64), np.zeros(1, np.int64))
+                with torch.no_grad(), self._autocast():
+                    y = self.draft(batch.to(self._device))[0]
+                    found += accepted(self.draft, y, anchors[i : i + 32], text.tokens.to(self._device))
+            at = 0
+            while at < len(found):
+                at, steps = at + found[at] + 1, steps + 1
+            tokens += len(found)
+        return tokens / max(1, steps)
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint."""
+        tensors = {"step": torch.tensor(self.step)}
+        for name, value in self.draft.named_parameters():
+            tensors[f"draft.{name}"] = value.detach()
+            for key, state in self._optimizer.state[value].items():
+                tensors[f"{key}.{name}"] = state
+        with whole_file(path) as part:
+            save_file({name: value.contiguous() for name, value in tensors.items()}, part)
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: it is of another draft.
+            OSError: it cannot be read.
+        """
+        found = load_file(path, device=self._device)
+        parameters = dict(self.draft.named_parameters())
+        keys = {name: value.shape for name, value in found.items() if name.startswith("draft.")}
+        if keys != {f"draft.{name}": value.shape for name, value in parameters.items()} or "step" not in found:
+            raise ValueError(f"{path} is a checkpoint of another draft; remove it to begin anew")
+        with torch.no_grad():
+            for name, value in parameters.items():
+                value.copy_(found[f"draft.{name}"])
+                kept = ("step", "exp_avg", "exp_avg_sq")
+                states = {key: found[f"{key}.{name}"] for key in kept if f"{key}.{name}" in found}
+                if states:
+                    self._optimizer.state[value] = states | {"step": states["step"].cpu()}
+        self.step = int(found["step"])
+
+    def _factor(self) -> float:
+        """Of the learning rate: a rise, then a cosine."""
+        falling = 0.5 + 0.5 * math.cos(math.pi * self.step / self.steps)
+        return min(1.0, (self.step + 1) / WARM_UP) * max(LEAST_RATE, falling)
+
+    def _batch(self) -> list[tuple[int, int]]:
+        """The texts of the step: all in a new order in each epoch."""
+        size = min(TEXTS_OF_STEP, len(self._texts))
+        epoch, place = divmod(self.step, len(self._texts) // size)
+        order = np.random.default_rng([self._seed, 0, epoch]).permutation(len(self._texts))
+        return [self._texts[i] for i in order[place * size : (place + 1) * size]]
+
+    def _collate(self, texts: Sequence[Text], random: np.random.Generator) -> Batch:
+        """Blocks with an anchor in each stretch of SPACING tokens of the answers."""
+        anchors = []
+        for text in texts:
+            firsts = np.arange(text.prompt - 1, len(text.tokens), SPACING)
+            chosen = firsts + random.integers(SPACING, size=len(firsts))
+            anchors.append(chosen[chosen < len(text.tokens)].tolist() or [text.prompt - 1])
+        # Half of the texts are torn apart somewhere, as if much more had been said between.
+        lengths = np.array([len(text.tokens) for text in texts])
+        far = random.integers(FAR, size=len(texts)) * random.integers(2, size=len(texts))
+        return self._blocks(texts, anchors, random.integers(lengths), far)
+
+    def _blocks(self, texts: Sequence[Text], anchors: list[list[int]], torn: Any, far: Any) -> Batch:
+        block, most = self.draft.shape.block, max(map(len, anchors))
+        length = max(len(text.tokens) for text in texts)
+        parts: list[tuple[Any, ...]] = []
+        for text, own in zip(texts, anchors, strict=True):
+            size = len(text.tokens)
+            tokens = nn.functional.pad(text.tokens, (0, length - size))
+            anchor = torch.tensor([*own, *[own[0]] * (most - len(own))])
+            rows = anchor.unsqueeze(1) + torch.arange(block)
+            real = (rows < size) & (torch.arange(most) < len(own)).unsqueeze(1)
+            rows = rows.clamp(max=size - 1)
+            said = rows - (text.prompt - 1)
+            features = text.features.float() * 8
+            features = nn.functional.pad(features, (0, 0, 0, length - size))
+            parts.append(
+                (features, anchor, tokens[anchor], tokens[rows], text.likeliest[said], text.logprobs[said], real)
+            )
+        features, anchor, last, before, likeliest, logprobs, real = (
+            torch.stack(each) for each in zip(*parts, strict=True)
+        )
+        positions = torch.arange(length).expand(len(texts), -1)
+        positions = positions + torch.from_numpy(far).unsqueeze(1) * (positions >= torch.from_numpy(torn).unsqueeze(1))
+        weights = real * self._weights
+        return Batch(
+            features, positions, anchor, self._target.embedding(last), before, likeliest, logprobs, weights.float()
+        )
+
+    def _compared(self, batch: Batch) -> tuple[Any, Any, Any]:
+        batch = batch.to(self._device)
+        with self._autocast():
+            y = self.draft(batch)
+            logits = self.draft.logits(y, batch.before)
+        return compared(self.draft, logits, batch.likeliest, batch.logprobs)
+
+    def _autocast(self) -> Any:
+        return torch.autocast(torch.device(self._device).type, self._kind, enabled=self._kind != torch.float32)
+
+
+def steps_of(texts: int, epochs: int) -> int:
+    """Steps of a training."""
+    return epochs * (texts // min(TEXTS_OF_STEP, texts))
+
+
+def best_device() -> Device:
+    """A GPU if torch has one."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def train(
+    trainer: Trainer,
+    checkpoint: Path,
+    reported: Callable[[int, float, Report], None],
+    *,
+    every: float = 300.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Generator[int, None, None]:
+    """Train to the end; yields the number of each step that is done. A checkpoint is written every so many seconds, at
+    the end, and when the generator is closed.
+
+    Args:
+        reported: called with step, loss and figures at the beginning and with each checkpoint.
+    """
+    saved, loss = clock(), math.nan
+    reported(trainer.step, loss, trainer.report())
+    begun = trainer.step
+    try:
+        while trainer.step < trainer.steps:
+            new = trainer.advance()
+            loss = new if math.isnan(loss) else 0.95 * loss + 0.05 * new
+            if clock() - saved >= every:
+                trainer.save(checkpoint)
+                begun = trainer.step
+                reported(trainer.step, loss, trainer.report())
+                saved = clock()
+            yield trainer.step
+    finally:
+        if trainer.step > begun:
+            trainer.save(checkpoint)

@@ -1,0 +1,358 @@
+"""A tiny target writes answers, a draft learns from them, and its file computes what torch does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+from support.feature_drafts import BlockTwin, Contents
+from support.random_models import RandomModel, add_vocabulary, write
+from typer.testing import CliRunner
+
+from pystaged import cli
+from pystaged._core import Model, Sampling, Session, Tokenizer
+from pystaged.distill import prompts
+from pystaged.distill.prompts import Questions
+from pystaged.loading.distilled import distilled_path, find_distilled
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from pystaged.distill import answers as writing  # noqa: E402
+from pystaged.distill import plan as plans  # noqa: E402
+from pystaged.distill import train as training  # noqa: E402
+from pystaged.distill.answers import Answers, Asker, Writer  # noqa: E402
+from pystaged.distill.draft import TAPS, BlockDraft, Shape, Target, commonest, compared, layers_of, shape_for  # noqa: E402
+from pystaged.distill.export import export  # noqa: E402
+from pystaged.distill.train import Trainer, train  # noqa: E402
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+ROWS, VOCABULARY = 256, 400
+
+
+def vocabulary(writer: GGUFWriter, size: int) -> None:
+    add_vocabulary(writer, size, {size - 3: "<|im_start|>", size - 2: "<|im_end|>"})
+    writer.add_chat_template(CHATML)
+
+
+def likes(found: dict[str, np.ndarray]) -> None:
+    """There is something to learn."""
+    found["output.weight"] *= 4
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[None]:
+    """Files of a few short texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "TEXTS", 12)
+        patch.setattr(writing, "MOST_ANSWER", 40)
+        patch.setattr(writing, "_MOST_QUESTION", 12)
+        patch.setattr(training, "TEXTS_OF_STEP", 4)
+        patch.setattr(prompts, "_documentation", lambda: iter(["A tree has leaves. It grows where there is light."]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory, small: None) -> Path:
+    del small
+    shape = {"layers": 3, "head_dim": 32, "vocab_size": VOCABULARY, "context": 512, "tie": False}
+    model = RandomModel("llama", vocabulary=vocabulary, **shape)
+    return write(tmp_path_factory.mktemp("target") / "target.gguf", model, likes)
+
+
+@pytest.fixture(scope="module")
+def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Three files."""
+    folder = tmp_path_factory.mktemp("answers")
+    found, tokenizer = Answers(folder), Tokenizer(str(target))
+    model = Model(str(target))
+    writer = Writer(model, tokenizer.is_end, layers_of(model, TAPS))
+    asker = Asker(writer, tokenizer)
+    for number in range(3):
+        found.write(number, writer, asker, lambda _: None)
+    writer.close()
+    return found
+
+
+@pytest.fixture
+def trainer(target: Path, answers: Answers) -> Callable[..., Trainer]:
+    torch.set_num_threads(1)
+
+    def make(steps: int = 60, **chosen: Any) -> Trainer:
+        lender = Target(target)
+        shape = shape_for(Model(str(target)), Tokenizer(str(target)), lender, ROWS, rank=32, **chosen)
+        tokens = commonest(answers.likely([1, 2], VOCABULARY), ROWS)
+        draft = BlockDraft(shape, tokens, lender, torch.Generator().manual_seed(0))
+        return Trainer(draft, lender, answers, answers.texts([1, 2]), answers.texts([0]), steps)
+
+    return make
+
+
+def test_answers_are_what_the_target_computes(target: Path, answers: Answers) -> None:
+    model = Model(str(target))
+    model.tap([1, 2, 3], all_rows=True)
+    session = Session(model, 512)
+    texts = answers.texts([1])
+    assert len(texts) > 6
+    for which in texts:
+        text = answers.text(which)
+        tokens = text.tokens.numpy().astype(np.int32)
+        session.rewind(0)
+        session.prefill(tokens[: text.prompt - 1])
+        states = [session.hidden.numpy()]
+        said: list[int] = []
+        for i, token in enumerate(tokens[text.prompt - 1 :]):
+            found = session.verify([token], [-1], Sampling(logprobs=50))
+            states.append(session.hidden.numpy())
+            said.append(int(found[1][0]))
+            assert text.likeliest[i].tolist() == found[2][1][0].tolist()
+            np.testing.assert_allclose(text.logprobs[i], found[2][2][0], atol=0.01, rtol=1e-3)
+        if text.greedy:
+            assert said[:-1] == tokens[text.prompt :].tolist()
+        expected = np.concatenate(states)
+        features = (text.features.float() * 8 * answers.scale).numpy()
+        assert features.shape == expected.shape == (len(tokens), 3 * 64)
+        np.testing.assert_allclose(features, expected, rtol=1 / 15, atol=0.02 * np.abs(expected).max())
+    assert {answers.text(which).greedy for which in texts} == {True, False}
+
+
+def test_the_same_files_are_written_again(target: Path, answers: Answers, tmp_path: Path) -> None:
+    model, tokenizer = Model(str(target)), Tokenizer(str(target))
+    writer = Writer(model, tokenizer.is_end, layers_of(model, TAPS))
+    again = Answers(tmp_path)
+    asker = Asker(writer, tokenizer)
+    for number in range(2):
+        again.write(number, writer, asker, lambda _: None)
+        assert again.path(number).read_bytes() == answers.path(number).read_bytes()
+
+
+def test_the_loss_falls(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    found = trainer()
+    before = found.report()
+    losses: list[float] = []
+    reports: list[training.Report] = []
+
+    def reported(step: int, loss: float, figures: training.Report) -> None:
+        assert step == found.step
+        losses.append(loss)
+        reports.append(figures)
+
+    clock = itertools.count()
+    done = train(found, tmp_path / "checkpoint", reported, every=10, clock=lambda: float(next(clock)))
+    assert list(done) == list(range(1, 61))
+    after = found.report()
+    assert len(losses) > 4
+    assert losses[-1] < 0.8 * losses[1]
+    assert after.common[0] > before.common[0] + 0.1
+    assert after.same[0] > before.same[0] + 0.1
+    assert reports[0].same == before.same
+    assert 1.0 <= found.tokens_per_step() <= 9.0
+
+
+def test_what_was_stopped_ends_alike(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    whole = trainer(8)
+    for _ in range(8):
+        whole.advance()
+    first = trainer(8)
+    running = train(first, tmp_path / "checkpoint", lambda *_: None)
+    assert [next(running) for _ in range(3)] == [1, 2, 3]
+    running.close()
+    second = trainer(8)
+    second.resume(tmp_path / "checkpoint")
+    assert list(train(second, tmp_path / "checkpoint", lambda *_: None)) == [4, 5, 6, 7, 8]
+    expected = dict(whole.draft.named_parameters())
+    for name, value in second.draft.named_parameters():
+        assert torch.equal(value, expected[name]), name
+    with pytest.raises(ValueError, match="checkpoint of another draft"):
+        trainer(8, layers=1).resume(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+def test_the_file_computes_what_torch_does(
+    trainer: Callable[..., Trainer], target: Path, answers: Answers, tmp_path: Path, kind: str
+) -> None:
+    found = trainer(20)
+    for _ in range(20):
+        found.advance()
+    path, draft = tmp_path / "draft.gguf", found.draft
+    export(draft, answers.scale, path, target, Model(str(target)), kind)
+    embedding = Contents.of(target).tensors["token_embd.weight"]
+    twin = BlockTwin.of(path, embedding)
+    assert twin.d2t is not None
+    assert twin.d2t.tolist() == draft.tokens.tolist()
+    assert (twin.keys["target_layers"], twin.first_place) == ([1, 2, 3], 0)
+    assert (twin.mask_token, twin.keys["block_size"]) == (VOCABULARY - 3, 8)
+    text = answers.text(answers.texts([0])[1])
+    anchor = text.prompt + 9
+    batch = found._blocks([text], [[anchor]], np.zeros(1, np.int64), np.zeros(1, np.int64))
+    with torch.no_grad():
+        y = draft(batch)
+        expected = draft.logits(y, batch.before)[0, 0].numpy()
+    twin.commit((text.features.float() * 8 * answers.scale).numpy()[:anchor])
+    logits, _ = twin.block(int(text.tokens[anchor]))
+    logits = logits + [twin.correction(int(token)) for token in batch.before[0, 0]]
+    error = {"F32": 1e-4, "Q8_0": 0.02, "Q4_0": 0.25}[kind]
+    assert np.abs(logits - expected).max() <= error * np.abs(expected).max()
+
+
+def test_distributions_are_compared() -> None:
+    class Draft:
+        tokens = torch.tensor([2, 5, 6])
+        index = torch.tensor([-1, -1, 0, -1, -1, 1, 2])
+
+    q = torch.tensor([[0.5, 0.3, 0.2]])
+    likeliest, logprobs = torch.tensor([[2, 4, 5]]), torch.tensor([[0.4, 0.3, 0.2]]).log()
+    surprise, common, same = compared(Draft(), q.log() + 3, likeliest, logprobs)  # type: ignore[arg-type]
+    # Tokens 2 and 5 are in both; token 4 is none of the draft's.
+    np.testing.assert_allclose(surprise, [-0.4 * np.log(0.5) - 0.2 * np.log(0.3)], rtol=1e-5)
+    np.testing.assert_allclose(common, [0.4 + 0.2], rtol=1e-5)
+    assert same.tolist() == [True]
+
+
+def test_the_plan_fills_the_time_and_no_more_than_half_of_the_disk() -> None:
+    shape = Shape(576, 9, 3, 64, 1536, (10, 20, 30), 49152, 16384, 17)
+    speed = plans.Speed(500.0, 2e11, "float32")
+    tokens, epochs = plans.amounts(speed, shape, 8 * 3600, 10**12)
+    assert epochs == plans.EPOCHS
+    assert sum(speed.seconds(tokens, epochs, shape)) == pytest.approx(8 * 3600, rel=0.01)
+    fewer, more = plans.amounts(speed, shape, 8 * 3600, 2 * 10**9)
+    assert plans.answer_bytes(fewer, shape) <= 10**9
+    assert more > epochs
+    assert plans.amounts(speed, shape, 1, 10**12) == (plans.LEAST_TOKENS, plans.EPOCHS)
+
+
+@pytest.fixture
+def command(target: Path, tmp_path: Path, small: None) -> Callable[..., Any]:
+    del small
+
+    def invoke(*arguments: object) -> Any:
+        given = [
+            "distill",
+            target,
+            "--folder",
+            tmp_path / "work",
+            "--rows",
+            ROWS,
+            "--rank",
+            32,
+            "--device",
+            "cpu",
+            "--threads",
+            1,
+        ]
+        return CliRunner().invoke(cli.app, [str(each) for each in [*given, *arguments]])
+
+    return invoke
+
+
+def test_the_command_goes_on_and_its_draft_is_found(
+    command: Callable[..., Any], target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(str(target))
+    assert find_distilled(target, tokenizer) is None
+    advance = Trainer.advance
+
+    def interrupted(trainer: Trainer) -> float:
+        if trainer.step == 2:
+            raise KeyboardInterrupt
+        return advance(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "advance", interrupted)
+        stopped = command("--tokens", 1000, "--epochs", 2)
+    assert stopped.exit_code == 130, stopped.stderr
+    assert "to write 1,000 tokens of answers takes about" in stopped.stderr
+    assert "the same command goes on" in stopped.stderr
+    assert not distilled_path(target).exists()
+    files = sorted((tmp_path / "work").glob("0*"))
+    written = [file.stat().st_mtime_ns for file in files]
+    other = command("--tokens", 2000)
+    assert other.exit_code == 1
+    assert "was begun with other tokens" in str(other.exception)
+    done = command()
+    assert done.exit_code == 0, done.stderr
+    assert "step 2 of" in done.stderr
+    assert "the first place is right in" in done.stderr
+    assert [file.stat().st_mtime_ns for file in sorted((tmp_path / "work").glob("0*"))] == written
+    path = distilled_path(target)
+    assert find_distilled(target, tokenizer) == path
+    twin = BlockTwin.of(path, Contents.of(target).tensors["token_embd.weight"])
+    assert twin.keys["general.name"] == "draft of random weights"
+    path.write_bytes(b"GGUF")
+    said: list[str] = []
+    assert find_distilled(target, tokenizer, said.append) is None
+    assert said[0].startswith("passed over: ")
+    path.unlink()
+
+
+def test_own_prompts_are_answered(
+    command: Callable[..., Any], target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(f"the {i} tree") + "\n" for i in range(30)))
+    monkeypatch.setattr(Questions, "draw", lambda *_: pytest.fail("there are prompts"))
+    done = command("--prompts", file, "--tokens", 1000, "--epochs", 1, "--out", tmp_path / "draft.gguf")
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "draft.gguf").exists()
+    assert not distilled_path(target).exists()
+    tokenizer = Tokenizer(str(target))
+    found = Answers(tmp_path / "work")
+    asked = [
+        [tokenizer.decode(text.tokens[: text.prompt].tolist()) for text in map(found.text, found.texts([number]))]
+        for number in (0, 1)
+    ]
+    assert "tree" in asked[0][0]
+    assert not set(asked[0]) & set(asked[1])
+
+
+def test_a_model_without_a_chat_template_goes_on_from_the_start(
+    random_gguf: Callable[..., Path], small: None, tmp_path: Path
+) -> None:
+    del small
+    path = random_gguf(width=64, layers=2, heads=2, context=96)
+    given = ["distill", path, "--folder", tmp_path / "work", "--out", tmp_path / "draft.gguf", "--threads", 1]
+    given += ["--rows", 300, "--tokens", 1000, "--epochs", 1]
+    done = CliRunner().invoke(cli.app, [str(each) for each in given])
+    assert done.exit_code == 0, done.stderr
+    contents = Contents.of(tmp_path / "draft.gguf")
+    assert "d2t" not in contents.tensors
+    assert contents.keys["target_layers"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--type", "q2_k"], 2, "--type is one of q8_0"),
+        (["--rank", "48"], 2, "--rank is a multiple of 32, not 48"),
+        (["--device", "tpu"], 1, "torch has no device 'tpu' here"),
+        (["--out", "nowhere/draft.gguf"], 1, "there is no folder"),
+        (["--prompts", "missing.txt"], 1, "missing.txt"),
+    ],
+)
+def test_options_that_cannot_be(command: Callable[..., Any], arguments: list[str], status: int, words: str) -> None:
+    done = command("--tokens", 1000, *arguments)
+    assert done.exit_code == status
+    assert words in " ".join(f"{done.stderr} {done.exception}".replace("│", " ").split())
+
+
+def test_without_torch_it_says_what_to_install(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    done = command()
+    assert done.exit_code == 1
+    assert str(done.exception) == "distilling needs PyTorch; run: pip install 'pystaged[train]'"
+
+
+def test_help_names_what_it_does() -> None:
+    done = CliRunner().invoke(cli.app, ["distill", "--help"])
+    assert done.exit_code == 0
+    for words in ("--prompts", "--hours", "--epochs", "the same command goes on"):
+        assert words in " ".join(done.stdout.split())
