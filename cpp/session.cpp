@@ -139,8 +139,13 @@ const Session::Row& Session::checked_row(int row) const {
 }
 
 void Session::prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted) {
-    const Work work = Work::read(*this, tokens);
-    run({&work}, interrupted);
+    size_t read = 0;
+    do {
+        const size_t end = std::min(tokens.size(), read + model_->most_pending());
+        const Work work = Work::read(*this, {tokens.begin() + read, tokens.begin() + end});
+        run({&work}, interrupted);
+        read = end;
+    } while (read < tokens.size());
 }
 
 void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
@@ -172,6 +177,10 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
             row.position = before.position + 1;
             row.direct = before.direct;
             row.tail = before.tail;
+        }
+        if (index >= model_->most_pending()) {
+            throw std::invalid_argument("a model with recurrent layers has " + std::to_string(model_->most_pending()) +
+                                        " pending rows at most; commit or discard some before more are evaluated");
         }
         const int cell = committed + index;
         if (row.position >= context_) {

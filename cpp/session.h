@@ -46,7 +46,7 @@ public:
     Session(std::shared_ptr<const Model> model, int context);
 
     // Evaluates and commits tokens, computing no logits. `interrupted` is called now and then and may throw; then, as
-    // after any error, nothing is committed.
+    // after any error, nothing is committed; but of a model with recurrent layers most_pending() tokens at a time are.
     void prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted);
 
     // Appends one pending row per token. parents[i] is the pending row before it, or -1 for the last committed token.

@@ -299,6 +299,9 @@ class Model:
     def windowed_cell_bytes(self) -> int:
         """Those of them that are in layers with a window, which do not keep them of all tokens."""
     @property
+    def state_bytes(self) -> int:
+        """Bytes that recurrent layers keep of a context at most, however long it is."""
+    @property
     def target_layers(self) -> list[int]:
         """Of a draft that reads its target's hidden states: the layers behind which it does so, 1 for the first."""
     @property
@@ -454,7 +457,8 @@ class Session:
 
         Raises:
             ContextFullError: more tokens than positions.
-            KeyboardInterrupt: Ctrl-C, between layers; nothing is committed.
+            KeyboardInterrupt: Ctrl-C, between layers; nothing is committed. With recurrent layers 512 tokens at a time
+                are, and those before stay.
         """
     def evaluate(self, tokens: _Ints, parents: _Ints, num_logits: int | None = None) -> None:
         """Append pending rows: int[n] tokens and int[n] parents, each an earlier row or -1 for the committed end.
@@ -463,6 +467,7 @@ class Session:
 
         Raises:
             ContextFullError: a row lies beyond the context, or the tree is too large for its spare cells.
+            ValueError: more than 512 rows would be pending of a model with recurrent layers.
         """
     def candidates(
         self,
@@ -528,7 +533,8 @@ class Session:
         """The longest beginning of the text, of `length` tokens at most, that it can go back to.
 
         All, but where layers have a window, which do not keep what lies far behind it: then to where the text was read
-        to last, from there or from its end by 256 tokens, or to nothing.
+        to last, from there or from its end by 256 tokens, or to nothing. Where layers are recurrent, to every token of
+        the last pass, to the ends of up to four readings, or to nothing.
 
         Raises:
             ValueError: fewer tokens are committed.
@@ -599,6 +605,9 @@ class Session:
     @property
     def most_windowed(self) -> int:
         """Tokens whose keys and values layers with a window keep at most."""
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that recurrent layers keep of it at most."""
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one pass reads."""

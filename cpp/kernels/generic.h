@@ -43,6 +43,7 @@ constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
         layer_norm,
         rms_norm,
         rotate,
+        convolve,
         quantize,
         to_f16,
         attend,

@@ -215,6 +215,17 @@ struct HeadChunk {
     float* partials = nullptr;  // [numbers][partial_stride(head_dim)]
 };
 
+// A causal convolution of one row, channel by channel: out[i] = gate[i] * sum over the taps of weight[i] * input[i],
+// the sum from the oldest input on.
+struct Convolution {
+    int taps = 0, channels = 0;
+    const float* const* inputs = nullptr;  // [taps][channels], of the oldest row first
+    const float* weights = nullptr;        // [taps][stride]
+    size_t stride = 0;
+    const float* gate = nullptr;
+    float* out = nullptr;
+};
+
 struct Kernel {
     const char* name;
     bool (*supported)();
@@ -230,6 +241,7 @@ struct Kernel {
     void (*rms_norm)(const float* x, const float* weight, float eps, int cols, int padded_cols, float* y);
     // Turns each (x[i], x[i + half]) by the angle whose cosine and sine are cos[i] and sin[i], i < half.
     void (*rotate)(float* x, int half, const float* cos, const float* sin);
+    void (*convolve)(const Convolution&);
     // x[cols], cols a multiple of kBlock, into row `row` of `out`.
     void (*quantize)(const float* x, int cols, int row, const QuantizedRows& out);
     // x[n] to F16, rounding half to even.

@@ -55,6 +55,17 @@ void rotate(float* x, int half, const float* cos, const float* sin) {
     }
 }
 
+void convolve(const Convolution& p) {
+    for (int i = 0; i < p.channels; i += kLanes) {
+        const int left = p.channels - i;
+        Row sum = load_first(p.weights + i, left) * load_first(p.inputs[0] + i, left);
+        for (int tap = 1; tap < p.taps; ++tap) {
+            sum = fma(load_first(p.weights + tap * p.stride + i, left), load_first(p.inputs[tap] + i, left), sum);
+        }
+        store_first(load_first(p.gate + i, left) * sum, p.out + i, left);
+    }
+}
+
 inline float round_to_f16(float x) {
     uint16_t halves[F::lanes];
     F::set(x).store_f16(halves);

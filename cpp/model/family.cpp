@@ -6,6 +6,7 @@ namespace {
 
 constexpr unsigned kPreNorms = kAttnNorm | kFfnNorm;
 constexpr unsigned kBiases = kQkvBias | kOutputBias | kFfnBias;
+constexpr int kAllWindowed = 1 << 10;  // of fewer layers than that none is without a window
 constexpr unsigned kLlama = kHead | kBiases | kRopeFactors | kLongFactors;
 
 constexpr Family kFamilies[] = {
@@ -27,11 +28,21 @@ constexpr Family kFamilies[] = {
     {"eagle3", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kHeadNorms | kRopeFactors, kWholeRotation, 0, 0, 0, 0, 0,
      0, Reads::beside_tokens},
     {"dflash", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, 0, 0, 0, 0, 0, 0, 0, Reads::as_context},
+    {"lfm2", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, kEmbeddingNorm | kShortConvolutions, 0,
+     kAllWindowed},
 };
 
-// Keys of state that grows with no position: it cannot be cut back, and the rows of a tree cannot share it.
-constexpr const char* kRecurrent[] = {"ssm.conv_kernel", "ssm.state_size",    "ssm.inner_size",
-                                      "wkv.head_size",   "shortconv.l_cache", "linear_attention.head_count"};
+// Keys of recurrent layers, and what a family has that computes them.
+struct Recurrence {
+    const char* key;
+    unsigned rule;
+};
+constexpr Recurrence kRecurrences[] = {{"ssm.conv_kernel", 0},
+                                       {"ssm.state_size", 0},
+                                       {"ssm.inner_size", 0},
+                                       {"wkv.head_size", 0},
+                                       {"shortconv.l_cache", kShortConvolutions},
+                                       {"linear_attention.head_count", 0}};
 
 }  // namespace
 
@@ -42,18 +53,22 @@ const Family& find_family(const GgufFile& file) {
                   "' with 'expert_count' is a mixture of experts, which needs a router and products by chosen experts; "
                   "choose a dense model");
     }
-    for (const char* key : kRecurrent) {
-        if (file.has(name + "." + key)) {
-            file.fail("architecture '" + name + "' is recurrent or hybrid (metadata '" + name + "." + key +
-                      "'): its state would have to be kept for every row of a tree; choose a model of attention alone");
-        }
-    }
+    const Family* found = nullptr;
     std::string names;
     for (const Family& family : kFamilies) {
         if (name == family.name) {
-            return family;
+            found = &family;
         }
         names += std::string(names.empty() ? "" : ", ") + family.name;
+    }
+    for (const Recurrence& recurrence : kRecurrences) {
+        if (file.has(name + "." + recurrence.key) && !(found && found->rules & recurrence.rule)) {
+            file.fail("architecture '" + name + "' is recurrent or hybrid (metadata '" + name + "." + recurrence.key +
+                      "') in a way that is not supported; choose a model of attention alone, or an lfm2");
+        }
+    }
+    if (found) {
+        return *found;
     }
     file.fail("architecture '" + name + "' is not supported; there are: " + names);
 }

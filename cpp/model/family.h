@@ -36,17 +36,19 @@ enum Part : unsigned {
 
 // What holds for some architectures and not for others.
 enum Rule : unsigned {
-    kLayerNorm = 1 << 0,           // norms are layer norms, else RMS
-    kScaledEmbedding = 1 << 1,     // by the square root of the width
-    kWholeRotation = 1 << 2,       // rotary positions turn all of a head
-    kMayNotRotate = 1 << 3,        // rope.scaling.finetuned says whether rotary positions are used at all
-    kYarnKeys = 1 << 4,            // the file has YaRN's constants
-    kTemperatureScale = 1 << 5,    // queries grow beyond the original context, by attention.temperature_scale
-    kScaleKeys = 1 << 6,           // the file has the scales of embeddings, attention, branches and logits
-    kLogitSoftcap = 1 << 7,        // final_logit_softcapping
-    kDefaultNumbers = 1 << 8,      // a file may lack the feed-forward width and the norms' epsilon
-    kWindowOwnRope = 1 << 9,       // layers with a window: a base of their own, 10,000 by default, and no stretching
-    kWindowOriginalRope = 1 << 10  // layers with a window: the base of all, and no stretching
+    kLayerNorm = 1 << 0,            // norms are layer norms, else RMS
+    kScaledEmbedding = 1 << 1,      // by the square root of the width
+    kWholeRotation = 1 << 2,        // rotary positions turn all of a head
+    kMayNotRotate = 1 << 3,         // rope.scaling.finetuned says whether rotary positions are used at all
+    kYarnKeys = 1 << 4,             // the file has YaRN's constants
+    kTemperatureScale = 1 << 5,     // queries grow beyond the original context, by attention.temperature_scale
+    kScaleKeys = 1 << 6,            // the file has the scales of embeddings, attention, branches and logits
+    kLogitSoftcap = 1 << 7,         // final_logit_softcapping
+    kDefaultNumbers = 1 << 8,       // a file may lack the feed-forward width and the norms' epsilon
+    kWindowOwnRope = 1 << 9,        // layers with a window: a base of their own, 10,000 by default, and no stretching
+    kWindowOriginalRope = 1 << 10,  // layers with a window: the base of all, and no stretching
+    kEmbeddingNorm = 1 << 11,       // the last norm is named as if it were the embedding's
+    kShortConvolutions = 1 << 12    // in layers without heads of keys and values
 };
 
 struct Family {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "own_math.h"
 
@@ -12,6 +13,7 @@ namespace {
 constexpr int64_t kMostNumbers = int64_t(1) << 24;  // far beyond any model, far below any overflow
 constexpr int kMostLayers = 512;                    // ggml visits a graph by recursion, for which a stack must do
 constexpr int kMostBlock = 64;                      // tokens of a draft's block
+constexpr int kMostTaps = 32;
 
 // Metadata under the architecture's own prefix.
 class Keys {
@@ -26,18 +28,26 @@ public:
     int number(const char* key, int64_t least, int64_t most, int64_t otherwise) const {
         return static_cast<int>(file_.integer(name(key), least, most, otherwise));
     }
-    // One for all layers, or an array that says the same for each.
-    int number_of_layers(const char* key, int64_t least, int64_t most, int64_t otherwise) const {
-        const auto values = file_.integers(name(key));
-        if (!values) {
-            return number(key, least, most, otherwise);
-        }
-        const int64_t num_layers = number("block_count", 1, kMostLayers);
-        if (int64_t(values->size()) != num_layers) {
+    // An array with a number for each layer, or none.
+    std::optional<std::vector<int64_t>> numbers_of_layers(const char* key) const {
+        auto values = file_.integers(name(key));
+        const int num_layers = number("block_count", 1, kMostLayers);
+        if (values && int64_t(values->size()) != num_layers) {
             file_.fail("metadata '" + name(key) + "' has " + std::to_string(values->size()) + " entries for " +
                        std::to_string(num_layers) + " layers");
         }
-        if (std::count(values->begin(), values->end(), values->front()) != num_layers) {
+        return values;
+    }
+    // One for all layers, or an array that says the same for each, layers without any aside.
+    int number_of_layers(const char* key, int64_t least, int64_t most, int64_t otherwise, bool some = false) const {
+        auto values = numbers_of_layers(key);
+        if (values && some) {
+            values->erase(std::remove(values->begin(), values->end(), 0), values->end());
+        }
+        if (!values || values->empty()) {
+            return values ? static_cast<int>(otherwise) : number(key, least, most, otherwise);
+        }
+        if (size_t(std::count(values->begin(), values->end(), values->front())) != values->size()) {
             file_.fail("metadata '" + name(key) + "' differs between layers, which is not supported");
         }
         if (values->front() < least || values->front() > most) {
@@ -65,6 +75,18 @@ private:
     const GgufFile& file_;
     std::string prefix_;
 };
+
+void read_mixers(const Family& family, const Keys& keys, Hyperparameters& h) {
+    if (!family.has(kShortConvolutions)) {
+        return;
+    }
+    if (const auto kv_heads = keys.numbers_of_layers("attention.head_count_kv")) {
+        for (int i = 0; i < h.num_layers; ++i) {
+            h.layers[i].mixer = (*kv_heads)[i] == 0 ? MixerKind::short_convolution : MixerKind::attention;
+        }
+    }
+    h.conv_taps = keys.number("shortconv.l_cache", 2, kMostTaps);
+}
 
 void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
     if (family.rope == Pairs::none) {
@@ -145,20 +167,12 @@ void read_windows(const GgufFile& file, const Family& family, const Keys& keys, 
         }
         return;
     }
-    const std::string key = keys.name("attention.sliding_window_pattern");
-    if (const auto pattern = file.integers(key)) {
-        if (int(pattern->size()) != h.num_layers) {
-            file.fail("metadata '" + key + "' has " + std::to_string(pattern->size()) + " entries for " +
-                      std::to_string(h.num_layers) + " layers");
-        }
-        for (int i = 0; i < h.num_layers; ++i) {
-            h.layers[i].windowed = (*pattern)[i] != 0;
-        }
-        return;
-    }
-    const int period = keys.number("attention.sliding_window_pattern", 0, kMostLayers, family.window_period);
+    const auto pattern = keys.numbers_of_layers("attention.sliding_window_pattern");
+    const int period =
+        pattern ? 0 : keys.number("attention.sliding_window_pattern", 0, kMostLayers, family.window_period);
     for (int i = 0; i < h.num_layers; ++i) {
-        h.layers[i].windowed = period == 0 || i % period < period - 1;
+        const bool has_window = pattern ? (*pattern)[i] != 0 : period == 0 || i % period < period - 1;
+        h.layers[i].windowed = has_window && h.layers[i].mixer == MixerKind::attention;
     }
 }
 
@@ -260,6 +274,14 @@ float Hyperparameters::query_scale(int position) const {
     return static_cast<float>(1 + temperature_scale * own_log(position / original_context + 1));
 }
 
+size_t Hyperparameters::state_size(int layer) const {
+    return layers[layer].mixer == MixerKind::short_convolution ? size_t(conv_taps - 1) * width : 0;
+}
+
+size_t Hyperparameters::input_size(int layer) const {
+    return layers[layer].mixer == MixerKind::short_convolution ? width : 0;
+}
+
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* lender) {
     if (family.reads != Reads::nothing && !lender) {
         file.fail(
@@ -277,7 +299,9 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     if (h.num_heads == 0) {
         file.fail("metadata '" + keys.name("attention.head_count") + "' is missing");
     }
-    h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads);
+    read_mixers(family, keys, h);
+    h.num_kv_heads =
+        keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, family.has(kShortConvolutions));
     if (h.num_heads % h.num_kv_heads != 0) {
         file.fail(std::to_string(h.num_heads) + " heads do not share " + std::to_string(h.num_kv_heads) +
                   " heads of keys and values evenly");

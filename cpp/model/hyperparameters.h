@@ -17,7 +17,10 @@ constexpr const char* kMarkov = "markov_w1.weight";
 constexpr const char* kConfidence = "conf_proj.weight";
 constexpr const char* kHeadTokens = "d2t";
 
+enum class MixerKind { attention, short_convolution };
+
 struct LayerNumbers {
+    MixerKind mixer = MixerKind::attention;
     bool rotates = true;
     bool windowed = false;
 };
@@ -34,6 +37,7 @@ struct Hyperparameters {
     int num_heads = 0;
     int num_kv_heads = 0;
     int head_dim = 0;
+    int conv_taps = 0;  // of convolutions over rows, the row's own included; 0 where no layer has any
     float norm_epsilon = 1e-5f;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1;
     float attention_scale = 0;
@@ -56,7 +60,11 @@ struct Hyperparameters {
     // What queries at a position are multiplied by.
     float query_scale(int position) const;
     int q_width() const { return num_heads * head_dim; }
+    bool is_recurrent() const { return conv_taps > 0; }
     int kv_width() const { return num_kv_heads * head_dim; }
+    // Floats that a recurrent layer carries from row to row, and those of a row that change them; 0 of other layers.
+    size_t state_size(int layer) const;
+    size_t input_size(int layer) const;
     int padded_width() const { return padded(width, kBlock); }
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
     size_t logits_stride() const { return padded(head_size, kRun); }

@@ -164,6 +164,26 @@ Vector PackedLoader::head_norm(Role role) {
     return result;
 }
 
+// A file has the taps of a channel side by side.
+Vector PackedLoader::taps(Role role) {
+    const TensorView& tensor = *find(role);
+    const std::vector<float> values = read_floats(file_, tensor);
+    const int num_taps = int(tensor.ne[0]), channels = int(tensor.ne[1]);
+    const size_t stride = padded(channels, kBlock);
+    Vector result;
+    result.values.resize(num_taps * stride);
+    for (int i = 0; i < channels; ++i) {
+        for (int tap = 0; tap < num_taps; ++tap) {
+            result.values[tap * stride + i] = values[size_t(i) * num_taps + tap];
+        }
+    }
+    return result;
+}
+
+ShortConvolution PackedLoader::short_convolution() {
+    return {{linear(Role::conv_input)}, taps(Role::conv_taps), linear(Role::conv_output)};
+}
+
 void PackedLoader::pack_qkv(Attention& attention) {
     const int q = numbers_.q_width(), kv = numbers_.kv_width();
     // Our kernel turns pairs (i, i + half). A score is the same in any order of a head's numbers that queries and keys

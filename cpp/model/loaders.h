@@ -29,6 +29,7 @@ public:
     Linear linear(Role weight);
     Linear linear(Role weight, Role bias);
     Attention attention();
+    ShortConvolution short_convolution();
     Dense dense();
     // The memory that the matrices are in, and how much of it they take.
     Memory take_arena() { return std::move(arena_); }
@@ -47,6 +48,7 @@ private:
     Linear pack(const Parts& parts);
     Vector head_norm(Role role);
     void pack_qkv(Attention& attention);
+    Vector taps(Role role);
 
     const GgufFile& file_;
     const Manifest& manifest_;
@@ -76,6 +78,7 @@ public:
     Linear linear(Role weight) { return {{}, {}, matrix(*find(weight), device_)}; }
     Linear linear(Role weight, Role bias);
     Attention attention();
+    ShortConvolution short_convolution() { return {}; }  // models that have them are not loaded into devices
     Dense dense();
 
 private:

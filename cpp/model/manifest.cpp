@@ -31,7 +31,9 @@ enum class Size {
     twice_width,
     head_size,
     markov_rank,
-    confidence
+    confidence,
+    triple,
+    taps
 };
 
 int64_t count(Size size, const Hyperparameters& h) {
@@ -57,6 +59,8 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::head_size: return h.head_size;
         case Size::markov_rank: return h.markov_rank;
         case Size::confidence: return h.confidence_width;
+        case Size::triple: return int64_t(3) * h.width;
+        case Size::taps: return h.conv_taps;
         default: return 1;
     }
 }
@@ -72,7 +76,7 @@ struct Entry {
 constexpr unsigned kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kReadsHidden = 1u << 27,
                    kOwnEmbedding = 1u << 26, kReadsFeatures = 1u << 25, kBeside = 1u << 24, kNormOfFeatures = 1u << 23,
                    kNormOfContext = 1u << 22, kNormOfEach = 1u << 21, kSomeTokens = 1u << 20, kHasMarkov = 1u << 19,
-                   kHasConfidence = 1u << 18;
+                   kHasConfidence = 1u << 18, kPlainNorm = 1u << 17, kNamedNorm = 1u << 16;
 
 constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
@@ -82,7 +86,8 @@ constexpr Entry kOfModel[] = {
     {Role::fusion_token_norm, "nextn.enorm.weight", Size::width, Size::none, kReadsHidden},
     {Role::fusion_hidden_norm, "nextn.hnorm.weight", Size::hidden, Size::none, kReadsHidden},
     {Role::position_embedding, "position_embd.weight", Size::width, Size::context, kPositions},
-    {Role::output_norm, "output_norm.weight", Size::width, Size::none, 0},
+    {Role::output_norm, "output_norm.weight", Size::width, Size::none, kPlainNorm},
+    {Role::output_norm, "token_embd_norm.weight", Size::width, Size::none, kNamedNorm},
     {Role::output_norm_bias, "output_norm.bias", Size::width, Size::none, kNormBias},
     {Role::features, "fc.weight", Size::features, Size::width, kReadsFeatures},
     {Role::features_norm, kFeaturesNorm, Size::features, Size::none, kNormOfFeatures},
@@ -101,7 +106,7 @@ constexpr Entry kOfModel[] = {
     {Role::rope_factors_short, "rope_factors_short.weight", Size::pairs, Size::none, kLongFactors},
 };
 
-// Of a layer: norms, then attention, its queries, keys and values in one matrix or in three, then dense networks.
+// Of a layer: norms; attention, its queries, keys and values in one matrix or in three; other mixers; dense networks.
 constexpr Entry kNorms[] = {
     {Role::attn_norm, "attn_norm.weight", Size::width, Size::none, kAttnNorm},
     {Role::attn_norm_bias, "attn_norm.bias", Size::width, Size::none, kAttnNorm | kNormBias},
@@ -140,6 +145,11 @@ constexpr Entry kAttention[] = {
     {Role::attn_output, "attn_output.weight", Size::q, Size::width, 0},
     {Role::attn_output_bias, "attn_output.bias", Size::width, Size::none, kOutputBias},
 };
+constexpr Entry kShortConvolution[] = {
+    {Role::conv_input, "shortconv.in_proj.weight", Size::width, Size::triple, 0},
+    {Role::conv_taps, "shortconv.conv.weight", Size::taps, Size::width, 0},
+    {Role::conv_output, "shortconv.out_proj.weight", Size::width, Size::width, 0},
+};
 constexpr Entry kDense[] = {
     {Role::ffn_gate, "ffn_gate.weight", Size::width, Size::ffn, kGate},
     {Role::ffn_gate_bias, "ffn_gate.bias", Size::ffn, Size::none, kGate | kFfnBias},
@@ -163,6 +173,8 @@ bool is_matrix(Role role) {
         case Role::attn_k:
         case Role::attn_v:
         case Role::attn_output:
+        case Role::conv_input:
+        case Role::conv_output:
         case Role::ffn_gate:
         case Role::ffn_up:
         case Role::ffn_down: return true;
@@ -189,7 +201,8 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
     const unsigned required = family.required | (family.has(kLayerNorm) ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
                               (h.hidden_width > 0 && family.reads == Reads::nothing ? kReadsHidden : 0) |
                               (file.has_tensor(kEmbedding) ? kOwnEmbedding : 0) |
-                              (family.gate != Gate::none && !fused_gate ? kGate : 0) | features_of(file, family, h);
+                              (family.gate != Gate::none && !fused_gate ? kGate : 0) |
+                              (family.has(kEmbeddingNorm) ? kNamedNorm : kPlainNorm) | features_of(file, family, h);
     const unsigned known = required | family.optional;
     std::unordered_set<std::string> claimed;
     // Where an option was seen and where it was missed: the two may not both be.
@@ -224,9 +237,7 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         }
     };
 
-    claim_all(kOfModel, "", 0);
-    for (int layer = 0; layer < h.num_layers; ++layer) {
-        const std::string prefix = "blk." + std::to_string(layer) + ".";
+    const auto claim_attention = [&](const std::string& prefix, int layer) {
         const bool separate = file.has_tensor(prefix + "attn_q.weight");
         if (layer == 0 && family.reads == Reads::beside_tokens) {
             claim_all(kSeparateBeside, prefix, layer);
@@ -241,8 +252,17 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         } else {
             claim(kFused[1], prefix, layer);
         }
-        claim_all(kNorms, prefix, layer);
         claim_all(kAttention, prefix, layer);
+    };
+
+    claim_all(kOfModel, "", 0);
+    for (int layer = 0; layer < h.num_layers; ++layer) {
+        const std::string prefix = "blk." + std::to_string(layer) + ".";
+        claim_all(kNorms, prefix, layer);
+        switch (h.layers[layer].mixer) {
+            case MixerKind::attention: claim_attention(prefix, layer); break;
+            case MixerKind::short_convolution: claim_all(kShortConvolution, prefix, layer); break;
+        }
         claim_all(kDense, prefix, layer);
         claimed.insert(prefix + "attn_rot_embd");  // of old files, which nothing reads
     }

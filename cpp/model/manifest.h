@@ -59,6 +59,9 @@ enum class Role {
     ffn_down,
     ffn_down_bias,
     ffn_post_norm,
+    conv_input,
+    conv_taps,
+    conv_output,
 };
 
 class Manifest {

@@ -25,6 +25,21 @@ struct Attention {
     }
 };
 
-using Mixer = std::variant<Attention>;
+// A gated causal convolution over a few rows, channel by channel: W_output (c * convolution of b * x), where
+// W_input makes b, c and x of a row, in this order.
+struct ShortConvolution {
+    std::vector<Linear> input;  // one
+    Vector taps;                // [taps][padded width], the oldest row's first
+    Linear output;
+
+    // Calls act(linear) for each matrix.
+    template <class Act>
+    void for_each(const Act& act) const {
+        act(input[0]);
+        act(output);
+    }
+};
+
+using Mixer = std::variant<Attention, ShortConvolution>;
 
 }  // namespace pystaged

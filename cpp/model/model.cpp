@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <stdexcept>
 
 #include "error.h"
@@ -13,6 +14,7 @@
 #include "pass/packed_pass.h"
 #include "state/kept_cells.h"
 #include "state/kv_cache.h"
+#include "state/recurrent_state.h"
 #include "thread_pool.h"
 
 namespace pystaged {
@@ -121,6 +123,10 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     }
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
+    if (numbers_.is_recurrent() && !devices.empty()) {
+        file.fail("architecture '" + std::string(family_->name) +
+                  "' has recurrent layers, which run on the CPU's own kernels alone; load it with device 'cpu'");
+    }
     check_memory(file, manifest, numbers_);
     check_factors(file, manifest);
     head_tokens_ = read_head_tokens(file, manifest, numbers_);
@@ -221,7 +227,10 @@ void Model::load(Loader& loader) {
         Layer layer;
         layer.mixer_norm = loader.norm(Role::attn_norm, Role::attn_norm_bias);
         layer.mixer_post_norm.weight = loader.vector(Role::attn_post_norm);
-        layer.mixer = loader.attention();
+        switch (numbers_.layers[i].mixer) {
+            case MixerKind::attention: layer.mixer = loader.attention(); break;
+            case MixerKind::short_convolution: layer.mixer = loader.short_convolution(); break;
+        }
         layer.ffn_norm = loader.norm(Role::ffn_norm, Role::ffn_norm_bias);
         layer.ffn_post_norm.weight = loader.vector(Role::ffn_post_norm);
         layer.feed_forward = loader.dense();
@@ -265,6 +274,18 @@ size_t Model::layer_cell_bytes() const {
 
 int64_t Model::most_windowed() const {
     return KeptCells::most(numbers_.window);
+}
+
+size_t Model::state_bytes() const {
+    size_t values = 0;
+    for (int layer = 0; layer < numbers_.num_layers; ++layer) {
+        values += (1 + RecurrentState::kMostKept) * numbers_.state_size(layer);
+    }
+    return values * sizeof(float);
+}
+
+int Model::most_pending() const {
+    return numbers_.is_recurrent() ? RecurrentState::kMostPending : std::numeric_limits<int>::max();
 }
 
 const Vector& Model::rope_factors(int context) const {

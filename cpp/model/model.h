@@ -74,6 +74,10 @@ public:
     size_t cell_bytes() const;
     size_t windowed_cell_bytes() const;
     int64_t most_windowed() const;
+    // Bytes that recurrent layers keep of a text at most, however long it is.
+    size_t state_bytes() const;
+    // Rows of a text that may be pending: with recurrent layers, which keep their inputs, not any number.
+    int most_pending() const;
     // As Manifest::types().
     const std::vector<std::pair<std::string, size_t>>& weight_types() const { return weight_types_; }
     const std::string& name() const { return name_; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <stdexcept>
 
 #include "error.h"
 #include "ggml-cpu.h"
@@ -280,6 +281,10 @@ DevicePass::Value DevicePass::branch(const Attention& attention, const Value& x,
     ggml_tensor* mixed =
         attend(ggml_permute(c, q, 0, 2, 1, 3), cells(keys_[index]), cells(values_[index]), mask, scale, flash_[index]);
     return add(x, mixed, attention.output, model_.layers()[index].mixer_post_norm);
+}
+
+DevicePass::Value DevicePass::branch(const ShortConvolution&, const Value&, const Value&, int, int) {
+    throw std::logic_error("models with short convolutions are not loaded into devices");
 }
 
 ggml_tensor* DevicePass::attend(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale,

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <set>
 
 #include "pass/transformer.h"
 #include "product.h"
@@ -18,6 +17,9 @@ constexpr int kValuesWorthSharing = 4 << 10;
 
 // Rows there is memory for as soon as there is any.
 constexpr int kFewRows = 64;
+
+// Channels of a convolution that a thread computes at a time.
+constexpr int kChannels = 256;
 
 Activation activation_of(Gate gate) {
     return gate == Gate::silu ? Activation::silu : Activation::gelu;
@@ -36,7 +38,9 @@ PackedPass::PackedPass(const Model& model)
     }
     for (const Layer& layer : model.layers()) {
         if (const auto* attention = std::get_if<Attention>(&layer.mixer)) {
-            qkv_stride_ = std::max(qkv_stride_, attention->qkv_stride);
+            product_stride_ = std::max(product_stride_, attention->qkv_stride);
+        } else {
+            product_stride_ = std::max<size_t>(product_stride_, padded(3 * h.width, kBlock));
         }
         if (const auto* dense = std::get_if<Dense>(&layer.feed_forward)) {
             has_gate_ = has_gate_ || dense->gate.present();
@@ -46,10 +50,10 @@ PackedPass::PackedPass(const Model& model)
 }
 
 double PackedPass::bytes(const Hyperparameters& h) {
-    const double values =
-        6.0 * h.padded_width() + 4.0 * h.q_width() + 2.0 * h.kv_width() + 3.0 * padded(h.ffn_width, kBlock);
-    const double fused = (h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0) +
-                         2.0 * std::max(h.features_width(), h.markov_rank);
+    const double values = (h.is_recurrent() ? 9.0 : 6.0) * h.padded_width() + 4.0 * h.q_width() + 2.0 * h.kv_width() +
+                          3.0 * padded(h.ffn_width, kBlock);
+    const double fused =
+        (h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0) + 2.0 * std::max(h.features_width(), h.markov_rank);
     return sizeof(float) * (kMaxRows * (values + fused) + kFewRows * double(h.logits_stride()));
 }
 
@@ -70,8 +74,8 @@ void PackedPass::make_room(int num_rows) {
     }
     normed_.resize(rows * h.padded_width());
     branch_.resize(normed_.size());
-    qkv_.resize(rows * qkv_stride_);
-    mixed_.resize(rows * padded(h.q_width(), kBlock));
+    products_.resize(rows * product_stride_);
+    mixed_.resize(rows * padded(std::max(h.width, h.q_width()), kBlock));
     hidden_.resize(rows * padded(h.ffn_width, kBlock));
     if (has_gate_) {
         gate_.resize(hidden_.size());
@@ -114,12 +118,24 @@ void PackedPass::compute(const Pass& pass) {
     if (h.window > 0) {
         windowed_rotation_.set(pass, true);
     }
-    std::set<const TextState*> texts;
+    texts_.clear();
+    ancestors_.clear();
     for (const Segment& segment : pass.segments) {
-        static_cast<PackedState&>(*segment.state).touch(segment.first_cell() + segment.num_rows);
-        texts.insert(segment.state);
+        auto& state = static_cast<PackedState&>(*segment.state);
+        state.begin(segment.num_committed, segment.first_pending, segment.num_rows, pass.parents + segment.first_row);
+        const auto is_its = [&](const Text& text) { return text.state == &state; };
+        const auto text = std::find_if(texts_.begin(), texts_.end(), is_its);
+        if (text != texts_.end()) {
+            text->segments.push_back(segment);
+        } else {
+            texts_.push_back({&state, {segment}});
+        }
+        for (int i = 0; i < segment.num_rows; ++i) {
+            for (int back = 1; back < h.conv_taps; ++back) {
+                ancestors_.push_back(state.ancestor(segment.first_pending + i, back));
+            }
+        }
     }
-    texts_apart_ = texts.size() == pass.segments.size();
     row_scales_.clear();
     for (int i = 0; h.temperature_scale != 0 && i < pass.num_rows; ++i) {
         row_scales_.push_back(h.query_scale(pass.positions[i]));
@@ -364,28 +380,28 @@ PackedPass::Value PackedPass::feed_forward(const Value& x, const Value& input, c
                       layer.feed_forward);
 }
 
-PackedPass::Value PackedPass::qkv(const Attention& attention, const Value& x) {
+PackedPass::Value PackedPass::products(const std::vector<Linear>& all, const Value& x, size_t stride) {
     std::vector<const Linear*> matrices;
-    for (const Linear& linear : attention.qkv) {
+    for (const Linear& linear : all) {
         matrices.push_back(&linear);
     }
     const std::vector<Activations> inputs = activations(x, matrices);
     std::vector<Product> products;
-    float* out = qkv_.data();
+    float* out = products_.data();
     for (size_t i = 0; i < matrices.size(); ++i) {
-        products.push_back(
-            {&matrices[i]->packed, inputs[i], epilogue(*matrices[i], out, attention.qkv_stride), nullptr});
+        products.push_back({&matrices[i]->packed, inputs[i], epilogue(*matrices[i], out, stride), nullptr});
         out += matrices[i]->packed.padded_rows();
     }
     multiply(model_.kernel(), products, model_.num_threads());
-    return {qkv_.data(), x.n, attention.qkv_stride};
+    return {products_.data(), x.n, stride};
 }
 
 PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x, const Value& input, int index,
                                      int first_row) {
     const Hyperparameters& h = model_.numbers();
     const bool reads_both = index == 0 && model_.family().reads == Reads::beside_tokens;
-    const Value product = qkv(attention, reads_both ? Value{fused_.data(), input.n, size_t(2) * h.width} : input);
+    const Value product = products(
+        attention.qkv, reads_both ? Value{fused_.data(), input.n, size_t(2) * h.width} : input, attention.qkv_stride);
     const Rotation& angles = h.layers[index].windowed ? windowed_rotation_ : rotation_;
     AttentionRows rows;
     rows.n = product.n;
@@ -394,15 +410,15 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
         auto& state = std::get<KvState>(static_cast<PackedState&>(*segment.state).layer(index));
         rows.segments.push_back({&state.cache(), segment.first_row, segment.num_rows, segment.first_cell()});
     }
-    rows.texts_apart = texts_apart_;
+    rows.texts_apart = texts_.size() == pass_->segments.size();
     rows.contexts = pass_->contexts;
     rows.half = h.layers[index].rotates ? static_cast<int>(angles.half) : 0;
     rows.cos = angles.cosines.data();
     rows.sin = angles.sines.data();
     rows.row_scale = row_scales_.empty() ? nullptr : row_scales_.data();
-    rows.q = qkv_.data() + attention.q_at;
-    rows.k = qkv_.data() + attention.k_at;
-    rows.v = qkv_.data() + attention.v_at;
+    rows.q = products_.data() + attention.q_at;
+    rows.k = products_.data() + attention.k_at;
+    rows.v = products_.data() + attention.v_at;
     rows.stride = product.stride;
 
     AttentionLayer how;
@@ -435,6 +451,73 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     }
     return add(x, {mixed_.data(), num_out, stride, nullptr, handed != nullptr}, attention.output,
                model_.layers()[index].mixer_post_norm);
+}
+
+PackedPass::Value PackedPass::branch(const ShortConvolution& mixer, const Value& x, const Value& input, int index,
+                                     int first_row) {
+    const Hyperparameters& h = model_.numbers();
+    const size_t stride = h.padded_width();
+    const Value product = products(mixer.input, input, padded(3 * h.width, kBlock));
+    for (const Text& text : texts_) {
+        text.state->recurrent(index).reserve();
+    }
+    // Of a text and some channels, the rows in order: parents come first.
+    const int num_blocks = (h.width + kChannels - 1) / kChannels, before = h.conv_taps - 1;
+    const auto convolve = [&](int task, int) {
+        const Text& text = texts_[task / num_blocks];
+        RecurrentState& state = text.state->recurrent(index);
+        const int first = task % num_blocks * kChannels, count = std::min(kChannels, h.width - first);
+        float* history = state.next_state() + first;  // [before][width], the oldest row first
+        for (int i = 0, rows = state.num_unapplied(); rows > 0 && i < before; ++i) {
+            const float* from =
+                i + rows < before ? state.state() + (i + rows) * size_t(h.width) : state.unapplied(i + rows - before);
+            std::copy_n(from + first, count, history + i * size_t(h.width));
+        }
+        std::vector<const float*> inputs(h.conv_taps);
+        Convolution convolution;
+        convolution.taps = h.conv_taps;
+        convolution.channels = count;
+        convolution.inputs = inputs.data();
+        convolution.weights = mixer.taps.data() + first;
+        convolution.stride = stride;
+        for (const Segment& segment : text.segments) {
+            for (int i = 0; i < segment.num_rows; ++i) {
+                const int row = segment.first_row + i;
+                const float* b = product.rows + row * product.stride + first;
+                const float* c = b + h.width;
+                const float* value = c + h.width;
+                float* own = state.pending(segment.first_pending + i) + first;
+                for (int d = 0; d < count; ++d) {
+                    own[d] = b[d] * value[d];
+                }
+                if (row < first_row) {
+                    continue;
+                }
+                for (int back = 1; back <= before; ++back) {
+                    const int ancestor = ancestors_[row * size_t(before) + back - 1];
+                    inputs[before - back] = ancestor >= 0 ? state.pending(ancestor) + first
+                                                          : history + (before + ancestor) * size_t(h.width);
+                }
+                inputs[before] = own;
+                convolution.gate = c;
+                convolution.out = mixed_.data() + (row - first_row) * stride + first;
+                model_.kernel().convolve(convolution);
+                if (first + count == h.width) {
+                    std::fill(convolution.out + count, mixed_.data() + (row - first_row + 1) * stride, 0.0f);
+                }
+            }
+        }
+    };
+    const int num_threads = product.n * h.width < kValuesWorthSharing ? 1 : model_.num_threads();
+    ThreadPool::shared().run(static_cast<int>(texts_.size()) * num_blocks, num_threads, convolve);
+    for (const Text& text : texts_) {
+        text.state->recurrent(index).applied();
+    }
+    const int num_out = product.n - first_row;
+    if (num_out == 0) {
+        return {};
+    }
+    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.layers()[index].mixer_post_norm);
 }
 
 PackedPass::Value PackedPass::branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm) {

@@ -66,10 +66,18 @@ private:
         void set(const Pass& pass, bool windowed);
     };
 
+    // A text's segments of a pass.
+    struct Text {
+        PackedState* state;
+        std::vector<Segment> segments;
+    };
+
     // The branches of the kinds of mixers and feed-forward networks.
     Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const ShortConvolution& mixer, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
-    Value qkv(const Attention& attention, const Value& x);
+    // Products of matrices with the same rows, side by side.
+    Value products(const std::vector<Linear>& matrices, const Value& x, size_t stride);
     // x + norm(W y + b), scaled as the model has it.
     Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
 
@@ -90,17 +98,18 @@ private:
     const QuantizedRows* hand_to(const Linear& next, int n);
 
     int room_ = 0;  // rows there is memory for
-    size_t qkv_stride_ = 0;
+    size_t product_stride_ = 0;
     bool has_gate_ = false;
     const Pass* pass_ = nullptr;
-    bool texts_apart_ = true;
+    std::vector<Text> texts_;
+    std::vector<int> ancestors_;  // [rows][taps - 1] where layers are recurrent, the nearest first
     Rotation rotation_, windowed_rotation_;
     std::vector<float> row_scales_;
 
     // Of the residual stream: a row may still be read after its successor is written.
     Lines<float> stream_[3];
     int in_stream_ = 0;
-    Lines<float> normed_, qkv_, mixed_, gate_, hidden_, branch_, fused_, features_;
+    Lines<float> normed_, products_, mixed_, gate_, hidden_, branch_, fused_, features_;
     std::vector<Quantized> inputs_;  // of one operation, one for each way to quantize them
     Quantized handed_;               // what the operation before has quantized already
     QuantizedRows handed_rows_;

@@ -52,13 +52,30 @@ PackedState::PackedState(const Model& model, int num_rows, int context)
     const Hyperparameters& h = model.numbers();
     layers_.reserve(h.num_layers);
     for (int layer = 0; layer < h.num_layers; ++layer) {
-        layers_.emplace_back(std::in_place_type<KvState>, model, layer, num_rows);
+        if (h.layers[layer].mixer == MixerKind::attention) {
+            layers_.emplace_back(std::in_place_type<KvState>, model, layer, num_rows);
+        } else {
+            layers_.emplace_back(std::in_place_type<RecurrentState>, h.state_size(layer), h.input_size(layer));
+        }
     }
     if (h.rope.dims > 0) {
         const std::vector<float>& factors = model.rope_factors(context).values;
         frequencies_ = h.rope.frequencies(factors);
         windowed_frequencies_ = h.windowed_rope.frequencies(factors);
     }
+}
+
+void PackedState::begin(int num_committed, int first, int num_rows, const int32_t* parents) {
+    parents_.resize(first);
+    parents_.insert(parents_.end(), parents, parents + num_rows);
+    touch(num_committed + first + num_rows);
+}
+
+int PackedState::ancestor(int row, int back) const {
+    for (; row >= 0 && back > 0; --back) {
+        row = parents_[row];
+    }
+    return row - back;
 }
 
 template <class Act>

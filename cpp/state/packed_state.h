@@ -7,6 +7,7 @@
 #include "model/model.h"
 #include "state/kept_cells.h"
 #include "state/kv_cache.h"
+#include "state/recurrent_state.h"
 #include "state/text_state.h"
 
 namespace pystaged {
@@ -33,7 +34,7 @@ private:
     KeptCells kept_;
 };
 
-using LayerState = std::variant<KvState>;
+using LayerState = std::variant<KvState, RecurrentState>;
 
 class PackedState : public TextState {
 public:
@@ -48,9 +49,12 @@ public:
     void stretch(int length, int longer) override;
     size_t num_bytes(int length) const override;
 
-    // Rows up to `end` are about to be written.
-    void touch(int end) { touched_ = std::max(touched_, end); }
+    // Pending rows from `first` on are about to be written, parents[i] the one before row first + i.
+    void begin(int num_committed, int first, int num_rows, const int32_t* parents);
+    // The pending row that is `back` rows before a pending one, or -1 - i for the committed row i rows before the last.
+    int ancestor(int row, int back) const;
     LayerState& layer(int index) { return layers_[index]; }
+    RecurrentState& recurrent(int index) { return std::get<RecurrentState>(layers_[index]); }
     // Of rotary positions, in layers without a window and with one.
     const std::vector<double>& frequencies(bool windowed) const {
         return windowed ? windowed_frequencies_ : frequencies_;
@@ -60,11 +64,13 @@ private:
     // Calls act(state, index) for every layer; by all threads.
     template <class Act>
     void for_each_layer(const Act& act);
+    void touch(int end) { touched_ = std::max(touched_, end); }
 
     const Model& model_;
     int room_;
     std::vector<LayerState> layers_;
-    int touched_ = 0;  // rows that may have memory
+    int touched_ = 0;               // rows that may have memory
+    std::vector<int32_t> parents_;  // of pending rows
     std::vector<double> frequencies_, windowed_frequencies_;
 };
 

@@ -251,7 +251,7 @@ class ContextPool:
     def _shrink(self, context: Decoder, excess: int) -> None:
         """Cut about `excess` bytes or fewer from a context at rest; free it if too little would be left."""
         tokens, cells = self._at_rest[context].tokens, self._cells[0]
-        length = 0 if cells.whole else max(0, len(tokens) - -(-excess // cells.cell_bytes))
+        length = 0 if cells.whole else max(0, len(tokens) - -(-excess // max(1, cells.cell_bytes)))
         kept = tokens[: context.target.reachable(length)]
         if len(kept) < _LEAST_KEPT or self._covers(kept, but=context):
             self._free(context)

@@ -13,7 +13,7 @@ import pytest
 from gguf import GGUFReader
 from support.commands import run_python
 from support.device import DEVICE, GPU_LAYERS
-from support.families import CASES
+from support.families import CASES, ON_DEVICES
 from support.family_reference import FamilyReference
 from support.logits import llama_context, llama_pass, model_logits
 from support.random_models import Change, RandomModel, quantize, split, write
@@ -53,7 +53,7 @@ def text(vocab_size: int, length: int = LENGTH) -> list[int]:
 
 
 # Of each architecture the plainest; the others are slow.
-OF_DEVICES = [each if "-" not in each else pytest.param(each, marks=pytest.mark.slow) for each in CASES]
+OF_DEVICES = [each if "-" not in each else pytest.param(each, marks=pytest.mark.slow) for each in ON_DEVICES]
 
 
 @pytest.mark.parametrize("case", OF_DEVICES)
@@ -227,7 +227,7 @@ def poison(name: str) -> Change:
     return change
 
 
-QWEN3, LLAMA = CASES["qwen3"], CASES["llama"]
+QWEN3, LLAMA, LFM2 = CASES["qwen3"], CASES["llama"], CASES["lfm2"]
 REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
     "unknown": (RandomModel("mpt"), None, "architecture 'mpt' is not supported; there are: gpt2, llama, mistral3"),
     "experts": (
@@ -241,6 +241,22 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         "architecture 'qwen3moe' with 'expert_count'",
     ),
     "hybrid": (RandomModel("granitehybrid", metadata={"ssm.state_size": 128}), None, "is recurrent or hybrid"),
+    "no-taps": (LFM2, drop("blk.0.shortconv.conv.weight"), "tensor 'blk.0.shortconv.conv.weight' is missing"),
+    "more-taps": (
+        LFM2,
+        put("blk.2.shortconv.conv.weight", 64, 4),
+        "tensor 'blk.2.shortconv.conv.weight' has shape 4 x 64 x 1 x 1 where 3 x 64 x 1 x 1",
+    ),
+    "absurd-taps": (
+        RandomModel("lfm2", layers=4, recurrent=(0, 2), metadata={"shortconv.l_cache": 1}),
+        None,
+        "metadata 'lfm2.shortconv.l_cache' is 1, outside 2 to 32",
+    ),
+    "attends-and-convolves": (
+        LFM2,
+        put("blk.0.attn_q.weight", 64, 64),
+        "tensor 'blk.0.attn_q.weight' is none of architecture 'lfm2'",
+    ),
     "qwen3-without-norms": (
         QWEN3,
         drop(*(f"blk.{i}.attn_{part}_norm.weight" for i in range(2) for part in "qk")),
@@ -442,7 +458,7 @@ for number in range(int(sys.argv[3])):
     open(path, "wb").write(mutant)
     print(number, flush=True)
     try:
-        model = Model(path, "", 1, ["cpu", "ggml-cpu"][number % 2])
+        model = Model(path, "", 1, sys.argv[4:][number % len(sys.argv[4:])])
         size = min(16, model.max_context)
         session = Session(model, size)
         session.evaluate(np.arange(size) % model.vocab_size, np.arange(-1, size - 1))
@@ -453,10 +469,13 @@ for number in range(int(sys.argv[3])):
 """
 
 
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "granite", "mistral3-yarn", "phi3-long", "gemma3-linear"])
+@pytest.mark.parametrize(
+    "case", ["llama-biases", "qwen3", "granite", "mistral3-yarn", "phi3-long", "gemma3-linear", "lfm2"]
+)
 def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> None:
     """Damaged files are refused or work; none ends the process."""
     count = 60
-    child = run_python(CHILD, written(case), tmp_path, count)
+    devices = ("cpu", "ggml-cpu") if case in ON_DEVICES else ("cpu",)
+    child = run_python(CHILD, written(case), tmp_path, count, *devices)
     assert child.returncode == 0, child.stdout[-50:] + child.stderr[-3000:]
     assert min(child.stdout.count("loaded"), child.stdout.count("refused")) > count // 20

@@ -493,6 +493,28 @@ void test_norms(const Kernel& kernel, int cols) {
     CHECK(std::all_of(wide.data() + cols, wide.data() + wide.size(), [](float v) { return v == 0; }));
 }
 
+void test_convolution(const Kernel& kernel, int channels) {
+    const int taps = 3;
+    const size_t stride = padded(channels, kBlock);
+    const Array<float> weights(taps * stride), x(taps * channels), gate(channels), y(channels), twin(channels);
+    for (const Array<float>* values : {&weights, &x, &gate}) {
+        std::generate_n(values->data(), values->size(), [] { return random_float(); });
+    }
+    const float* inputs[] = {&x[0], &x[channels], &x[2 * channels]};
+    Convolution convolution{taps, channels, inputs, weights.data(), stride, gate.data(), y.data()};
+    kernel.convolve(convolution);
+    convolution.out = twin.data();
+    find_kernel("scalar").convolve(convolution);
+    CHECK(y.same(twin));
+    for (int i = 0; i < channels; ++i) {
+        double sum = 0;
+        for (int tap = 0; tap < taps; ++tap) {
+            sum += double(weights[tap * stride + i]) * inputs[tap][i];
+        }
+        CHECK(std::fabs(y[i] - gate[i] * sum) < 1e-5);
+    }
+}
+
 void test_rotation(const Kernel& kernel, int half) {
     const Array<float> x(2 * half), twin(2 * half), cosines(half), sines(half);
     std::generate_n(x.data(), x.size(), [] { return random_float(); });
@@ -528,6 +550,7 @@ void test_row_functions() {
             CHECK(std::all_of(y.data() + cols, y.data() + width, [](float v) { return v == 0; }));
             test_norms(*kernel, cols);
             test_rotation(*kernel, cols);
+            test_convolution(*kernel, cols);
 
             const Array<uint16_t> halves(cols), twin(cols);
             const Array<float> floats(cols);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from support.random_models import RandomModel
+from support.random_models import RECURRENT, RandomModel
 
 ROPE_FACTORS = np.linspace(1, 8, 16, dtype=np.float32)
 LONG_ROPE = {
@@ -85,4 +85,9 @@ CASES: dict[str, RandomModel] = {
         },
     ),
     "gemma3-no-window": RandomModel("gemma3"),
+    "lfm2": RandomModel("lfm2", layers=4, recurrent=(0, 2)),
+    "lfm2-window": RandomModel("lfm2", layers=5, recurrent=(1, 4), metadata={"attention.sliding_window": 50}),
+    "lfm2-odd": RandomModel("lfm2", layers=3, recurrent=(0, 2), width=50, heads=5, kv_heads=1, ffn_width=70),
 }
+# Those that run on other devices, too.
+ON_DEVICES = [case for case, model in CASES.items() if model.family not in RECURRENT]

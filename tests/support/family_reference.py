@@ -34,7 +34,7 @@ class FamilyReference:
         }
         self.layers: int = self._key("block_count")
         self.heads: int = self._key("attention.head_count")
-        self.kv_heads: int = self._key("attention.head_count_kv", self.heads)
+        self.kv_heads: int = np.max(self._key("attention.head_count_kv", self.heads)).item()
         self.width: int = self._key("embedding_length")
         self.dim: int = self._key("attention.key_length", self.width // self.heads)
         self._window: int = self._key("attention.sliding_window", 4096 if self.family == "gemma2" else 0)
@@ -49,12 +49,14 @@ class FamilyReference:
         for layer in range(self.layers):
             block = f"blk.{layer}."
             read = self._norm(block + "attn_norm", x)
-            branch = self._norm(block + "post_attention_norm", self._attention(layer, read, context))
+            convolves = f"{block}shortconv.conv.weight" in self.weights
+            mixed = self._short_convolution(block, read) if convolves else self._attention(layer, read, context)
+            branch = self._norm(block + "post_attention_norm", mixed)
             x = x + scale * branch
             if f"{block}ffn_norm.weight" in self.weights or self.family == "olmo2":
                 read = self._norm(block + "ffn_norm", x)
             x = x + scale * self._norm(block + "post_ffw_norm", self._feed_forward(block, read))
-        x = self._norm("output_norm", x)
+        x = self._norm("token_embd_norm" if self.family == "lfm2" else "output_norm", x)
         head = "output" if "output.weight" in self.weights else "token_embd"
         logits = x @ self.weights[f"{head}.weight"].T + self.weights.get("output.bias", 0)
         logits = logits / self._key("logit_scale", 1.0)
@@ -92,7 +94,16 @@ class FamilyReference:
         mixed = (powers / powers.sum(axis=-1, keepdims=True)) @ v
         return self._linear(block + "attn_output", mixed.transpose(1, 0, 2).reshape(n, heads * dim))
 
+    def _short_convolution(self, block: str, x: Doubles) -> Doubles:
+        b, c, values = np.split(self._linear(block + "shortconv.in_proj", x), 3, axis=1)
+        taps = self.weights[block + "shortconv.conv.weight"].T
+        padded = np.concatenate([np.zeros((len(taps) - 1, self.width)), b * values])
+        mixed = sum(tap * padded[i : i + len(x)] for i, tap in enumerate(taps))
+        return self._linear(block + "shortconv.out_proj", c * mixed)
+
     def _windowed(self, layer: int) -> bool:
+        if self.family == "lfm2":
+            return self._window > 0
         period = self._key("attention.sliding_window_pattern", WINDOW_PERIODS.get(self.family, 0))
         return self.family in WINDOW_PERIODS and self._window > 0 and layer % period < period - 1
 

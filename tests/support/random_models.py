@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ Floats = npt.NDArray[np.float32]
 END_OF_TEXT = "<|endoftext|>"
 LAYER_NORM = {"gpt2", "starcoder2", "stablelm"}
 NO_GATE = {"gpt2", "starcoder2"}
+RECURRENT = {"lfm2"}
+TAPS = 3  # of short convolutions
 
 
 @dataclass
@@ -29,6 +32,7 @@ class RandomModel:
         head_dim: 0 for width / heads.
         biases: of every matrix of a layer that the family may have them for.
         fused: one matrix for queries, keys and values.
+        recurrent: layers that are recurrent, where the family has such.
         vocabulary: writes a tokenizer of so many tokens; add_vocabulary() if there is none.
         metadata: further keys under the family's name, or other values: floats, integers, booleans, strings, lists.
         vectors: further tensors of one dimension, by name.
@@ -50,6 +54,7 @@ class RandomModel:
     tie: bool = True
     biases: bool = False
     fused: bool = False
+    recurrent: tuple[int, ...] = ()
     parallel: bool = False
     own_head_norms: bool = False
     head_bias: bool = False
@@ -101,6 +106,9 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
             keys["rope.dimension_count"] = m.rotary or m.dim
         if m.family == "granite":
             keys["logit_scale"] = 8.0
+        if m.family == "lfm2":
+            keys["attention.head_count_kv"] = [0 if i in m.recurrent else m.kv_heads for i in range(m.layers)]
+            keys["shortconv.l_cache"] = TAPS
         for key, value in (keys | m.metadata).items():
             add_key(writer, f"{m.family}.{key}", value)
         if m.vocabulary:
@@ -108,7 +116,7 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         else:
             add_vocabulary(writer, m.vocab_size, m.marks)
         for name, values in found.items():
-            if values.ndim == 2 and not name.startswith("position") and "norm" not in name:
+            if values.ndim == 2 and not name.startswith("position") and not re.search(r"norm|\.conv\.", name):
                 own = [kind for part, kind in m.types.items() if part in name]
                 kind = GGMLQuantizationType[own[0] if own else m.quantization]
                 writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
@@ -229,7 +237,7 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
     matrix("token_embd", m.vocab_size, m.width)
     if family == "gpt2":
         matrix("position_embd", m.context, m.width)
-    norm("output_norm", m.width, bias=layer_norm)
+    norm("token_embd_norm" if family == "lfm2" else "output_norm", m.width, bias=layer_norm)
     if not m.tie:
         matrix("output", m.vocab_size, m.width)
     if m.head_bias:
@@ -244,7 +252,11 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
         if family in ("olmo2", "gemma2", "gemma3"):
             norm(f"{block}.post_attention_norm", m.width)
             norm(f"{block}.post_ffw_norm", m.width)
-        if family in ("qwen3", "gemma3"):
+        if layer in m.recurrent:
+            matrix(f"{block}.shortconv.in_proj", 3 * m.width, m.width)
+            matrix(f"{block}.shortconv.conv", m.width, TAPS)
+            matrix(f"{block}.shortconv.out_proj", m.width, m.width)
+        elif family in ("qwen3", "gemma3", "lfm2"):
             norm(f"{block}.attn_q_norm", m.dim)
             norm(f"{block}.attn_k_norm", m.dim)
         elif family == "olmo2":
@@ -255,12 +267,13 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             norm(f"{block}.attn_k_norm", m.kv_heads, m.dim)
         always = family in NO_GATE
         other = always or (m.biases and family in ("llama", "mistral3", "granite"))
-        if m.fused or family == "gpt2":
-            matrix(f"{block}.attn_qkv", q + 2 * kv, m.width, m.biases or family == "gpt2")
-        else:
-            for part, rows in (("q", q), ("k", kv), ("v", kv)):
-                matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
-        matrix(f"{block}.attn_output", m.width, q, other)
+        if layer not in m.recurrent:
+            if m.fused or family == "gpt2":
+                matrix(f"{block}.attn_qkv", q + 2 * kv, m.width, m.biases or family == "gpt2")
+            else:
+                for part, rows in (("q", q), ("k", kv), ("v", kv)):
+                    matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
+            matrix(f"{block}.attn_output", m.width, q, other)
         if family == "phi3":
             matrix(f"{block}.ffn_up", 2 * m.ffn_width, m.width)
         else:

@@ -1,0 +1,122 @@
+#include "state/recurrent_state.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace pystaged {
+
+namespace {
+
+// Rows whose inputs keep their memory from pass to pass: those of a usual tree.
+constexpr int kFewRows = 64;
+
+}  // namespace
+
+RecurrentState::RecurrentState(size_t state_size, size_t input_size)
+    : state_size_(state_size), input_size_(input_size), inputs_(2 * kMostPending * input_size * sizeof(float)) {
+    kept_.reserve(kMostKept + 1);
+}
+
+void RecurrentState::reserve() {
+    if (!state_) {
+        state_ = std::make_shared<Values>(state_size_);
+    }
+    next_ = num_unapplied_ > 0 && state_.use_count() > 1 ? std::make_shared<Values>(state_size_) : state_;
+}
+
+void RecurrentState::applied() {
+    state_ = std::move(next_);
+    length_ += num_unapplied_;
+    num_unapplied_ = 0;
+    if (length_ == read_to_ && length_ > 0) {
+        keep_state();
+    }
+}
+
+// Where there are too many, that one goes which is nearest to the one before it, as seen from the end: so they lie the
+// closer the nearer the end is.
+void RecurrentState::keep_state() {
+    if (!kept_.empty() && kept_.back().length >= length_) {
+        return;
+    }
+    kept_.push_back({length_, state_});
+    if (kept_.size() <= kMostKept) {
+        return;
+    }
+    const auto gap = [&](size_t i) {
+        const int before = i == 0 ? 0 : kept_[i - 1].length;
+        return double(kept_[i].length - before) / (length_ - before);
+    };
+    size_t least = 0;
+    for (size_t i = 1; i + 1 < kept_.size(); ++i) {
+        least = gap(i) < gap(least) ? i : least;
+    }
+    kept_.erase(kept_.begin() + least);
+}
+
+void RecurrentState::keep(int length, const std::vector<int32_t>& path, bool was_read) {
+    // Inputs only move towards the front, so going along the path never overwrites those that are still to move.
+    const int rows = path.empty() ? 0 : first_pending_ + path.back() + 1;
+    for (const int32_t row : path) {
+        if (first_pending_ + row != num_unapplied_) {
+            std::memmove(input(num_unapplied_), pending(row), input_size_ * sizeof(float));
+        }
+        ++num_unapplied_;
+    }
+    first_pending_ = num_unapplied_;
+    if (was_read) {
+        read_to_ = length + static_cast<int>(path.size());
+    }
+    if (rows > kFewRows) {
+        const size_t row_bytes = input_size_ * sizeof(float);
+        inputs_.release(std::max(num_unapplied_, kFewRows) * row_bytes, inputs_.size());
+    }
+}
+
+int RecurrentState::reachable(int length) const {
+    if (length >= length_) {
+        return length;
+    }
+    int found = 0;
+    for (const Kept& kept : kept_) {
+        found = kept.length <= length ? kept.length : found;
+    }
+    return found;
+}
+
+void RecurrentState::cut(int length) {
+    while (!kept_.empty() && kept_.back().length > length) {
+        kept_.pop_back();
+    }
+    next_.reset();
+    if (length >= length_) {
+        num_unapplied_ = length - length_;
+    } else {
+        state_ = length > 0 ? kept_.back().state : nullptr;
+        length_ = length;
+        num_unapplied_ = 0;
+    }
+    first_pending_ = num_unapplied_;
+    read_to_ = std::min(read_to_, length);
+}
+
+void RecurrentState::copy(const RecurrentState& from, int length) {
+    state_ = from.state_;
+    length_ = from.length_;
+    kept_ = from.kept_;
+    kept_.reserve(kMostKept + 1);
+    read_to_ = from.read_to_;
+    cut(length);
+    std::memcpy(inputs_.data(), from.inputs_.data(), num_unapplied_ * input_size_ * sizeof(float));
+}
+
+void RecurrentState::stretch(int length, int longer) {
+    length_ += longer - length;
+}
+
+size_t RecurrentState::num_bytes(int length) const {
+    const size_t states = (length > 0 ? 1 : 0) + kept_.size();
+    return (states * state_size_ + num_unapplied_ * input_size_) * sizeof(float);
+}
+
+}  // namespace pystaged

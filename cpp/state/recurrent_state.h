@@ -1,0 +1,66 @@
+// What a recurrent layer carries from row to row: a state, which each row changes, and the rows' inputs that change it.
+//
+// A state cannot be taken back by a row, so it stays behind: of the rows behind it only their inputs are kept, until a
+// pass applies those of committed rows, in order, and then goes along the tree from there. For texts that go back,
+// states at some ends of readings are kept.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "memory.h"
+
+namespace pystaged {
+
+class RecurrentState {
+public:
+    // Pending rows at most; a reading of more commits them in pieces.
+    static constexpr int kMostPending = 512;
+    // States that are kept besides the one in use.
+    static constexpr int kMostKept = 4;
+
+    // In floats: a state, which is of zeros before a text, and the inputs of a row.
+    RecurrentState(size_t state_size, size_t input_size);
+
+    // For a pass, in this order. Memory for it; may throw, and changes nothing.
+    void reserve();
+    // The state behind the rows that were applied, and where it goes with num_unapplied() more, perhaps the same place.
+    const float* state() const { return state_->data(); }
+    float* next_state() { return next_->data(); }
+    int num_unapplied() const { return num_unapplied_; }
+    // Inputs of the committed rows that are not applied yet, then of pending rows.
+    float* unapplied(int row) { return input(row); }
+    float* pending(int row) { return input(first_pending_ + row); }
+    // What was to be applied is in next_state().
+    void applied();
+
+    void keep(int length, const std::vector<int32_t>& path, bool was_read);
+    int reachable(int length) const;
+    void cut(int length);
+    void copy(const RecurrentState& from, int length);
+    void stretch(int length, int longer);
+    // Rows of the text have no memory of their own here.
+    void release(int, int) {}
+    size_t num_bytes(int length) const;
+
+private:
+    using Values = Lines<float>;
+    struct Kept {
+        int length;
+        std::shared_ptr<Values> state;
+    };
+
+    float* input(int row) const { return reinterpret_cast<float*>(inputs_.data()) + row * input_size_; }
+    void keep_state();
+
+    size_t state_size_, input_size_;
+    int length_ = 0;                        // rows that state_ is behind
+    std::shared_ptr<Values> state_, next_;  // none for zeros; others may share it, who must not see it change
+    Memory inputs_;                         // [rows][input_size]
+    int num_unapplied_ = 0, first_pending_ = 0;
+    int read_to_ = 0;         // where the last reading ended
+    std::vector<Kept> kept_;  // of rising length
+};
+
+}  // namespace pystaged

@@ -1,0 +1,214 @@
+"""Recurrent layers: whatever a text went through, it goes on with the bits of its tokens decoded one by one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.random_models import RandomModel, write
+
+from pystaged import _core
+from pystaged._core import Sampling, Session, Work
+
+Floats = npt.NDArray[np.float32]
+
+SCHEDULES = int(os.environ.get("PYSTAGED_SCHEDULES", "6"))
+MOST_PENDING = 512
+MODELS = {
+    "lfm2": RandomModel(
+        "lfm2", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, context=2000, quantization="Q8_0"
+    ),
+    "lfm2-window": RandomModel(
+        "lfm2", layers=3, recurrent=(1,), width=32, heads=2, kv_heads=1, metadata={"attention.sliding_window": 9}
+    ),
+}
+TREE = [-1, 0, 1, 0, -1, 4, 3, 6, 5]  # branches at the root, and below
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("recurrent")
+    return cache(lambda name: write(folder / f"{name}.gguf", MODELS[name]))
+
+
+class Plain:
+    """The logits after some tokens, decoded one by one in a new session of one thread; remembered."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = _core.Model(path, "", 1)
+        self._known: dict[tuple[int, ...], Floats] = {}
+
+    def __call__(self, tokens: list[int]) -> Floats:
+        if tuple(tokens) not in self._known:
+            session = Session(self._model)
+            for i, token in enumerate(tokens):
+                session.evaluate([token], [-1])
+                self._known[tuple(tokens[: i + 1])] = session.logits(0)
+                session.commit([0])
+        return self._known[tuple(tokens)]
+
+
+def branches(generator: np.random.Generator, most: int) -> tuple[list[int], list[int]]:
+    """A random tree: its tokens and parents."""
+    n = int(generator.integers(1, most + 1))
+    parents = [-1, *(int(generator.integers(max(-1, i - 3), i)) for i in range(1, n))]
+    return generator.integers(0, 4, n).tolist(), parents
+
+
+def path_to(row: int, parents: list[int]) -> list[int]:
+    return [*path_to(parents[row], parents), row] if row >= 0 else []
+
+
+def assert_goes_on_plainly(session: Session, plain: Plain) -> None:
+    """A tree behind the text has the logits of chains."""
+    committed, tokens = session.tokens.tolist(), [3, 1, 0, 2, 1, 1, 0, 3, 2]
+    session.evaluate(tokens, TREE)
+    for row in range(len(TREE)):
+        expected = plain([*committed, *(tokens[i] for i in path_to(row, TREE))])
+        np.testing.assert_array_equal(session.logits(row), expected)
+    session.discard()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", range(SCHEDULES))
+def test_random_schedules(path_of: Callable[[str], Path], name: str, schedule: int) -> None:
+    """Texts that share passes: they read, verify, draft, commit, go back and fork."""
+    generator, path = np.random.default_rng(schedule), path_of(name)
+    kernels = _core.kernels()
+    model = _core.Model(path, kernels[schedule % len(kernels)], 1 + schedule % 3)
+    plain = Plain(path)
+    texts = [Session(model) for _ in range(3)]
+    for _ in range(12):
+        works = []
+        for i, session in enumerate(texts):
+            committed = session.tokens.tolist()
+            kind = generator.choice(["read", "verify", "draft", "back", "fork"], p=[0.3, 0.3, 0.2, 0.1, 0.1])
+            if kind == "read":
+                works.append(Work.read(session, generator.integers(0, 4, generator.integers(1, 40))))
+            elif kind == "verify":
+                sampling = Sampling(temperature=2.0, seed=int(generator.integers(100)), top_k=4)
+                works.append(Work.verify(session, *branches(generator, 12), sampling))
+            elif kind == "draft":  # in several passes, of which a path is kept
+                parents: list[int] = []
+                for _ in range(3):
+                    tokens, its = branches(generator, 6)
+                    begin, n = int(generator.integers(-1, len(parents))) if parents else -1, len(parents)
+                    more = [begin if parent < 0 else parent + n for parent in its]
+                    session.evaluate(tokens, more, 0)
+                    parents += more
+                session.commit(path_to(int(generator.integers(-1, len(parents))), parents))
+            elif kind == "back":
+                asked = int(generator.integers(0, len(committed) + 1))
+                reached = session.reachable(asked)
+                assert reached <= asked
+                assert session.rewind(asked) == reached
+                assert session.tokens.tolist() == committed[:reached]
+            elif kind == "fork":
+                length = int(generator.integers(0, len(committed) + 1))
+                texts[i] = session.fork(length)
+                assert texts[i].tokens.tolist() == committed[: session.reachable(length)]
+        _core.run(works)
+        assert_goes_on_plainly(texts[int(generator.integers(3))], plain)
+    for session in texts:
+        assert_goes_on_plainly(session, plain)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_cut_at_every_position(path_of: Callable[[str], Path], name: str) -> None:
+    model, plain = _core.Model(path_of(name)), Plain(path_of(name))
+    tokens = np.random.default_rng(1).integers(0, 4, 24)
+    for cut in range(25):
+        session = Session(model)
+        session.prefill(tokens[:cut])
+        session.prefill(tokens[cut:])
+        assert_goes_on_plainly(session, plain)
+
+
+def test_where_a_text_can_go_back_to(path_of: Callable[[str], Path]) -> None:
+    """To every position behind the last pass, to ends of readings, else to its beginning."""
+    model, plain = _core.Model(path_of("lfm2")), Plain(path_of("lfm2"))
+    session = Session(model)
+    tokens = np.random.default_rng(2).integers(0, 4, 400)
+    session.prefill(tokens[:100])
+    session.prefill(tokens[100:130])
+    assert [session.reachable(length) for length in (130, 120, 100, 99, 50)] == [130, 120, 100, 0, 0]
+    session.prefill(tokens[130:160])
+    for token in tokens[160:200]:
+        session.evaluate([token], [-1], 0)
+        session.commit([0])
+    assert [session.reachable(length) for length in (200, 199, 198, 170, 159, 120)] == [200, 199, 160, 160, 130, 100]
+    fork = session.fork(180)
+    assert len(fork.tokens) == 160
+    assert_goes_on_plainly(fork, plain)
+    assert session.rewind(140) == 130
+    assert_goes_on_plainly(session, plain)
+    assert session.rewind(99) == 0
+    session.prefill(tokens[:10])
+    assert_goes_on_plainly(session, plain)
+    assert len(fork.tokens) == 160
+    assert_goes_on_plainly(fork, plain)
+
+
+def test_the_kept_states_of_a_long_prompt(path_of: Callable[[str], Path]) -> None:
+    """They are four, the closer to each other the nearer the end is, and counted."""
+    model = _core.Model(path_of("lfm2"))
+    session = Session(model)
+    tokens = np.random.default_rng(3).integers(0, 4, 400)
+    for first in range(0, 400, 10):
+        session.prefill(tokens[first : first + 10])
+    session.evaluate([1], [-1], 0)
+    session.commit([0])
+    kept = sorted({session.reachable(length) for length in range(401)} - {0})
+    assert kept == [310, 360, 390, 400]
+    assert session.num_bytes <= 401 * model.cell_bytes + model.state_bytes + 401 * 2 * 32 * 4
+    assert model.state_bytes == 2 * 5 * 2 * 32 * 4  # layers, states, taps before a row, channels
+
+
+def test_pending_rows_have_a_bound(path_of: Callable[[str], Path]) -> None:
+    model, plain = _core.Model(path_of("lfm2")), Plain(path_of("lfm2"))
+    session = Session(model)
+    tokens = np.random.default_rng(4).integers(0, 4, 1300)
+    chain = np.arange(-1, 1299)
+    with pytest.raises(ValueError, match="has 512 pending rows at most"):
+        session.evaluate(tokens, chain, 0)
+    with pytest.raises(ValueError, match="has 512 pending rows at most"):
+        _core.run([Work.read(session, tokens)])
+    assert (session.num_pending, len(session.tokens)) == (0, 0)
+    session.prefill(tokens)
+    in_trees = Session(model)
+    for first in range(0, 1300, MOST_PENDING):
+        piece = tokens[first : first + MOST_PENDING]
+        in_trees.evaluate(piece, chain[: len(piece)], 0)
+        in_trees.commit(range(len(piece)))
+    for text in (session, in_trees):
+        assert text.tokens.tolist() == tokens.tolist()
+        assert_goes_on_plainly(text, plain)
+
+
+def test_a_failed_pass_leaves_the_text_as_it_was(path_of: Callable[[str], Path]) -> None:
+    model, plain = _core.Model(path_of("lfm2")), Plain(path_of("lfm2"))
+    session = Session(model)
+    tokens = np.random.default_rng(5).integers(0, 4, 40)
+    session.prefill(tokens[:20])
+    session.evaluate([1, 2], [-1, 0], 0)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        session.evaluate([1, -5], [-1, 0])
+    session.commit([0])
+    assert_goes_on_plainly(session, plain)
+
+
+def test_stretching_is_for_timing_alone(path_of: Callable[[str], Path]) -> None:
+    model, plain = _core.Model(path_of("lfm2")), Plain(path_of("lfm2"))
+    session = Session(model)
+    session.prefill([1, 2, 3])
+    session.stretch(100)
+    session.evaluate([1], [-1])
+    assert np.isfinite(session.logits(0)).all()
+    assert session.rewind(0) == 0
+    session.prefill([1, 2])
+    assert_goes_on_plainly(session, plain)
