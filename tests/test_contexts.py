@@ -602,15 +602,6 @@ def bundled(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, seed=5)], ids=["greedy", "warm"])
-def test_texts_in_forked_contexts(bundled: Engine, sampling: SamplingConfig) -> None:
-    for prompt in PROMPTS:
-        result = bundled.generate(prompt, max_tokens=40, sampling=sampling)
-        assert result.tokens == cold(bundled, prompt, 40, sampling)
-    assert result.stats.reused_tokens == len(bundled.encode(PROMPTS[1])) > 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, seed=5)], ids=["greedy", "warm"])
 def test_texts_forked_from_running_ones(bundled: Engine, sampling: SamplingConfig) -> None:
     streams = []
     for prompt in PROMPTS:

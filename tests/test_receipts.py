@@ -102,21 +102,6 @@ def test_how_a_text_was_made_leaves_no_trace(engine: Engine, sampled: Receipt, o
     assert made.to_json() == sampled.to_json()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kernel", _core.kernels())
-def test_kernels_and_threads(
-    monkeypatch: pytest.MonkeyPatch, path: Path, sampled: Receipt, kernel: str, threads: int
-) -> None:
-    monkeypatch.setenv("PYSTAGED_KERNEL", kernel)
-    with pystaged.load(path, num_threads=threads) as engine:
-        assert engine.model.kernel == kernel
-        assert pystaged.repeat(engine, sampled) is None
-        assert pystaged.repeat(engine, sampled, speculate=False) is None
-        again = engine.generate(list(sampled.prompt), max_tokens=40, **OPTIONS["sampled"])
-        assert again.receipt.to_json() == sampled.to_json()
-
-
 def test_texts_that_share_passes(engine: Engine, sampled: Receipt) -> None:
     options = OPTIONS["sampled"] | {"seed": 5}
     several = engine.generate([PROMPT, "and the ", "e"], n=3, max_tokens=40, **options)

@@ -39,7 +39,6 @@ from pystaged.cli import app
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.decoding.requests import finish
 from pystaged.drafting.model import ModelProposer
 from pystaged.loading import names
 from pystaged.loading.progress import Progress
@@ -56,29 +55,6 @@ def quiet(doing: str, done: float, left: float) -> None:
 
 
 # ---- Our own ways ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_all_ways_write_the_same(sampling: SamplingConfig) -> None:
-    setup = {"model": "bundled", "draft": "bundled", "threads": 0, "n_ctx": 256, "accept": [0.9, 0.5]}
-    runner = Runner(setup)
-    prompt = list(range(100, 120))
-    job = {"prompt": prompt, "sampling": sampling, "max_tokens": 24}
-    plain = runner.run(job | {"way": "plain"})
-    assert (len(plain.tokens), plain.counted, plain.steps) == (24, 24, 24)
-    for way in [*methods.OURS, "synthetic"]:
-        found = runner.run(job | {"way": way})
-        assert found.tokens == plain.tokens
-        assert sum(found.emitted.values()) == 24
-        assert sum(found.parts.values()) == pytest.approx(found.seconds)
-        assert min(found.parts.values()) >= 0
-        assert found.first_token_seconds > 0
-        if way in ("chain", "tree"):
-            assert found.emitted["ngram"] == 0
-        if way == "n-grams":
-            assert found.emitted["draft"] == 0
-    runner.close()
 
 
 def test_what_was_continued_before_is_remembered_and_what_is_measured_is_not(
@@ -114,16 +90,6 @@ def memory_of(runner: Runner) -> bytes:
     """All that is remembered."""
     memory = runner._bundle.recycled
     return b"".join(each.tobytes() for each in memory.entries()) if memory else b""
-
-
-def test_a_chain_is_a_chain() -> None:
-    runner = Runner({"model": "bundled", "draft": "bundled", "threads": 0, "n_ctx": 128})
-    decoder = runner._decoder("chain")
-    finish(decoder.start(np.arange(100, 110, dtype=np.int32)))
-    for _ in range(10):
-        tree = finish(decoder.step(GREEDY, 16)).tree
-        assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
-    decoder.close()
 
 
 @pytest.mark.parametrize("with_draft", [True, False])

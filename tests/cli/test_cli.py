@@ -27,7 +27,6 @@ from pystaged import _core, cli
 from pystaged.cli import generate, several
 from pystaged.cli.prompts import Asked
 from pystaged.config import GenerationConfig
-from pystaged.loading import names
 from pystaged.streams import Stream
 
 PROMPT = "the tree then "
@@ -130,18 +129,6 @@ def test_generate_from_standard_input(path: Path, result: pystaged.GenerationRes
     assert (done.returncode, done.stdout.decode()) == (0, result.text + "\n")
     assert f"{len(result.tokens)} tokens" in done.stderr.decode()
     assert b"\x1b" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_the_default_model() -> None:
-    """SmolLM2 where it is installed, else the bundled pair."""
-    prompt = "def f(\u00e9):\n"
-    done = run("generate", prompt, "--max-tokens", "8")
-    default = names.default_model(lambda _: None)
-    assert (done.returncode, done.stdout.decode()) == (
-        0,
-        pystaged.generate(prompt, model=default, max_tokens=8).text + "\n",
-    )
 
 
 def test_json(path: Path, result: pystaged.GenerationResult) -> None:
@@ -653,14 +640,6 @@ def test_info_of_mixed_types(tmp_path: Path) -> None:
     q8_0, q4_0, f16 = (300 * 64 + 2 * 64 * 64 + 32 * 64 + 2 * 96 * 64) * 34, 96 * 64 * 18, 32 * 64 * 2 * 32
     total = q8_0 + q4_0 + f16
     assert f"q8_0 {q8_0 / total:.1%} f16 {f16 / total:.1%} q4_0 {q4_0 / total:.1%}, " in shown
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", _core.kernels())
-def test_info_with_a_kernel(path: Path, kernel: str) -> None:
-    shown = run("info", path, PYSTAGED_KERNEL=kernel).stdout.decode()
-    (line,) = [line for line in shown.splitlines() if line.startswith("kernel")]
-    assert line.split()[1] == kernel
 
 
 @pytest.mark.parametrize("command", [["info"], ["generate", PROMPT, "--model"]], ids=["info", "generate"])

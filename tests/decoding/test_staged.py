@@ -143,20 +143,6 @@ def test_max_tokens_inside_a_path() -> None:
             assert staged.finish_reason == "length"
 
 
-@pytest.mark.slow
-def test_end_of_text_inside_the_tree(random_gguf: Callable[..., Path]) -> None:
-    path = random_gguf("F32", vocab_size=257, width=32, heads=2)
-    ended = 0
-    with pystaged.load(path, draft=path, policy=TREE) as engine:
-        for seed in range(60):
-            options = {"max_tokens": 60, "temperature": 1.0, "seed": seed}
-            staged = engine.generate("ab", **options)
-            plain = engine.generate("ab", **options, speculate=False)
-            assert (staged.tokens, staged.text, staged.finish_reason) == (plain.tokens, plain.text, plain.finish_reason)
-            ended += staged.finish_reason == "stop"
-    assert ended > 3
-
-
 def test_draft_with_a_shorter_context_than_the_target(random_gguf: Callable[..., Path]) -> None:
     target, draft = random_gguf("F32", context=96), random_gguf("F32", context=24, seed=1)
     with pystaged.load(target, draft=draft, policy=TREE) as engine:
