@@ -9,10 +9,8 @@ import json
 import re
 import sys
 import threading
-import weakref
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +31,8 @@ if TYPE_CHECKING:
 _KEY = "pystaged"
 _LOADING = ("draft", "device", "n_ctx")
 
-_engines: dict[str, _Loaded] = {}
-_loading = threading.RLock()  # one model at a time
-_bookkeeping = (
-    threading.RLock()
-)  # never held for long, because the garbage collector may end a dropped response in any thread
+_engines: dict[str, tuple[dict[str, Any], Engine]] = {}  # with their loading options
+_loading = threading.Lock()  # one model at a time
 
 
 @llm.hookimpl
@@ -149,8 +144,8 @@ class Pystaged(_Common, llm.Model):
     ) -> Iterator[str | StreamEvent]:
         """Stream the answer."""
         del stream, conversation
-        with _errors(), closing(_User()) as user:
-            engine = user.engine(self._name, prompt.options)
+        with _errors():
+            engine = _engine(self._name, prompt.options)
             with engine.stream_chat(**_arguments(engine, prompt)) as pieces:
                 for piece in pieces:
                     yield piece.text
@@ -173,67 +168,24 @@ class AsyncPystaged(_Common, llm.AsyncModel):
         import asyncio  # noqa: PLC0415
 
         del stream, conversation
-        with _errors(), closing(_User()) as user:
-            engine = await asyncio.to_thread(user.engine, self._name, prompt.options)
+        with _errors():
+            engine = await asyncio.to_thread(_engine, self._name, prompt.options)
             async with engine.astream_chat(**_arguments(engine, prompt)) as pieces:
                 async for piece in pieces:
                     yield piece.text
             yield _end(engine, pieces.result, response)
 
 
-class _User:
-    """A user of an engine, until it is closed."""
+def _engine(name: str, options: Any) -> Engine:
+    """The engine of a model; for other loading options, a new one. The old one is freed after its last text."""
+    import pystaged  # noqa: PLC0415
 
-    def __init__(self) -> None:
-        self._loaded: _Loaded | None = None
-
-    def engine(self, name: str, options: Any) -> Engine:
-        """The engine of a model; for other loading options, a new one. The old one is closed after its last use."""
-        import pystaged  # noqa: PLC0415
-
-        wanted = options.of_loading()
-        with _loading:
-            with _bookkeeping:
-                loaded = _engines.get(name)
-                if loaded and loaded.options == wanted:
-                    return self._use(loaded)
-                if loaded:
-                    del _engines[name]
-                    loaded.is_old = True
-            if loaded:
-                loaded.close_if_done()
-            fresh = _Loaded(wanted, pystaged.load(name, report=_report, **wanted))
-            with _bookkeeping:
-                _engines[name] = fresh
-                return self._use(fresh)
-
-    def _use(self, loaded: _Loaded) -> Engine:
-        loaded.users.add(self)
-        self._loaded = loaded
-        return loaded.engine
-
-    def close(self) -> None:
-        """End the use of the engine."""
-        with _bookkeeping:
-            loaded = self._loaded
-            if loaded:
-                loaded.users.discard(self)
-        if loaded:
-            loaded.close_if_done()
-
-
-@dataclass
-class _Loaded:
-    """An engine, its loading options, and its users, held weakly because one that is cancelled may never close."""
-
-    options: dict[str, Any]
-    engine: Engine
-    users: weakref.WeakSet[_User] = field(default_factory=weakref.WeakSet)
-    is_old: bool = False
-
-    def close_if_done(self) -> None:
-        if self.is_old and not self.users:
-            self.engine.close()
+    wanted = options.of_loading()
+    with _loading:
+        if name not in _engines or _engines[name][0] != wanted:
+            _engines.pop(name, None)  # before the new one is loaded
+            _engines[name] = wanted, pystaged.load(name, report=_report, **wanted)
+        return _engines[name][1]
 
 
 def _report(line: str) -> None:

@@ -39,8 +39,8 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     manager.add_hookspecs(hookspecs)
     manager.register(llm_plugin)
     yield
-    for loaded in llm_plugin._engines.values():
-        loaded.engine.close()
+    for _, loaded in llm_plugin._engines.values():
+        loaded.close()
     llm_plugin._engines.clear()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +19,7 @@ import llm
 import pytest
 from llm.parts import AttachmentPart, Message, ReasoningPart, TextPart
 from pydantic import ValidationError
+from support.scheduling import wait_until
 
 import pystaged
 from pystaged import llm_plugin
@@ -51,8 +54,8 @@ def model_file(random_gguf: Callable[..., Path]) -> Iterator[Path]:
     path.parent.mkdir(parents=True)
     shutil.copy(random_gguf("Q8_0", context=512), path)
     yield path
-    for loaded in llm_plugin._engines.values():
-        loaded.engine.close()
+    for _, loaded in llm_plugin._engines.values():
+        loaded.close()
     llm_plugin._engines.clear()
     shutil.rmtree(path.parent.parent)
 
@@ -179,27 +182,28 @@ def test_what_was_kept_with_an_answer_may_be_anything(
     assert model.prompt("Go on", messages=messages, max_tokens=4).text() == plain.text
 
 
-def test_an_engine_that_is_used_is_not_closed(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+def test_an_engine_is_freed_after_its_last_text(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
     expected = engine.chat(asked("Hello"), max_tokens=24).text
     first = iter(model.prompt("Hello", max_tokens=24))
     text = next(first)
-    old = llm_plugin._engines[NAME].engine
+    old = weakref.ref(llm_plugin._engines[NAME][1])
     model.prompt("Hello", max_tokens=1, temperature=1).text()
-    assert (llm_plugin._engines[NAME].engine, old.n_ctx) == (old, 512)
+    assert llm_plugin._engines[NAME][1] is old()
     assert model.prompt("Hello", max_tokens=24, n_ctx=128).text() == expected
-    assert llm_plugin._engines[NAME].engine.n_ctx == 128
+    assert llm_plugin._engines[NAME][1].n_ctx == 128
+    assert old() is not None
     assert text + "".join(first) == expected
-    with pytest.raises(ValueError, match="closed"):
-        old.generate("Hello")
+    del first
+    wait_until(lambda: gc.collect() >= 0 and old() is None)
     # So is one of a response that nobody reads on.
     first = iter(model.prompt("Hello", max_tokens=24, n_ctx=128))
     next(first)
-    old = llm_plugin._engines[NAME].engine
+    old = weakref.ref(llm_plugin._engines[NAME][1])
     model.prompt("Hello", max_tokens=1).text()
-    assert old.generate("Hello", max_tokens=1).tokens
+    assert old() is not None
     first.close()  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="closed"):
-        old.generate("Hello")
+    del first
+    wait_until(lambda: gc.collect() >= 0 and old() is None)
 
 
 def test_two_ways_to_load_at_once(engine: pystaged.Engine) -> None:
@@ -209,8 +213,7 @@ def test_two_ways_to_load_at_once(engine: pystaged.Engine) -> None:
         return await asyncio.gather(*(response.text() for response in responses))
 
     assert asyncio.run(both()) == [engine.chat(asked("Hello"), max_tokens=24).text] * 2
-    with llm_plugin._bookkeeping:
-        assert len(llm_plugin._engines) == 1
+    assert len(llm_plugin._engines) == 1
 
 
 def test_asynchronously(model: llm_plugin.Pystaged) -> None:
