@@ -1,100 +1,26 @@
-"""Recipes of the repository's models folder, in processes of their own."""
+"""The recipe of the package's draft head."""
 
 from __future__ import annotations
 
-import pickle
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from support.checkpoints import config, weights, write_checkpoint, write_weights
-from support.convert import convert
-from support.family_reference import FamilyReference
-from support.logits import engine_logits, llama_logits
 from support.random_models import RandomModel, add_vocabulary, write
 
 import pystaged
 from pystaged._core import DraftHead, Model
 from pystaged.decoding.policy import FixedPolicy
+from pystaged.distill import prompts
 
 REPOSITORY = Path(__file__).parents[2]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
 )
-TOKENS = [5, 17, 255, 0, 298, 42, 42, 7, 130, 61, 3]
 
 pytestmark = pytest.mark.skipif(not (REPOSITORY / "models" / "grow.py").exists(), reason="only in the repository")
-
-
-def run(recipe: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"models.{recipe}", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-
-
-@pytest.fixture(params=[True, False], ids=["tied", "separate-head"])
-def target(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A tiny model with likes and dislikes, so that there is something to learn."""
-    shape = {"tie_word_embeddings": request.param}
-    folder = write_checkpoint(tmp_path / "checkpoint", **shape)
-    arrays = weights(config(**shape))
-    arrays["transformer.wte.weight" if request.param else "lm_head.weight"] *= 4
-    write_weights(folder, arrays)
-    convert(folder, tmp_path / "target.gguf", quantization="F16")
-    return tmp_path / "target.gguf"
-
-
-@pytest.mark.slow
-def test_distill(target: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    out = tmp_path / "draft.gguf"
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("the tree then another tree and the other then " * 20)
-    done = run(
-        *("distill", "--target", target, "--out", out, "--draft-shape", "1x32x2", "--type", "F16", "--device", "cpu"),
-        *("--steps", 60, "--texts", 16, "--length", 48, "--threads", 1, "--prompts", prompts),
-    )
-    assert done.returncode == 0, done.stderr
-    before, after = (float(re.search(rf"{when}: ([\d.]+) nats", done.stdout)[1]) for when in ("before", "after"))
-    assert 0 < after < 0.8 * before
-    logits = FamilyReference(out, half=False).logits(TOKENS)
-    (llama,) = llama_logits(out, [TOKENS])
-    assert np.abs(llama - logits).max() <= 0.05
-    assert np.abs(engine_logits(out, TOKENS) - logits).max() <= 0.05
-    with pystaged.load(target, draft=out) as engine:
-        assert engine.generate("the tree", max_tokens=20).tokens
-
-
-def test_a_checkpoint_is_read_without_running_what_it_holds(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    import models.model as model  # noqa: PLC0415, PLR0402
-
-    config = model.Config(width=8, layers=1, heads=1, vocab_size=60, context=16, tied=False)
-    saved = model.GPT(config)
-    model.save(saved, tmp_path / "model.pt")
-    read = model.load(tmp_path / "model.pt")
-    assert read.config == config
-    for name, value in saved.state_dict().items():
-        assert torch.equal(read.state_dict()[name], value), name
-
-    torch.save({"config": _Evil(tmp_path / "run")}, tmp_path / "evil.pt")
-    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-        model.load(tmp_path / "evil.pt")
-    assert not (tmp_path / "run").exists()
-
-
-class _Evil:
-    """Makes a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[object, tuple[Path]]:
-        return Path.touch, (self._path,)
 
 
 @pytest.mark.slow
@@ -113,7 +39,7 @@ def test_a_draft_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = RandomModel("llama", layers=3, head_dim=32, vocab_size=400, context=512, vocabulary=vocabulary)
     target = write(tmp_path / "target.gguf", model, likes)
     monkeypatch.setattr(answers, "ANSWERS", 8)
-    monkeypatch.setattr(answers, "documentation", lambda: iter(["A tree has leaves. It grows where there is light."]))
+    monkeypatch.setattr(prompts, "_documentation", lambda: iter(["A tree has leaves. It grows where there is light."]))
     folder, out = tmp_path / "answers", tmp_path / "head.gguf"
     answers.main([str(target), str(folder), "--files", "5"])
     files = sorted(folder.iterdir())
