@@ -550,8 +550,6 @@ class Session:
         Raises:
             ValueError: fewer tokens are committed.
         """
-    def truncate(self, length: int) -> int:
-        """Another name of rewind, for one release."""
     def fork(self, length: int) -> Session:
         """A session of as many positions that begins with the first `length` committed tokens, or as many of them as
         are reachable; nothing is computed.

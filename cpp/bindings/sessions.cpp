@@ -248,7 +248,6 @@ void add_sessions(py::module_& m) {
         .def("discard", &Session::discard, py::call_guard<py::gil_scoped_release>())
         .def("reachable", &Session::reachable, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("rewind", &Session::rewind, py::arg("length"), py::call_guard<py::gil_scoped_release>())
-        .def("truncate", &Session::rewind, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("fork", &Session::fork, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("stretch", &Session::stretch, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())

@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ _ROWS = 64  # rows of one prefill pass
 _HELLO = 14  # command number, the same in every version of the protocol
 _CAPABILITIES = 24  # bytes
 KEPT = ...  # stands in calls for the sampling that the host has stored
+_PROPERTIES = ("tokens", "num_pending", "closed")
+_METHODS = ("evaluate", "commit", "discard", "rewind", "stretch", "logits")
 
 
 def endpoints(device: str) -> list[str]:
@@ -122,28 +125,12 @@ class Servers:
 
 
 class RemoteModel:
-    """Stands in for _core.Model."""
+    """Stands in for _core.Model: has its properties."""
 
-    name: str
-    kernel: str
-    num_threads: int
-    file_bytes: int
-    weight_bytes: int
-    weight_types: dict[str, int]
+    # The others are there, too.
     vocab_size: int
-    max_context: int
-    width: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_width: int
+    weight_bytes: int
     cell_bytes: int
-    matrix_bytes: int
-    is_mapped: bool
-    kv: str
-    architecture: str
-    devices: list[str]
 
     def __init__(self, path: bytes, kernel: str, num_threads: int, device: str) -> None:
         self.servers = Servers(device)
@@ -181,24 +168,17 @@ class RemoteSession:
             self.rewind(length)
             raise
 
-    def evaluate(self, tokens: object, parents: object, num_logits: int | None = None) -> None:
-        self._call("evaluate", tokens, parents, num_logits)
-
     def candidates(
         self,
         rows: Sequence[int],
         k: int,
         sampling: Sampling | Sequence[Sampling],
         masks: NDArray[np.uint32] | None = None,
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        found: tuple[NDArray[np.int32], NDArray[np.float32]] = self._call(
-            "candidates", rows, k, self._told(sampling), masks
-        )
-        return found
+    ) -> Any:
+        return self._call("candidates", rows, k, self._told(sampling), masks)
 
-    def follow(self, sampling: Sampling, root: int = 0) -> tuple[Any, ...]:
-        followed: tuple[Any, ...] = self._call("follow", self._told(sampling), root)
-        return followed
+    def follow(self, sampling: Sampling, root: int = 0) -> Any:
+        return self._call("follow", self._told(sampling), root)
 
     def verify(
         self,
@@ -207,31 +187,19 @@ class RemoteSession:
         sampling: Sampling,
         num_candidates: int = 0,
         masks: NDArray[np.uint32] | None = None,
-    ) -> tuple[Any, ...]:
-        verified: tuple[Any, ...] = self._call("verify", tokens, parents, self._told(sampling), num_candidates, masks)
-        return verified
-
-    def commit(self, path: object) -> None:
-        self._call("commit", path)
-
-    def discard(self) -> None:
-        self._call("discard")
-
-    def rewind(self, length: int) -> int:
-        reached: int = self._call("rewind", length)
-        return reached
-
-    truncate = rewind
+    ) -> Any:
+        return self._call("verify", tokens, parents, self._told(sampling), num_candidates, masks)
 
     def reachable(self, length: int) -> int:
         return length
 
-    def stretch(self, length: int) -> None:
-        self._call("stretch", length)
-
-    def logits(self, row: int) -> NDArray[np.float32]:
-        values: NDArray[np.float32] = self._call("logits", row)
-        return values
+    def __getattr__(self, name: str) -> Any:
+        """A property, or a method whose arguments are sent as they are."""
+        if name in _PROPERTIES:
+            return self._servers.call("get", self._id, name)
+        if name in _METHODS:
+            return partial(self._call, name)
+        raise AttributeError(f"a session on an RPC server has no {name}")
 
     def close(self) -> None:
         try:
@@ -240,21 +208,8 @@ class RemoteSession:
             return  # the server is gone, and the session with it
 
     @property
-    def tokens(self) -> NDArray[np.int32]:
-        values: NDArray[np.int32] = self._servers.call("get", self._id, "tokens")
-        return values
-
-    @property
     def cell_bytes(self) -> int:
         return self._model.cell_bytes
-
-    @property
-    def num_pending(self) -> int:
-        return int(self._servers.call("get", self._id, "num_pending"))
-
-    @property
-    def closed(self) -> bool:
-        return bool(self._servers.call("get", self._id, "closed"))
 
     def _told(self, sampling: Sampling | Sequence[Sampling]) -> object:
         """Send a sampling to the host if it is new, and return its stand-in. It is sent once, because its rules may
