@@ -96,7 +96,6 @@ def distill(
             report(f"stopped; the same command goes on from what is in {work}")
             raise typer.Exit(130) from None
         job.export(target, quantization.upper())
-    report(f"{target}: {target.stat().st_size / 1e6:.1f} MB")
     report(f"answers and checkpoint may go: {work}")
 
 

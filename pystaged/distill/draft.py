@@ -286,21 +286,3 @@ def compared(draft: BlockDraft, logits: Any, likeliest: Any, logprobs: Any) -> t
     surprise = -(p * log_q).sum(-1)
     common = torch.minimum(p, log_q.exp()).sum(-1)
     return surprise, common, draft.tokens[logits.argmax(-1)] == likeliest[..., 0]
-
-
-def accepted(draft: BlockDraft, y: Any, anchors: Sequence[int], tokens: Any) -> list[int]:
-    """How many tokens of the greedy chain from each anchor are the text's.
-
-    Args:
-        y: [a, block, width], as from forward. tokens: int64[n], of the text.
-    """
-    before = tokens[torch.tensor(anchors)]
-    guesses = []
-    for place in range(y.shape[1]):
-        before = draft.tokens[draft.logits(y[:, place], before).argmax(-1)]
-        guesses.append(before)
-    text = tokens.tolist()
-    return [
-        next((i for i, guess in enumerate(row) if text[anchor + 1 + i : anchor + 2 + i] != [guess]), len(row))
-        for anchor, row in zip(anchors, torch.stack(guesses, 1).tolist(), strict=True)
-    ]

@@ -18,6 +18,7 @@ from pystaged import _core
 from pystaged.distill import plan as plans
 from pystaged.distill.answers import Answers, Asker, Writer
 from pystaged.distill.draft import TAPS, BlockDraft, Target, commonest, layers_of, shape_for
+from pystaged.distill.evaluate import gains
 from pystaged.distill.export import export
 from pystaged.distill.plan import Plan
 from pystaged.distill.prompts import read_prompts
@@ -25,6 +26,7 @@ from pystaged.distill.train import Report, Trainer, best_device, steps_of, train
 from pystaged.files import check_room
 from pystaged.loading.progress import Progress
 
+_EVALUATED = 12  # prompts
 _EVERY = 300.0  # seconds between two lines, and two checkpoints
 
 
@@ -46,7 +48,8 @@ class Job:
         self, path: Path, folder: Path, prompts: Path | None, device: str, threads: int, report: Callable[[str], None]
     ) -> None:
         torch.set_num_threads(threads or _core.physical_cores())
-        self._path, self._folder, self._prompts, self._report = path, folder, prompts, report
+        self._path, self._folder, self._prompts = path, folder, prompts
+        self._threads, self._report = threads, report
         self._device = best_device() if device == "auto" else device
         try:
             torch.empty(1, device=self._device)
@@ -162,11 +165,18 @@ class Job:
                 progress("learning", step, steps)
 
     def export(self, path: Path, quantization: str) -> None:
-        """Evaluate the draft and write it."""
-        self._report(f"held out: {_figures(self._trainer.report(len(self._answers.texts([0]))))}")
-        if tokens := self._trainer.tokens_per_step():
-            self._report(f"a chain of its best guesses gives {tokens:.2f} tokens per step in greedy answers")
+        """Write the draft, and tell what it brings on held-out prompts."""
+        texts = self._answers.texts([0])
+        self._report(f"held out: {_figures(self._trainer.report(len(texts)))}")
         export(self._trainer.draft, self._answers.scale, path, self._path, self._model, quantization)
+        self._report(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+        held_out = [self._answers.text(which) for which in texts[:_EVALUATED]]
+        prompts = [text.tokens[: text.prompt].tolist() for text in held_out]
+        for sampling, gain in gains(self._path, path, prompts, self._threads, self._report).items():
+            self._report(
+                f"{len(prompts)} answers to held-out prompts, {sampling}: {gain.tokens_per_step:.2f} tokens per step, "
+                f"{gain.staged:.1f} seconds instead of {gain.plain:.1f}"
+            )
 
 
 def _figures(figures: Report) -> str:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pystaged.distill.answers import Answers, Text
-from pystaged.distill.draft import Batch, BlockDraft, Target, accepted, compared
+from pystaged.distill.draft import Batch, BlockDraft, Target, compared
 from pystaged.files import whole_file
 
 SPACING = 8  # tokens of an answer for each anchor
@@ -106,26 +106,6 @@ class Trainer:
                 sums += torch.stack([each.sum((0, 1)) for each in found])
         same, common = (sums[:2] / sums[2].clamp(min=1)).tolist()
         return Report(same, common)
-
-    def tokens_per_step(self) -> float:
-        """Tokens that a step gives when the greedy chain of a block is verified, in greedy held-out answers; 0 where
-        there are none."""
-        tokens = steps = 0
-        for text in (self._answers.text(which) for which in self._held_out):
-            if not text.greedy:
-                continue
-            anchors = list(range(text.prompt - 1, len(text.tokens) - 1))
-            found: list[int] = []
-            for i in range(0, len(anchors), 32):
-                batch = self._blocks([text], [anchors[i : i + 32]], np.zeros(1, np.int64), np.zeros(1, np.int64))
-                with torch.no_grad(), self._autocast():
-                    y = self.draft(batch.to(self._device))[0]
-                    found += accepted(self.draft, y, anchors[i : i + 32], text.tokens.to(self._device))
-            at = 0
-            while at < len(found):
-                at, steps = at + found[at] + 1, steps + 1
-            tokens += len(found)
-        return tokens / max(1, steps)
 
     def save(self, path: Path) -> None:
         """Write a checkpoint."""
