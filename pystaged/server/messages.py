@@ -104,9 +104,14 @@ class MessageUsage(TypedDict):
     """Token counts; reused prompt tokens are counted separately."""
 
     input_tokens: int
+    cache_creation: None
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    inference_geo: None
     output_tokens: int
+    output_tokens_details: dict[str, int]
+    server_tool_use: None
+    service_tier: None
 
 
 class Message(TypedDict):
@@ -119,6 +124,8 @@ class Message(TypedDict):
     content: list[dict[str, Any]]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
+    stop_details: None
+    container: None
     usage: MessageUsage
 
 
@@ -255,7 +262,7 @@ class MessageAnswer(EventAnswer):
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
         content = [self._block(block) for block in self.read(i, result).blocks]
-        content = content or [{"type": "text", "text": ""}]
+        content = content or [self._block(turn.Block("text", 0))]
         return {**self._message(result, content), **self._reason(i, result)}
 
     def first_parts(self, i: int) -> list[dict[str, Any]]:
@@ -281,17 +288,17 @@ class MessageAnswer(EventAnswer):
         empty = turn.Block("text", 0)
         return [
             *([] if self.readers[i].blocks else [*self.opened(i, empty), *self.closed(i, empty, result)]),
-            {"type": "message_delta", "delta": self._reason(i, result), "usage": _usage(result)},
+            {"type": "message_delta", "delta": self._reason(i, result), "usage": self._tokens(result)},
             {"type": "message_stop"},
         ]
 
     def _block(self, block: turn.Block) -> dict[str, Any]:
         if block.kind == "text":
-            return {"type": "text", "text": block.text}
+            return {"type": "text", "text": block.text, "citations": None}
         if block.kind == "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         name = {"id": self.call_id("toolu", 0, block), "name": block.name}
-        return {"type": "tool_use", **name, "input": read_arguments(block.text)}
+        return {"type": "tool_use", **name, "input": read_arguments(block.text), "caller": {"type": "direct"}}
 
     def _message(self, result: GenerationResult, content: list[dict[str, Any]]) -> Message:
         return {
@@ -302,7 +309,9 @@ class MessageAnswer(EventAnswer):
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(result),
+            "stop_details": None,
+            "container": None,
+            "usage": self._tokens(result),
         }
 
     def _reason(self, i: int, result: GenerationResult) -> dict[str, Any]:
@@ -314,12 +323,16 @@ class MessageAnswer(EventAnswer):
             reason = "stop_sequence" if own else "max_tokens"
         return {"stop_reason": reason, "stop_sequence": own}
 
-
-def _usage(result: GenerationResult) -> MessageUsage:
-    stats = result.stats
-    return {
-        "input_tokens": stats.prompt_tokens - stats.reused_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": stats.reused_tokens,
-        "output_tokens": stats.new_tokens,
-    }
+    def _tokens(self, result: GenerationResult) -> MessageUsage:
+        stats = result.stats
+        return {
+            "input_tokens": stats.prompt_tokens - stats.reused_tokens,
+            "cache_creation": None,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": stats.reused_tokens,
+            "inference_geo": None,
+            "output_tokens": stats.new_tokens,
+            "output_tokens_details": {"thinking_tokens": self.reasoning_tokens()},
+            "server_tool_use": None,
+            "service_tier": None,
+        }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -124,6 +125,8 @@ class Response(TypedDict):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
+    background: bool
     status: Literal["in_progress", "completed", "incomplete"]
     error: None
     incomplete_details: dict[str, str] | None
@@ -141,6 +144,13 @@ class Response(TypedDict):
     tool_choice: Any
     tools: list[Any]
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    top_logprobs: int
+    max_tool_calls: None
+    service_tier: Literal["default"]
+    safety_identifier: str | None
+    prompt_cache_key: str | None
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     timings: NotRequired[Timings]
@@ -354,17 +364,19 @@ class ResponseAnswer(EventAnswer):
         output = [self._item(block, "completed") for block in blocks]
         if output:
             output[-1]["status"] = status
-        choice = request.tool_choice or "auto"
+        choice, given = request.tool_choice or "auto", request.model_extra or {}
         return {
             "id": f"resp_{self.key}",
             "object": "response",
             "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "background": False,
             "status": status,
             "error": None,
             "incomplete_details": _incomplete(result) if result is not None and is_cut else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
-            "metadata": (request.model_extra or {}).get("metadata") or {},
+            "metadata": given.get("metadata") or {},
             "model": self.state.settings.name,
             "output": output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
@@ -374,8 +386,15 @@ class ResponseAnswer(EventAnswer):
             "temperature": sampling.temperature,
             "text": {"format": form.model_dump(exclude_none=True, by_alias=True) if form else {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True),
-            "tools": [tool.model_dump(exclude_unset=True) for tool in request.tools or []],
+            "tools": [_told(tool) for tool in request.tools or []],
             "top_p": sampling.top_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "top_logprobs": 0,
+            "max_tool_calls": None,
+            "service_tier": "default",
+            "safety_identifier": given.get("safety_identifier"),
+            "prompt_cache_key": given.get("prompt_cache_key"),
             "truncation": "disabled",
             "usage": self._tokens(result) if result is not None else None,
         }
@@ -395,6 +414,12 @@ def _incomplete(result: GenerationResult) -> dict[str, str]:
     """OpenAI's reason for an incomplete answer, and whether a loop was the cause."""
     found = {"reason": "max_output_tokens"}
     return found | {"stop_reason": ended(result)["stop_reason"]} if result.finish_reason == "loop" else found
+
+
+def _told(tool: ResponseTool) -> dict[str, Any]:
+    """A tool of the request; a function has all its members."""
+    members: dict[str, Any] = dict.fromkeys(("description", "parameters", "strict") if tool.type == "function" else ())
+    return members | tool.model_dump(exclude_unset=True)
 
 
 def _part(block: Block) -> dict[str, Any]:
