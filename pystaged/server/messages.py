@@ -13,7 +13,7 @@ from pystaged.result import GenerationResult
 from pystaged.server import chats
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.options import chat_request, refuse
-from pystaged.server.request_types import MOST_TOOLS, ChatRequest, Open, ToolName, TurnRequest
+from pystaged.server.request_types import MOST_TOOLS, ChatRequest, Open, ToolName, TurnRequest, only
 from pystaged.server.state import State
 from pystaged.server.turn_answer import EventAnswer, is_begun, read_arguments
 
@@ -38,7 +38,7 @@ class Block(Open):
     name: str = ""
     input: dict[str, Any] = {}  # noqa: RUF012  pydantic copies it
     tool_use_id: str = ""
-    content: str | Annotated[list[Any], Field(max_length=_MOST)] | None = None
+    content: Any = None
 
 
 Content = str | Annotated[list[Block], Field(max_length=_MOST, fail_fast=True)]
@@ -52,10 +52,10 @@ class MessageParam(Open):
 
 
 class MessageTool(Open):
-    """A tool; those of other types than custom are skipped."""
+    """A tool."""
 
     name: ToolName
-    type: str | None = None
+    type: Literal["custom"] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
@@ -94,7 +94,9 @@ class MessageRequest(TurnRequest):
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=4096, fail_fast=True)]
     system: Content | None = None
     stop_sequences: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-    tools: Annotated[list[MessageTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[MessageTool], Field(max_length=MOST_TOOLS, fail_fast=True), only("custom", None)] | None = (
+        None
+    )
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -165,7 +167,7 @@ def _chat(request: MessageRequest) -> ChatRequest:
     for message in request.messages:
         messages += _answered(message) if message.role == "assistant" else _asked(message)
     choice, thinking, output = request.tool_choice, request.thinking, request.output_config
-    tools = [tool for tool in request.tools or [] if tool.type in (None, "custom")]
+    tools = request.tools or []
     more: dict[str, Any] = {
         "stop": request.stop_sequences or None,
         "tools": [_tool(tool) for tool in tools],
@@ -200,8 +202,7 @@ def _asked(message: MessageParam) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for block in message.content:
         if block.type == "tool_result":
-            content = block.content if isinstance(block.content, str) else _text(_blocks(block.content or []))
-            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block.content)})
         elif not found or found[-1]["role"] == "tool":
             found.append({"role": "user", "content": _text([block])})
         else:
@@ -225,11 +226,12 @@ def _answered(message: MessageParam) -> list[dict[str, Any]]:
     return [found | {"content": found["content"] or None, "tool_calls": calls}] if calls else [found]
 
 
-def _blocks(parts: list[Any]) -> list[Block]:
+def _result(content: Any) -> str:
+    """The text of a tool's result."""
     try:
-        return [Block.model_validate(part) for part in parts]
-    except ValidationError:
-        raise ApiError(400, "the content of a tool_result must be text", param="messages") from None
+        return _text(content if isinstance(content, str) else [Block.model_validate(part) for part in content or []])
+    except (ValidationError, TypeError):
+        raise ApiError(400, "messages: the content of a tool_result must be text", param="messages") from None
 
 
 def _text(content: Content) -> str:

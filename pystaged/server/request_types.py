@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from pystaged.options import SAMPLING, Option
 
@@ -29,6 +29,17 @@ def _pairs(value: Any) -> Any:
     if not all(isinstance(each, list) and len(each) == 2 for each in value):
         raise ValueError("must be a dictionary, or a list of pairs of a token and a number")
     return {str(token): -1e30 if bias is False else bias for token, bias in value}
+
+
+def only(*kinds: str | None) -> BeforeValidator:
+    """Skips the items of a list that are of other types: clients send what only their own provider knows."""
+
+    def known(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [each for each in value if not isinstance(each, dict) or each.get("type") in kinds]
+
+    return BeforeValidator(known)
 
 
 class Open(BaseModel):
@@ -166,18 +177,10 @@ class Function(Open):
 
 
 class Tool(BaseModel):
-    """A tool; those that are no functions are skipped."""
+    """A tool."""
 
-    type: str
-    function: Function | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Tool:
-        if self.type == "function" and self.function is None:
-            raise ValueError("a tool of type function needs function")
-        if self.type != "function":
-            self.function = None
-        return self
+    type: Literal["function"]
+    function: Function
 
 
 class ChosenFunction(BaseModel):
@@ -232,7 +235,7 @@ class ChatRequest(TurnRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True), only("function")] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     prediction: Prediction | None = None
     reasoning_effort: str | None = None

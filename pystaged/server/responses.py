@@ -17,7 +17,18 @@ from pystaged.server.answer_types import PromptDetails, Timings
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.figures import usage
 from pystaged.server.options import chat_request, refuse
-from pystaged.server.request_types import MOST_TOOLS, ChatRequest, Open, Part, Parts, ToolName, TurnRequest, joined
+from pystaged.server.request_types import (
+    MOST_TOOLS,
+    ChatRequest,
+    ChosenFunction,
+    Open,
+    Part,
+    Parts,
+    ToolName,
+    TurnRequest,
+    joined,
+    only,
+)
 from pystaged.server.state import State
 from pystaged.server.turn_answer import EventAnswer, read_arguments
 
@@ -30,6 +41,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt": (),
 }
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+_ITEMS = (
+    *(None, "message", "reasoning", "item_reference", "function_call", "function_call_output"),
+    *("custom_tool_call", "custom_tool_call_output"),
+)
 # The arguments of a tool that takes text in place of JSON.
 _INPUT = {
     "type": "object",
@@ -40,7 +55,7 @@ _INPUT = {
 
 
 class InputItem(Open):
-    """A message, reasoning, a call or its result; those that the model need not see are skipped."""
+    """A message, reasoning, a call or its result."""
 
     type: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -67,10 +82,10 @@ class TextConfig(Open):
 
 
 class ResponseTool(Open):
-    """A tool: a function, or a custom tool, which takes text; others are skipped."""
+    """A tool: a function, or a custom tool, which takes text."""
 
-    type: str
-    name: ToolName | None = None
+    type: Literal["function", "custom"]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     format: dict[str, Any] | None = None
@@ -82,7 +97,7 @@ class ResponseToolChoice(Open):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] = "auto"
-    tools: list[ResponseTool] = []  # noqa: RUF012  pydantic copies it
+    tools: list[ChosenFunction] = []  # noqa: RUF012  pydantic copies it
 
 
 class ReasoningConfig(Open):
@@ -94,11 +109,13 @@ class ReasoningConfig(Open):
 class ResponseRequest(TurnRequest):
     """A request to /v1/responses."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4096, fail_fast=True)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4096, fail_fast=True), only(*_ITEMS)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: (
+        Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True), only("function", "custom")] | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     reasoning: ReasoningConfig | None = None
 
@@ -172,6 +189,8 @@ def _chat(request: ResponseRequest) -> ChatRequest:
     else:
         for item in request.input:
             _add(messages, item)
+    while [message["role"] for message in messages[:2]] == ["system", "system"]:  # templates may allow one alone
+        messages[0]["content"] += f"\n\n{messages.pop(1)['content']}"
     for message in messages:
         if message["content"] is None and not message.get("tool_calls"):
             message["content"] = ""
@@ -203,7 +222,7 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
         _assistant(messages)["reasoning_content"] = _text(item.content or item.summary or "")
     elif item.type == "item_reference":
         raise unsupported("input", "nothing is stored here: send the item that item_reference stands for")
-    elif item.type in (None, "message"):
+    else:
         if item.role is None or item.content is None:
             raise ApiError(400, "input: a message needs role and content", param="input")
         if item.role == "assistant":
@@ -231,9 +250,7 @@ def _text(content: str | list[Part]) -> str:
 
 def _tools(request: ResponseRequest) -> tuple[list[dict[str, Any]] | None, Any]:
     """The tools and the choice as in /v1/chat/completions."""
-    tools, choice = [tool for tool in request.tools or [] if tool.type in ("function", "custom")], request.tool_choice
-    if any(tool.name is None for tool in tools):
-        raise ApiError(400, "tools: a tool needs a name", param="tools")
+    tools, choice = request.tools or [], request.tool_choice
     if isinstance(choice, ResponseToolChoice):
         if choice.type == "allowed_tools":
             names = {tool.name for tool in choice.tools}

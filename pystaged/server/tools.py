@@ -63,14 +63,13 @@ class Manner:
 
 
 def offered(request: ChatRequest) -> list[Tool]:
-    """The tools that the model may call; those that are no functions are left out. Raises ApiError for an invalid
-    tool_choice."""
-    tools = [] if request.tool_choice == "none" else [tool for tool in request.tools or [] if tool.function is not None]
+    """The tools that the model may call. Raises ApiError for an invalid tool_choice."""
+    tools = [] if request.tool_choice == "none" else request.tools or []
     if request.tool_choice not in (None, "none", "auto") and not tools:
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
     if isinstance(request.tool_choice, ToolChoice):
         name = request.tool_choice.function.name
-        tools = [tool for tool in tools if tool.function and tool.function.name == name]
+        tools = [tool for tool in tools if tool.function.name == name]
         if not tools:
             raise ApiError(400, f"tool_choice names {name!r}, which is not one of the tools", param="tool_choice")
     return tools
@@ -78,7 +77,7 @@ def offered(request: ChatRequest) -> list[Tool]:
 
 def schemas_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]] | None:
     """The schemas of the tools' arguments; None for no tools."""
-    return {tool.function.name: tool.function.parameters or {} for tool in tools if tool.function} or None
+    return {tool.function.name: tool.function.parameters or {} for tool in tools} or None
 
 
 def told(request: ChatRequest, dialect: Dialect) -> list[dict[str, Any]]:

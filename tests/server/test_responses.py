@@ -65,6 +65,12 @@ def test_parts_instructions_and_earlier_answers(client: openai.OpenAI, engine: E
     ]
     found = client.responses.create(input=asked[1:], instructions="Be brief", **GREEDY)
     assert found.output_text == client.responses.create(input=asked, **GREEDY).output_text
+    # Templates may allow one message of the system, at the beginning.
+    apart = client.responses.create(input=asked, instructions="You are kind.", **GREEDY)
+    assert (
+        apart.output_text
+        == client.responses.create(input=asked[1:], instructions="You are kind.\n\nBe brief", **GREEDY).output_text
+    )
     plain = [("system", "Be brief"), ("user", "Hello"), ("assistant", "Yes?"), ("user", "Go on")]
     expected = engine.chat([{"role": role, "content": content} for role, content in plain], max_tokens=12)
     assert found.output_text == expected.text

@@ -113,7 +113,7 @@ def message(client: anthropic.Anthropic, text: str, *, streams: bool, **options:
         return stream.get_final_message()
 
 
-def response(client: openai.OpenAI, text: str, *, streams: bool, **options: Any) -> Any:
+def response(client: openai.OpenAI, text: str, /, *, streams: bool, **options: Any) -> Any:
     given: Any = {"model": NAME, "input": "Hello", "extra_body": says(text)} | options
     if not streams:
         return client.responses.create(**given)
@@ -505,3 +505,82 @@ def test_a_template_that_writes_tools_but_no_calls(load: Load) -> None:
     with live(engine) as server:
         _, found = server.ask("/v1/chat/completions", {"messages": turns, "max_tokens": 1})
         assert found["usage"]["prompt_tokens"] == len(engine.chat_format.encode(told))
+
+
+def test_what_is_written_is_taken_back(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    """Three turns of an agent, which sends answers back as the client gave them, beside what is not known here."""
+    items: list[Any] = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+    ]
+    tools: list[Any] = [
+        RESPONSE_TOOL | {"strict": False},
+        PATCH | {"format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}},
+        {"type": "local_shell"},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "namespace", "name": "mcp", "tools": [RESPONSE_TOOL]},
+        {"type": "image_generation", "format": "png", "parameters": 3},
+    ]
+    more: Any = {
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "text": {"verbosity": "low"},
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "store": False,
+        "prompt_cache_key": "x",
+    }
+    for turn in range(3):
+        body = says(ANSWER if turn < 2 else "Done.", client_metadata={"x": "y"})
+        found = response(
+            client, "", streams=True, instructions="Be brief", input=items, tools=tools, extra_body=body, **more
+        )
+        assert (found.output_text, len(found.output)) == (("I look.", 4) if turn < 2 else ("Done.", 1))
+        items += [item.model_dump(exclude_none=True) for item in found.output]
+        items += [{"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}}]
+        calls = [item for item in found.output if item.type == "function_call"]
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"} for call in calls]
+
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    offered: list[Any] = [
+        MESSAGE_TOOL | {"cache_control": {"type": "ephemeral"}, "eager_input_streaming": True},
+        {"type": "mcp_toolset", "mcp_server_name": "x"},
+        {"type": "bash_20250124", "name": "bash"},
+    ]
+    given: Any = {
+        "system": [{"type": "text", "text": "Be brief", "cache_control": {"type": "ephemeral"}}],
+        "tools": offered,
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "metadata": {"user_id": "x"},
+    }
+    for turn in range(3):
+        body = says(ANSWER if turn < 2 else "Done.", context_management={"edits": []}, output_config={"effort": "high"})
+        told = message(claude, "", streams=True, messages=messages, max_tokens=1500, extra_body=body, **given)
+        assert [block.type for block in told.content] == (
+            ["thinking", "text", "tool_use", "tool_use"] if turn < 2 else ["text"]
+        )
+        messages.append({"role": "assistant", "content": [block.model_dump() for block in told.content]})
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}
+            for block in told.content
+            if block.type == "tool_use"
+        ]
+        messages.append({"role": "user", "content": [*results, {"type": "text", "text": "Go on", "citations": None}]})
+
+    turns: list[Any] = [*ASKED]
+    for turn in range(3):
+        choice = chat(client, ANSWER if turn < 2 else "Done.", streams=True, messages=turns, tools=[CHAT_TOOL])
+        turns.append(choice.message.model_dump(exclude_none=True, exclude={"parsed"}))
+        calls = choice.message.tool_calls or []
+        assert len(calls) == (2 if turn < 2 else 0)
+        turns += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in calls]
+
+
+def test_a_schema_for_messages(claude: anthropic.Anthropic) -> None:
+    form = {"format": {"type": "json_schema", "schema": PARAMETERS | {"required": ["place", "days"]}}}
+    found = claude.messages.create(
+        model=NAME, max_tokens=200, messages=ASKED, extra_body={"temperature": 0, "output_config": form}
+    )
+    (block,) = found.content
+    assert block.type == "text"
+    assert json.loads(block.text).keys() == {"place", "days"}
