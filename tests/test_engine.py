@@ -511,11 +511,11 @@ class Interrupting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def token_bytes(self, token: int) -> bytes:
+    def token_bytes(self, token: int, special: bool = False) -> bytes:
         self._left -= 1
         if self._left == 0:
             raise KeyboardInterrupt
-        return self._tokenizer.token_bytes(token)
+        return self._tokenizer.token_bytes(token, special)
 
 
 def interrupt(stream: Stream, when: int) -> None:

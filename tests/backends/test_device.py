@@ -39,7 +39,7 @@ TOLERANCE = 0.02
 
 
 def open_session(path: Path, n_ctx: int = 0) -> Session:
-    return Session(Model(str(path), device=DEVICE), n_ctx)
+    return Session(Model(str(path), num_threads=1, device=DEVICE), n_ctx)
 
 
 def all_logits(session: Session, tokens: list[int]) -> Floats:
@@ -157,7 +157,7 @@ def test_trees_and_commits(random_gguf: Callable[..., Path]) -> None:
             session.rewind(20)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 50), Sampling(1.0, 3, 0.9, 0.05, 7), Sampling(1.0)])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 3, 0.9, 0.05, 7), Sampling(1.0)])
 def test_a_shortlist_chooses_as_all_logits_do(bundled_target: Path, sampling: Sampling) -> None:
     session = open_session(bundled_target)
     session.prefill(range(40, 60))
@@ -168,7 +168,7 @@ def test_a_shortlist_chooses_as_all_logits_do(bundled_target: Path, sampling: Sa
     assert chosen == found[:, 0].tolist()
 
 
-@pytest.mark.parametrize("k", [1, 8, 100])
+@pytest.mark.parametrize("k", [1, 100])
 def test_the_largest_logits_of_verified_rows(bundled_target: Path, k: int) -> None:
     apart, session = open_session(bundled_target), open_session(bundled_target)
     for each in (apart, session):

@@ -264,7 +264,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("has_controls", [False, True])
+@pytest.mark.parametrize("has_controls", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
     form: CallForm, has_controls: bool, controlled: Callable[[dict[int, str]], Tokenizer]
 ) -> None:

@@ -67,7 +67,6 @@ def test_it_writes_what_the_engine_writes(sampling: SamplingConfig, pair: tuple[
         steps = speculate(session, drafter, tokenizer.encode(prompt), sampling, 24, tokenizer.is_end)
         tokens = [token for step in steps for token in step]
         assert tokens == expected.tokens
-        assert b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace") == expected.text
     assert drafter.work().popitem()[1].passes > 0
 
 
