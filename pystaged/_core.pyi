@@ -224,6 +224,8 @@ class Model:
         kv: str = "f16",
         packed: str | bytes | PathLike[str] | PathLike[bytes] = "",
         lender: Model | None = None,
+        other_pairs: bool = False,
+        other_feedback: bool = False,
     ) -> None: ...
     def save_packed(self, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """Write the packed weights into a file that exists.

@@ -113,17 +113,20 @@ void add_models(py::module_& m) {
     py::class_<Model, std::shared_ptr<Model>>(m, "Model")
         .def(py::init([](const py::object& path, const std::string& kernel, int num_threads, const std::string& device,
                          const std::function<void()>& progress, const std::string& kv, const py::object& packed,
-                         std::shared_ptr<Model> lender) {
+                         std::shared_ptr<Model> lender, bool other_pairs, bool other_feedback) {
+                 if ((other_pairs || other_feedback) && !lender) {
+                     throw py::value_error("another form is for drafts that read a target's hidden states");
+                 }
                  const std::string bytes = to_path(path), packed_bytes = to_path(packed);
                  const KvType type = to_kv_type(kv);
                  const py::gil_scoped_release release;
-                 return std::make_shared<Model>(bytes, kernel, num_threads,
-                                                device == "cpu" ? Devices() : find_devices(device), progress, type,
-                                                packed_bytes, std::move(lender));
+                 return std::make_shared<Model>(
+                     bytes, kernel, num_threads, device == "cpu" ? Devices() : find_devices(device), progress, type,
+                     packed_bytes, std::move(lender), DraftForm{other_pairs, other_feedback});
              }),
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
              py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "",
-             py::arg("lender") = nullptr)
+             py::arg("lender") = nullptr, py::arg("other_pairs") = false, py::arg("other_feedback") = false)
         .def("tap", &Model::tap, py::arg("layers"), py::arg("all_rows") = false)
         .def_property_readonly("matrix_bytes", &Model::matrix_bytes)
         .def_property_readonly("buffer_bytes", &Model::buffer_bytes)

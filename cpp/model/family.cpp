@@ -27,7 +27,8 @@ constexpr Family kFamilies[] = {
      kScaledEmbedding | kLogitSoftcap | kWindowOwnRope, 0, 6, 0, 62},
     {"eagle3", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kHeadNorms | kRopeFactors, kWholeRotation, 0, 0, 0, 0, 0,
      0, Reads::beside_tokens},
-    {"dflash", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, 0, 0, 0, 0, 0, 0, 0, Reads::as_context},
+    {"dflash", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead | kRopeFactors, 0, 0, 0, 0, 0, 0, 0,
+     Reads::as_context},
     {"lfm2", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, kEmbeddingNorm | kShortConvolutions, 0,
      kAllWindowed},
 };

@@ -222,7 +222,10 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
         return;
     }
     const std::string key = keys.name("target_layers");
-    const auto layers = file.integers(key);
+    auto layers = file.integers(key);
+    if (!layers && !keys.has("target_layers") && family.reads == Reads::beside_tokens) {
+        layers = {2, target->num_layers / 2, target->num_layers - 3};  // EAGLE's own, which its files do not state
+    }
     if (!layers || layers->empty()) {
         file.fail("metadata '" + key + "' is missing");
     }

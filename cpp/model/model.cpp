@@ -101,7 +101,7 @@ void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
 
 Model::Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
              const std::function<void()>& progress, KvType kv, const std::string& packed,
-             std::shared_ptr<const Model> lender)
+             std::shared_ptr<const Model> lender, DraftForm form)
     : kernel_(find_kernel(kernel)),
       num_threads_(checked_threads(num_threads)),
       kv_type_(kv),
@@ -117,7 +117,15 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     file_bytes_ = file.bytes();
     name_ = file.text("general.name", "");
     family_ = &find_family(file);
+    if (form.other_pairs) {
+        draft_family_ = *family_;
+        draft_family_.rope = family_->rope == Pairs::halves ? Pairs::adjacent : Pairs::halves;
+        family_ = &draft_family_;
+    }
     numbers_ = read_hyperparameters(file, *family_, lender_ ? &lender_->numbers() : nullptr);
+    if (form.other_feedback) {
+        numbers_.feeds_back_normed = !numbers_.feeds_back_normed;
+    }
     if ((numbers_.hidden_width > 0 || family_->reads != Reads::nothing) && !devices.empty()) {
         file.fail("a model that reads another's hidden states runs on the CPU's own kernels alone");
     }

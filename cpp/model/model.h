@@ -28,6 +28,13 @@ struct Layer {
     FeedForward feed_forward;
 };
 
+// How a draft that reads hidden states may differ from what its file says, or does not say.
+struct DraftForm {
+    bool other_pairs = false;  // rotary positions turn the other pairs
+    bool other_feedback =
+        false;  // of EAGLE-3: rows read normed states of the draft where they read others, and vice versa
+};
+
 class Model {
 public:
     // Loads a GGUF file, or the first of several that belong together; `kernel` as in find_kernel(), `num_threads` 0
@@ -36,10 +43,11 @@ public:
     // layers are split over them by their memory, and `progress` is called after each tensor. Throws DeviceError where
     // that memory is too small. `kv` is how sessions store keys and values; devices have F16 alone. `packed` is a file
     // of save_packed(), or where one will be: it is mapped instead of packing where it has this model's weights. A file
-    // without an embedding borrows that of `lender`, and its head where it has none either.
+    // without an embedding borrows that of `lender`, and its head where it has none either; a draft that reads hidden
+    // states reads those of `lender`.
     Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
           const std::function<void()>& progress = {}, KvType kv = KvType::f16, const std::string& packed = "",
-          std::shared_ptr<const Model> lender = nullptr);
+          std::shared_ptr<const Model> lender = nullptr, DraftForm form = {});
 
     const Family& family() const { return *family_; }
     const Hyperparameters& numbers() const { return numbers_; }
@@ -112,6 +120,7 @@ private:
     const Kernel& kernel_;
     int num_threads_;
     KvType kv_type_;
+    Family draft_family_;  // of a draft in another form
     const Family* family_ = nullptr;
     Hyperparameters numbers_;
     size_t file_bytes_ = 0, weight_bytes_ = 0, num_weights_ = 0, matrix_bytes_ = 0, buffer_bytes_ = 0;

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
 import pystaged
 from pystaged import _core, _llama
+from pystaged._core import Model
 from pystaged.cli.console import model_name, report
 from pystaged.cli.options import KeysAndValues, KvMemory, ModelArgument
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.drafts import KnownDraft, find_draft, known_drafts
+from pystaged.loading.features import describe, known_form
 from pystaged.loading.heads import find_head
 
 
@@ -39,7 +43,7 @@ def info(
             "threads": str(loaded.num_threads),
             "model": str(path),
             "name": loaded.name,
-            "draft": str(draft) if draft else _no_draft(known_drafts(engine.tokenizer.metadata)),
+            "draft": _draft(draft, path, loaded) if draft else _no_draft(known_drafts(engine.tokenizer.metadata)),
             "shape": f"{loaded.architecture}, {loaded.num_layers} layers, {loaded.width} wide, {loaded.num_heads} heads"
             f" ({loaded.num_kv_heads} of keys) of {loaded.head_dim}",
             "context": f"{engine.n_ctx} tokens by default, trained for {loaded.max_context}",
@@ -61,6 +65,12 @@ def info(
             f"{'device':<18}{name}: {device.description}, "
             f"{device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
         )
+
+
+def _draft(draft: Path, target_path: Path, target: Model) -> str:
+    """A draft's file, and how often it was right when it was tried."""
+    form = known_form(draft, target, target_path)
+    return f"{draft}, {describe(form)}" if form else str(draft)
 
 
 def _no_draft(known: list[KnownDraft]) -> str:

@@ -68,11 +68,18 @@ class Bundle:
         self.tokenizer = _tokenizer(self.path)
         is_chosen = found is not None or draft != "auto"
         if not is_chosen:
-            found = cached_draft(self.tokenizer, report)
+            found = cached_draft(self.tokenizer, report, on_cpu=device == "cpu")
         head_path = found if is_chosen and found and is_head(found) else None
         self.draft_path = None if head_path else found
         self.vocabulary = self.tokenizer.fingerprint
-        features_path = self.draft_path if is_chosen and self.draft_path and reads_target(self.draft_path) else None
+        features_path = None
+        try:
+            features_path = self.draft_path if self.draft_path and reads_target(self.draft_path) else None
+        except ModelError as error:
+            if is_chosen:
+                raise
+            report(f"passed over: {error}")
+            self.draft_path = None
         by_kernels = head_path or features_path
         if by_kernels and device == "auto":
             report(f"the model runs on the cpu, because drafts such as {by_kernels.name} read its hidden states")
@@ -107,11 +114,20 @@ class Bundle:
                     raise
                 report(f"passed over: {self.draft_path}: {error}")
                 self.draft_path, self.draft_mask, self.substitutes = None, None, {}
-        self.table = find_table((is_chosen and self.draft_path) or self.path, ngrams, self.tokenizer, report)
+        of_draft = self.draft_path if is_chosen and not features_path else None
+        self.table = find_table(of_draft or self.path, ngrams, self.tokenizer, report)
         self.device, self.draft_device = self._fastest(targets, drafts, report)
         self.target = targets[self.device]
         self.draft = drafts[self.draft_device] if drafts else None
-        self.features = load_features(features_path, self.target) if features_path else None
+        self.features: Model | None = None
+        if features_path:
+            try:
+                self.features = load_features(features_path, self.target, self.path, self.tokenizer, report)
+            except (OSError, ValueError, MemoryError) as error:
+                if is_chosen:
+                    raise
+                report(f"passed over: {features_path}: {error}")
+                self.draft_path = None
         if draft == "auto" and self.device == "cpu" and not self.draft_path:
             head_path = find_head(self.tokenizer, report)
         self.head: DraftHead | None = None

@@ -12,7 +12,7 @@ import numpy as np
 
 from pystaged._core import Tokenizer
 from pystaged.loading import cache
-from pystaged.loading.metadata import mask_token
+from pystaged.loading.metadata import mask_token, reads_target
 
 _LEAST_SHARED = 0.9  # share of the target's token ids that must mean the same in the draft
 
@@ -139,31 +139,32 @@ def known_drafts(metadata: Mapping[str, str]) -> list[KnownDraft]:
     ]
 
 
-def known_draft(metadata: Mapping[str, str]) -> str | None:
-    """The name of a draft model among them; None where none is known."""
-    return next((draft.name for draft in known_drafts(metadata) if not draft.layers), None)
-
-
-def cached_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
-    """The file of that draft in the cache, which is not opened; None where there is none.
+def cached_draft(
+    tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None, *, on_cpu: bool = True
+) -> Path | None:
+    """The file of the first of them that is in the cache, which is not opened; None where there is none.
 
     Args:
         tokenizer: the target's, with its file's metadata.
         report: called with a line about a draft that cannot be used.
+        on_cpu: whether the target runs on the CPU, which drafts that read hidden states need.
     """
-    name = known_draft(tokenizer.metadata)
-    try:
-        return cache.find(name) if name else None
-    except ValueError as error:  # there are several
-        report(f"passed over: the draft {name}: {error}")
-        return None
+    for draft in known_drafts(tokenizer.metadata):
+        try:
+            found = cache.find(draft.name) if on_cpu or not draft.layers else None
+        except ValueError as error:  # there are several
+            report(f"passed over: the draft {draft.name}: {error}")
+            continue
+        if found:
+            return found
+    return None
 
 
 def find_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
     """The same, opened to check that it fits the target; None where it does not."""
     found = cached_draft(tokenizer, report)
     try:
-        if found:
+        if found and not reads_target(found):
             draft = Tokenizer(os.fsencode(found))
             substitutes(tokenizer, draft)
             mask_token(draft.metadata, draft.num_tokens)

@@ -1,15 +1,63 @@
-"""Load a draft that reads its target's hidden states: EAGLE-3, DFlash or DSpark."""
+"""Load a draft that reads its target's hidden states: EAGLE-3, DFlash or DSpark.
+
+Files of such drafts do not agree on which layers their numbers mean, on the pairs that rotary positions turn, nor on
+which of their own states EAGLE-3 reads. What a file says, or else the common form, is tried on the target's own text
+beside the other ones, and the form that guesses best is kept. This decides only how many guesses are right.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pystaged._core import Model
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import HiddenRows, Model, Session, Tokenizer, Work, run
+from pystaged.config import SamplingConfig
+from pystaged.files import cache_folder, keep, read_small
+
+_PROMPTS = (
+    "Question: Why is the sky blue?\n\nAnswer:",
+    "def fibonacci(n):\n",
+    "The city of Rome was founded",
+    "To solve the equation 3x + 5 = 20, first",
+)
+_TOKENS = 50  # of the target's own after each
+_ANCHORS = 3  # every so many of them, one is the root of a block
+_BETTER = 0.05  # share of right guesses by which another form must be better than the usual one
+_WEAK = 0.25  # share of right guesses below which a draft is hardly worth its time
+_MOST_BYTES = 1 << 12
+_GREEDY = SamplingConfig().native
 
 
-def load_features(path: Path, target: Model) -> Model:
-    """Load such a draft; from then on its target keeps the hidden states that it reads.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How to read a draft's file.
+
+    deeper: layers are numbered from 0 by what leaves them, not by what enters them. other_pairs, other_feedback: see
+    Model. first, second: shares of right guesses for the next token, and for the one after a right guess.
+    """
+
+    deeper: bool = False
+    other_pairs: bool = False
+    other_feedback: bool = False
+    first: float = 0.0
+    second: float = 0.0
+
+
+def load_features(
+    path: Path, target: Model, target_path: Path, tokenizer: Tokenizer, report: Callable[[str], None]
+) -> Model:
+    """Load such a draft in its best form; from then on its target keeps the hidden states that it reads.
+
+    Args:
+        tokenizer: the target's.
+        report: called with a line about the form, and with a warning about a draft that is seldom right.
 
     Raises:
         ModelError: the file is damaged, or the draft was made for another target.
@@ -19,6 +67,169 @@ def load_features(path: Path, target: Model) -> Model:
         raise ValueError(
             f"{path} is a draft that reads hidden states, which needs this package's kernels; choose the device cpu"
         )
-    draft = Model(os.fsencode(path), target.kernel, target.num_threads, kv=target.kv, lender=target)
-    target.tap(draft.target_layers, all_rows=True)
+    draft = _load(path, target, Form())
+    place = cache_folder() / "drafts" / f"{_key(path, target_path, target)}.json"
+    form = _kept(place)
+    if form is None:
+        report(f"trying the draft {path.name} on {len(_PROMPTS) * _TOKENS} tokens of the target's own text")
+        form = _best(path, target, draft, [_own_text(target, tokenizer, prompt) for prompt in _PROMPTS])
+        keep(place, json.dumps(asdict(form)).encode())
+        report(f"the draft {path.name} is {describe(form)}")
+    if form.first < _WEAK:
+        report(f"the draft {path.name} is seldom right ({form.first:.0%}); was it made for this model?")
+    if form.other_pairs or form.other_feedback:
+        draft = _load(path, target, form)
+    target.tap(_layers(draft, form), all_rows=True)
     return draft
+
+
+def describe(form: Form) -> str:
+    """What is known of a form, in words."""
+    changed = [
+        words
+        for is_so, words in (
+            (form.deeper, "layers one deeper than its file says"),
+            (form.other_pairs, "rotary pairs laid out otherwise"),
+            (form.other_feedback, "its own states read otherwise"),
+        )
+        if is_so
+    ]
+    found = f"right for {form.first:.0%} of next tokens, and then for {form.second:.0%} of those after"
+    return f"{found} ({', '.join(changed)})" if changed else found
+
+
+def known_form(path: Path, target: Model, target_path: Path) -> Form | None:
+    """The form that was found for a draft and a target; None where they have not been tried."""
+    return _kept(cache_folder() / "drafts" / f"{_key(path, target_path, target)}.json")
+
+
+def _load(path: Path, target: Model, form: Form) -> Model:
+    return Model(
+        os.fsencode(path),
+        target.kernel,
+        target.num_threads,
+        kv=target.kv,
+        lender=target,
+        other_pairs=form.other_pairs,
+        other_feedback=form.other_feedback,
+    )
+
+
+def _layers(draft: Model, form: Form) -> list[int]:
+    return [layer + form.deeper for layer in draft.target_layers]
+
+
+def _key(path: Path, target_path: Path, target: Model) -> str:
+    parts = [target.name, target.weight_bytes]
+    for each in (path, target_path):
+        info = each.stat()
+        parts += [each.absolute(), info.st_size, info.st_mtime_ns]
+    return hashlib.sha256("|".join(map(str, parts)).encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def _kept(place: Path) -> Form | None:
+    try:
+        found = Form(**json.loads(read_small(place, _MOST_BYTES)))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    flags = (found.deeper, found.other_pairs, found.other_feedback)
+    shares = (found.first, found.second)
+    good = all(isinstance(flag, bool) for flag in flags) and all(isinstance(share, float) for share in shares)
+    return found if good and all(0 <= share <= 1 for share in shares) else None
+
+
+def _own_text(target: Model, tokenizer: Tokenizer, prompt: str) -> tuple[NDArray[np.int32], int]:
+    """A prompt and what the target continues it with, int32[n]; and the prompt's length."""
+    tokens = tokenizer.encode(prompt).tolist()
+    length = len(tokens)
+    most = min(length + _TOKENS, target.max_context)
+    session = Session(target, most)
+    session.prefill(tokens[:-1])
+    while len(tokens) < most:
+        tokens += session.verify([tokens[-1]], [-1], _GREEDY)[1].tolist()
+    session.close()
+    return np.array(tokens, np.int32), length
+
+
+def _best(path: Path, target: Model, draft: Model, texts: Sequence[tuple[NDArray[np.int32], int]]) -> Form:
+    """The form that guesses best, found one question after the other."""
+
+    def tried(draft: Model, form: Form) -> Form:
+        target.tap(_layers(draft, form), all_rows=True)
+        right = np.sum([_right(target, draft, *text) for text in texts], axis=0)
+        return replace(form, first=float(right[0] / max(1, right[2])), second=float(right[1] / max(1, right[0])))
+
+    best = tried(draft, Form())
+    if draft.target_layers[-1] < target.num_layers:
+        best = max(best, tried(draft, replace(best, deeper=True)), key=_worth)
+    changes = ["other_pairs"] if draft.block_size else ["other_pairs", "other_feedback"]
+    for change in changes:
+        form = replace(best, **{change: True})
+        best = max(best, tried(_load(path, target, form), form), key=_worth)
+    return best
+
+
+def _worth(form: Form) -> float:
+    """Tokens that two guesses bring, less what chance may add to a form that is not the usual one."""
+    return form.first * (1 + form.second) - _BETTER * (form.deeper + form.other_pairs + form.other_feedback)
+
+
+def _right(target: Model, draft: Model, tokens: NDArray[np.int32], prompt: int) -> tuple[int, int, int]:
+    """Right guesses for the next token in a text behind its prompt, right ones for the token after those, and all
+    first guesses."""
+    source, session = Session(target, len(tokens)), Session(draft, len(tokens) + max(2, draft.block_size))
+    source.prefill(tokens[:-1])
+    count = _right_blocks if draft.block_size else _right_rows
+    found = count(session, draft, tokens, source.hidden, prompt)
+    source.close()
+    session.close()
+    return found
+
+
+def _right_rows(
+    session: Session, draft: Model, tokens: NDArray[np.int32], hidden: HiddenRows, prompt: int
+) -> tuple[int, int, int]:
+    """Of EAGLE-3: all rows of the text at once, then a row behind each right guess."""
+    end = len(tokens) - 2  # rows whose guess the text can judge; two ahead of the hidden states
+    rows = np.arange(prompt - 1, end)
+    if len(rows) == 0:
+        return 0, 0, 0
+    judged = Work.propose(session, tokens[1 : end + 1], range(-1, end - 1), len(rows), 1, _GREEDY, hidden=hidden[:end])
+    rows = rows[_named(draft, run([judged])[0][0][:, 0]) == tokens[rows + 2]]
+    first, behind = len(rows), rows[rows + 3 < len(tokens)]
+    if len(behind) == 0:
+        return first, 0, end - prompt + 1
+    states = session.hidden_of(behind)
+    more = Work.propose(session, tokens[behind + 2], behind, len(behind), 1, _GREEDY, hidden=states)
+    second = _named(draft, run([more])[0][0][:, 0]) == tokens[behind + 3]
+    return first, int(second.sum()), end - prompt + 1
+
+
+def _right_blocks(
+    session: Session, draft: Model, tokens: NDArray[np.int32], hidden: HiddenRows, prompt: int
+) -> tuple[int, int, int]:
+    """Of DFlash and DSpark: a block behind some of the text's tokens."""
+    first = second = tried = read = 0
+    size, at = draft.block_size, 0 if draft.is_anchored else 1
+
+    def is_right(row: int, root: int) -> bool:
+        before = [int(tokens[root])] if draft.has_markov else []
+        found = session.likeliest([row], before, 1)[0][:, 0]
+        return bool(_named(draft, found)[0] == tokens[root + 1])
+
+    for root in range(prompt, len(tokens) - 2, _ANCHORS):
+        run([Work.read(session, tokens[read:root], hidden[read:root])])
+        read = root
+        block = [int(tokens[root]), *[draft.mask_token] * (size - 1)]
+        run([Work.propose(session, block, range(-1, size - 1), size, 1, _GREEDY)])
+        tried += 1
+        if is_right(at, root):
+            first += 1
+            second += at + 1 < size and is_right(at + 1, root + 1)
+        session.discard()
+    return first, second, tried
+
+
+def _named(draft: Model, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The tokens of rows of a draft's head."""
+    return draft.head_tokens[rows] if len(draft.head_tokens) else rows

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.feature_drafts import Block, Eagle3, RandomDraft, dspark, write_dflash, write_eagle3
-from support.random_models import Floats, RandomModel, write
+from support.random_models import RandomModel, write
+from support.right_drafts import KINDS, TARGET, write_right
 
 from pystaged import Engine, ModelError
 from pystaged._core import Model, Session
@@ -26,7 +27,6 @@ from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
 from pystaged.loading.costs import Costs
 
-SHAPE = RandomModel("llama", layers=3, head_dim=32, tie=False, context=1024)
 VOCAB = 300
 CONTEXT = np.random.default_rng(2).integers(3, VOCAB, 90, dtype=np.int32)
 DRAFTS: dict[str, RandomDraft] = {
@@ -64,7 +64,7 @@ class Pair:
 @pytest.fixture(scope="module", params=DRAFTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
-    target_path = write(folder / "target.gguf", SHAPE)
+    target_path = write(folder / "target.gguf", TARGET)
     draft_path = write_draft(folder / "draft.gguf", DRAFTS[request.param])
     target = Model(target_path)
     draft = Model(draft_path, lender=target)
@@ -178,55 +178,11 @@ def test_engines_write_the_same_with_and_without_it(pair: Pair) -> None:
 NEARLY_GREEDY: dict[str, Any] = {"temperature": 0.2, "seed": 2}
 
 
-def only_tokens(tensors: dict[str, Floats]) -> None:
-    """Make the next token a function of the last one."""
-    for name, values in tensors.items():
-        if "attn_output" in name or "ffn_down" in name:
-            values[:] = 0
-
-
-def normed(x: Floats, weight: Floats) -> Floats:
-    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight, np.float32)
-
-
-@pytest.mark.parametrize("kind", ["eagle", "dspark", "dflash"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_that_is_right_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Each kind finds the token that its place means: one after the last for an anchored block, two after the hidden
-    states for EAGLE-3."""
-    weights: dict[str, Floats] = {}
-
-    def keep(tensors: dict[str, Floats]) -> None:
-        only_tokens(tensors)
-        weights.update(tensors)
-
-    target = write(tmp_path / "target.gguf", SHAPE, keep)
-    embedding = weights["token_embd.weight"]
-    logits = normed(embedding, weights["output_norm.weight"]) @ weights["output.weight"].T
-    following = logits.argmax(-1)
-    zeros: dict[str, Floats] = {}
-    if kind == "eagle":
-        # The state of a row is that of the token before, whose next but one token the head knows.
-        draft: RandomDraft = Eagle3(taps=[1], own_head=True, seed=1)
-        head = np.zeros_like(embedding)
-        np.add.at(head, following[following], normed(embedding, np.ones(64, np.float32)))
-        zeros = {
-            "fc.weight": np.eye(64, dtype=np.float32),
-            "output.weight": head,
-            "output_norm.weight": np.ones(64, np.float32),
-        }
-    else:
-        # The Markov head is the target.
-        anchored = kind == "dspark"
-        draft = Block(block=6, from_anchor=anchored, markov_rank=64, own_head=True)
-        zeros = {
-            "output.weight": np.zeros_like(embedding),
-            "markov_w1.weight": normed(embedding, weights["output_norm.weight"]),
-            "markov_w2.weight": weights["output.weight"],
-        }
-    names = [f"blk.{i}.{name}.weight" for i in range(draft.layers) for name in ("attn_output", "ffn_down")]
-    shapes = {"attn_output": (64, 64), "ffn_down": (64, 96)}
-    zeros |= {name: np.zeros(shapes[name.split(".")[2]], np.float32) for name in names}
-    path = write_draft(tmp_path / "draft.gguf", draft, zeros)
+    """Each kind means the right place: the next one for an anchored block, its own for another one, and two behind the
+    hidden states for EAGLE-3."""
+    target, path = write_right(tmp_path, kind)
     costs = {target: PassCost({1: 1.0, 32: 1.2}), path: PassCost({1: 0.01, 32: 0.01})}
     monkeypatch.setattr(Costs, "of", lambda _, path, *__, **___: costs[path])
     with Engine(target, draft=path, recycle=False) as engine:

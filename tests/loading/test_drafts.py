@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf import GGUFWriter
+from support.feature_drafts import Eagle3, write_eagle3
 from support.random_models import RandomModel, add_vocabulary, write
 from typer.testing import CliRunner
 
@@ -17,7 +19,7 @@ from pystaged import Engine, cli
 from pystaged._core import Model, metadata
 from pystaged.loading import bundle, cache, drafts
 from pystaged.loading.bundle import Bundle
-from pystaged.loading.drafts import KnownDraft, known_draft, known_drafts
+from pystaged.loading.drafts import KnownDraft, known_drafts
 
 NAME = "owner/tiny-draft"
 DRAFT = RandomModel("llama", width=32, heads=2, kv_heads=1)
@@ -41,12 +43,12 @@ def download(model: RandomModel) -> Path:
 
 def test_a_draft_is_known_for_wider_models_of_its_family(tmp_path: Path) -> None:
     for model, expected in (
-        (RandomModel("llama"), NAME),
-        (DRAFT, None),
-        (RandomModel("qwen2"), None),
+        (RandomModel("llama"), [NAME]),
+        (DRAFT, []),
+        (RandomModel("qwen2"), []),
     ):
-        assert known_draft(metadata(write(tmp_path / "model.gguf", model))) == expected
-    assert known_draft({}) is None
+        assert [draft.name for draft in known_drafts(metadata(write(tmp_path / "model.gguf", model)))] == expected
+    assert known_drafts({}) == []
 
 
 def test_drafts_that_read_hidden_states_are_known_for_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +61,7 @@ def test_drafts_that_read_hidden_states_are_known_for_one_shape(monkeypatch: pyt
     }
     names = [draft.name for draft in known_drafts(qwen)]
     assert names[0] == "deepseek-ai/dspark_qwen3_8b_block7"
-    assert names[-1] == known_draft(qwen) == "amd/PARD-Qwen3-0.6B"
+    assert names[-1] == "amd/PARD-Qwen3-0.6B"
     others = known_drafts(qwen | {"qwen3.block_count": "35"})
     assert [draft.name for draft in others] == ["amd/PARD-Qwen3-0.6B"]
     llama = {
@@ -85,6 +87,26 @@ def test_auto_takes_it_from_the_cache(target: Path) -> None:
         assert engine.runtime.bundle.draft is not None
         assert engine.generate("Hello", max_tokens=20).tokens == alone.generate("Hello", max_tokens=20).tokens
         assert alone.runtime.bundle.draft is None
+
+
+@pytest.mark.parametrize("width", [64, 96])
+def test_auto_takes_one_that_reads_hidden_states(target: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """If it was made for the target, and before a draft model."""
+    download(DRAFT)
+    reading = KnownDraft("llama", "gpt-2", 64, "owner/tiny-eagle", layers=2)
+    monkeypatch.setattr(drafts, "KNOWN", (reading, *drafts.KNOWN))
+    cache.repository_folder(reading.name).mkdir(parents=True)
+    write_eagle3(cache.repository_folder(reading.name) / "draft.gguf", Eagle3(target_width=width))
+    said: list[str] = []
+    made = Bundle(target, "auto", 1, said.append)
+    assert (made.features is not None) == (width == 64)
+    assert any(line.startswith("passed over: ") for line in said) == (width == 96)
+    assert made.draft is None
+    with Engine(target) as engine, Engine(target, draft=None) as alone:
+        assert engine.generate("Hello", max_tokens=20).tokens == alone.generate("Hello", max_tokens=20).tokens
+    if width == 64:
+        shown = CliRunner().invoke(cli.app, ["info", str(target)]).output
+        assert re.search(r"draft +.*tiny-eagle.draft\.gguf, right for \d+% of next tokens", shown)
 
 
 def test_auto_does_without_one_that_does_not_fit(target: Path) -> None:

@@ -1,0 +1,56 @@
+"""Pairs of which the draft is right: the target's next token depends on the last one alone, and the draft knows how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from support.feature_drafts import Block, Eagle3, write_dflash, write_eagle3
+from support.random_models import Floats, RandomModel, write
+
+KINDS = ("eagle", "dspark", "dflash")
+TARGET = RandomModel("llama", layers=3, head_dim=32, tie=False, context=1024)
+
+
+def write_right(folder: Path, kind: str) -> tuple[Path, Path]:
+    """Write a target and a draft of one of KINDS; returns their paths.
+
+    A block's guesses are right in every place. Those of EAGLE-3 nearly always are in the first place only, because its
+    rows know the token before the one that they stand for.
+    """
+    weights: dict[str, Floats] = {}
+
+    def keep(tensors: dict[str, Floats]) -> None:
+        for name, values in tensors.items():
+            if "attn_output" in name or "ffn_down" in name:
+                values[:] = 0
+        weights.update(tensors)
+
+    target = write(folder / "target.gguf", TARGET, keep)
+    embedding, norm, head = (weights[f"{name}.weight"] for name in ("token_embd", "output_norm", "output"))
+    following = (_normed(embedding) * norm @ head.T).argmax(-1)
+    silent: dict[str, Floats] = {}
+    for layer in range(2):
+        silent[f"blk.{layer}.attn_output.weight"] = np.zeros((64, 64), np.float32)
+        silent[f"blk.{layer}.ffn_down.weight"] = np.zeros((64, 96), np.float32)
+    if kind == "eagle":
+        # The head knows the next token but one of the token whose hidden states a row reads.
+        found = np.zeros_like(embedding)
+        np.add.at(found, following[following], _normed(embedding))
+        ones = np.ones(64, np.float32)
+        changed = {"fc.weight": np.diag(ones), "output.weight": found, "output_norm.weight": ones}
+        changed |= {name: values for name, values in silent.items() if name.startswith("blk.0")}
+        return target, write_eagle3(folder / "draft.gguf", Eagle3(taps=[1], own_head=True, seed=1), changed)
+    # The Markov head is the target.
+    changed = {
+        "output.weight": np.zeros_like(embedding),
+        "markov_w1.weight": _normed(embedding) * norm,
+        "markov_w2.weight": head,
+    }
+    draft = Block(block=6, from_anchor=kind == "dspark", markov_rank=64, own_head=True)
+    return target, write_dflash(folder / "draft.gguf", draft, changed | silent)
+
+
+def _normed(x: Floats) -> Floats:
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6), np.float32)
