@@ -13,6 +13,7 @@ from pystaged.cli.console import model_name, report
 from pystaged.cli.options import KeysAndValues, KvMemory, ModelArgument
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
+from pystaged.loading.distilled import find_distilled
 from pystaged.loading.drafts import KnownDraft, find_draft, known_drafts
 from pystaged.loading.features import describe, known_form
 from pystaged.loading.heads import find_head
@@ -34,7 +35,10 @@ def info(
     ) as engine:
         loaded = engine.model
         draft = (
-            names.resolve_draft(named, "auto") or find_head(engine.tokenizer) or find_draft(engine.tokenizer, report)
+            names.resolve_draft(named, "auto")
+            or find_distilled(path, engine.tokenizer, report)
+            or find_draft(engine.tokenizer, report)
+            or find_head(engine.tokenizer)
         )
         rows = {
             "pystaged": pystaged.__version__,

@@ -15,6 +15,7 @@ from pystaged.drafting.lookups import NgramCost
 from pystaged.drafting.pard import PLACES
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
+from pystaged.loading.distilled import find_distilled
 from pystaged.loading.drafts import cached_draft, substitutes
 from pystaged.loading.features import load_features
 from pystaged.loading.heads import find_head, load_head
@@ -68,7 +69,9 @@ class Bundle:
         self.tokenizer = _tokenizer(self.path)
         is_chosen = found is not None or draft != "auto"
         if not is_chosen:
-            found = cached_draft(self.tokenizer, report, on_cpu=device == "cpu")
+            if device == "cpu":
+                found = find_distilled(self.path, self.tokenizer, report)
+            found = found or cached_draft(self.tokenizer, report, on_cpu=device == "cpu")
         head_path = found if is_chosen and found and is_head(found) else None
         self.draft_path = None if head_path else found
         self.vocabulary = self.tokenizer.fingerprint

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
-from support.feature_drafts import Eagle3, write_eagle3
+from support.feature_drafts import Eagle3, dspark, write_dflash, write_eagle3
 from support.random_models import RandomModel, add_vocabulary, write
 from typer.testing import CliRunner
 
@@ -107,6 +107,21 @@ def test_auto_takes_one_that_reads_hidden_states(target: Path, monkeypatch: pyte
     if width == 64:
         shown = CliRunner().invoke(cli.app, ["info", str(target)]).output
         assert re.search(r"draft +.*tiny-eagle.draft\.gguf, right for \d+% of next tokens", shown)
+
+
+def test_auto_takes_one_that_was_distilled_first(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    download(DRAFT)
+    path = write_dflash(tmp_path / "distilled.gguf", dspark())
+    monkeypatch.setattr(bundle, "find_distilled", lambda *_: path)
+    made = Bundle(target, "auto", 1, lambda _: None)
+    assert (made.draft_path, made.draft) == (path, None)
+    assert made.features is not None
+    path.write_bytes(path.read_bytes()[:-100])
+    said: list[str] = []
+    made = Bundle(target, "auto", 1, said.append)
+    assert (made.features, made.draft_path) == (None, None)
+    assert any(line.startswith(f"passed over: {path}") for line in said)
+    assert Bundle(target, None, 1, said.append).features is None
 
 
 def test_auto_does_without_one_that_does_not_fit(target: Path) -> None:
