@@ -130,10 +130,13 @@ def _head(source: Source, pattern: re.Pattern[str], end: str) -> Parser[re.Match
 
 
 def _json_object(source: Source) -> Parser[bool]:
-    """Pass on a JSON object; returns whether it is whole."""
+    """Pass on a JSON object; returns whether it is whole. Line ends and the like within strings are escaped, which
+    models forget."""
     depth, in_string, escaped = 0, False, False
     while True:
+        found: list[str] = []
         for at, character in enumerate(source.text, 1):
+            found.append(_dumped(character)[1:-1] if in_string and character < " " else character)
             if in_string:
                 in_string = escaped or character != '"'
                 escaped = character == "\\" and not escaped
@@ -144,10 +147,12 @@ def _json_object(source: Source) -> Parser[bool]:
             elif character in "}]":
                 depth -= 1
                 if depth == 0:
-                    yield "arguments", source.take(at)
+                    source.take(at)
+                    yield "arguments", "".join(found)
                     return True
-        if source.text:
-            yield "arguments", source.take(len(source.text))
+        source.text = ""
+        if found:
+            yield "arguments", "".join(found)
         if not (yield from source.more()):
             return False
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.random_models import RandomModel, write
 
 from pystaged._core import Tokenizer
@@ -161,6 +163,11 @@ def test_marks_within_strings_are_text(path: str) -> None:
     assert split(f"[TOOL_CALLS]write[ARGS]{arguments}", form=MISTRAL) == [("write", arguments, True)]
 
 
+def test_line_ends_within_strings_are_escaped() -> None:
+    text = '<tool_call>{"name": "write", "arguments": {\n"path": "a\n\tb\\n"}}</tool_call>'
+    assert split(text, form=HERMES) == [("write", '{\n"path": "a\\n\\tb\\n"}', True)]
+
+
 def test_arguments_as_text_have_the_types_of_their_schema() -> None:
     code = 'if a < b:\n    print("</tool_call>")\n'
     values = {"path": code, "size": "12", "extra": "True", "else": '[1, "x"]', "free": "1 2"}
@@ -223,6 +230,61 @@ def test_what_is_no_call_stays_text(form: CallForm, text: str) -> None:
     pieces = split(text, form=form)
     assert "".join(words for _, words in pieces) == text
     assert {kind for kind, _ in pieces} <= {"text"}
+
+
+FRAGMENTS = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<function=",
+        "<function=write>",
+        "<parameter=",
+        "<parameter=path>",
+        "</parameter>",
+    ),
+    *("</function>", "<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
+    *(
+        '{"name": "write", "arguments": ',
+        '{"name": "time"',
+        '"parameters": ',
+        '{"arguments": {}, "name": "time"}',
+        "call:write",
+    ),
+    *(
+        "<think>",
+        "</think>",
+        "<th",
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "\\",
+        ":",
+        ",",
+        ";",
+        "\n",
+        " ",
+        "x",
+        "é",
+        "path",
+        "1.5",
+        "True",
+    ),
+]
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(FORMS), st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join), st.booleans())
+def test_no_answer_is_lost_or_read_differently_in_pieces(form: CallForm, text: str, thinks: bool) -> None:
+    options: dict[str, Any] = {"form": form, "thinking": THINK if thinks else None, "is_open": thinks and len(text) % 2}
+    for kind, *rest in split(text, **options):
+        if kind in ("reasoning", "text"):
+            assert rest[0]
+        elif rest[1] and form.style != "json":
+            assert isinstance(json.loads(rest[0]), dict)
+    if not any(mark in text for mark in (*form.begins, "{", "think>")):
+        assert "".join(words for _, words in split(text, form=form)) == text
 
 
 def test_text_is_passed_on_at_once() -> None:
