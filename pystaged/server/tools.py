@@ -177,7 +177,7 @@ def messages_with(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, 
     if tools:
         described = _SYSTEM.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
         if found[0]["role"] == "system":
-            found[0] = found[0] | {"content": f"{_text(found[0]['content'])}\n\n{described}"}
+            found[0] = found[0] | {"content": f"{_text(found[0].get('content'))}\n\n{described}"}
         else:
             found.insert(0, {"role": "system", "content": described})
     return found

@@ -77,6 +77,50 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("/v1/messages/count_tokens", {"model": NAME, "messages": [{"role": "user", "content": "a"}]}),
+    (
+        "/v1/messages",
+        {
+            "model": NAME,
+            "messages": [
+                {"role": "user", "content": "a"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "b", "signature": ""},
+                        {"type": "tool_use", "id": "x", "name": "weather", "input": {"place": "a"}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "text"}]}],
+                },
+            ],
+            "tools": [{"name": "weather", "input_schema": SCHEMA}, {"type": "bash", "name": "bash"}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 2},
+            "max_tokens": 9,
+            "stream": True,
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "model": NAME,
+            "input": [
+                {"role": "user", "content": "a"},
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "b"}]},
+                {"type": "function_call", "call_id": "x", "name": "weather", "arguments": '{"place": "a"}'},
+                {"type": "function_call_output", "call_id": "x", "output": [{"type": "input_text", "text": "c"}]},
+                {"type": "custom_tool_call", "call_id": "y", "name": "patch", "input": "d"},
+            ],
+            "tools": [{"type": "function"} | FUNCTION, {"type": "custom", "name": "patch"}, {"type": "web_search"}],
+            "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"name": "weather"}]},
+            "reasoning": {"effort": "low"},
+            "reasoning_budget_tokens": 2,
+            "max_output_tokens": 9,
+            "stream": True,
+        },
+    ),
     ("/tokenize", {"content": "Hello", "with_pieces": True}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
 ]

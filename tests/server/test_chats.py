@@ -219,6 +219,13 @@ def test_a_conversation_with_calls(request: pytest.FixtureRequest, has_template:
     assert chat(server, messages, tools=[WEATHER])["usage"]["prompt_tokens"] > chat(server)["usage"]["prompt_tokens"]
 
 
+def test_tools_after_an_empty_message_of_the_system(plain: Server) -> None:
+    turns = [{"role": "system"}, MESSAGES[1]]
+    assert content(chat(plain, turns, tools=[WEATHER])) == content(
+        chat(plain, [{"role": "system", "content": ""}, MESSAGES[1]], tools=[WEATHER])
+    )
+
+
 def test_arguments_of_calls_are_data_for_templates(server: Server, engine: Engine) -> None:
     called: dict[str, Any] = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Rome"}}}
     said = {"role": "assistant", "content": "I look."}
