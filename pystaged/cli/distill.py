@@ -12,7 +12,7 @@ from pystaged.cli.console import model_name, progress_bars, report
 from pystaged.cli.options import ModelArgument, ModelToo, Threads, either
 from pystaged.files import destination, part_file
 from pystaged.loading import names
-from pystaged.loading.distilled import distilled_path, work_folder
+from pystaged.loading.distilled import DISTILLED, work_folder
 from pystaged.process import orderly_end
 
 _TYPES = ("q8_0", "q4_0", "f16", "f32")
@@ -79,8 +79,8 @@ def distill(
 
     path = names.resolve(model_name(name))
     if out is None:
-        distilled_path(path).parent.mkdir(parents=True, exist_ok=True)
-    target = destination(out or distilled_path(path))
+        DISTILLED.path(path).parent.mkdir(parents=True, exist_ok=True)
+    target = destination(out or DISTILLED.path(path))
     with part_file(target):
         pass  # that a file can be made there is known before the work, not after it
     work = folder or work_folder(path)

@@ -13,20 +13,22 @@ from pystaged import files
 from pystaged.cli.command import Command, Group
 from pystaged.cli.console import print_table, report
 from pystaged.loading import cache, names
+from pystaged.loading.distilled import DISTILLED
 from pystaged.loading.kept import PACKED, RECYCLED, KeptFiles
 
 app = typer.Typer(
     cls=Group,
-    help="List the models, packed weights and recycled candidates on this machine, or remove some.",
+    help="List the models on this machine, and what is kept for them, or remove some.",
     invoke_without_command=True,
 )
+_KEPT = {"packed weights": PACKED, "recycled candidates": RECYCLED, "distilled drafts": DISTILLED}
 _OUR_LICENSES = dict.fromkeys(("bundled", "bundled-draft"), "as pystaged")
 
 
 @app.callback()
 def models(context: typer.Context) -> None:
     """List the models in packages and in the cache with size, type, shape and license; packed weights (--weight-cache);
-    and likely tokens that are kept to draft from (--recycle).
+    likely tokens that are kept to draft from (--recycle); and drafts that `pystaged distill` made.
 
     Example: pystaged models
     """
@@ -50,11 +52,11 @@ def models(context: typer.Context) -> None:
     if names.SMOLLM2 not in packaged:
         report(names.HOW_TO_GET_SMOLLM2)
     report("get another with, for example: pystaged pull openai-community/gpt2")
-    for what, kept in (("packed weights of", PACKED), ("recycled candidates of", RECYCLED)):
+    for what, kept in _KEPT.items():
         if found_files := kept.all():
             of_models = {kept.path(model.path): model.name for model in listed}
             table = Table(box=None, pad_edge=False)
-            table.add_column(what, no_wrap=True)
+            table.add_column(f"{what} of", no_wrap=True)
             table.add_column("MB", justify="right", no_wrap=True)
             for each in found_files:
                 table.add_row(Text(of_models.get(each.path, each.model)), Text(f"{each.bytes / 1e6:.1f}"))
@@ -78,6 +80,9 @@ def remove(
     only_recycled: Annotated[
         bool, typer.Option("--recycled", help="Only recycled candidates: of the named model, or of all.")
     ] = False,
+    only_distilled: Annotated[
+        bool, typer.Option("--distilled", help="Only distilled drafts: of the named model, or of all.")
+    ] = False,
 ) -> None:
     """Remove a model from the cache, with its packed weights and recycled candidates. Files that other programs put
     into Hugging Face's cache, or still use there, stay.
@@ -88,11 +93,11 @@ def remove(
 
     Example: pystaged models remove --recycled
     """
-    if (bool(name) or only_packed or only_recycled) == leftovers:
-        raise typer.BadParameter("name a model, --packed, --recycled or --leftovers")
-    if only_packed or only_recycled:
-        kinds = {"packed weights": PACKED} if only_packed else {}
-        _remove_kept(name, kinds | ({"recycled candidates": RECYCLED} if only_recycled else {}))
+    only = dict(zip(_KEPT, (only_packed, only_recycled, only_distilled), strict=True))
+    if (bool(name) or any(only.values())) == leftovers:
+        raise typer.BadParameter("name a model, --packed, --recycled, --distilled or --leftovers")
+    if any(only.values()):
+        _remove_kept(name, {what: kept for what, kept in _KEPT.items() if only[what]})
         return
     if leftovers:
         parts = _leftovers()
@@ -109,7 +114,7 @@ def remove(
 
 
 def _leftovers() -> list[Path]:
-    folders = (cache.folder(), PACKED.folder(), RECYCLED.folder())
+    folders = (cache.folder(), *(kept.folder() for kept in _KEPT.values()))
     return [part for folder in folders for part in files.leftovers(folder)]
 
 

@@ -24,6 +24,7 @@ from torch import nn
 from pystaged._core import Model, Tokenizer
 
 EPSILON = 1e-5
+_CHUNK = 16384  # rows
 TAPS = (1 / 3, 2 / 3, 1.0)  # of the target's layers
 
 
@@ -87,6 +88,19 @@ class Target:
         name = "output.weight" if "output.weight" in self._tensors else "token_embd.weight"
         return self._rows(name, tokens) / self.logit_scale
 
+    def directions(self, rank: int) -> Any:
+        """The embedding in the directions in which tokens differ most, float32[vocabulary, rank], of mean square 1."""
+        size = len(self._tensor("token_embd.weight").data)
+        chunks = torch.arange(size).split(_CHUNK)
+        total, mean = 0.0, 0.0
+        for chunk in chunks:
+            rows = self.embedding(chunk).double()
+            total, mean = total + rows.T @ rows, mean + rows.sum(0)
+        covariance = total / size - torch.outer(mean / size, mean / size)
+        values, vectors = torch.linalg.eigh(covariance)
+        basis = vectors[:, -rank:] / values[-rank:].clamp(min=1e-12).sqrt()
+        return torch.cat([(self.embedding(chunk).double() - mean / size) @ basis for chunk in chunks]).float()
+
     @cached_property
     def norm(self) -> Any:
         """The norm before the head, float32[width]."""
@@ -116,8 +130,10 @@ def shape_for(model: Model, tokenizer: Tokenizer, target: Target, rows: int, **c
         chosen: fields of Shape that are not the target's.
 
     Raises:
-        ValueError: the target's width is no multiple of 32.
+        ValueError: the target's width is no multiple of 32, or below the Markov head's rank.
     """
+    if chosen.get("rank", 0) > model.width:
+        raise ValueError(f"a Markov head of rank {chosen['rank']} is wider than the target, {model.width}")
     if model.width % 32:
         raise ValueError(f"the target is {model.width} wide; drafts are quantized in blocks of 32")
     unused = [token for token in range(tokenizer.num_tokens) if tokenizer.is_control(token)]
@@ -200,8 +216,11 @@ class BlockDraft(nn.Module):  # type: ignore[misc]
             )
             for _ in range(shape.layers)
         )
-        self.output_norm, self.output = nn.Parameter(target.norm.clone()), nn.Parameter(target.head(tokens))
-        self.markov_w1 = matrix(shape.vocab_size, shape.rank, 0.1 * math.sqrt(shape.rank))
+        self.output = nn.Parameter(target.head(tokens))
+        # As long as its vectors mean nothing, logits should be small.
+        spread = float((self.output.detach() * target.norm).square().sum(1).mean().sqrt())
+        self.output_norm = nn.Parameter(target.norm / max(spread, 1e-6))
+        self.markov_w1 = nn.Parameter(target.directions(shape.rank))
         self.markov_w2 = nn.Parameter(torch.zeros(shape.rows, shape.rank))
         self.register_buffer("tokens", tokens, persistent=False)
         index = torch.full((shape.vocab_size,), -1)

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, qu
 from pystaged._core import Model, Tokenizer
 from pystaged.distill.draft import EPSILON, BlockDraft
 from pystaged.files import whole_file
-from pystaged.loading.distilled import DEPTH, VOCABULARY
+from pystaged.loading.distilled import DEPTH, VOCABULARY, draft_name
 
 TYPES = ("Q4_0", "Q8_0", "F16", "F32")
 ARCHITECTURE = "dflash"
@@ -33,7 +33,7 @@ def export(draft: BlockDraft, scale: Any, path: Path, target: Path, model: Model
     tensors = {name: value.detach().float().cpu() for name, value in draft.named_parameters()}
     tensors["fc"] = tensors["fc"] / scale
     with whole_file(path) as part, closing(GGUFWriter(part, family)) as writer:
-        writer.add_name(f"draft of {model.name or target.stem}")
+        writer.add_name(draft_name(model.name or target.stem))
         writer.add_context_length(model.max_context)
         writer.add_embedding_length(shape.width)
         writer.add_block_count(shape.layers)

@@ -19,11 +19,12 @@ from torch import nn
 
 from pystaged.distill.answers import Answers, Text
 from pystaged.distill.draft import Batch, BlockDraft, Target, compared
+from pystaged.distill.optimizer import optimizers
 from pystaged.files import whole_file
 
 SPACING = 8  # tokens of an answer for each anchor
 CE, TV = 0.1, 0.9  # shares of the loss
-BETAS, RATE, DECAY, CLIP = (0.9, 0.95), 1e-3, 0.01, 1.0
+CLIP = 1.0
 WARM_UP = 50  # steps
 LEAST_RATE = 0.03  # of the highest, at the end
 TEXTS_OF_STEP, TEXTS_AT_ONCE = 8, 4
@@ -68,7 +69,8 @@ class Trainer:
         self._target, self._answers, self._texts, self._held_out = target, answers, texts, held_out
         self._seed, self._device, self._kind = seed, device, getattr(torch, kind)
         self._weights = torch.exp(-torch.arange(draft.shape.block) / 4)
-        self._optimizer = torch.optim.AdamW(self.draft.parameters(), RATE, BETAS, weight_decay=DECAY)
+        self._optimizers = optimizers(self.draft)
+        self._rates = [each.param_groups[0]["lr"] for each in self._optimizers]
 
     def advance(self) -> float:
         """One step; its loss."""
@@ -77,8 +79,8 @@ class Trainer:
         groups = [texts[i : i + TEXTS_AT_ONCE] for i in range(0, len(texts), TEXTS_AT_ONCE)]
         batches = [self._collate(group, random) for group in groups]
         total, loss = sum(float(batch.weights.sum()) for batch in batches), 0.0
-        for group in self._optimizer.param_groups:
-            group["lr"] = RATE * self._factor()
+        for optimizer, rate in zip(self._optimizers, self._rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * self._factor()
         for batch in batches:
             surprise, common, _ = self._compared(batch)
             weights = batch.weights.to(self._device)
@@ -86,8 +88,9 @@ class Trainer:
             part.backward()
             loss += float(part.detach())
         nn.utils.clip_grad_norm_(self.draft.parameters(), CLIP)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self.step += 1
         return loss
 
@@ -112,7 +115,7 @@ class Trainer:
         tensors = {"step": torch.tensor(self.step)}
         for name, value in self.draft.named_parameters():
             tensors[f"draft.{name}"] = value.detach()
-            for key, state in self._optimizer.state[value].items():
+            for key, state in self._state(value).items():
                 tensors[f"{key}.{name}"] = state
         with whole_file(path) as part:
             save_file({name: value.contiguous() for name, value in tensors.items()}, part)
@@ -132,11 +135,19 @@ class Trainer:
         with torch.no_grad():
             for name, value in parameters.items():
                 value.copy_(found[f"draft.{name}"])
-                kept = ("step", "exp_avg", "exp_avg_sq")
-                states = {key: found[f"{key}.{name}"] for key in kept if f"{key}.{name}" in found}
-                if states:
-                    self._optimizer.state[value] = states | {"step": states["step"].cpu()}
+                for key in ("step", "exp_avg", "exp_avg_sq", "average"):
+                    if f"{key}.{name}" in found:
+                        state = found[f"{key}.{name}"]
+                        self._state(value)[key] = state.cpu() if key == "step" else state
         self.step = int(found["step"])
+
+    def _state(self, parameter: Any) -> dict[str, Any]:
+        """What an optimizer keeps of a parameter."""
+        owner = next(
+            each for each in self._optimizers if any(parameter is own for own in each.param_groups[0]["params"])
+        )
+        found: dict[str, Any] = owner.state[parameter]
+        return found
 
     def _factor(self) -> float:
         """Of the learning rate: a rise, then a cosine."""

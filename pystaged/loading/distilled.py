@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from pystaged._core import Tokenizer, metadata
 from pystaged.files import cache_folder
+from pystaged.loading.kept import KeptFiles
 
 VOCABULARY, DEPTH = "pystaged.vocabulary", "pystaged.target_depth"  # GGUF keys: of the target
 _WIDTH = "dflash.target_hidden_size"
+_NAME = "draft of "
 
 
-def folder() -> Path:
-    """The folder of these drafts."""
-    return cache_folder() / "drafts"
+class _Drafts(KeptFiles):
+    def _model_of(self, path: Path) -> str:
+        return metadata(path).get("general.name", "?").removeprefix(_NAME)
 
 
-def distilled_path(model: Path) -> Path:
-    """Where the draft of a model's file is written."""
-    return folder() / f"{_name(model)}.gguf"
+DISTILLED = _Drafts("drafts", "", "gguf")
+
+
+def draft_name(target: str) -> str:
+    """How the draft of a target is called."""
+    return _NAME + target
 
 
 def work_folder(model: Path) -> Path:
-    """Where answers and checkpoints for it are kept."""
-    return cache_folder() / "distill" / _name(model)
+    """Where answers and checkpoints for a model are kept."""
+    return cache_folder() / "distill" / DISTILLED.path(model).stem
 
 
 def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
@@ -44,9 +47,8 @@ def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], No
         _WIDTH: found.get(f"{family}.embedding_length"),
         DEPTH: found.get(f"{family}.block_count"),
     }
-    own = distilled_path(model)
-    others = sorted(folder().glob("*.gguf"), key=lambda path: (path != own, path.name))
-    for path in others:
+    own = DISTILLED.path(model)
+    for path in sorted((each.path for each in DISTILLED.all()), key=lambda path: path != own):
         try:
             about = metadata(path)
             if all(about.get(key) == value for key, value in wanted.items()):
@@ -54,8 +56,3 @@ def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], No
         except OSError as error:
             report(f"passed over: {error}")
     return None
-
-
-def _name(model: Path) -> str:
-    key = hashlib.sha256(os.fsencode(model.absolute())).hexdigest()[:16]
-    return f"{model.stem[:40]}.{key}"

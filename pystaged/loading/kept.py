@@ -31,13 +31,14 @@ class KeptFiles:
     """Kept files of one kind.
 
     Args:
-        kind: name of their folder, and their suffix.
+        kind: name of their folder.
         title: their first words; the model's path and content follow, see `head`.
+        suffix: of their names; `kind` if not given.
     """
 
-    def __init__(self, kind: str, title: str) -> None:
-        self._kind = kind
-        self._name = re.compile(rf".*\.[0-9a-f]{{16}}\.{kind}", re.DOTALL)
+    def __init__(self, kind: str, title: str, suffix: str = "") -> None:
+        self._kind, self._suffix = kind, suffix or kind
+        self._name = re.compile(rf".*\.[0-9a-f]{{16}}\.{self._suffix}", re.DOTALL)
         self._title = f"{title}\nof ".encode()
         self._model = re.compile(self._title + rb"(.*)\nwhose content is ", re.DOTALL)
 
@@ -48,7 +49,7 @@ class KeptFiles:
     def path(self, model: Path) -> Path:
         """Path of the file kept for a model."""
         key = hashlib.sha256(os.fsencode(model.absolute())).hexdigest()[:16]
-        return self.folder() / f"{model.stem[:40]}.{key}.{self._kind}"
+        return self.folder() / f"{model.stem[:40]}.{key}.{self._suffix}"
 
     def head(self, model: Path, content: str) -> bytes:
         """The first lines of the file kept for a model.
@@ -60,7 +61,9 @@ class KeptFiles:
 
     def all(self) -> list[KeptFile]:
         """All files of this kind, by name."""
-        found = [self._describe(path) for path in sorted(self.folder().glob(f"*.{self._kind}")) if self._is_ours(path)]
+        found = [
+            self._describe(path) for path in sorted(self.folder().glob(f"*.{self._suffix}")) if self._is_ours(path)
+        ]
         return [each for each in found if each]
 
     def remove(self, path: Path) -> int:
@@ -83,15 +86,22 @@ class KeptFiles:
     def _describe(self, path: Path) -> KeptFile | None:
         try:
             size = path.lstat().st_size
-            with open_regular(path) as file:
-                found = self._model.match(file.read(_TEXT_BYTES))
+        except OSError:  # gone
+            return None
+        try:
+            model = self._model_of(path)
         except (FileNotFoundError, ValueError):  # gone, or replaced by something else
             return None
         except OSError:
-            found = None
+            model = "?"
         # Terminals show it, so unprintable characters are replaced.
-        model = "".join(each if each.isprintable() else "?" for each in os.fsdecode(found[1])) if found else "?"
-        return KeptFile(path, size, model)
+        return KeptFile(path, size, "".join(each if each.isprintable() else "?" for each in model))
+
+    def _model_of(self, path: Path) -> str:
+        """The model that a file names, "?" for none. Raises OSError, and ValueError for what is no regular file."""
+        with open_regular(path) as file:
+            found = self._model.match(file.read(_TEXT_BYTES))
+        return os.fsdecode(found[1]) if found else "?"
 
 
 RECYCLED = KeptFiles("memory", "pystaged memory 1")

@@ -21,7 +21,7 @@ from pystaged import cli
 from pystaged._core import Model, Sampling, Session, Tokenizer
 from pystaged.distill import prompts
 from pystaged.distill.prompts import Questions
-from pystaged.loading.distilled import distilled_path, find_distilled
+from pystaged.loading.distilled import DISTILLED, find_distilled
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -31,6 +31,7 @@ from pystaged.distill import train as training  # noqa: E402
 from pystaged.distill.answers import Answers, Asker, Writer  # noqa: E402
 from pystaged.distill.draft import TAPS, BlockDraft, Shape, Target, commonest, compared, layers_of, shape_for  # noqa: E402
 from pystaged.distill.export import export  # noqa: E402
+from pystaged.distill.optimizer import orthogonalized  # noqa: E402
 from pystaged.distill.train import Trainer, train  # noqa: E402
 
 CHATML = (
@@ -204,6 +205,23 @@ def test_the_file_computes_what_torch_does(
     assert np.abs(logits - expected).max() <= error * np.abs(expected).max()
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(24, 96), (96, 24)])
+def test_updates_are_orthogonal(rows: int, cols: int) -> None:
+    update = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)) * 1e-4
+    found = orthogonalized(update) / max(1, rows / cols) ** 0.5
+    values = torch.linalg.svdvals(found)
+    assert 0.6 < float(values.min()) < float(values.max()) < 1.3
+    assert float((found * update).sum() / found.norm() / update.norm()) > 0.9
+
+
+def test_a_new_draft_guesses_nothing_in_particular(trainer: Callable[..., Trainer]) -> None:
+    found = trainer(1)
+    with torch.no_grad():
+        y = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * found.draft.output_norm
+        logits = found.draft.logits(y, torch.zeros(200, dtype=torch.long))
+    assert 0.5 < float(logits.std()) < 2
+
+
 def test_distributions_are_compared() -> None:
     class Draft:
         tokens = torch.tensor([2, 5, 6])
@@ -272,7 +290,7 @@ def test_the_command_goes_on_and_its_draft_is_found(
     assert stopped.exit_code == 130, stopped.stderr
     assert "to write 1,000 tokens of answers takes about" in stopped.stderr
     assert "the same command goes on" in stopped.stderr
-    assert not distilled_path(target).exists()
+    assert not DISTILLED.path(target).exists()
     files = sorted((tmp_path / "work").glob("0*"))
     written = [file.stat().st_mtime_ns for file in files]
     other = command("--tokens", 2000)
@@ -286,15 +304,19 @@ def test_the_command_goes_on_and_its_draft_is_found(
     assert [sampling for sampling, _ in gains] == ["greedy", "at temperature 1"]
     assert all(0.5 < float(tokens) <= 9 for _, tokens in gains)  # the end of a text is a step without a token
     assert [file.stat().st_mtime_ns for file in sorted((tmp_path / "work").glob("0*"))] == written
-    path = distilled_path(target)
+    path = DISTILLED.path(target)
     assert find_distilled(target, tokenizer) == path
     twin = BlockTwin.of(path, Contents.of(target).tensors["token_embd.weight"])
     assert twin.keys["general.name"] == "draft of random weights"
+    listed = CliRunner().invoke(cli.app, ["models"])
+    assert re.search(r"^random weights +0\.\d$", listed.stdout.partition("distilled drafts of")[2], re.MULTILINE)
     path.write_bytes(b"GGUF")
     said: list[str] = []
     assert find_distilled(target, tokenizer, said.append) is None
     assert said[0].startswith("passed over: ")
-    path.unlink()
+    removed = CliRunner().invoke(cli.app, ["models", "remove", "--distilled", str(target)])
+    assert "removed distilled drafts of 1 model" in removed.stderr
+    assert not path.exists()
 
 
 def test_own_prompts_are_answered(
@@ -306,7 +328,7 @@ def test_own_prompts_are_answered(
     done = command("--prompts", file, "--tokens", 1000, "--epochs", 1, "--out", tmp_path / "draft.gguf")
     assert done.exit_code == 0, done.stderr
     assert (tmp_path / "draft.gguf").exists()
-    assert not distilled_path(target).exists()
+    assert not DISTILLED.path(target).exists()
     tokenizer = Tokenizer(str(target))
     found = Answers(tmp_path / "work")
     asked = [

@@ -1,0 +1,51 @@
+"""Muon for the matrices of a draft's layers, AdamW for the rest."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+ADAM = {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.01}
+MUON_RATE, _MOMENTUM, _DECAY = 0.01, 0.95, 0.01
+
+
+class Muon(torch.optim.Optimizer):  # type: ignore[misc]
+    """Momentum with orthogonalized updates (Jordan 2024)."""
+
+    def __init__(self, parameters: list[Any], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        """One update."""
+        del closure
+        with torch.no_grad():
+            for group in self.param_groups:
+                for value in group["params"]:
+                    average = self.state[value].setdefault("average", torch.zeros_like(value))
+                    average.lerp_(value.grad, 1 - _MOMENTUM)
+                    update = orthogonalized(value.grad.lerp(average, _MOMENTUM))
+                    value.mul_(1 - group["lr"] * _DECAY).add_(update, alpha=-group["lr"])
+
+
+def orthogonalized(update: Any) -> Any:
+    """The nearest matrix whose singular values are around 1, times what a tall one needs; by Newton's and Schulz's
+    iteration."""
+    tall = update.shape[0] > update.shape[1]
+    x = update.T if tall else update
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * (gram @ gram)) @ x
+    return (x.T if tall else x) * math.sqrt(max(1.0, update.shape[0] / update.shape[1]))
+
+
+def optimizers(draft: nn.Module) -> list[Any]:
+    """Optimizers of a draft's parameters."""
+    named = list(draft.named_parameters())
+    inner = [value for name, value in named if value.ndim == 2 and (name.startswith("blk.") or name == "fc")]
+    chosen = {id(value) for value in inner}
+    rest = [value for _, value in named if id(value) not in chosen]
+    return [Muon(inner, MUON_RATE), torch.optim.AdamW(rest, **ADAM)]
