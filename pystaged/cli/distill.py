@@ -96,6 +96,8 @@ def distill(
             report(f"stopped; the same command goes on from what is in {work}")
             raise typer.Exit(130) from None
         job.export(target, quantization.upper())
+    if target == destination(DISTILLED.path(path)):
+        report(f"--draft auto takes it for {path.name} from now on")
     report(f"answers and checkpoint may go: {work}")
 
 

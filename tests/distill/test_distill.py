@@ -17,6 +17,7 @@ from support.feature_drafts import BlockTwin, Contents
 from support.random_models import RandomModel, add_vocabulary, write
 from typer.testing import CliRunner
 
+import pystaged
 from pystaged import cli
 from pystaged._core import Model, Sampling, Session, Tokenizer
 from pystaged.distill import prompts
@@ -308,6 +309,10 @@ def test_the_command_goes_on_and_its_draft_is_found(
     assert find_distilled(target, tokenizer) == path
     twin = BlockTwin.of(path, Contents.of(target).tensors["token_embd.weight"])
     assert twin.keys["general.name"] == "draft of random weights"
+    with pystaged.load(target, num_threads=1) as engine:
+        assert engine.draft_name == "draft of random weights"
+        found = engine.generate("the tree", max_tokens=30)
+        assert found.tokens == engine.generate("the tree", max_tokens=30, speculate=False).tokens
     listed = CliRunner().invoke(cli.app, ["models"])
     assert re.search(r"^random weights +0\.\d$", listed.stdout.partition("distilled drafts of")[2], re.MULTILINE)
     path.write_bytes(b"GGUF")
