@@ -189,7 +189,8 @@ class EagleProposer(FeatureProposer):
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         # The row of the root is read when a tree is drafted.
         found = super().reusable(prompt)
-        return found - 1 if found == len(prompt) - 1 and found <= self._length else found
+        is_read = found == len(prompt) - 1 and found <= self._length
+        return max(0, found - is_read)
 
     def most_levels(self) -> float:
         return self.session.n_ctx - self._length - len(self._tokens)

@@ -144,6 +144,7 @@ def test_the_next_prompt_goes_on_from_what_both_hold(pair: Pair) -> None:
         (CONTEXT.tolist(), len(CONTEXT) - 2),  # another answer
         ([*CONTEXT.tolist()[:50], 5, 6, 7], 49),  # another end
         (CONTEXT.tolist()[:50], 48),
+        (CONTEXT.tolist()[:2], 0),
     ):
         reused = finish(decoder.start(np.array(prompt, np.int32)))
         assert least <= reused <= len(prompt) - 1
@@ -160,15 +161,16 @@ def test_engines_write_the_same_with_and_without_it(pair: Pair) -> None:
         {"max_tokens": 20, "temperature": 0.9, "top_p": 0.9, "repeat_penalty": 1.2, "seed": 4},
     ]
     prompts = [[int(token) for token in CONTEXT[: 20 + 9 * i]] for i in range(4)]
+    prompts.append(prompts[0][:1])
     with Engine(pair.target_path, draft=pair.draft_path, n_ctx=256) as engine:
         assert engine.draft_name == "a random draft"
         for options in cases:
             expected = [engine.generate(prompt, speculate=False, **options).tokens for prompt in prompts]
             assert [engine.generate(prompt, **options).tokens for prompt in prompts] == expected
-            # Four at once, of which one is cancelled.
+            # Six at once, of which one is cancelled.
             streams = [engine.stream(prompt, **options) for prompt in [*prompts, prompts[0]]]
             streams.pop().close()
-            with ThreadPoolExecutor(4) as pool:
+            with ThreadPoolExecutor(5) as pool:
                 assert list(pool.map(lambda stream: stream.finish().tokens, streams)) == expected
         several = engine.generate(prompts[1], n=4, max_tokens=12, temperature=1.0, seed=9)
         alone = engine.generate(prompts[1], n=4, max_tokens=12, temperature=1.0, seed=9, speculate=False)
